@@ -1,0 +1,165 @@
+"""The words environments, servers and trainers speak in.
+
+Everything here crosses a wire, so it is a frozen pydantic model in OpenAI chat format. Messages only: no
+token id is ever seen in this package.
+
+Example, one turn of a session::
+
+    result = await session.step(Message.assistant("Let me try.", ToolCall.of("guess", n=7)))
+    result.messages  # (Message(role="tool", tool_call_id=..., content="higher"),)
+    result.reward, result.terminated, result.status  # 0.0, False, SessionStatus.RUNNING
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class FunctionCall(_Frozen):
+    """The function part of a tool call; ``arguments`` is the JSON text exactly as the model wrote it."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(_Frozen):
+    """One call of one tool, as an assistant message carries it."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+    @classmethod
+    def of(cls, name: str, /, *, call_id: str = "call_0", **arguments: Any) -> ToolCall:
+        """Build a call from plain values: ``ToolCall.of("guess", n=7)``."""
+        return cls(id=call_id, function=FunctionCall(name=name, arguments=json.dumps(arguments)))
+
+
+class Message(_Frozen):
+    """One chat message in OpenAI format; ``content`` is text, a list of content parts, or null."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: tuple[ToolCall, ...] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    @classmethod
+    def assistant(cls, content: str | None = None, *calls: ToolCall) -> Message:
+        """Build an assistant message from text and tool calls."""
+        return cls(role="assistant", content=content, tool_calls=calls or None)
+
+    def wire(self) -> dict[str, Any]:
+        """Return the OpenAI chat form, absent fields left out, ``content`` always there."""
+        data = self.model_dump(exclude_none=True)
+        data.setdefault("content", None)
+        return data
+
+
+class FunctionSpec(_Frozen):
+    """Name, description and JSON Schema of one tool's arguments."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+
+
+class ToolSpec(_Frozen):
+    """A tool as the model is told about it, in OpenAI format."""
+
+    type: Literal["function"] = "function"
+    function: FunctionSpec
+
+
+class TaskSample(_Frozen):
+    """One problem of one task: which one it is (``task, split, index``), its seed and its data."""
+
+    task: str
+    split: str = "train"
+    index: int | str | None = None
+    seed: int = 0
+    data: dict[str, Any] = Field(default_factory=dict)
+
+
+class SplitInfo(_Frozen):
+    """How many samples a split has; null means that it never ends."""
+
+    num_samples: int | None = None
+
+
+class TaskInfo(_Frozen):
+    """What a server says of one task."""
+
+    name: str
+    description: str = ""
+    splits: dict[str, SplitInfo] = Field(default_factory=dict)
+    tools: tuple[ToolSpec, ...] = ()
+    max_turns: int
+    capabilities: tuple[str, ...] = ()
+
+
+class SessionStatus(StrEnum):
+    """How a session stands; everything but RUNNING is final."""
+
+    RUNNING = "running"
+    COMPLETED = "completed"
+    """The task ended: goal reached or failed for good (``terminated``)."""
+    TRUNCATED_TURNS = "truncated_turns"
+    """The turn limit was reached (``truncated``)."""
+    TRUNCATED_TIME = "truncated_time"
+    """The session's time limit was reached (``truncated``)."""
+    FAILED_ENVIRONMENT = "failed_environment"
+    """The environment broke; the reward means nothing and must not be trained on."""
+    CANCELLED = "cancelled"
+    """Closed by the client before its end."""
+    EXPIRED = "expired"
+    """Idle past its lease."""
+
+    @property
+    def final(self) -> bool:
+        """Whether no further step is possible."""
+        return self is not SessionStatus.RUNNING
+
+
+class StepResult(_Frozen):
+    """The environment's answer to one assistant message; ``reward`` is this step's alone."""
+
+    session_id: str
+    seq: int
+    messages: tuple[Message, ...] = ()
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    status: SessionStatus = SessionStatus.RUNNING
+    metrics: dict[str, float] = Field(default_factory=dict)
+    info: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def final(self) -> bool:
+        """Whether this was the session's last step."""
+        return self.status.final
+
+
+class SessionInfo(_Frozen):
+    """A session as it was opened, or as it stands now (``GET /v1/sessions/{id}``)."""
+
+    session_id: str
+    task: str
+    sample: TaskSample
+    messages: tuple[Message, ...] = ()
+    """The opening messages of the episode."""
+    tools: tuple[ToolSpec, ...] = ()
+    status: SessionStatus = SessionStatus.RUNNING
+    turn: int = 0
+    """Number of steps taken; the next step has ``seq = turn + 1``."""
+    last: StepResult | None = None
+    info: Mapping[str, Any] = Field(default_factory=dict)

@@ -1,0 +1,67 @@
+"""A preallocated key/value cache whose rows move: active sequences lie in front, parked ones behind them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+
+class SlotCache(Cache):
+    """Keys and values of ``num_slots`` sequences of up to ``max_context`` tokens each.
+
+    A forward pass works on consecutive rows, so the views handed to attention cost nothing. Each row
+    writes at its own positions. One column more than ``max_context`` takes what padding writes.
+    """
+
+    def __init__(self, *, num_slots: int, max_context: int) -> None:
+        self.layers: list[Any] = []
+        self.offloading = False
+        self.layer_class_to_replicate = None
+        self.num_slots = num_slots
+        self.max_context = max_context
+        self._storage: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._start = 0
+        self._index: tuple[torch.Tensor, slice, torch.Tensor] | None = None
+        self._length = 0
+
+    def aim(self, *, start: int, positions: torch.Tensor, length: int) -> None:
+        """Point the next forward pass at rows ``start…``, writing at ``positions`` [rows, tokens].
+
+        Attention sees the first ``length`` columns.
+        """
+        rows = torch.arange(start, start + positions.shape[0], device=positions.device)
+        self._start = start
+        self._index = (rows[:, None], slice(None), positions)
+        self._length = length
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store keys and values [rows, heads, tokens, dim]; return views over all that is cached."""
+        if layer_idx == len(self._storage):
+            self._storage.append((self._allocate(key_states), self._allocate(value_states)))
+        keys, values = self._storage[layer_idx]
+        keys[self._index] = key_states.transpose(1, 2)
+        values[self._index] = value_states.transpose(1, 2)
+        rows = slice(self._start, self._start + key_states.shape[0])
+        return keys[rows, :, : self._length], values[rows, :, : self._length]
+
+    def _allocate(self, states: torch.Tensor) -> torch.Tensor:
+        shape = (self.num_slots, states.shape[1], self.max_context + 1, states.shape[3])
+        return torch.zeros(shape, dtype=states.dtype, device=states.device)
+
+    def swap(self, a: int, b: int, *, length: int) -> None:
+        """Exchange the first ``length`` columns of rows ``a`` and ``b``."""
+        if a == b:
+            return
+        for pair in self._storage:
+            for tensor in pair:
+                kept = tensor[a, :, :length].clone()
+                tensor[a, :, :length] = tensor[b, :, :length]
+                tensor[b, :, :length] = kept
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0: positions are always given."""
+        return 0

@@ -1,0 +1,285 @@
+"""One policy of the torch engine: its weights, its cache, and the batch it decodes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from agentrl_train.engine.cache import SlotCache
+from agentrl_train.engine.sampling import sample
+from agentrl_train.types import Completion, SamplingParams
+
+DECODES_BETWEEN_ADMISSIONS = 3
+"""New requests join every few decode steps: prefilling them one by one would cost a forward pass each."""
+PREFILL_TOKENS = 8192
+"""Most tokens, padding included, of one prefill pass."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """One completion in the making; ``done`` is called once, in the engine's thread."""
+
+    session_key: str
+    context: Sequence[int]
+    sampling: SamplingParams
+    done: Callable[[Completion], None]
+    uniforms: np.ndarray = field(init=False)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        generator = np.random.default_rng(self.sampling.seed)
+        self.uniforms = generator.random(self.sampling.max_new_tokens, dtype=np.float32)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Sequence:
+    """A session's row: the tokens whose keys and values are cached, and the request it works on."""
+
+    key: str
+    row: int
+    cached: list[int] = field(default_factory=list)
+    request: Request | None = None
+
+
+class Replica:
+    """Continuous batching over one model. Not thread-safe: the engine's thread alone calls it.
+
+    Rows ``0 … num_active`` of the cache are decoding; behind them lie sessions between two turns,
+    whose prefix is kept until its row is needed, the longest unused going first.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        name: str,
+        stop_token_ids: Sequence[int],
+        num_slots: int,
+        max_context: int,
+        policy_version: int = 0,
+    ) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.name = name
+        self.policy_version = policy_version
+        self.num_sampled = 0
+        self.num_prefilled = 0
+        self._stop = frozenset(stop_token_ids)
+        self._device = next(model.parameters()).device
+        self._cache = SlotCache(num_slots=num_slots, max_context=max_context)
+        self._columns = torch.arange(max_context + 1, device=self._device)
+        self._head = model.get_output_embeddings()
+        self._rows: list[_Sequence | None] = [None] * num_slots
+        self._active = 0
+        self._sequences: OrderedDict[str, _Sequence] = OrderedDict()
+        self._waiting: deque[Request] = deque()
+        self._decodes = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to decode or admit."""
+        return bool(self._active or self._waiting)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; it joins the batch at one of the next steps."""
+        self._waiting.append(request)
+
+    def abandon(self, session_key: str) -> None:
+        """Forget a session: its cached prefix, and the request it has under way."""
+        self._waiting = deque(r for r in self._waiting if r.session_key != session_key)
+        sequence = self._sequences.pop(session_key, None)
+        if sequence is None:
+            return
+        if sequence.row < self._active:
+            self._park(sequence)
+        self._rows[sequence.row] = None
+
+    def load(self, state: Mapping[str, torch.Tensor], *, policy_version: int) -> None:
+        """Take over new weights. Every cached prefix is dropped: it belongs to the old weights."""
+        own = dict(self.model.named_parameters())
+        missing = own.keys() - state.keys()
+        if missing:
+            raise KeyError(f"the published weights lack {sorted(missing)[0]}")
+        for name, parameter in own.items():
+            parameter.data.copy_(state[name])
+        self.policy_version = policy_version
+        for sequence in self._sequences.values():
+            sequence.cached.clear()
+
+    def step(self) -> None:
+        """Admit what waits, bring every active row up to date, and sample one token for each."""
+        if self._waiting and (self._active == 0 or self._decodes >= DECODES_BETWEEN_ADMISSIONS):
+            self._admit()
+            self._decodes = 0
+        self._decodes += 1
+        behind = [s for s in self._rows[: self._active] if s is not None and self._num_new(s) > 1]
+        if behind:
+            self._prefill(behind)
+        self._decode()
+
+    def _num_new(self, sequence: _Sequence) -> int:
+        request = sequence.request
+        assert request is not None
+        return len(request.context) + len(request.token_ids) - len(sequence.cached)
+
+    # Rows: who decodes, who is parked, who must go.
+
+    def _admit(self) -> None:
+        later: deque[Request] = deque()
+        while self._waiting:
+            request = self._waiting.popleft()
+            sequence = self._sequences.get(request.session_key) or self._claim(request.session_key)
+            if sequence is None or sequence.request is not None:
+                later.append(request)
+                if sequence is None:
+                    break
+                continue
+            self._sequences.move_to_end(sequence.key)
+            shared = _shared_prefix(sequence.cached, request.context)
+            del sequence.cached[min(shared, len(request.context) - 1) :]
+            sequence.request = request
+            self._move(sequence, self._active)
+            self._active += 1
+        later.extend(self._waiting)
+        self._waiting = later
+
+    def _claim(self, key: str) -> _Sequence | None:
+        """Find a row for a new session, taking the longest parked one's where none is free."""
+        row = next((r for r in range(self._active, len(self._rows)) if self._rows[r] is None), None)
+        if row is None:
+            victim = next((s for s in self._sequences.values() if s.request is None), None)
+            if victim is None:
+                return None
+            row = victim.row
+            del self._sequences[victim.key]
+        sequence = _Sequence(key=key, row=row)
+        self._rows[row] = sequence
+        self._sequences[key] = sequence
+        return sequence
+
+    def _park(self, sequence: _Sequence) -> None:
+        sequence.request = None
+        self._active -= 1
+        self._move(sequence, self._active)
+
+    def _move(self, sequence: _Sequence, row: int) -> None:
+        """Exchange the sequence's row with ``row``, contents and all."""
+        other = self._rows[row]
+        if other is sequence:
+            return
+        length = max(len(sequence.cached), len(other.cached) if other else 0)
+        self._cache.swap(sequence.row, row, length=length)
+        self._rows[sequence.row], self._rows[row] = other, sequence
+        if other is not None:
+            other.row = sequence.row
+        sequence.row = row
+
+    # Forward passes.
+
+    def _prefill(self, behind: list[_Sequence]) -> None:
+        """Bring rows up to date but for their last token, which the next decode takes."""
+        for start, rows in _runs(behind, limit=PREFILL_TOKENS, size=lambda s: self._num_new(s) - 1):
+            chunks = [self._new_tokens(s)[:-1] for s in rows]
+            width = max(1, max(len(c) for c in chunks))
+            tokens = [list(c) + [0] * (width - len(c)) for c in chunks]
+            first = torch.tensor([len(s.cached) for s in rows], device=self._device)
+            self._forward(torch.tensor(tokens, device=self._device), first=first, start=start)
+            for sequence, chunk in zip(rows, chunks, strict=True):
+                sequence.cached.extend(chunk)
+                self.num_prefilled += len(chunk)
+
+    def _decode(self) -> None:
+        rows = [s for s in self._rows[: self._active] if s is not None]
+        if not rows:
+            return
+        requests = [s.request for s in rows if s.request is not None]
+        tokens = [self._new_tokens(s)[-1] for s in rows]
+        first = torch.tensor([len(s.cached) for s in rows], device=self._device)
+        hidden = self._forward(torch.tensor(tokens, device=self._device)[:, None], first=first, start=0)
+        drawn, logprobs = sample(
+            self._head(hidden[:, -1]),
+            temperatures=torch.tensor([r.sampling.temperature for r in requests], device=self._device),
+            uniforms=torch.tensor(
+                [r.uniforms[len(r.token_ids)] for r in requests], device=self._device
+            ),
+        )
+        self.num_sampled += len(rows)
+        drawn_list, logprob_list = drawn.tolist(), logprobs.tolist()
+        for sequence, request, fed, token, logprob in zip(
+            rows, requests, tokens, drawn_list, logprob_list, strict=True
+        ):
+            sequence.cached.append(fed)
+            request.token_ids.append(token)
+            request.logprobs.append(logprob)
+            request.versions.append(self.policy_version)
+            self._finish(sequence, request)
+
+    def _forward(self, tokens: torch.Tensor, *, first: torch.Tensor, start: int) -> torch.Tensor:
+        """Run tokens [rows, width] that begin at positions ``first`` [rows]; return hidden states."""
+        positions = first[:, None] + torch.arange(tokens.shape[1], device=self._device)
+        positions.clamp_(max=self._cache.max_context)
+        length = int(positions.max()) + 1
+        self._cache.aim(start=start, positions=positions, length=length)
+        mask = self._columns[None, None, None, :length] <= positions[:, None, :, None]
+        output = self.model.base_model(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden
+
+    def _new_tokens(self, sequence: _Sequence) -> Sequence[int]:
+        request = sequence.request
+        assert request is not None
+        known = len(sequence.cached)
+        if known >= len(request.context):
+            return request.token_ids[known - len(request.context) :]
+        return [*request.context[known:], *request.token_ids]
+
+    def _finish(self, sequence: _Sequence, request: Request) -> None:
+        stopped = request.token_ids[-1] in self._stop
+        if not stopped and len(request.token_ids) < request.sampling.max_new_tokens:
+            return
+        self._park(sequence)
+        request.done(
+            Completion(
+                token_ids=request.token_ids,
+                logprobs=request.logprobs,
+                versions=request.versions,
+                finish_reason="stop" if stopped else "length",
+                policy=self.name,
+            )
+        )
+
+
+def _shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    if list(b[: len(a)]) == list(a):
+        return len(a)
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _runs(
+    sequences: list[_Sequence], *, limit: int, size: Callable[[_Sequence], int]
+) -> list[tuple[int, list[_Sequence]]]:
+    """Cut sequences into runs of consecutive rows, each of at most ``limit`` padded tokens."""
+    runs: list[tuple[int, list[_Sequence]]] = []
+    widest = 0
+    for sequence in sorted(sequences, key=lambda s: s.row):
+        widest = max(widest, size(sequence))
+        last = runs[-1][1] if runs else []
+        follows = bool(last) and last[-1].row + 1 == sequence.row
+        if follows and widest * (len(last) + 1) <= limit:
+            last.append(sequence)
+        else:
+            runs.append((sequence.row, [sequence]))
+            widest = size(sequence)
+    return runs

@@ -1,0 +1,250 @@
+"""An engine in this process: any Hugging Face causal LM in PyTorch, on a CPU or a GPU.
+
+Continuous batching in a thread of its own. Requests join while others decode; a session's prefix stays
+cached between its turns; new weights are taken over between two decode steps, in the middle of completions
+if need be, and every token says which version sampled it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from agentrl_train.engine.replica import Replica, Request
+from agentrl_train.errors import EngineError
+from agentrl_train.types import Completion, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class TorchEngine:
+    """Serves completions from one or more policies of the same architecture.
+
+    Args:
+        models: policy name -> model; the engine owns these copies. "current" must be among them.
+        stop_token_ids: tokens that end a completion; they are part of it.
+        max_sequences: rows of the cache of each policy: sequences decoding or parked between turns.
+        max_context: most tokens of one sequence.
+        deadline_s: longest time one completion or one weight update may take.
+        threads: OpenMP threads of the engine's thread; None leaves PyTorch's default.
+
+    Satisfies ``Engine`` and ``WeightSync``.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, PreTrainedModel],
+        *,
+        stop_token_ids: Sequence[int],
+        max_sequences: int,
+        max_context: int,
+        deadline_s: float = 600.0,
+        threads: int | None = None,
+        policy_version: int = 0,
+    ) -> None:
+        for model in models.values():
+            _refuse_unsupported(model, max_context)
+        self.max_context = max_context
+        self._deadline_s = deadline_s
+        self._threads = threads
+        self._replicas = {
+            name: Replica(
+                model,
+                name=name,
+                stop_token_ids=stop_token_ids,
+                num_slots=max_sequences,
+                max_context=max_context,
+                policy_version=policy_version,
+            )
+            for name, model in models.items()
+        }
+        self._inbox: list[Callable[[], None]] = []
+        self._wake = threading.Condition()
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._waiting: set[Future[Completion]] = set()
+        self._busy_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        *,
+        sampling: SamplingParams,
+        session_key: str,
+        policy: str = "current",
+    ) -> Completion:
+        """Sample one completion after ``token_ids``.
+
+        Raises:
+            EngineError: the context has no room for ``max_new_tokens``, the engine broke, or the deadline
+                passed. A cancelled call is abandoned by the engine.
+        """
+        if not token_ids or len(token_ids) + sampling.max_new_tokens > self.max_context:
+            raise EngineError(
+                f"a context of {len(token_ids)} tokens leaves no room for {sampling.max_new_tokens} new ones "
+                f"in {self.max_context}: raise engine.max_context or lower engine.max_new_tokens"
+            )
+        replica = self._replicas[policy]
+        future: Future[Completion] = Future()
+        request = Request(
+            session_key=session_key, context=list(token_ids), sampling=sampling, done=_resolver(future)
+        )
+        self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
+        self._post(lambda: replica.submit(request))
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), self._deadline_s)
+        except TimeoutError as error:
+            self._post(lambda: replica.abandon(session_key))
+            raise EngineError(
+                f"the engine gave no completion within {self._deadline_s:g} s"
+            ) from error
+        except asyncio.CancelledError:
+            self._post(lambda: replica.abandon(session_key))
+            raise
+
+    def release(self, session_key: str) -> None:
+        """Forget what is cached for a session; idempotent."""
+        for replica in self._replicas.values():
+            self._post(lambda replica=replica: replica.abandon(session_key))  # type: ignore[misc]
+
+    def publish(
+        self,
+        state: Mapping[str, torch.Tensor],
+        *,
+        policy_version: int,
+        policies: Sequence[str] = ("current",),
+    ) -> None:
+        """Load weights between two decode steps and return once they are in force.
+
+        Raises:
+            EngineError: the engine broke, or did not answer within its deadline.
+        """
+        loaded: Future[None] = Future()
+
+        def load() -> None:
+            for name in policies:
+                self._replicas[name].load(state, policy_version=policy_version)
+            loaded.set_result(None)
+
+        self._post(load)
+        limit = time.monotonic() + self._deadline_s
+        while not loaded.done():
+            if self._failure is not None:
+                raise EngineError(f"the engine broke: {self._failure}") from self._failure
+            if self._closed or time.monotonic() > limit:
+                raise EngineError("the engine did not take the new weights in time")
+            _wait_for(loaded, 0.5)
+
+    def parameters(self, policy: str = "current") -> dict[str, torch.Tensor]:
+        """Return the engine's own parameters, to compare with the trainer's."""
+        return {n: p.detach() for n, p in self._replicas[policy].model.named_parameters()}
+
+    def policy_version(self, policy: str = "current") -> int:
+        """Return the version of the weights in force."""
+        return self._replicas[policy].policy_version
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Names of the policies that can be asked for."""
+        return tuple(self._replicas)
+
+    def statistics(self) -> dict[str, float]:
+        """Return running totals: sampled tokens, prefilled tokens, seconds busy."""
+        replicas = self._replicas.values()
+        return {
+            "sampled_tokens": float(sum(r.num_sampled for r in replicas)),
+            "prefilled_tokens": float(sum(r.num_prefilled for r in replicas)),
+            "busy_s": self._busy_s,
+        }
+
+    async def close(self) -> None:
+        """Stop the engine's thread; completions under way fail with ``EngineError``. Idempotent."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join, 30.0)
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            if self._failure is not None:
+                raise EngineError(f"the engine broke: {self._failure}") from self._failure
+            if self._closed:
+                return
+            self._inbox.append(command)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        try:
+            with torch.inference_mode():
+                while self._take_commands():
+                    started = time.perf_counter()
+                    for replica in self._replicas.values():
+                        if replica.busy:
+                            replica.step()
+                    self._busy_s += time.perf_counter() - started
+            self._fail_waiting(EngineError("the engine was closed"))
+        except BaseException as error:  # the boundary of the thread: waiting callers must hear of it
+            logger.exception("the engine's thread broke")
+            self._failure = error
+            self._fail_waiting(EngineError(f"the engine broke: {error}"))
+
+    def _take_commands(self) -> bool:
+        """Run what was posted; sleep while there is nothing to do. False once closed."""
+        with self._wake:
+            while not (self._inbox or self._closed or any(r.busy for r in self._replicas.values())):
+                self._wake.wait(1.0)
+            commands, self._inbox = self._inbox, []
+            if self._closed:
+                return False
+        for command in commands:
+            command()
+        return True
+
+    def _fail_waiting(self, error: EngineError) -> None:
+        for future in list(self._waiting):
+            if not future.done():
+                future.set_exception(error)
+
+
+def _resolver(future: Future[Completion]) -> Callable[[Completion], None]:
+    def done(completion: Completion) -> None:
+        if not future.done():
+            future.set_result(completion)
+
+    return done
+
+
+def _wait_for(future: Future[Any], seconds: float) -> None:
+    try:
+        future.result(timeout=seconds)
+    except TimeoutError:
+        return
+
+
+def _refuse_unsupported(model: PreTrainedModel, max_context: int) -> None:
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    if "sliding_attention" in kinds and window is not None and max_context > window:
+        raise EngineError(
+            f"this model attends over a window of {window} tokens and engine.max_context is {max_context}: "
+            "lower it, or use another engine"
+        )
+    if other := kinds - {"full_attention", "sliding_attention"}:
+        raise EngineError(f"the torch engine cannot run layers of kind {', '.join(sorted(other))}")
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and max_context > longest:
+        raise EngineError(f"the model reads at most {longest} tokens; engine.max_context is {max_context}")
