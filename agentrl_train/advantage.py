@@ -1,0 +1,176 @@
+"""Step 5 of 9: ``TrajectoryGroup`` -> advantages, one number a trajectory.
+
+Pure functions, float64 inside. In order: shaped returns, group baseline, group scale, task
+normalization::
+
+    reward 1, 0, 0, 1  ->  return 1, -0.2, 0, 1  ->  centred  ->  / group std  ->  / task std
+                           (one invalid call)        by group     if wanted        over all tokens
+                           of the task
+
+Every token that the policy sampled in a trajectory gets the trajectory's advantage (``batch.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl_train.types import EpisodeEnd, Trajectory, TrajectoryGroup
+
+Baseline = Literal["mean", "leave_one_out", "none"]
+Scale = Literal["std", "none"]
+Values = NDArray[np.float64]
+
+RESOLUTION = 1e-9
+"""Differences below this share of the values they come from are rounding, not signal."""
+
+TRUNCATED = (EpisodeEnd.TRUNCATED_TURNS, EpisodeEnd.TRUNCATED_TIME, EpisodeEnd.TRUNCATED_LENGTH)
+
+
+def advantages(
+    groups: Sequence[TrajectoryGroup],
+    *,
+    baseline: Baseline = "mean",
+    scale: Scale = "std",
+    task_normalization: bool = True,
+    invalid_call_penalty: float = 0.0,
+    truncation_penalty: float = 0.0,
+) -> list[list[float]]:
+    """Return the advantage of each trajectory of each group, in the order given.
+
+    ``baseline`` and ``scale`` work inside a group; ``mean`` with ``std`` is GRPO (arXiv
+    2402.03300), ``mean`` with ``none`` Dr. GRPO (2503.20783), ``leave_one_out`` with ``none`` RLOO
+    (2402.14740). ``task_normalization`` then brings every task of the batch to one scale
+    (``normalize_task``). Raises ``ValueError`` for a failed trajectory, a reward that is not
+    finite, or an unknown option.
+    """
+    _check_option("baseline", baseline, Baseline)
+    _check_option("scale", scale, Scale)
+    values = [
+        group_advantages(
+            shaped_returns(
+                group,
+                invalid_call_penalty=invalid_call_penalty,
+                truncation_penalty=truncation_penalty,
+            ),
+            baseline=baseline,
+            scale=scale,
+        )
+        for group in groups
+    ]
+    if task_normalization:
+        tokens = [
+            np.array([one.num_sampled_tokens for one in group.trajectories]) for group in groups
+        ]
+        for task in {group.task for group in groups}:
+            members = [i for i, group in enumerate(groups) if group.task == task]
+            scaled = normalize_task([values[i] for i in members], [tokens[i] for i in members])
+            for i, value in zip(members, scaled, strict=True):
+                values[i] = value
+    return [value.tolist() for value in values]
+
+
+def shaped_returns(
+    group: TrajectoryGroup, *, invalid_call_penalty: float = 0.0, truncation_penalty: float = 0.0
+) -> Values:
+    """Return the reward of each trajectory less its penalties, [N].
+
+    ``invalid_call_penalty`` is taken off once if any call was invalid, ``truncation_penalty`` once
+    if a limit ended the episode. Raises ``ValueError`` for a failed trajectory: its reward means
+    nothing.
+    """
+    return np.array(
+        [
+            _reward(trajectory, group)
+            - invalid_call_penalty * (trajectory.invalid_calls > 0)
+            - truncation_penalty * (trajectory.end in TRUNCATED)
+            for trajectory in group.trajectories
+        ],
+        dtype=np.float64,
+    )
+
+
+def group_advantages(
+    returns: Values, *, baseline: Baseline = "mean", scale: Scale = "std"
+) -> Values:
+    """Return the advantages [N] of one group's returns [N]; exactly 0 where it holds no signal.
+
+    A group whose returns are all equal has no signal under a group baseline, and so has a group of
+    one.
+    """
+    centred = returns - group_baseline(returns, baseline)
+    if not _signal(centred, returns):
+        return np.zeros_like(returns)
+    return centred / group_scale(returns, scale)
+
+
+def group_baseline(returns: Values, kind: Baseline) -> Values:
+    """Return what each trajectory is compared with, [N]: its group's mean, the others' mean, or 0.
+
+    ``leave_one_out`` is the mean of the *other* N - 1 returns, so the advantage is N / (N - 1)
+    times that of ``mean``. A group of one has no other; it is compared with itself.
+    """
+    if kind == "none" or returns.size == 0:
+        return np.zeros_like(returns)
+    if kind == "mean" or returns.size == 1:
+        return np.full_like(returns, returns.mean())
+    others: Values = (returns.sum() - returns) / (returns.size - 1)
+    return others
+
+
+def group_scale(returns: Values, kind: Scale) -> float:
+    """Return what a group's advantages are divided by: the unbiased std of its returns, or 1.
+
+    1 as well where there is no spread to divide by.
+    """
+    if kind == "none" or returns.size < 2 or not _signal(returns - returns.mean(), returns):
+        return 1.0
+    return float(returns.std(ddof=1))
+
+
+def normalize_task(values: Sequence[Values], tokens: Sequence[NDArray[np.int64]]) -> list[Values]:
+    """Return one task's advantages with mean 0 and std 1 over all its sampled tokens.
+
+    ``values[g]`` and ``tokens[g]`` are [N] for group g: the advantages, and how many tokens each
+    trajectory sampled. AgentRL's task advantage normalization (arXiv 2510.04206, equation 1;
+    unbiased std), with two repairs: a group without signal stays 0 and out of the statistics, and a
+    task with fewer than 2 tokens or no spread is left as it is.
+    """
+    live = [bool(np.any(value)) for value in values]
+    if not any(live):
+        return list(values)
+    value = np.concatenate([v for v, on in zip(values, live, strict=True) if on])
+    count = np.concatenate([n for n, on in zip(tokens, live, strict=True) if on])
+    total = int(count.sum())
+    if total < 2:
+        return list(values)
+    mean = float((count * value).sum() / total)
+    std = float(np.sqrt((count * (value - mean) ** 2).sum() / (total - 1)))
+    if std <= RESOLUTION * float(np.abs(value).max()):
+        return list(values)
+    return [(v - mean) / std if on else v for v, on in zip(values, live, strict=True)]
+
+
+def _reward(trajectory: Trajectory, group: TrajectoryGroup) -> float:
+    where = f"group {group.group_id} of task {group.task!r}"
+    if trajectory.end.failed:
+        raise ValueError(
+            f"{where} holds a failed trajectory ({trajectory.end.value}); drop it before training."
+        )
+    if not np.isfinite(trajectory.reward):
+        raise ValueError(
+            f"{where} holds a reward of {trajectory.reward}; rewards must be finite numbers."
+        )
+    return trajectory.reward
+
+
+def _signal(centred: Values, returns: Values) -> bool:
+    return bool(np.any(np.abs(centred) > RESOLUTION * np.abs(returns).max(initial=0.0)))
+
+
+def _check_option(name: str, value: str, options: object) -> None:
+    if value not in get_args(options):
+        raise ValueError(f"{name} is {value!r}; use one of {', '.join(get_args(options))}.")
