@@ -1,0 +1,1 @@
+"""Where the steps become processes: configuration, the loop, checkpoints, metrics, reports."""

@@ -1,0 +1,351 @@
+"""Which sample may start now: the task mixture, and the windowed first-in-first-out bound on staleness.
+
+Pure bookkeeping without clocks or tasks; the loop calls it from one thread::
+
+            admit()                finish(id)              take()             trained()
+    Mixer ----------> in flight ----------------> finished --------> training ---------> gone
+                          | drop(id): the slot is free again, the next admit() is the replacement
+
+The rule. P groups make a step, S is the allowed staleness, W the look-ahead. Groups are ranked in the order
+of admission, dropped ones left out. At step t (t steps are trained):
+
+- group of rank r may start when ``r < (t + 1 + S) P``: a slot is charged at admission and freed when trained;
+- the trainer takes any P finished groups of rank ``r < (t + 1) P + W - 1``, oldest first;
+- but a group of rank ``r < (t + 1 - C) P``, ``C = ceil((W - 1) / P)``, is due: the trainer waits for it.
+
+So a group is trained at most ``S + C`` steps after it was admitted; nothing is ever thrown away for being
+old, and a long episode is waited for instead of overtaken for good, so that lengths are not biased. At most P
+groups are due at a time, and all of them are in flight: if work can finish, the trainer can go on.
+``S = 0`` is synchronous, ``W = 1`` strict first-in-first-out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSource:
+    """One task that samples are drawn from."""
+
+    task: str
+    split: str = "train"
+    num_samples: int | None = None
+    """Samples of the split; None never ends."""
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmittedGroup:
+    """Permission to start one group, and which sample it is of."""
+
+    group_id: int
+    """Number of the draw: unique in a run, and it alone decides the sample."""
+    task: str
+    split: str
+    index: int
+    seed: int
+    attempt: int
+    """How often this group was admitted before; above 0 after a resume."""
+    admitted_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """One sample as the mixture gives it."""
+
+    task: str
+    split: str
+    index: int
+    seed: int
+
+
+class Mixer:
+    """An endless, deterministic sequence of samples in which each task has its share.
+
+    Tasks take turns by smooth weighted round robin: any stretch of draws holds each task within one draw or
+    so of its share. A finite split is walked in a new seeded permutation each epoch, an endless one as 0, 1, 2...
+    """
+
+    def __init__(self, sources: Sequence[TaskSource], *, seed: int) -> None:
+        if not sources:
+            raise ValueError("there is no task to draw from; name at least one.")
+        if len({source.task for source in sources}) != len(sources):
+            raise ValueError("a task is named twice; give each task one weight.")
+        for source in sources:
+            if not (source.weight > 0.0 and math.isfinite(source.weight)):
+                raise ValueError(
+                    f"task {source.task!r} has weight {source.weight}; use one above 0."
+                )
+            if source.num_samples is not None and source.num_samples < 1:
+                raise ValueError(f"split {source.split!r} of task {source.task!r} has no samples.")
+        self._sources = {source.task: source for source in sources}
+        self._seed = seed
+        self._total = sum(source.weight for source in sources)
+        self._credit = {source.task: 0.0 for source in sources}
+        self._drawn = {source.task: 0 for source in sources}
+        self._order: dict[tuple[str, int], np.ndarray] = {}
+
+    def draw(self) -> Draw:
+        """Return the next sample."""
+        for task, source in self._sources.items():
+            self._credit[task] += source.weight
+        task = max(self._credit, key=lambda name: self._credit[name])
+        self._credit[task] -= self._total
+        position = self._drawn[task]
+        self._drawn[task] += 1
+        return self._sample(self._sources[task], position)
+
+    def _sample(self, source: TaskSource, position: int) -> Draw:
+        index = position
+        if source.num_samples is not None:
+            epoch, offset = divmod(position, source.num_samples)
+            index = int(self._permutation(source, epoch)[offset])
+        return Draw(
+            task=source.task,
+            split=source.split,
+            index=index,
+            seed=stable_seed(self._seed, source.task, source.split, position),
+        )
+
+    def _permutation(self, source: TaskSource, epoch: int) -> np.ndarray:
+        key = (source.task, epoch)
+        if key not in self._order:
+            rng = np.random.default_rng(
+                stable_seed(self._seed, source.task, source.split, "order", epoch)
+            )
+            self._order = {k: v for k, v in self._order.items() if k[0] != source.task}
+            self._order[key] = rng.permutation(source.num_samples)
+        return self._order[key]
+
+    def state(self) -> dict[str, Any]:
+        """Return where the sequence stands, as JSON values."""
+        return {"credit": dict(self._credit), "drawn": dict(self._drawn)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state()``; tasks that are new since then start at their beginning."""
+        for task in self._sources:
+            self._credit[task] = float(state["credit"].get(task, 0.0))
+            self._drawn[task] = int(state["drawn"].get(task, 0))
+
+
+def stable_seed(*parts: object) -> int:
+    """Return a 48-bit seed that depends on nothing but ``parts``; exact in JSON of every language."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
+
+
+class WorkWindow:
+    """Admits groups and releases them to the trainer, so that none is trained too stale.
+
+    Args:
+        mixer: where samples come from.
+        groups_per_step: P.
+        max_staleness: S.
+        window: W; more than ``S P + 1`` means the same as that.
+        total_steps: admit no more groups than this many steps need; None is no end.
+    """
+
+    def __init__(
+        self,
+        mixer: Mixer,
+        *,
+        groups_per_step: int,
+        max_staleness: int,
+        window: int = 1,
+        total_steps: int | None = None,
+    ) -> None:
+        if groups_per_step < 1 or max_staleness < 0 or window < 1:
+            raise ValueError("groups_per_step and window must be at least 1, max_staleness 0.")
+        self._mixer = mixer
+        self._per_step = groups_per_step
+        self._max_staleness = max_staleness
+        self._look_ahead = min(window, max_staleness * groups_per_step + 1) - 1
+        self._slack = math.ceil(self._look_ahead / groups_per_step)
+        self._total_steps = total_steps
+        self._steps = 0
+        self._next_id = 0
+        self._behind = 0
+        self._trained_ahead: set[int] = set()
+        self._waiting: dict[int, AdmittedGroup] = {}
+        self._in_flight: dict[int, AdmittedGroup] = {}
+        self._finished: set[int] = set()
+        self._training: tuple[int, ...] = ()
+        self._dropped = 0
+
+    @property
+    def staleness_bound(self) -> int:
+        """Most steps between a group's admission and its training: ``S + ceil((W - 1) / P)``."""
+        return self._max_staleness + self._slack
+
+    @property
+    def steps(self) -> int:
+        """Steps trained so far."""
+        return self._steps
+
+    @property
+    def dropped(self) -> int:
+        """Groups given up so far."""
+        return self._dropped
+
+    @property
+    def in_flight(self) -> tuple[AdmittedGroup, ...]:
+        """Groups that were admitted and are not finished."""
+        return tuple(self._in_flight.values())
+
+    @property
+    def finished(self) -> tuple[int, ...]:
+        """Ids of the groups that are finished and not trained, those being trained included."""
+        return tuple(sorted(self._finished))
+
+    @property
+    def complete(self) -> bool:
+        """Whether all ``total_steps`` are trained."""
+        return self._total_steps is not None and self._steps >= self._total_steps
+
+    def admit(self, policy_version: int) -> AdmittedGroup | None:
+        """Return the next group to start, or None while no slot is free."""
+        group_id = min(self._waiting, default=self._next_id)
+        if self._rank(group_id) >= self._admission_limit():
+            return None
+        if group_id == self._next_id:
+            group = self._draw()
+        else:
+            group = self._waiting.pop(group_id)
+        group = replace(group, admitted_version=policy_version)
+        self._in_flight[group_id] = group
+        return group
+
+    def finish(self, group_id: int) -> None:
+        """Note that a group's episodes have all ended; raises ``KeyError`` if it is not in flight."""
+        del self._in_flight[group_id]
+        self._finished.add(group_id)
+
+    def drop(self, group_id: int) -> None:
+        """Give up a group whose episodes failed: the next ``admit`` is another sample in its place.
+
+        Raises ``KeyError`` if it is not in flight.
+        """
+        del self._in_flight[group_id]
+        self._dropped += 1
+        self._forget_the_past()
+
+    def take(self) -> tuple[int, ...] | None:
+        """Return the P groups to train on now, oldest first, or None if the trainer has to wait.
+
+        They keep their slots until ``trained``. Raises ``RuntimeError`` while a batch is being trained.
+        """
+        if self._training:
+            raise RuntimeError("a batch is being trained; call trained() before the next take().")
+        ranks = self._ranks()
+        due = (self._steps + 1 - self._slack) * self._per_step
+        last = (self._steps + 1) * self._per_step + self._look_ahead
+        pending = self._in_flight.keys() | self._waiting.keys()
+        if any(ranks[group_id] < due for group_id in pending):
+            return None
+        ready = [group_id for group_id in sorted(self._finished) if ranks[group_id] < last]
+        if len(ready) < self._per_step:
+            return None
+        self._training = tuple(ready[: self._per_step])
+        return self._training
+
+    def trained(self) -> None:
+        """Note that the groups last taken are trained: their slots are free."""
+        if not self._training:
+            raise RuntimeError("nothing is being trained; call take() first.")
+        self._finished.difference_update(self._training)
+        self._trained_ahead.update(self._training)
+        self._training = ()
+        self._steps += 1
+        self._forget_the_past()
+
+    def state(self) -> dict[str, Any]:
+        """Return everything as JSON values; a batch that is being trained counts as not trained."""
+        unfinished = [*self._waiting.values(), *self._in_flight.values()]
+        return {
+            "steps": self._steps,
+            "next_id": self._next_id,
+            "behind": self._behind,
+            "trained_ahead": sorted(self._trained_ahead),
+            "unfinished": [asdict(group) for group in unfinished],
+            "finished": sorted(self._finished),
+            "dropped": self._dropped,
+            "mixer": self._mixer.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any] | None, finished: Collection[int] = ()) -> None:
+        """Go on from ``state()``, or from the beginning if it is None.
+
+        ``finished`` are the ids of all groups whose trajectories were saved, be it after ``state()`` was taken. Those
+        that were not trained by then are finished again (``self.finished``); everything else that had started is
+        admitted anew, under its old id and with its old sample, before any new sample is.
+        """
+        if state is not None:
+            self._steps = int(state["steps"])
+            self._next_id = int(state["next_id"])
+            self._behind = int(state["behind"])
+            self._dropped = int(state["dropped"])
+            self._trained_ahead = set(state["trained_ahead"])
+            self._waiting = {one["group_id"]: AdmittedGroup(**one) for one in state["unfinished"]}
+            self._mixer.restore(state["mixer"])
+        saved = set(finished)
+        known = self._waiting.keys() | set(state["finished"] if state is not None else ())
+        while self._next_id <= max(saved, default=-1):
+            group = self._draw()
+            self._waiting[group.group_id] = group
+            known.add(group.group_id)
+        self._finished = saved & known
+        if lost := known - self._finished - self._waiting.keys():
+            raise ValueError(
+                f"groups {sorted(lost)} were finished, but their episodes are not there."
+            )
+        self._waiting = {
+            group_id: replace(group, attempt=group.attempt + 1)
+            for group_id, group in self._waiting.items()
+            if group_id not in self._finished
+        }
+
+    def _draw(self) -> AdmittedGroup:
+        draw = self._mixer.draw()
+        group_id = self._next_id
+        self._next_id += 1
+        return AdmittedGroup(
+            group_id=group_id,
+            task=draw.task,
+            split=draw.split,
+            index=draw.index,
+            seed=draw.seed,
+            attempt=0,
+            admitted_version=-1,
+        )
+
+    def _admission_limit(self) -> int:
+        limit = (self._steps + 1 + self._max_staleness) * self._per_step
+        if self._total_steps is None:
+            return limit
+        return min(limit, self._total_steps * self._per_step)
+
+    def _untrained(self) -> set[int]:
+        return self._waiting.keys() | self._in_flight.keys() | self._finished
+
+    def _ranks(self) -> dict[int, int]:
+        """Return the place of each group in the order of admission, dropped ones left out."""
+        ids = sorted(self._trained_ahead | self._untrained())
+        return {group_id: self._behind + place for place, group_id in enumerate(ids)}
+
+    def _rank(self, group_id: int) -> int:
+        """Return a group's place, be it one that is still to be drawn."""
+        return self._behind + sum(one < group_id for one in self._trained_ahead | self._untrained())
+
+    def _forget_the_past(self) -> None:
+        """Keep only the number of the trained groups that no untrained one precedes."""
+        head = min(self._untrained(), default=self._next_id)
+        past = {group_id for group_id in self._trained_ahead if group_id < head}
+        self._trained_ahead -= past
+        self._behind += len(past)

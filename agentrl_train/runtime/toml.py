@@ -1,0 +1,161 @@
+"""TOML in and out: read a file, apply ``a.b=c`` overrides, write plain values, say what does not fit."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from agentrl_train.errors import ConfigError
+
+Table = dict[str, Any]
+
+
+def read_toml(path: Path) -> Table:
+    """Return a file's content; raises ``ConfigError`` if it is not there or is not TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; give the path of a TOML file.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}.") from None
+
+
+def apply_override(table: Table, override: str) -> None:
+    """Set one value from ``section.key=value``; the value is TOML, or else a bare string.
+
+    Elements of an array of tables are addressed by number: ``environments.0.url=...``. Raises ``ConfigError``.
+    """
+    key, equals, text = override.partition("=")
+    path = key.strip().split(".")
+    if not equals or not all(path):
+        raise ConfigError(f"--set {override} is not of the form section.key=value.")
+    here: Any = table
+    for part in path[:-1]:
+        here = _descend(here, part, override)
+    _assign(here, path[-1], _value(text.strip()), override)
+
+
+def _descend(here: Any, part: str, override: str) -> Any:
+    if isinstance(here, dict):
+        return here.setdefault(part, {})
+    if isinstance(here, list) and part.isdecimal() and int(part) < len(here):
+        return here[int(part)]
+    raise ConfigError(f"--set {override}: there is no {part!r} to set a value in.")
+
+
+def _assign(here: Any, part: str, value: Any, override: str) -> None:
+    if isinstance(here, dict):
+        here[part] = value
+    elif isinstance(here, list) and part.isdecimal() and int(part) < len(here):
+        here[int(part)] = value
+    else:
+        raise ConfigError(f"--set {override}: there is no {part!r} to set.")
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def dump_toml(table: Mapping[str, Any]) -> str:
+    """Return tables of plain values as TOML: a section a table, an array of tables a list of tables."""
+    parts = []
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            parts.append(f"[{_key(name)}]\n{_assignments(value)}")
+        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+            parts.extend(f"[[{_key(name)}]]\n{_assignments(item)}" for item in value)
+        else:
+            parts.insert(0, f"{_key(name)} = {_literal(value)}\n")
+    return "\n".join(parts)
+
+
+def _assignments(table: Mapping[str, Any]) -> str:
+    return "".join(f"{_key(name)} = {_literal(value)}\n" for name, value in table.items())
+
+
+def _key(name: str) -> str:
+    bare = name.replace("_", "").replace("-", "")
+    return name if bare.isalnum() and bare.isascii() else _string(name)
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        return repr(value) if math.isfinite(value) else str(value)
+    if isinstance(value, str):
+        return _string(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_key(k)} = {_literal(v)}" for k, v in value.items()) + "}"
+    return "[" + ", ".join(_literal(item) for item in value) + "]"
+
+
+def _string(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def describe(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """Return what is wrong with a configuration, one sentence a problem, with the nearest valid name."""
+    return [sentence for problem in error.errors() for sentence in _sentences(problem, model)]
+
+
+def _sentences(problem: Mapping[str, Any], model: type[BaseModel]) -> Iterator[str]:
+    location: Sequence[str | int] = problem["loc"]
+    name = ".".join(str(part) for part in location)
+    kind = problem["type"]
+    if kind == "extra_forbidden":
+        yield _unknown_key(location, model)
+    elif kind == "missing":
+        needed = [key for key, field in _fields(location, model).items() if field.is_required()]
+        yield f"{name} is missing" + (f"; it needs {', '.join(needed)}" if needed else "")
+    elif kind == "value_error":
+        for line in str(problem["ctx"]["error"]).splitlines():
+            yield f"{name}: {line}" if name else line
+    else:
+        message = problem["msg"].removeprefix("Input ")
+        yield f"{name} = {problem['input']!r} {message}"
+
+
+def _unknown_key(location: Sequence[str | int], model: type[BaseModel]) -> str:
+    name, key = ".".join(str(part) for part in location), str(location[-1])
+    valid = list(_fields(location[:-1], model))
+    if near := get_close_matches(key, valid, n=1, cutoff=0.6):
+        return f"unknown key {name}; did you mean {near[0]}?"
+    for section in model.model_fields:
+        if key in _fields([section], model):
+            return f"unknown key {name}; did you mean {section}.{key}?"
+    return f"unknown key {name}; valid here: {', '.join(valid)}"
+
+
+def _fields(location: Sequence[str | int], model: type[BaseModel]) -> dict[str, Any]:
+    """Return the fields of the section at ``location``, or none if a plain value is there."""
+    here: Any = model
+    for part in location:
+        if isinstance(part, int):
+            continue
+        field = here.model_fields.get(part)
+        here = next((kind for kind in _classes(field.annotation if field else None)), None)
+        if here is None:
+            return {}
+    return dict(here.model_fields)
+
+
+def _classes(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _classes(part)
