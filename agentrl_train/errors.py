@@ -4,6 +4,7 @@ TrainError
 ├── ConfigError               the configuration is refused
 ├── EngineError               no completion can be had
 ├── EnvironmentUnavailable    the environment server does not answer
+├── Stalled                   nothing moves any more
 ├── WeightMismatch            engine and trainer disagree on the same tokens
 ├── LossNotFinite             the loss or a gradient is not a number
 ├── CheckpointError           a checkpoint cannot be written or read
@@ -27,6 +28,10 @@ class EngineError(TrainError):
 
 class EnvironmentUnavailable(TrainError):
     """The environment server does not answer, or not as it should."""
+
+
+class Stalled(TrainError):
+    """Nothing moves any more: every wait has a deadline, and this one passed."""
 
 
 class WeightMismatch(TrainError):

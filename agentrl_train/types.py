@@ -44,7 +44,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the engine sampled for one turn; all lists have one entry a sampled token, the stop token included."""
+    """What the engine sampled for one turn; each list has one entry a token, the stop token included."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -184,12 +184,17 @@ class Engine(Protocol):
     """Seam: where completions come from. It need not say how or where generation runs."""
 
     async def generate(
-        self, token_ids: Sequence[int], *, sampling: SamplingParams, session_key: str, policy: str = "current"
+        self,
+        token_ids: Sequence[int],
+        *,
+        sampling: SamplingParams,
+        session_key: str,
+        policy: str = "current",
     ) -> Completion:
         """Sample one completion after ``token_ids``.
 
-        ``token_ids`` is the whole context. Calls with the same ``session_key`` extend one another, so an engine
-        may keep the prefix. Raises ``EngineError`` if no completion can be had.
+        ``token_ids`` is the whole context. Calls with the same ``session_key`` extend one another, so an
+        engine may keep the prefix. Raises ``EngineError`` if no completion can be had.
         """
         ...
 
@@ -205,6 +210,15 @@ class Engine(Protocol):
 class WeightSync(Protocol):
     """Seam: how parameters reach an engine."""
 
-    def publish(self, state: Mapping[str, Any], *, policy_version: int) -> None:
-        """Make the engine sample from these weights, labelled ``policy_version``, from now on."""
+    def publish(
+        self,
+        state: Mapping[str, Any],
+        *,
+        policy_version: int,
+        policies: Sequence[str] = ("current",),
+    ) -> None:
+        """Make these policies sample from these weights, labelled ``policy_version``, from now on.
+
+        Returns once the weights are in force. Raises ``EngineError`` if they cannot be.
+        """
         ...

@@ -37,7 +37,12 @@ class SlotCache(Cache):
         self._length = length
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: Any,
+        **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store keys and values [rows, heads, tokens, dim]; return views over all that is cached."""
         if layer_idx == len(self._storage):

@@ -205,9 +205,7 @@ class Replica:
         drawn, logprobs = sample(
             self._head(hidden[:, -1]),
             temperatures=torch.tensor([r.sampling.temperature for r in requests], device=self._device),
-            uniforms=torch.tensor(
-                [r.uniforms[len(r.token_ids)] for r in requests], device=self._device
-            ),
+            uniforms=torch.tensor([r.uniforms[len(r.token_ids)] for r in requests], device=self._device),
         )
         self.num_sampled += len(rows)
         drawn_list, logprob_list = drawn.tolist(), logprobs.tolist()
@@ -218,6 +216,8 @@ class Replica:
             request.token_ids.append(token)
             request.logprobs.append(logprob)
             request.versions.append(self.policy_version)
+        # Only now may rows move: a move copies what ``cached`` counts.
+        for sequence, request in zip(rows, requests, strict=True):
             self._finish(sequence, request)
 
     def _forward(self, tokens: torch.Tensor, *, first: torch.Tensor, start: int) -> torch.Tensor:

@@ -97,7 +97,10 @@ class TorchEngine:
         replica = self._replicas[policy]
         future: Future[Completion] = Future()
         request = Request(
-            session_key=session_key, context=list(token_ids), sampling=sampling, done=_resolver(future)
+            session_key=session_key,
+            context=list(token_ids),
+            sampling=sampling,
+            done=_resolver(future),
         )
         self._waiting.add(future)
         future.add_done_callback(self._waiting.discard)
@@ -106,9 +109,7 @@ class TorchEngine:
             return await asyncio.wait_for(asyncio.wrap_future(future), self._deadline_s)
         except TimeoutError as error:
             self._post(lambda: replica.abandon(session_key))
-            raise EngineError(
-                f"the engine gave no completion within {self._deadline_s:g} s"
-            ) from error
+            raise EngineError(f"the engine gave no completion within {self._deadline_s:g} s") from error
         except asyncio.CancelledError:
             self._post(lambda: replica.abandon(session_key))
             raise

@@ -1,0 +1,239 @@
+"""Step 4 of 9: ``Session`` x ``Engine`` -> ``Trajectory``, ``TrajectoryGroup``.
+
+One episode is a conversation between an environment session and an engine. Whatever breaks on the way is
+data: an episode that an environment or an engine failed is played again in a fresh session, then left out of
+its group. It is never given a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from agentrl_env.client import ClientSession, EnvClient
+from agentrl_env.errors import AgentRLError
+from agentrl_env.types import Message, SessionStatus, StepResult, TaskSample
+from agentrl_train.engine.chat import ChatFormat
+from agentrl_train.errors import EngineError
+from agentrl_train.types import (
+    Completion,
+    Engine,
+    EpisodeEnd,
+    SamplingParams,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+)
+
+_ENDS = {
+    SessionStatus.COMPLETED: EpisodeEnd.TERMINATED,
+    SessionStatus.TRUNCATED_TURNS: EpisodeEnd.TRUNCATED_TURNS,
+    SessionStatus.TRUNCATED_TIME: EpisodeEnd.TRUNCATED_TIME,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """Which episode to play: a sample, a sibling's number, and the seed all its draws come from."""
+
+    task: str
+    split: str
+    index: int | str | None
+    seed: int | None
+    draw_seed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Play:
+    """How episodes are played.
+
+    ``stale_fraction`` is the probability of a turn to be taken by the stale policy (cross-policy sampling,
+    AgentRL section 3.1): the choice is made anew each turn and recorded with the completion.
+    """
+
+    max_new_tokens: int
+    max_context: int
+    temperature: float = 1.0
+    stale_fraction: float = 0.0
+    episode_s: float = 600.0
+    retries: int = 2
+
+
+class Actor:
+    """Plays episodes: at most ``max_sessions`` at a time, first come first served."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        chat: ChatFormat,
+        clients: Mapping[str, EnvClient],
+        play: Play,
+        max_sessions: int,
+    ) -> None:
+        self._engine = engine
+        self._chat = chat
+        self._clients = clients
+        self._play = play
+        self._places = asyncio.Semaphore(max_sessions)
+
+    async def group(
+        self, episode: Episode, *, size: int, group_id: int, admitted_version: int
+    ) -> tuple[TrajectoryGroup, list[Trajectory]]:
+        """Play ``size`` siblings; return the group, and beside it the episodes that failed to the last."""
+        siblings = await asyncio.gather(*(self.sibling(episode, number=number) for number in range(size)))
+        group = TrajectoryGroup(
+            group_id=group_id,
+            task=episode.task,
+            trajectories=[t for t in siblings if not t.end.failed],
+            admitted_version=admitted_version,
+        )
+        return group, [t for t in siblings if t.end.failed]
+
+    async def sibling(self, episode: Episode, *, number: int = 0) -> Trajectory:
+        """Play one episode, again in a fresh session where infrastructure failed it."""
+        for attempt in range(self._play.retries + 1):
+            trajectory = await self._place(episode, draw_seed=(*episode.draw_seed, number, attempt))
+            if not trajectory.end.failed:
+                break
+        return trajectory
+
+    async def _place(self, episode: Episode, *, draw_seed: tuple[int, ...]) -> Trajectory:
+        async with self._places:
+            return await _Episode(
+                episode,
+                engine=self._engine,
+                chat=self._chat,
+                client=self._clients[episode.task],
+                play=self._play,
+                draw_seed=draw_seed,
+            ).run()
+
+
+class _Episode:
+    """One attempt at one episode."""
+
+    def __init__(
+        self,
+        episode: Episode,
+        *,
+        engine: Engine,
+        chat: ChatFormat,
+        client: EnvClient,
+        play: Play,
+        draw_seed: tuple[int, ...],
+    ) -> None:
+        self._episode = episode
+        self._engine = engine
+        self._chat = chat
+        self._client = client
+        self._play = play
+        self._draws = np.random.default_rng(np.random.SeedSequence(draw_seed))
+        self._key = "-".join(map(str, draw_seed))
+        self._turns: list[Turn] = []
+        self._opening: Sequence[Message] = ()
+        self._sample = TaskSample(task=episode.task, split=episode.split, index=episode.index)
+        self._metrics: dict[str, float] = {}
+
+    async def run(self) -> Trajectory:
+        started = time.monotonic()
+        error: str | None = None
+        try:
+            async with asyncio.timeout(self._play.episode_s):
+                end = await self._play_session()
+        except EngineError as failure:
+            end, error = EpisodeEnd.FAILED_ENGINE, str(failure)
+        except AgentRLError as failure:
+            end, error = EpisodeEnd.FAILED_ENVIRONMENT, f"{type(failure).__name__}: {failure}"
+        except TimeoutError:
+            end = EpisodeEnd.FAILED_ENVIRONMENT
+            error = f"the episode took longer than {self._play.episode_s:g} s"
+        finally:
+            self._engine.release(self._key)
+        reward = sum(turn.reward for turn in self._turns)
+        return Trajectory(
+            sample=self._sample,
+            opening=self._opening,
+            turns=self._turns,
+            end=end,
+            reward=reward,
+            success=self._metrics.get("success", float(reward >= 1.0)) >= 0.5,
+            metrics=self._metrics,
+            error=error,
+            seconds=time.monotonic() - started,
+        )
+
+    async def _play_session(self) -> EpisodeEnd:
+        wanted = self._episode
+        session = await self._client.open(
+            wanted.task,
+            split=wanted.split,
+            index=wanted.index,
+            seed=wanted.seed,
+            wait=self._play.episode_s,
+        )
+        try:
+            self._sample, self._opening = session.info.sample, session.messages
+            return await self._converse(session)
+        finally:
+            await session.close()
+
+    async def _converse(self, session: ClientSession) -> EpisodeEnd:
+        new_ids = self._chat.opening(session.messages, session.tools)
+        context = list(new_ids)
+        while len(context) + self._play.max_new_tokens <= self._play.max_context:
+            completion = await self._complete(context)
+            message = self._chat.parse(completion.token_ids, turn=len(self._turns) + 1)
+            result = await session.step(message)
+            self._turns.append(_turn(new_ids, completion, message, result))
+            if result.final:
+                self._metrics = dict(result.metrics)
+                return _end(result)
+            new_ids = self._chat.reply(result.messages, stopped=completion.finish_reason == "stop")
+            context = [*context, *completion.token_ids, *new_ids]
+        if not self._turns:
+            raise EngineError(
+                f"the opening of {self._episode.task} takes {len(context)} tokens and engine.max_context is "
+                f"{self._play.max_context}: raise it"
+            )
+        return EpisodeEnd.TRUNCATED_LENGTH
+
+    async def _complete(self, context: Sequence[int]) -> Completion:
+        stale = self._draws.random() < self._play.stale_fraction
+        return await self._engine.generate(
+            context,
+            sampling=SamplingParams(
+                max_new_tokens=self._play.max_new_tokens,
+                temperature=self._play.temperature,
+                seed=int(self._draws.integers(2**63)),
+            ),
+            session_key=self._key,
+            policy="stale" if stale else "current",
+        )
+
+
+def _turn(new_ids: Sequence[int], completion: Completion, message: Message, result: StepResult) -> Turn:
+    return Turn(
+        prompt_ids=new_ids,
+        completion=completion,
+        message=message,
+        reply=result.messages,
+        reward=result.reward,
+        invalid_calls=int(result.metrics.get("invalid_calls", 0)),
+    )
+
+
+def _end(result: StepResult) -> EpisodeEnd:
+    """Say how a finished session ended.
+
+    Raises:
+        AgentRLError: it did not end, it failed.
+    """
+    if result.status in _ENDS:
+        return _ENDS[result.status]
+    error = result.info.get("error") or {}
+    raise AgentRLError(f"the session ended as {result.status}: {error.get('message', 'no reason given')}")

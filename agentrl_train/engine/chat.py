@@ -1,0 +1,122 @@
+"""Messages to token ids and back, append-only.
+
+The chat template is rendered once, for the opening of a session. After that every turn only appends: the
+completion's tokens exactly as sampled, then the rendered reply. Nothing is ever decoded and encoded again;
+text is decoded for one purpose, to read the tool calls in it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from agentrl_env.types import FunctionCall, Message, ToolCall, ToolSpec
+from agentrl_train.errors import ConfigError
+
+_MARK = "\u2042the completion goes here\u2042"
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+
+
+class ChatFormat:
+    """How one tokenizer's chat template lays out a session.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template, or its template cannot be appended to.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        if not tokenizer.chat_template:
+            raise ConfigError(f"{tokenizer.name_or_path} has no chat template: use an instruct model")
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(f"{tokenizer.name_or_path} names no eos token: set eos_token")
+        self.tokenizer = tokenizer
+        self.stop_token_ids: tuple[int, ...] = (int(tokenizer.eos_token_id),)
+        self._stop_text: str = tokenizer.eos_token
+        self.reply([Message(role="user", content="hello")], stopped=True)
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        """Render the opening messages and the tools, ending where the assistant speaks."""
+        return self._encode(self._render(messages, tools))
+
+    def reply(self, messages: Sequence[Message], *, stopped: bool) -> list[int]:
+        """Render what stands between one completion and the next.
+
+        Args:
+            messages: the environment's answer.
+            stopped: whether the completion ended with a stop token of its own; if not, the end of the
+                turn is added here, unsampled.
+        """
+        before = [Message(role="user", content="hello"), Message.assistant(_MARK)]
+        text = self._render([*before, *messages], ()).rpartition(_MARK)[2]
+        if not text.startswith(self._stop_text):
+            raise ConfigError(
+                f"the chat template does not end an assistant turn with {self._stop_text!r}, "
+                "so turns cannot be appended: fix the template or set eos_token to what it writes"
+            )
+        return self._encode(text.removeprefix(self._stop_text) if stopped else text)
+
+    def parse(self, token_ids: Sequence[int], *, turn: int) -> Message:
+        """Read a completion as an assistant message with Hermes tool calls.
+
+        A call that is not JSON becomes a call without a name, which the environment answers with an error
+        that the model can read. Calls inside ``<think>`` do not count.
+        """
+        ids = [i for i in token_ids if i not in self.stop_token_ids]
+        text = str(self.tokenizer.decode(ids, skip_special_tokens=False))
+        thought, closed, speech = text.rpartition("</think>")
+        calls = [
+            _tool_call(match.group(1), call_id=f"call_{turn}_{number}")
+            for number, match in enumerate(_CALL.finditer(speech))
+        ]
+        content = (thought + closed + _CALL.sub("", speech)).strip()
+        return Message.assistant(content or None, *calls)
+
+    def completion(self, message: Message) -> list[int]:
+        """Return the tokens a model would have to sample to say ``message`` (for imitation)."""
+        calls = "\n".join(_call_text(call) for call in message.tool_calls or ())
+        text = "\n".join(part for part in (message.content, calls) if isinstance(part, str) and part)
+        return self._encode(text + self._stop_text)
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
+        rendered = self.tokenizer.apply_chat_template(
+            [_for_template(message) for message in messages],
+            tools=[tool.model_dump() for tool in tools] or None,
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+        assert isinstance(rendered, str)
+        return rendered
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _for_template(message: Message) -> dict[str, Any]:
+    """Templates want arguments as an object; what is no JSON object stays text."""
+    data = message.wire()
+    for call in data.get("tool_calls", ()):
+        try:
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        except json.JSONDecodeError:
+            continue
+    return data
+
+
+def _tool_call(text: str, *, call_id: str) -> ToolCall:
+    try:
+        call = json.loads(text)
+        name, arguments = call["name"], call["arguments"]
+    except (json.JSONDecodeError, KeyError, TypeError, RecursionError):
+        return ToolCall(id=call_id, function=FunctionCall(name="", arguments=text))
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments)
+    return ToolCall(id=call_id, function=FunctionCall(name=str(name), arguments=arguments))
+
+
+def _call_text(call: ToolCall) -> str:
+    body = {"name": call.function.name, "arguments": json.loads(call.function.arguments)}
+    return f"<tool_call>\n{json.dumps(body)}\n</tool_call>"

@@ -1,0 +1,109 @@
+"""Success of the current policy on held-out samples."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from agentrl_train.runtime.metrics import pass_at_k, wilson_interval
+
+from agentrl_train.actor import Actor, Episode
+from agentrl_train.errors import EnvironmentUnavailable
+from agentrl_train.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """One task's held-out result; failed episodes are not counted but reported."""
+
+    task: str
+    trajectories: Sequence[Trajectory]
+    attempts: int
+    """Episodes played of each sample."""
+
+    @property
+    def counted(self) -> list[Trajectory]:
+        """The episodes that infrastructure did not fail."""
+        return [t for t in self.trajectories if not t.end.failed]
+
+    @property
+    def success(self) -> float:
+        """Share of successful episodes."""
+        return sum(t.success for t in self.counted) / len(self.counted)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % Wilson interval of ``success``."""
+        return wilson_interval(sum(t.success for t in self.counted), len(self.counted))
+
+    def pass_at(self, k: int) -> float:
+        """Unbiased pass@k over the samples, of which each was tried ``attempts`` times."""
+        values = []
+        for start in range(0, len(self.trajectories), self.attempts):
+            tries = [t for t in self.trajectories[start : start + self.attempts] if not t.end.failed]
+            if len(tries) >= k:
+                values.append(pass_at_k(len(tries), sum(t.success for t in tries), k))
+        return sum(values) / len(values) if values else float("nan")
+
+    @property
+    def mean_turns(self) -> float:
+        """Mean number of turns of an episode."""
+        return sum(len(t.turns) for t in self.counted) / len(self.counted)
+
+    @property
+    def valid_calls(self) -> float:
+        """Share of turns whose calls the environment accepted."""
+        turns = [turn for t in self.counted for turn in t.turns]
+        return sum(turn.invalid_calls == 0 for turn in turns) / max(1, len(turns))
+
+
+async def evaluate(
+    actor: Actor,
+    *,
+    samples: Mapping[str, Sequence[int]],
+    split: str,
+    seed: int,
+    attempts: int = 1,
+) -> dict[str, Evaluation]:
+    """Play every sample of every task ``attempts`` times.
+
+    Args:
+        actor: plays the episodes, with the current policy.
+        samples: task -> indices of the samples.
+        split: the held-out split.
+        seed: of the draws, so that a policy's result repeats.
+        attempts: episodes a sample.
+
+    Raises:
+        EnvironmentUnavailable: more than half of a task's episodes failed.
+    """
+    results = await asyncio.gather(
+        *(
+            _evaluate_task(actor, task, indices, split=split, seed=seed, attempts=attempts)
+            for task, indices in samples.items()
+        )
+    )
+    return {result.task: result for result in results}
+
+
+async def _evaluate_task(
+    actor: Actor, task: str, indices: Sequence[int], *, split: str, seed: int, attempts: int
+) -> Evaluation:
+    trajectories = await asyncio.gather(
+        *(
+            actor.sibling(
+                Episode(task=task, split=split, index=index, seed=None, draw_seed=(seed, index)),
+                number=attempt,
+            )
+            for index in indices
+            for attempt in range(attempts)
+        )
+    )
+    failed = [t for t in trajectories if t.end.failed]
+    if 2 * len(failed) > len(trajectories):
+        raise EnvironmentUnavailable(
+            f"{len(failed)} of {len(trajectories)} held-out episodes of {task} failed, "
+            f"the last with: {failed[-1].error}"
+        )
+    return Evaluation(task=task, trajectories=trajectories, attempts=attempts)

@@ -1,0 +1,97 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl_env.types import FunctionSpec, Message, ToolCall, ToolSpec
+from agentrl_train.engine.chat import ChatFormat
+from agentrl_train.errors import ConfigError
+from tests.conftest import make_tokenizer
+
+CHAT = ChatFormat(make_tokenizer())
+TOOL = ToolSpec(function=FunctionSpec(name="look", description="Look.", parameters={"type": "object"}))
+TEXT = st.text(max_size=30).filter(lambda text: "<" not in text)
+NAMES = st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
+ARGUMENTS = st.dictionaries(NAMES, st.one_of(st.integers(), TEXT, st.booleans(), st.none()), max_size=3)
+
+
+def decode(ids: list[int]) -> str:
+    return CHAT.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@given(texts=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4))
+def test_appending_turn_by_turn_gives_the_tokens_of_rendering_all_at_once(
+    texts: list[tuple[str, str]],
+) -> None:
+    opening = [Message(role="user", content="start")]
+    ids = CHAT.opening(opening, [TOOL])
+    messages = list(opening)
+    for said, answer in texts:
+        assistant, reply = Message.assistant(said), Message(role="user", content=answer)
+        ids += CHAT.completion(assistant)
+        ids += CHAT.reply([reply], stopped=True)
+        messages += [assistant, reply]
+    assert ids == CHAT.opening(messages, [TOOL])
+
+
+@given(name=NAMES, arguments=ARGUMENTS, thought=TEXT)
+def test_a_completion_parses_back_to_the_message_it_says(name: str, arguments: dict, thought: str) -> None:
+    message = Message.assistant(thought.strip() or None, ToolCall.of(name, **arguments))
+    parsed = CHAT.parse(CHAT.completion(message), turn=1)
+    assert (parsed.content or "").split() == (message.content or "").split()
+    assert parsed.tool_calls is not None
+    assert parsed.tool_calls[0].function.name == name
+    assert json.loads(parsed.tool_calls[0].function.arguments) == arguments
+
+
+@given(ids=st.lists(st.integers(0, 260), max_size=60))
+def test_any_sampled_tokens_parse_into_some_assistant_message(ids: list[int]) -> None:
+    assert CHAT.parse(ids, turn=1).role == "assistant"
+
+
+def test_a_completion_that_did_not_stop_gets_its_end_from_the_reply() -> None:
+    reply = [Message(role="user", content="go on")]
+    cut, whole = CHAT.reply(reply, stopped=False), CHAT.reply(reply, stopped=True)
+    assert decode(cut) == "<|im_end|>" + decode(whole)
+
+
+def test_several_calls_get_ids_of_their_own() -> None:
+    message = Message.assistant(None, ToolCall.of("a"), ToolCall.of("b"))
+    calls = CHAT.parse(CHAT.completion(message), turn=3).tool_calls
+    assert calls is not None
+    assert [call.id for call in calls] == ["call_3_0", "call_3_1"]
+
+
+@pytest.mark.parametrize("body", ["{broken", "[1, 2]", '{"name": "a"}', '"text"', "[" * 5000])
+def test_a_call_that_cannot_be_read_keeps_its_text_and_has_no_name(body: str) -> None:
+    ids = CHAT.tokenizer(f"<tool_call>\n{body}\n</tool_call><|im_end|>", add_special_tokens=False).input_ids
+    calls = CHAT.parse(ids, turn=1).tool_calls
+    assert calls is not None
+    assert (calls[0].function.name, calls[0].function.arguments) == ("", body)
+
+
+def test_a_call_cut_off_by_the_length_limit_still_counts_as_a_call() -> None:
+    ids = CHAT.tokenizer('hm <tool_call>\n{"name": "lo', add_special_tokens=False).input_ids
+    parsed = CHAT.parse(ids, turn=1)
+    assert parsed.content == "hm"
+    assert parsed.tool_calls is not None
+
+
+def test_a_call_inside_a_thought_does_not_count() -> None:
+    text = '<think>maybe <tool_call>{"name": "a", "arguments": {}}</tool_call></think>no'
+    assert CHAT.parse(CHAT.tokenizer(text, add_special_tokens=False).input_ids, turn=1).tool_calls is None
+
+
+def test_a_tokenizer_without_a_template_is_refused() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="no chat template"):
+        ChatFormat(tokenizer)
+
+
+def test_a_template_that_does_not_end_turns_with_eos_is_refused() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }};{% endfor %}"
+    with pytest.raises(ConfigError, match="does not end an assistant turn"):
+        ChatFormat(tokenizer)

@@ -1,0 +1,218 @@
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from agentrl_train.engine.sampling import sample
+from agentrl_train.engine.torch import TorchEngine
+from agentrl_train.errors import EngineError
+from agentrl_train.types import Completion, SamplingParams
+from tests.conftest import make_model
+
+
+def reference_logprobs(
+    model: PreTrainedModel, context: Sequence[int], completion: Completion, temperature: float = 1.0
+) -> torch.Tensor:
+    ids = torch.tensor([[*context, *completion.token_ids]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(context) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(-1, ids[0, len(context) :, None])[:, 0]
+
+
+def make_engine(**options: object) -> TorchEngine:
+    settings = {"stop_token_ids": [2], "max_sequences": 4, "max_context": 128, "deadline_s": 60.0}
+    return TorchEngine({"current": make_model(), "stale": make_model()}, **{**settings, **options})
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[TorchEngine]:
+    engine = make_engine()
+    yield engine
+    await engine.close()
+
+
+async def sampled(engine: TorchEngine, count: int) -> None:
+    while engine.statistics()["sampled_tokens"] < count:  # noqa: ASYNC110 (the engine is a thread)
+        await asyncio.sleep(0.001)
+
+
+def prompt(number: int, length: int = 20) -> list[int]:
+    return [(number * 31 + i * 7) % 250 + 5 for i in range(length)]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_logprobs_are_those_of_the_model_for_sessions_of_several_turns(
+    engine: TorchEngine, temperature: float
+) -> None:
+    async def session(number: int) -> float:
+        context, worst = prompt(number, 5 + 3 * number), 0.0
+        for turn in range(3):
+            sampling = SamplingParams(max_new_tokens=6 + number % 3, temperature=temperature, seed=turn)
+            completion = await engine.generate(context, sampling=sampling, session_key=str(number))
+            expected = reference_logprobs(make_model(), context, completion, temperature)
+            worst = max(worst, float((expected - torch.tensor(completion.logprobs)).abs().max()))
+            context = [*context, *completion.token_ids, *prompt(turn, 4)]
+        return worst
+
+    assert max(await asyncio.gather(*(session(n) for n in range(9)))) < 1e-4
+
+
+async def test_a_draw_does_not_depend_on_its_neighbours(engine: TorchEngine) -> None:
+    async def draw(key: str, number: int) -> Sequence[int]:
+        sampling = SamplingParams(max_new_tokens=12, seed=number)
+        return (await engine.generate(prompt(number), sampling=sampling, session_key=key)).token_ids
+
+    alone = [await draw(f"alone {n}", n) for n in range(6)]
+    together = await asyncio.gather(*(draw(f"together {n}", n) for n in range(6)))
+    assert alone == together
+
+
+async def test_a_prefix_is_kept_between_turns_and_dropped_when_weights_change(
+    engine: TorchEngine,
+) -> None:
+    sampling = SamplingParams(max_new_tokens=3)
+    context = prompt(1, 40)
+    first = await engine.generate(context, sampling=sampling, session_key="a")
+    context = [*context, *first.token_ids, *prompt(2, 5)]
+    before = engine.statistics()["prefilled_tokens"]
+    second = await engine.generate(context, sampling=sampling, session_key="a")
+    assert engine.statistics()["prefilled_tokens"] - before < 10
+    context = [*context, *second.token_ids, *prompt(3, 5)]
+    engine.publish(dict(make_model(seed=1).named_parameters()), policy_version=1)
+    third = await engine.generate(context, sampling=sampling, session_key="a")
+    assert set(third.versions) == {1}
+    expected = reference_logprobs(make_model(seed=1), context, third)
+    assert float((expected - torch.tensor(third.logprobs)).abs().max()) < 1e-4
+
+
+async def test_weights_change_in_the_middle_of_a_completion_and_every_token_says_by_which() -> None:
+    engine = make_engine(max_context=1024, stop_token_ids=[])
+    context, params = prompt(1), SamplingParams(max_new_tokens=900)
+    running = asyncio.create_task(engine.generate(context, sampling=params, session_key="a"))
+    await sampled(engine, 5)
+    weights = dict(make_model(seed=1).named_parameters())
+    await asyncio.to_thread(engine.publish, weights, policy_version=1)
+    completion = await running
+    await engine.close()
+    switch = list(completion.versions).index(1)
+    assert list(completion.versions) == [0] * switch + [1] * (900 - switch)
+    old = reference_logprobs(make_model(), context, completion)[:switch]
+    new = reference_logprobs(make_model(seed=1), context, completion)[switch:]
+    told = torch.tensor(completion.logprobs)
+    assert float((torch.cat([old, new]) - told).abs().max()) < 1e-4
+
+
+async def test_policies_hold_their_own_weights_and_completions_name_who_acted(
+    engine: TorchEngine,
+) -> None:
+    engine.publish(dict(make_model(seed=1).named_parameters()), policy_version=1)
+    sampling = SamplingParams(max_new_tokens=5)
+    stale = await engine.generate(prompt(1), sampling=sampling, session_key="a", policy="stale")
+    current = await engine.generate(prompt(1), sampling=sampling, session_key="a")
+    assert (stale.policy, set(stale.versions)) == ("stale", {0})
+    assert (current.policy, set(current.versions)) == ("current", {1})
+    expected = reference_logprobs(make_model(), prompt(1), stale)
+    assert float((expected - torch.tensor(stale.logprobs)).abs().max()) < 1e-4
+
+
+async def test_more_sessions_than_rows_wait_their_turn(engine: TorchEngine) -> None:
+    sampling = SamplingParams(max_new_tokens=4)
+    done = await asyncio.gather(
+        *(engine.generate(prompt(n), sampling=sampling, session_key=str(n)) for n in range(30))
+    )
+    assert len(done) == 30
+
+
+async def test_a_cancelled_request_gives_its_row_back() -> None:
+    engine = make_engine(max_sequences=1, max_context=1024, stop_token_ids=[])
+    long = SamplingParams(max_new_tokens=900)
+    task = asyncio.create_task(engine.generate(prompt(1), sampling=long, session_key="a"))
+    await sampled(engine, 2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    short = SamplingParams(max_new_tokens=2)
+    done = await engine.generate(prompt(2), sampling=short, session_key="b")
+    assert len(done.token_ids) == 2
+    await engine.close()
+
+
+async def test_a_missed_deadline_is_an_engine_error() -> None:
+    engine = make_engine(deadline_s=0.05, max_context=1024, stop_token_ids=[])
+    with pytest.raises(EngineError, match="no completion within"):
+        await engine.generate(prompt(1), sampling=SamplingParams(max_new_tokens=1000), session_key="a")
+    await engine.close()
+
+
+async def test_a_context_without_room_is_refused(engine: TorchEngine) -> None:
+    with pytest.raises(EngineError, match="no room"):
+        await engine.generate(prompt(1, 125), sampling=SamplingParams(max_new_tokens=4), session_key="a")
+
+
+async def test_closing_fails_what_is_under_way() -> None:
+    engine = make_engine(max_context=1024, stop_token_ids=[])
+    task = asyncio.create_task(
+        engine.generate(prompt(1), sampling=SamplingParams(max_new_tokens=1000), session_key="a")
+    )
+    await asyncio.sleep(0.02)
+    await engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        await task
+
+
+async def test_weights_that_lack_a_parameter_break_the_engine_loudly() -> None:
+    engine = make_engine()
+    with pytest.raises(EngineError, match="lack"):
+        await asyncio.to_thread(engine.publish, {}, policy_version=1)
+    with pytest.raises(EngineError, match="broke"):
+        await engine.generate(prompt(1), sampling=SamplingParams(max_new_tokens=2), session_key="a")
+
+
+async def test_another_architecture_runs_as_well() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=261,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        intermediate_size=64,
+        max_position_embeddings=256,
+    )
+    model = LlamaForCausalLM(config)
+    model.eval()
+    engine = TorchEngine({"current": model}, stop_token_ids=[2], max_sequences=2, max_context=64)
+    completion = await engine.generate(prompt(1), sampling=SamplingParams(max_new_tokens=10), session_key="a")
+    expected = reference_logprobs(model, prompt(1), completion)
+    assert float((expected - torch.tensor(completion.logprobs)).abs().max()) < 1e-4
+    await engine.close()
+
+
+def test_a_context_longer_than_the_model_reads_is_refused() -> None:
+    with pytest.raises(EngineError, match="at most 1024"):
+        make_engine(max_context=4096)
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 1000), temperature=st.floats(0.1, 3.0))
+def test_draws_follow_the_distribution_they_report(seed: int, temperature: float) -> None:
+    logits = torch.randn(1, 8, generator=torch.Generator().manual_seed(seed))
+    count = 20_000
+    uniforms = (torch.arange(count) + 0.5) / count
+    tokens, logprobs = sample(
+        logits.expand(count, -1), temperatures=torch.full((count,), temperature), uniforms=uniforms
+    )
+    expected = (logits[0] / temperature).softmax(-1)
+    shares = torch.bincount(tokens, minlength=8) / count
+    assert float((shares - expected).abs().max()) < 1e-3
+    assert torch.allclose(logprobs.exp(), expected[tokens], atol=1e-6)
+
+
+def test_temperature_zero_takes_the_likeliest_token() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 1.0, 0.0]])
+    tokens, _ = sample(logits, temperatures=torch.zeros(2), uniforms=torch.tensor([0.99, 0.99]))
+    assert tokens.tolist() == [1, 0]
