@@ -1,0 +1,204 @@
+"""Checkpoints: everything a run needs to go on, written as a whole or not at all.
+
+``checkpoints/step_000012/`` holds::
+
+    model/          weights (safetensors), configuration and tokenizer: loads with ``from_pretrained``
+    learner.pt      optimizer and whatever else the learner keeps
+    loop.json       step, policy version, admission, random states
+    groups.bin      groups that were finished and not trained
+    manifest.json   size and SHA-256 of every file
+
+A checkpoint is written to a temporary folder, synced and renamed, so that its name stands for a whole one. On
+resume the newest whose files match its manifest is taken, and the groups that the journal saw finish after it
+come back as finished: none is lost, none is trained twice by the weights that go on.
+
+The order that makes this hold: at the snapshot, in one breath, ``journal.rotate(step)`` and the states are
+taken; then ``save_checkpoint`` (it may run in a thread); then ``journal.prune`` to the oldest one kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from agentrl_train.errors import CheckpointError
+from agentrl_train.runtime.disk import run_folder_errors, sync_file, sync_folder
+from agentrl_train.runtime.journal import decode_group, encode_group, frame, read_records
+from agentrl_train.types import TrajectoryGroup
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+
+
+class Pretrained(Protocol):
+    """Seam: a model or a tokenizer, which can write itself to a Hugging Face folder."""
+
+    def save_pretrained(self, save_directory: str) -> Any:
+        """Write everything that ``from_pretrained`` needs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint as it was read and verified."""
+
+    folder: Path
+    step: int
+    learner: Mapping[str, Any]
+    loop: Mapping[str, Any]
+    groups: Sequence[TrajectoryGroup]
+    """Finished and not trained when the checkpoint was taken."""
+
+    @property
+    def model_folder(self) -> Path:
+        """Return the folder that loads with ``from_pretrained``."""
+        return self.folder / "model"
+
+
+def save_checkpoint(
+    folder: Path,
+    *,
+    step: int,
+    model: Sequence[Pretrained],
+    learner: Mapping[str, Any],
+    loop: Mapping[str, Any],
+    groups: Sequence[TrajectoryGroup] = (),
+    keep: int = 2,
+) -> int:
+    """Write ``folder/step_<step>`` and delete all but the ``keep`` newest.
+
+    Args:
+        folder: the ``checkpoints`` folder of a run.
+        step: steps trained.
+        model: what goes into ``model/``: the model and its tokenizer.
+        learner: anything ``torch.save`` takes and ``torch.load(weights_only=True)`` gives back.
+        loop: JSON values.
+        groups: finished and not trained.
+        keep: checkpoints that stay, this one included.
+
+    Returns:
+        The step of the oldest checkpoint that is kept: ``journal.prune`` to it.
+
+    Raises:
+        RunFolderError: the disk is full or refuses; older checkpoints are as they were.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    target, temporary = folder / f"step_{step:06d}", folder / f".step_{step:06d}.tmp"
+    try:
+        with run_folder_errors(folder):
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            _write(temporary, step=step, model=model, learner=learner, loop=loop, groups=groups)
+            _put_in_place(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    kept = steps(folder)[-keep:]
+    for old in steps(folder)[:-keep]:
+        shutil.rmtree(folder / f"step_{old:06d}")
+    return kept[0]
+
+
+def load_latest(folder: Path) -> Checkpoint | None:
+    """Return the newest checkpoint that is whole, or None if there is none at all.
+
+    A damaged one is passed over with a warning. Raises ``CheckpointError`` if all of them are damaged.
+    """
+    found = steps(folder)
+    for step in reversed(found):
+        try:
+            return load_checkpoint(folder / f"step_{step:06d}")
+        except CheckpointError as error:
+            logger.warning("%s Falling back to the checkpoint before it.", error)
+    if found:
+        raise CheckpointError(f"All checkpoints in {folder} are damaged; start again under another run.name.")
+    return None
+
+
+def load_checkpoint(folder: Path) -> Checkpoint:
+    """Read one checkpoint; raises ``CheckpointError`` if it is not as it was written."""
+    _verify(folder)
+    loop = json.loads((folder / "loop.json").read_text())
+    records = read_records((folder / "groups.bin").read_bytes())
+    return Checkpoint(
+        folder=folder,
+        step=loop["step"],
+        learner=torch.load(folder / "learner.pt", map_location="cpu", weights_only=True),
+        loop=loop["state"],
+        groups=tuple(decode_group(payload) for payload in records),
+    )
+
+
+def steps(folder: Path) -> list[int]:
+    """Return the steps of the checkpoints in a folder, oldest first."""
+    names = [path.name for path in folder.glob("step_*") if path.is_dir()]
+    return sorted(int(name[5:]) for name in names if re.fullmatch(r"step_\d+", name))
+
+
+def _write(
+    folder: Path,
+    *,
+    step: int,
+    model: Sequence[Pretrained],
+    learner: Mapping[str, Any],
+    loop: Mapping[str, Any],
+    groups: Sequence[TrajectoryGroup],
+) -> None:
+    (folder / "model").mkdir()
+    for part in model:
+        part.save_pretrained(str(folder / "model"))
+    torch.save(dict(learner), folder / "learner.pt")
+    (folder / "loop.json").write_text(json.dumps({"step": step, "state": dict(loop)}))
+    (folder / "groups.bin").write_bytes(b"".join(frame(encode_group(group)) for group in groups))
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    manifest = {
+        "format": FORMAT,
+        "files": {
+            path.relative_to(folder).as_posix(): {
+                "bytes": path.stat().st_size,
+                "sha256": _sha256(path),
+            }
+            for path in files
+        },
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    for path in [*files, folder / "manifest.json"]:
+        sync_file(path)
+    sync_folder(folder / "model")
+    sync_folder(folder)
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    """Rename a written checkpoint to its name; one that has the name already is a damaged one."""
+    if target.exists():
+        shutil.rmtree(target)
+    temporary.rename(target)
+    sync_folder(target.parent)
+
+
+def _verify(folder: Path) -> None:
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        files = manifest["files"]
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(f"{folder} is of format {manifest['format']}; this version reads {FORMAT}.")
+        for name, entry in files.items():
+            path = folder / name
+            if path.stat().st_size != entry["bytes"] or _sha256(path) != entry["sha256"]:
+                raise CheckpointError(f"{path} is damaged: it is not as it was written.")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder} is damaged: {error}.") from error
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

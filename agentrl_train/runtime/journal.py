@@ -1,0 +1,249 @@
+"""Finished groups on disk: a lossless encoding, and an append-only journal that survives a kill.
+
+The journal is a folder of segments ``step_000012-0.bin``: all groups that finished while 12 steps were trained
+and until the next checkpoint's snapshot. A record is ``magic, length, crc32, payload``; it is on the disk when
+``append`` returns, and a torn last record is left out when it is read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from agentrl_env.types import Message, TaskSample
+from agentrl_train.errors import CheckpointError
+from agentrl_train.runtime.disk import run_folder_errors, sync_folder
+from agentrl_train.types import Completion, EpisodeEnd, Trajectory, TrajectoryGroup, Turn
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"AGJ1"
+HEADER = struct.Struct("<4sII")
+
+
+def encode_group(group: TrajectoryGroup) -> bytes:
+    """Return a group as bytes: its structure as JSON, its tokens and log-probabilities as raw arrays."""
+    ints: list[int] = []
+    floats: list[float] = []
+    structure = {
+        "group_id": group.group_id,
+        "task": group.task,
+        "admitted_version": group.admitted_version,
+        "trajectories": [_pack(one, ints, floats) for one in group.trajectories],
+    }
+    text = json.dumps(structure).encode()
+    whole = np.asarray(ints, dtype="<i8").tobytes()
+    real = np.asarray(floats, dtype="<f8").tobytes()
+    sizes = struct.pack("<III", len(text), len(ints), len(floats))
+    return zlib.compress(sizes + text + whole + real, level=1)
+
+
+def decode_group(payload: bytes) -> TrajectoryGroup:
+    """Return the group that ``encode_group`` encoded, value for value; sequences come back as tuples."""
+    raw = zlib.decompress(payload)
+    text, num_ints, num_floats = struct.unpack_from("<III", raw)
+    start = 12 + text
+    structure = json.loads(raw[12:start])
+    ints = np.frombuffer(raw, dtype="<i8", count=num_ints, offset=start).tolist()
+    floats = np.frombuffer(raw, dtype="<f8", count=num_floats, offset=start + 8 * num_ints).tolist()
+    reader = _Reader(ints=ints, floats=floats)
+    return TrajectoryGroup(
+        group_id=structure["group_id"],
+        task=structure["task"],
+        admitted_version=structure["admitted_version"],
+        trajectories=tuple(_unpack(one, reader) for one in structure["trajectories"]),
+    )
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Hands the arrays out again in the order in which they were put away."""
+
+    ints: list[int]
+    floats: list[float]
+    next_int: int = field(default=0)
+    next_float: int = field(default=0)
+
+    def take_ints(self, count: int) -> tuple[int, ...]:
+        self.next_int += count
+        return tuple(self.ints[self.next_int - count : self.next_int])
+
+    def take_floats(self, count: int) -> tuple[float, ...]:
+        self.next_float += count
+        return tuple(self.floats[self.next_float - count : self.next_float])
+
+
+def _pack(trajectory: Trajectory, ints: list[int], floats: list[float]) -> dict[str, Any]:
+    return {
+        "sample": trajectory.sample.model_dump(mode="json"),
+        "opening": [_pack_message(message) for message in trajectory.opening],
+        "turns": [_pack_turn(turn, ints, floats) for turn in trajectory.turns],
+        "end": trajectory.end.value,
+        "reward": trajectory.reward,
+        "success": trajectory.success,
+        "metrics": dict(trajectory.metrics),
+        "error": trajectory.error,
+        "seconds": trajectory.seconds,
+    }
+
+
+def _unpack(structure: dict[str, Any], reader: _Reader) -> Trajectory:
+    return Trajectory(
+        sample=TaskSample.model_validate(structure["sample"]),
+        opening=tuple(Message.model_validate(one) for one in structure["opening"]),
+        turns=tuple(_unpack_turn(one, reader) for one in structure["turns"]),
+        end=EpisodeEnd(structure["end"]),
+        reward=structure["reward"],
+        success=structure["success"],
+        metrics=structure["metrics"],
+        error=structure["error"],
+        seconds=structure["seconds"],
+    )
+
+
+def _pack_turn(turn: Turn, ints: list[int], floats: list[float]) -> dict[str, Any]:
+    completion = turn.completion
+    ints.extend(turn.prompt_ids)
+    ints.extend(completion.token_ids)
+    ints.extend(completion.versions)
+    floats.extend(completion.logprobs)
+    return {
+        "sizes": [
+            len(turn.prompt_ids),
+            len(completion.token_ids),
+            len(completion.versions),
+            len(completion.logprobs),
+        ],
+        "finish_reason": completion.finish_reason,
+        "policy": completion.policy,
+        "message": _pack_message(turn.message),
+        "reply": [_pack_message(message) for message in turn.reply],
+        "reward": turn.reward,
+        "invalid_calls": turn.invalid_calls,
+    }
+
+
+def _unpack_turn(structure: dict[str, Any], reader: _Reader) -> Turn:
+    prompt, tokens, versions, logprobs = structure["sizes"]
+    prompt_ids = reader.take_ints(prompt)
+    completion = Completion(
+        token_ids=reader.take_ints(tokens),
+        versions=reader.take_ints(versions),
+        logprobs=reader.take_floats(logprobs),
+        finish_reason=structure["finish_reason"],
+        policy=structure["policy"],
+    )
+    return Turn(
+        prompt_ids=prompt_ids,
+        completion=completion,
+        message=Message.model_validate(structure["message"]),
+        reply=tuple(Message.model_validate(one) for one in structure["reply"]),
+        reward=structure["reward"],
+        invalid_calls=structure["invalid_calls"],
+    )
+
+
+def _pack_message(message: Message) -> dict[str, Any]:
+    return message.model_dump(mode="json", exclude_none=True)
+
+
+def frame(payload: bytes) -> bytes:
+    """Return a payload as one record."""
+    return HEADER.pack(MAGIC, len(payload), zlib.crc32(payload)) + payload
+
+
+def read_records(content: bytes) -> Iterator[bytes]:
+    """Yield the payload of every whole record; a damaged one is left out, a torn one ends the reading."""
+    position = 0
+    while position + HEADER.size <= len(content):
+        magic, length, checksum = HEADER.unpack_from(content, position)
+        payload = content[position + HEADER.size : position + HEADER.size + length]
+        if magic != MAGIC or len(payload) < length:
+            return
+        if zlib.crc32(payload) == checksum:
+            yield payload
+        else:
+            logger.warning("A record of the journal is damaged; its group will be played again.")
+        position += HEADER.size + length
+
+
+class Journal:
+    """Every group that finished since the oldest checkpoint that is kept.
+
+    Not for several writers at once: a run folder belongs to one process.
+    """
+
+    def __init__(self, folder: Path, *, step: int = 0) -> None:
+        """Open the journal for appending; ``step`` is how many steps are trained.
+
+        Raises ``RunFolderError`` if the folder cannot be written.
+        """
+        self._folder = folder
+        self._file: IO[bytes] | None = None
+        with run_folder_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.rotate(step)
+
+    def append(self, group: TrajectoryGroup) -> None:
+        """Put a finished group on the disk; raises ``RunFolderError``, the journal as it was before."""
+        if self._file is None:
+            raise CheckpointError("The journal is closed; open a new one to append to it.")
+        before = self._file.tell()
+        with run_folder_errors(self._folder):
+            try:
+                self._file.write(frame(encode_group(group)))
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            except OSError:
+                self._file.truncate(before)
+                self._file.seek(before)
+                raise
+
+    def rotate(self, step: int) -> None:
+        """Go on in a new segment; call it in the same breath as the snapshot of a checkpoint.
+
+        What is appended from now on is not in that checkpoint; what was appended before is trained, or among its groups.
+        """
+        self.close()
+        with run_folder_errors(self._folder):
+            number = sum(1 for _ in self._folder.glob(f"step_{step:06d}-*.bin"))
+            self._file = open(self._folder / f"step_{step:06d}-{number}.bin", "xb", buffering=0)  # noqa: SIM115
+            sync_folder(self._folder)
+
+    def read(self, since_step: int = 0) -> tuple[TrajectoryGroup, ...]:
+        """Return the groups that finished since the checkpoint of ``since_step``, each once."""
+        groups: dict[int, TrajectoryGroup] = {}
+        for step, path in _segments(self._folder):
+            if step >= since_step:
+                for payload in read_records(path.read_bytes()):
+                    group = decode_group(payload)
+                    groups.setdefault(group.group_id, group)
+        return tuple(groups.values())
+
+    def prune(self, oldest_step: int) -> None:
+        """Delete the segments that no checkpoint from ``oldest_step`` on needs."""
+        for step, path in _segments(self._folder):
+            if step < oldest_step:
+                path.unlink()
+
+    def close(self) -> None:
+        """Close the segment; idempotent."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _segments(folder: Path) -> Sequence[tuple[int, Path]]:
+    found: Iterable[Path] = folder.glob("step_*-*.bin")
+    numbers = [(path.stem.removeprefix("step_").split("-"), path) for path in found]
+    ordered = sorted((int(step), int(number), path) for (step, number), path in numbers)
+    return [(step, path) for step, _, path in ordered]
