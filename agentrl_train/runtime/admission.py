@@ -80,9 +80,7 @@ class Mixer:
             raise ValueError("a task is named twice; give each task one weight.")
         for source in sources:
             if not (source.weight > 0.0 and math.isfinite(source.weight)):
-                raise ValueError(
-                    f"task {source.task!r} has weight {source.weight}; use one above 0."
-                )
+                raise ValueError(f"task {source.task!r} has weight {source.weight}; use one above 0.")
             if source.num_samples is not None and source.num_samples < 1:
                 raise ValueError(f"split {source.split!r} of task {source.task!r} has no samples.")
         self._sources = {source.task: source for source in sources}
@@ -117,9 +115,7 @@ class Mixer:
     def _permutation(self, source: TaskSource, epoch: int) -> np.ndarray:
         key = (source.task, epoch)
         if key not in self._order:
-            rng = np.random.default_rng(
-                stable_seed(self._seed, source.task, source.split, "order", epoch)
-            )
+            rng = np.random.default_rng(stable_seed(self._seed, source.task, source.split, "order", epoch))
             self._order = {k: v for k, v in self._order.items() if k[0] != source.task}
             self._order[key] = rng.permutation(source.num_samples)
         return self._order[key]
@@ -302,9 +298,7 @@ class WorkWindow:
             known.add(group.group_id)
         self._finished = saved & known
         if lost := known - self._finished - self._waiting.keys():
-            raise ValueError(
-                f"groups {sorted(lost)} were finished, but their episodes are not there."
-            )
+            raise ValueError(f"groups {sorted(lost)} were finished, but their episodes are not there.")
         self._waiting = {
             group_id: replace(group, attempt=group.attempt + 1)
             for group_id, group in self._waiting.items()

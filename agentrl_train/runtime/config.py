@@ -28,9 +28,7 @@ CountOrOff = Annotated[int, Field(ge=0)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     def problems(self) -> list[str]:
         """Return what is wrong between the fields of this section, one sentence each."""
@@ -277,8 +275,7 @@ class RunConfig(_Section):
         episodes = rollout.groups_per_step * rollout.group_size
         if self.train.minibatches > episodes:
             found.append(
-                f"train.minibatches ({self.train.minibatches}) is more than the {episodes} episodes "
-                "of a step"
+                f"train.minibatches ({self.train.minibatches}) is more than the {episodes} episodes of a step"
             )
         if self.train.warmup_steps >= self.run.steps > 1:
             found.append(
@@ -343,9 +340,7 @@ def _resolve_model(path: str, base: Path) -> tuple[str, list[str]]:
         return str(folder.resolve()), []
     if path.count("/") == 1 and not path.startswith((".", "/", "~")):
         return path, []
-    return str(folder), [
-        f"model.path: there is no folder {folder}; give a Hugging Face model folder"
-    ]
+    return str(folder), [f"model.path: there is no folder {folder}; give a Hugging Face model folder"]
 
 
 def _resolve_target(target: str, base: Path) -> tuple[str, Path | None]:

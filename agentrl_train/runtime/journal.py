@@ -1,8 +1,8 @@
 """Finished groups on disk: a lossless encoding, and an append-only journal that survives a kill.
 
-The journal is a folder of segments ``step_000012-0.bin``: all groups that finished while 12 steps were trained
-and until the next checkpoint's snapshot. A record is ``magic, length, crc32, payload``; it is on the disk when
-``append`` returns, and a torn last record is left out when it is read.
+The journal is a folder of segments ``step_000012-0.bin``: the groups that finished from the snapshot of
+checkpoint 12 on and until the next one. A record is ``magic, length, crc32, payload``; it is on the disk
+when ``append`` returns, and a torn last record is left out when it is read.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -179,67 +180,79 @@ def read_records(content: bytes) -> Iterator[bytes]:
 class Journal:
     """Every group that finished since the oldest checkpoint that is kept.
 
-    Not for several writers at once: a run folder belongs to one process.
+    ``append`` may be called from any thread. A run folder belongs to one process.
     """
 
     def __init__(self, folder: Path, *, step: int = 0) -> None:
-        """Open the journal for appending; ``step`` is how many steps are trained.
+        """Open the journal in a new segment; ``step`` is that of the checkpoint the run goes on from.
 
         Raises ``RunFolderError`` if the folder cannot be written.
         """
         self._folder = folder
         self._file: IO[bytes] | None = None
+        self._lock = threading.Lock()
         with run_folder_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         self.rotate(step)
 
     def append(self, group: TrajectoryGroup) -> None:
         """Put a finished group on the disk; raises ``RunFolderError``, the journal as it was before."""
-        if self._file is None:
-            raise CheckpointError("The journal is closed; open a new one to append to it.")
-        before = self._file.tell()
-        with run_folder_errors(self._folder):
+        record = frame(encode_group(group))
+        with self._lock, run_folder_errors(self._folder):
+            if self._file is None:
+                raise CheckpointError("The journal is closed; open a new one to append to it.")
+            before = self._file.tell()
             try:
-                self._file.write(frame(encode_group(group)))
-                self._file.flush()
-                os.fsync(self._file.fileno())
+                _write_all(self._file, record)
             except OSError:
                 self._file.truncate(before)
                 self._file.seek(before)
                 raise
 
     def rotate(self, step: int) -> None:
-        """Go on in a new segment; call it in the same breath as the snapshot of a checkpoint.
+        """Go on in a new segment; call it in the same breath as the snapshot of checkpoint ``step``.
 
-        What is appended from now on is not in that checkpoint; what was appended before is trained, or among its groups.
+        What is appended from now on is not in that checkpoint; what was appended before is trained, among
+        its groups, or was just being written (so ``prune`` keeps one segment more).
         """
-        self.close()
-        with run_folder_errors(self._folder):
+        with self._lock, run_folder_errors(self._folder):
             number = sum(1 for _ in self._folder.glob(f"step_{step:06d}-*.bin"))
-            self._file = open(self._folder / f"step_{step:06d}-{number}.bin", "xb", buffering=0)  # noqa: SIM115
+            fresh = open(self._folder / f"step_{step:06d}-{number}.bin", "xb", buffering=0)  # noqa: SIM115
+            self._file, old = fresh, self._file
+            if old is not None:
+                old.close()
             sync_folder(self._folder)
 
-    def read(self, since_step: int = 0) -> tuple[TrajectoryGroup, ...]:
-        """Return the groups that finished since the checkpoint of ``since_step``, each once."""
+    def read(self) -> tuple[TrajectoryGroup, ...]:
+        """Return every group in the journal, each once; ``WorkWindow.restore`` knows which are trained."""
         groups: dict[int, TrajectoryGroup] = {}
-        for step, path in _segments(self._folder):
-            if step >= since_step:
-                for payload in read_records(path.read_bytes()):
-                    group = decode_group(payload)
-                    groups.setdefault(group.group_id, group)
+        for _, path in _segments(self._folder):
+            for payload in read_records(path.read_bytes()):
+                group = decode_group(payload)
+                groups.setdefault(group.group_id, group)
         return tuple(groups.values())
 
     def prune(self, oldest_step: int) -> None:
-        """Delete the segments that no checkpoint from ``oldest_step`` on needs."""
+        """Delete what no checkpoint from ``oldest_step`` on needs: all but one of the steps before it."""
+        older = sorted({step for step, _ in _segments(self._folder) if step < oldest_step})
         for step, path in _segments(self._folder):
-            if step < oldest_step:
+            if step in older[:-1]:
                 path.unlink()
 
     def close(self) -> None:
         """Close the segment; idempotent."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+
+def _write_all(file: IO[bytes], record: bytes) -> None:
+    """Write and sync; an unbuffered file may take a record in several bites."""
+    rest = memoryview(record)
+    while rest:
+        rest = rest[file.write(rest) :]
+    os.fsync(file.fileno())
 
 
 def _segments(folder: Path) -> Sequence[tuple[int, Path]]:

@@ -1,0 +1,290 @@
+"""What a run measures: ``metrics.jsonl``, evaluations, readable trajectories, TensorBoard, the summary.
+
+Files of a run folder written here::
+
+    metrics.jsonl        a line a step: {"step", "policy_version", "elapsed_s", <name>: float...,
+                         "tasks": {task: {<name>: float}}}
+    evaluations.jsonl    a line a task and evaluation: {"name": "before", "task", "success", ...}
+    trajectories/        step_000012.jsonl, before.jsonl, ...: a few episodes, to be read by people
+    summary.json         before and after per task, written at the end
+    tensorboard/         the same numbers as metrics.jsonl
+
+Names that the progress display and the report know: per step ``staleness_mean``, ``staleness_max``,
+``trained_tokens_per_s``, ``sampled_tokens_per_s``, ``trainer_idle``, ``engine_idle`` (shares of the
+step's time), ``kl``, ``clip_fraction``, ``entropy``, ``grad_norm``, ``learning_rate``, ``loss``; per task
+``success``, ``reward``, ``turns``, ``valid_calls``. A name that is missing is left out, an unknown kept.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from tensorboardX import SummaryWriter
+
+from agentrl_train.runtime.disk import run_folder_errors, write_file
+from agentrl_train.runtime.progress import Progress
+from agentrl_train.types import Trajectory, TrajectoryGroup, Turn
+
+SHOWN_PER_TASK = 8
+"""Episodes of an evaluation that are written out, the same samples each time."""
+
+
+def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
+    """Return the Wilson score interval of a share; 95 % by default, (0, 1) without trials.
+
+    E. B. Wilson, "Probable inference, the law of succession, and statistical inference" (1927).
+    """
+    if trials <= 0:
+        return 0.0, 1.0
+    share = successes / trials
+    middle = share + z * z / (2 * trials)
+    spread = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    scale = 1 + z * z / trials
+    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
+
+
+def pass_at_k(trials: int, successes: int, k: int) -> float:
+    """Return the unbiased estimate of the chance that one of ``k`` tries succeeds.
+
+    ``1 - C(n - c, k) / C(n, k)`` (arXiv 2107.03374). Raises ``ValueError`` if ``k`` is not in 1..trials.
+    """
+    if not 1 <= k <= trials:
+        raise ValueError(f"pass@{k} needs at least {k} tries of a sample, and there are {trials}.")
+    return 1.0 - math.comb(trials - successes, k) / math.comb(trials, k)
+
+
+class MetricsLog:
+    """Writes a run's measurements.
+
+    Args:
+        folder: the run folder.
+        first_step: steps trained before this process; later lines of an interrupted run are dropped.
+        tensorboard: write TensorBoard files too.
+        trajectories: episodes written out each step.
+        progress: shows each step to whoever watches; None is silent.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        first_step: int = 0,
+        tensorboard: bool = True,
+        trajectories: int = 4,
+        progress: Progress | None = None,
+    ) -> None:
+        """Open the files; raises ``RunFolderError`` if the folder cannot be written."""
+        self._folder = folder
+        self._num_trajectories = trajectories
+        self._progress = progress
+        self._writer: SummaryWriter | None = None
+        with run_folder_errors(folder):
+            (folder / "trajectories").mkdir(parents=True, exist_ok=True)
+            _drop_later_lines(folder / "metrics.jsonl", after_step=first_step)
+            if tensorboard:
+                self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
+
+    def log_step(
+        self,
+        step: int,
+        *,
+        policy_version: int,
+        elapsed_s: float,
+        metrics: Mapping[str, float],
+        tasks: Mapping[str, Mapping[str, float]],
+        groups: Sequence[TrajectoryGroup] = (),
+    ) -> None:
+        """Record one trained step, and a few episodes of ``groups``; raises ``RunFolderError``."""
+        record = {
+            "step": step,
+            "policy_version": policy_version,
+            "elapsed_s": round(elapsed_s, 3),
+            **metrics,
+            "tasks": {task: dict(values) for task, values in tasks.items()},
+        }
+        _append(self._folder / "metrics.jsonl", [record])
+        chosen = _one_of_each(groups, self._num_trajectories)
+        if chosen:
+            self._write_trajectories(f"step_{step:06d}", chosen)
+        if self._writer is not None:
+            for name, value in _flat(metrics, tasks):
+                if math.isfinite(value):
+                    self._writer.add_scalar(name, value, step)
+        if self._progress is not None:
+            self._progress.step(step, elapsed_s=elapsed_s, metrics=metrics, tasks=tasks)
+
+    def log_evaluation(
+        self, name: str, *, policy_version: int, results: Mapping[str, Sequence[Trajectory]]
+    ) -> None:
+        """Record an evaluation; ``name`` is "before", "after", or says when, such as "step_000020".
+
+        Episodes that infrastructure failed are counted apart. Raises ``RunFolderError``.
+        """
+        lines = [_evaluation(name, policy_version, task, episodes) for task, episodes in results.items()]
+        _append(self._folder / "evaluations.jsonl", lines)
+        self._write_trajectories(
+            name, [(None, one) for episodes in results.values() for one in episodes[:SHOWN_PER_TASK]]
+        )
+        if self._progress is not None:
+            self._progress.evaluation(name, {line["task"]: line["success"] for line in lines})
+
+    def write_summary(
+        self, *, seconds: float, trained_tokens: int, policy_version: int, seed: int
+    ) -> dict[str, Any]:
+        """Write ``summary.json`` from the evaluations "before" and "after", and return it.
+
+        A task that was evaluated only once has null for the other. Raises ``RunFolderError``.
+        """
+        tasks: dict[str, dict[str, Any]] = {}
+        for line in read_jsonl(self._folder / "evaluations.jsonl"):
+            if line["name"] in ("before", "after"):
+                task = tasks.setdefault(line["task"], {"before": None, "after": None, "episodes": 0})
+                task[line["name"]] = line["success"]
+                task[f"{line['name']}_interval"] = [line["low"], line["high"]]
+                task["episodes"] = line["episodes"]
+        summary = {
+            "tasks": tasks,
+            "seconds": round(seconds, 3),
+            "trained_tokens": trained_tokens,
+            "policy_version": policy_version,
+            "seed": seed,
+        }
+        with run_folder_errors(self._folder):
+            write_file(self._folder / "summary.json", json.dumps(summary, indent=2).encode() + b"\n")
+        return summary
+
+    def close(self) -> None:
+        """Close the files and the display; idempotent."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._progress is not None:
+            self._progress.close()
+
+    def _write_trajectories(
+        self, name: str, episodes: Sequence[tuple[TrajectoryGroup | None, Trajectory]]
+    ) -> None:
+        lines = [readable(trajectory, group) for group, trajectory in episodes]
+        content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        with run_folder_errors(self._folder):
+            (self._folder / "trajectories" / f"{name}.jsonl").write_text(content, encoding="utf-8")
+
+
+def readable(trajectory: Trajectory, group: TrajectoryGroup | None = None) -> dict[str, Any]:
+    """Return an episode for people: its messages, and what each turn was sampled by and earned."""
+    sample = trajectory.sample
+    messages = [message.wire() for message in trajectory.opening]
+    for turn in trajectory.turns:
+        messages.append(turn.message.wire() | {"turn": _turn(turn)})
+        messages.extend(message.wire() for message in turn.reply)
+    return {
+        "task": sample.task,
+        "split": sample.split,
+        "index": sample.index,
+        "seed": sample.seed,
+        "group_id": None if group is None else group.group_id,
+        "admitted_version": None if group is None else group.admitted_version,
+        "end": trajectory.end.value,
+        "reward": trajectory.reward,
+        "success": trajectory.success,
+        "metrics": dict(trajectory.metrics),
+        "error": trajectory.error,
+        "seconds": round(trajectory.seconds, 3),
+        "messages": messages,
+    }
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of a file, none if it is not there; a torn last line is left out."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    completion = turn.completion
+    return {
+        "tokens": len(completion.token_ids),
+        "versions": [min(completion.versions, default=0), max(completion.versions, default=0)],
+        "policy": completion.policy,
+        "finish_reason": completion.finish_reason,
+        "reward": turn.reward,
+        "invalid_calls": turn.invalid_calls,
+    }
+
+
+def _evaluation(name: str, version: int, task: str, episodes: Sequence[Trajectory]) -> dict[str, Any]:
+    counted = [one for one in episodes if not one.end.failed]
+    successes = sum(one.success for one in counted)
+    low, high = wilson_interval(successes, len(counted))
+    return {
+        "name": name,
+        "policy_version": version,
+        "task": task,
+        "episodes": len(counted),
+        "failed": len(episodes) - len(counted),
+        "successes": successes,
+        "success": successes / len(counted) if counted else None,
+        "low": low,
+        "high": high,
+        "reward": fmean(one.reward for one in counted) if counted else None,
+        "turns": fmean(len(one.turns) for one in counted) if counted else None,
+    }
+
+
+def _one_of_each(
+    groups: Sequence[TrajectoryGroup], most: int
+) -> list[tuple[TrajectoryGroup | None, Trajectory]]:
+    """Return up to ``most`` episodes, the tasks in turn: a best and a worst sibling of a group."""
+    by_task: dict[str, list[tuple[TrajectoryGroup | None, Trajectory]]] = {}
+    for group in groups:
+        ranked = sorted(group.trajectories, key=lambda one: -one.reward)
+        ends = ranked[:1] if len(ranked) < 2 else [ranked[0], ranked[-1]]
+        by_task.setdefault(group.task, []).extend((group, one) for one in ends)
+    rounds = zip_longest(*by_task.values())
+    return [one for turn in rounds for one in turn if one is not None][:most]
+
+
+def _flat(
+    metrics: Mapping[str, float], tasks: Mapping[str, Mapping[str, float]]
+) -> Iterator[tuple[str, float]]:
+    yield from metrics.items()
+    for task, values in tasks.items():
+        for name, value in values.items():
+            yield f"{name}/{task}", value
+
+
+def _append(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Add whole lines; a number that is not finite is written as null, which every reader knows."""
+    content = "".join(json.dumps(_finite(record)) + "\n" for record in records)
+    with run_folder_errors(path.parent), open(path, "a", encoding="utf-8") as file:
+        file.write(content)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _drop_later_lines(path: Path, *, after_step: int) -> None:
+    """Forget steps whose weights were lost with an interrupted run, and a torn last line."""
+    if path.exists():
+        kept = [line for line in read_jsonl(path) if line["step"] <= after_step]
+        write_file(path, "".join(json.dumps(line) + "\n" for line in kept).encode())

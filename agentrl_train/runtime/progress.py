@@ -1,0 +1,171 @@
+"""The progress of a run in the terminal: a live table where there is one, else one line a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+SMOOTHING = 0.8
+"""Share of the old value in the moving averages shown."""
+
+
+@dataclass(slots=True)
+class _TaskLine:
+    """What is shown of one task."""
+
+    before: float | None = None
+    success: float | None = None
+    values: Mapping[str, float] = field(default_factory=dict)
+
+
+class Progress:
+    """Shows each step: success of the tasks, tokens a second, staleness, idle shares, time left.
+
+    Args:
+        total_steps: steps of the run.
+        console: where to; a terminal gets a live table, anything else plain lines.
+        first_step: steps trained before this process.
+    """
+
+    def __init__(self, *, total_steps: int, console: Console | None = None, first_step: int = 0) -> None:
+        self._total = total_steps
+        self._console = console or Console()
+        self._first_step = first_step
+        self._started_s: float | None = None
+        self._pace_s: float | None = None
+        self._step = first_step
+        self._elapsed_s = 0.0
+        self._metrics: Mapping[str, float] = {}
+        self._tasks: dict[str, _TaskLine] = {}
+        self._live: Live | None = None
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, auto_refresh=False, transient=False)
+
+    def step(
+        self,
+        step: int,
+        *,
+        elapsed_s: float,
+        metrics: Mapping[str, float],
+        tasks: Mapping[str, Mapping[str, float]],
+    ) -> None:
+        """Show a trained step."""
+        self._pace_s = self._smooth(self._pace_s, self._step_seconds(step, elapsed_s))
+        self._step, self._elapsed_s, self._metrics = step, elapsed_s, metrics
+        for task, values in tasks.items():
+            line = self._tasks.setdefault(task, _TaskLine())
+            line.values = values
+            if (success := values.get("success")) is not None:
+                line.success = self._smooth(line.success, success)
+        if self._live is None:
+            self._console.print(self._plain_line(), highlight=False, soft_wrap=True)
+        else:
+            self._live.start()
+            self._live.update(self._picture(), refresh=True)
+
+    def evaluation(self, name: str, success: Mapping[str, float | None]) -> None:
+        """Show held-out success, task by task."""
+        if name == "before":
+            for task, value in success.items():
+                self._tasks.setdefault(task, _TaskLine()).before = value
+        shares = ", ".join(f"{task} {_percent(value)}" for task, value in success.items())
+        self._console.print(f"held-out success, {name}: {shares}", highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the last picture in place; idempotent."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Return the time left at the pace of late, None before it is known."""
+        return None if self._pace_s is None else self._pace_s * max(0, self._total - self._step)
+
+    def _step_seconds(self, step: int, elapsed_s: float) -> float:
+        return max(0.0, elapsed_s - self._elapsed_s) / max(1, step - self._step)
+
+    @staticmethod
+    def _smooth(old: float | None, new: float) -> float:
+        return new if old is None else SMOOTHING * old + (1.0 - SMOOTHING) * new
+
+    def _plain_line(self) -> str:
+        tasks = "  ".join(f"{task} {_percent(line.success)}" for task, line in self._tasks.items())
+        facts = "  ".join(f"{name} {value}" for name, value in self._facts())
+        return f"step {self._step}/{self._total}  {tasks}  {facts}"
+
+    def _facts(self) -> list[tuple[str, str]]:
+        get = self._metrics.get
+        facts: list[tuple[str, str | None]] = [
+            ("trained tok/s", _count(get("trained_tokens_per_s"))),
+            ("sampled tok/s", _count(get("sampled_tokens_per_s"))),
+            ("staleness", _pair(get("staleness_mean"), get("staleness_max"))),
+            ("trainer idle", _share(get("trainer_idle"))),
+            ("engine idle", _share(get("engine_idle"))),
+            ("left", _duration(self.seconds_left)),
+        ]
+        return [(name, value) for name, value in facts if value is not None]
+
+    def _picture(self) -> RenderableType:
+        head = Table.grid(padding=(0, 2))
+        head.add_row(
+            Text(f"step {self._step}/{self._total}", style="bold"),
+            ProgressBar(total=self._total, completed=self._step, width=32),
+            Text(f"{_duration(self._elapsed_s)} gone, {_duration(self.seconds_left)} left", style="dim"),
+        )
+        facts = Text("  ").join(
+            Text.assemble((f"{name} ", "dim"), value) for name, value in self._facts() if name != "left"
+        )
+        return Group(head, self._task_table(), facts)
+
+    def _task_table(self) -> Table:
+        table = Table(box=None, padding=(0, 2), header_style="dim")
+        table.add_column("task")
+        for name in ("held-out before", "success now", "reward", "turns", "valid calls"):
+            table.add_column(name, justify="right")
+        for task, line in self._tasks.items():
+            values = line.values
+            table.add_row(
+                task,
+                _percent(line.before),
+                Text(_percent(line.success), style="bold green"),
+                _number(values.get("reward")),
+                _number(values.get("turns")),
+                _percent(values.get("valid_calls")),
+            )
+        return table
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}%"
+
+
+def _share(value: float | None) -> str | None:
+    return None if value is None else f"{100 * value:.0f}%"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _count(value: float | None) -> str | None:
+    return None if value is None else f"{value:,.0f}"
+
+
+def _pair(mean: float | None, most: float | None) -> str | None:
+    return None if mean is None or most is None else f"{mean:.1f} (max {most:.0f})"
+
+
+def _duration(seconds: float | None) -> str:
+    """Return ``m:ss`` or ``h:mm:ss``."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
