@@ -1,0 +1,119 @@
+"""Step 1 of 9: dataset -> TaskSample. Which problem an episode is about, and its seed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from agentrl_env.errors import DefinitionError, UnknownSample
+from agentrl_env.types import SplitInfo, TaskSample
+
+if TYPE_CHECKING:
+    from agentrl_env.environment import Environment
+
+SEED_BITS = 53
+"""Seeds stay below 2**53, so that every JSON reader keeps them exact."""
+
+
+class Samples(Protocol):
+    """What ``Environment.samples`` returns: indexable, lazy, with or without a ``len``."""
+
+    def __getitem__(self, index: Any, /) -> Any:
+        """Return the data of one sample."""
+
+
+class EndlessSamples:
+    """Samples without data and without end: the seed alone makes the problem."""
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]:
+        """Return the empty data of any sample."""
+        return {}
+
+
+def stable_seed(*parts: object) -> int:
+    """Return a seed that depends on ``parts`` alone: the same in every process, for ever."""
+    text = json.dumps(parts, sort_keys=True, default=str)
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest) >> (64 - SEED_BITS)
+
+
+class Dataset:
+    """The splits of one environment class, each read once."""
+
+    def __init__(self, environment: type[Environment]) -> None:
+        self._environment = environment
+        self._task = environment.name
+        self._splits: dict[str, Samples] = {}
+
+    def split(self, name: str) -> Samples:
+        """Return one split. Raises UnknownSample where the task has none of that name."""
+        if name not in self._environment.splits:
+            known = ", ".join(self._environment.splits)
+            raise UnknownSample(f"task {self._task!r} has no split {name!r}; it has: {known}")
+        if name not in self._splits:
+            self._splits[name] = self._environment.samples(name)
+        return self._splits[name]
+
+    def info(self) -> dict[str, SplitInfo]:
+        """Return the size of every split; None where it never ends."""
+        return {name: SplitInfo(num_samples=_length(self.split(name))) for name in self._environment.splits}
+
+    def sample(
+        self,
+        split: str = "train",
+        index: int | str | None = None,
+        seed: int | None = None,
+        data: Mapping[str, Any] | None = None,
+    ) -> TaskSample:
+        """Choose one sample.
+
+        Without ``index`` it is picked from the seed (or at random when both are missing). Without
+        ``seed`` it is a hash of (task, split, index), so siblings see the same problem.
+        ``data`` replaces the dataset's. Raises UnknownSample.
+        """
+        samples = self.split(split)
+        if data is not None:
+            chosen = dict(data)
+            key: object = index if index is not None else chosen
+        else:
+            if index is None:
+                index = _pick(samples, secrets.randbits(31) if seed is None else seed, split)
+            chosen = self._data(samples, split, index)
+            key = index
+        if seed is None:
+            seed = stable_seed(self._task, split, key)
+        return TaskSample(task=self._task, split=split, index=index, seed=seed, data=chosen)
+
+    def _data(self, samples: Samples, split: str, index: int | str) -> dict[str, Any]:
+        size = _length(samples)
+        if isinstance(index, int) and (index < 0 or (size is not None and index >= size)):
+            limit = f" (it has {size} samples)" if size is not None else ""
+            raise UnknownSample(f"task {self._task!r}, split {split!r}: no index {index}{limit}")
+        try:
+            data = samples[index]
+        except (LookupError, TypeError) as error:
+            raise UnknownSample(f"task {self._task!r}, split {split!r}: no index {index!r}") from error
+        if not isinstance(data, Mapping):
+            raise DefinitionError(
+                f"samples({split!r})[{index!r}] of task {self._task!r} is a "
+                f"{type(data).__name__}; it must be a dict"
+            )
+        return dict(data)
+
+
+def _length(samples: Samples) -> int | None:
+    return len(samples) if hasattr(samples, "__len__") else None
+
+
+def _pick(samples: Samples, seed: int, split: str) -> int:
+    size = _length(samples)
+    if size is None:
+        return seed
+    if size == 0:
+        raise UnknownSample(f"split {split!r} has no samples")
+    return int(np.random.default_rng(seed).integers(size))

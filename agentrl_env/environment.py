@@ -1,0 +1,110 @@
+"""The one class a task's author subclasses."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import numpy as np
+
+from agentrl_env.client.client import EnvClient
+from agentrl_env.dataset import EndlessSamples, Samples
+from agentrl_env.errors import NotSupported
+from agentrl_env.tools import Reply, toolset
+from agentrl_env.types import TaskSample, ToolSpec
+
+
+class Environment(ABC):
+    """A task: one instance lives for one session, its ``@tool`` methods are what the model can do.
+
+    Methods may be plain or ``async``. Plain ones run on a thread, unless ``blocking`` is False.
+    Tools return ``str | Message | list[Message] | Reply | Done``; raising ``ToolError`` answers the
+    model, any other exception ends the session as ``failed_environment``.
+    """
+
+    name: ClassVar[str]
+    """The task's name; the class name in snake_case unless given."""
+    splits: ClassVar[tuple[str, ...]] = ("train", "test")
+    max_turns: ClassVar[int] = 20
+    """Turns until the episode is truncated."""
+    max_seconds: ClassVar[float | None] = None
+    """Seconds until the episode is truncated, thinking time included."""
+    tool_timeout: ClassVar[float] = 30.0
+    """Seconds one tool call (or ``respond``, ``score``, ``expert``) may take."""
+    reset_timeout: ClassVar[float] = 60.0
+    """Seconds ``reset`` may take, and ``close``."""
+    blocking: ClassVar[bool] = True
+    """Whether plain methods may block; False runs them on the event loop: quick pure Python."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" not in vars(cls):
+            cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__)
+            cls.name = cls.name.lower()
+
+    @abstractmethod
+    def reset(self, sample: TaskSample, rng: np.random.Generator) -> Any:
+        """Begin the episode and return what the model is told: ``str | Message | list[Message]``."""
+
+    def respond(self, text: str) -> Any:
+        """Answer an assistant turn without a tool call; same return values as a tool."""
+        names = toolset(type(self)).names
+        return Reply(f"Call one of the tools: {names}.", metrics={"invalid_calls": 1.0})
+
+    def close(self) -> Any:
+        """Release what the session holds; called exactly once."""
+
+    def score(self) -> Any:
+        """Return named metrics of the whole episode, at its end; ``success`` decides success."""
+        return {}
+
+    def expert(self, rng: np.random.Generator) -> Any:
+        """Return the oracle's next move in the current state: ``ToolCall | str | Message``."""
+        raise NotSupported(f"task {self.name!r} has no expert")
+
+    def snapshot(self) -> Any:
+        """Return the whole state of the episode, for ``restore``."""
+        raise NotSupported(f"task {self.name!r} has no snapshot")
+
+    def restore(self, state: Any) -> Any:
+        """Continue from what ``snapshot`` returned, in a fresh instance."""
+        raise NotSupported(f"task {self.name!r} has no snapshot")
+
+    @classmethod
+    def samples(cls, split: str) -> Samples:
+        """Return the samples of a split: indexable, lazy, of dicts. Endless and empty by default."""
+        return EndlessSamples()
+
+    @classmethod
+    def startup(cls) -> Any:
+        """Open what all sessions of a process share (a database server, an index)."""
+
+    @classmethod
+    def shutdown(cls) -> Any:
+        """Release what ``startup`` opened."""
+
+    @classmethod
+    def tool_specs(cls) -> tuple[ToolSpec, ...]:
+        """Return the tools as a model is told about them."""
+        return toolset(cls).specs
+
+    @classmethod
+    def description(cls) -> str:
+        """Return what the task is about: the class's docstring."""
+        return inspect.cleandoc(cls.__doc__ or "")
+
+    @classmethod
+    def overrides(cls, method: str) -> bool:
+        """Return whether the author wrote ``method``, rather than inheriting the default."""
+        return inspect.getattr_static(cls, method) is not vars(Environment)[method]
+
+    @classmethod
+    def local(cls, **options: Any) -> EnvClient:
+        """Return a client that runs this task in this process, without HTTP.
+
+        Args:
+            options: of ``SessionPool``, such as ``max_sessions``.
+        """
+        return EnvClient.local(cls, **options)

@@ -1,0 +1,213 @@
+"""Every error of this package, drawn as a tree.
+
+AgentRLError
+├── ToolError                 raised by a tool: a message to the model, the turn is spent
+├── DefinitionError           an Environment class that cannot work as written
+├── TargetError               a TARGET that cannot be loaded
+├── ServeError                a server that cannot start (port in use, no token, ...)
+├── ServerUnreachable         nobody answers at the URL
+├── CallTimeout               the server is there, the answer did not come in time
+├── ProtocolError             the peer speaks something else
+└── WireError                 crosses the wire: a ``type`` and one fixed HTTP status
+├── InvalidRequest        422  malformed body or argument
+├── Unauthorized          401  token missing or wrong
+├── UnknownRoute          404  no such path
+├── MethodNotAllowed      405  no such method on this path
+├── UnknownTask           404  no such task here
+├── UnknownSample         404  no such split or index
+├── UnknownSession        404  never existed, or ended too long ago
+├── SeqConflict           409  a gap in the numbering of steps
+├── SessionEnded          409  a new step in a session that has ended
+├── SessionExpired        410  idle past its lease
+├── BodyTooLarge          413  over the size limit
+├── StepPending           425  in a batch: not ready yet, ask again with the same seq
+├── NotSupported          501  the task or the server does not offer it
+├── EnvironmentFailed     500  the author's code broke outside a step (reset, expert)
+├── InternalError         500  a bug in the server
+├── ServerFull            503  no free session, with ``Retry-After``
+└── ServerDraining        503  shutting down, takes no new sessions
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class AgentRLError(Exception):
+    """The root of every error raised on purpose by agentrl_env and agentrl_train."""
+
+
+class ToolError(AgentRLError):
+    """Raise it in a tool to tell the model what it did wrong; the text is the tool's answer."""
+
+
+class DefinitionError(AgentRLError):
+    """An Environment class cannot work as written; the message says what to change."""
+
+
+class TargetError(AgentRLError):
+    """A TARGET (folder, ``file.py:Class`` or ``module:Class``) cannot be loaded."""
+
+
+class ServeError(AgentRLError):
+    """A server cannot start as asked."""
+
+
+class ServerUnreachable(AgentRLError):
+    """Nobody answers at the URL."""
+
+
+class CallTimeout(AgentRLError):
+    """The server did not answer within the caller's deadline."""
+
+
+class ProtocolError(AgentRLError):
+    """The peer's answer is not of this protocol."""
+
+
+class WireError(AgentRLError):
+    """An error with a ``type`` and one fixed HTTP status; the client raises the same class."""
+
+    type: ClassVar[str] = "internal_error"
+    status: ClassVar[int] = 500
+
+    def __init__(self, message: str, **details: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.details = details
+
+    def wire(self) -> dict[str, Any]:
+        """Return the body that carries this error: ``{"error": {"type", "message", ...}}``."""
+        return {"error": {"type": self.type, "message": self.message, **self.details}}
+
+
+class InvalidRequest(WireError):
+    """The body or an argument is malformed."""
+
+    type = "invalid_request"
+    status = 422
+
+
+class Unauthorized(WireError):
+    """The token is missing or wrong."""
+
+    type = "unauthorized"
+    status = 401
+
+
+class UnknownRoute(WireError):
+    """No such path."""
+
+    type = "unknown_route"
+    status = 404
+
+
+class MethodNotAllowed(WireError):
+    """The path exists, the method does not."""
+
+    type = "method_not_allowed"
+    status = 405
+
+
+class UnknownTask(WireError):
+    """This server does not serve the task."""
+
+    type = "unknown_task"
+    status = 404
+
+
+class UnknownSample(WireError):
+    """The task has no such split or index."""
+
+    type = "unknown_sample"
+    status = 404
+
+
+class UnknownSession(WireError):
+    """The session never existed, or ended so long ago that it is forgotten."""
+
+    type = "unknown_session"
+    status = 404
+
+
+class SeqConflict(WireError):
+    """The step's ``seq`` leaves a gap."""
+
+    type = "seq_conflict"
+    status = 409
+
+
+class SessionEnded(WireError):
+    """The session has ended; no further step is possible."""
+
+    type = "session_ended"
+    status = 409
+
+
+class SessionExpired(WireError):
+    """The session was idle past its lease and everything it held is released."""
+
+    type = "session_expired"
+    status = 410
+
+
+class BodyTooLarge(WireError):
+    """The request is over the server's size limit."""
+
+    type = "body_too_large"
+    status = 413
+
+
+class StepPending(WireError):
+    """The step is still under way; the same ``seq`` again waits for its answer."""
+
+    type = "step_pending"
+    status = 425
+
+
+class NotSupported(WireError):
+    """The task, or the server as it was started, does not offer this call."""
+
+    type = "not_supported"
+    status = 501
+
+
+class EnvironmentFailed(WireError):
+    """The author's code broke outside a step, so there is no result to put it in."""
+
+    type = "environment_failed"
+    status = 500
+
+
+class InternalError(WireError):
+    """A bug in the server."""
+
+    type = "internal_error"
+    status = 500
+
+
+class ServerFull(WireError):
+    """Every session of the server is taken."""
+
+    type = "server_full"
+    status = 503
+
+
+class ServerDraining(WireError):
+    """The server is shutting down and takes no new sessions."""
+
+    type = "server_draining"
+    status = 503
+
+
+_BY_TYPE: dict[str, type[WireError]] = {error.type: error for error in WireError.__subclasses__()}
+
+
+def from_wire(body: Any) -> WireError | None:
+    """Rebuild the error that ``{"error": {...}}`` carries; None where the body is not one."""
+    error = body.get("error") if isinstance(body, dict) else None
+    if not isinstance(error, dict) or not isinstance(error.get("type"), str):
+        return None
+    details = {key: value for key, value in error.items() if key not in ("type", "message")}
+    known = _BY_TYPE.get(error["type"], InternalError)
+    return known(str(error.get("message", error["type"])), **details)

@@ -1,0 +1,168 @@
+"""From a method's signature and docstring to a JSON Schema, and arguments checked against it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, NotRequired, get_type_hints
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+from typing_extensions import TypedDict
+
+from agentrl_env.errors import DefinitionError
+
+_SUBSCHEMA_MAPS = ("properties", "$defs", "patternProperties")
+_SUBSCHEMA_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
+_SUBSCHEMAS = ("items", "additionalProperties", "contains", "propertyNames")
+_MAX_ERRORS = 3
+_MAX_ECHO = 80
+
+
+class ArgumentError(Exception):
+    """The model's arguments do not fit; the text is one line that the model can read."""
+
+
+class Arguments:
+    """The arguments of one tool: their JSON Schema, and how to read them."""
+
+    def __init__(self, function: Callable[..., Any], owner: str) -> None:
+        self._where = f"{owner}.{function.__name__}"
+        self.summary, described = parse_docstring(inspect.getdoc(function) or "")
+        self._adapter = self._build(function, described)
+        self.schema = _plain(self._adapter.json_schema())
+        self.schema.setdefault("properties", {})
+        self._names = ", ".join(self.schema["properties"]) or "none"
+
+    def parse(self, text: str) -> dict[str, Any]:
+        """Return keyword arguments from the JSON text of a call. Raises ArgumentError.
+
+        Types are strict (``"7"`` is not an integer), so that what is accepted is what the schema
+        says. Blank text stands for no arguments.
+        """
+        try:
+            return self._adapter.validate_json(text if text.strip() else "{}", strict=True)
+        except ValidationError as error:
+            raise ArgumentError(self._explain(error)) from None
+        except UnicodeError:
+            raise ArgumentError("arguments are not valid JSON: not valid Unicode") from None
+
+    def _build(
+        self, function: Callable[..., Any], described: Mapping[str, str]
+    ) -> TypeAdapter[dict[str, Any]]:
+        try:
+            hints = get_type_hints(function, include_extras=True)
+        except (NameError, TypeError) as error:
+            raise DefinitionError(f"{self._where}: cannot resolve its annotations: {error}") from error
+        fields: dict[str, Any] = {}
+        for parameter in list(inspect.signature(function).parameters.values())[1:]:
+            fields[parameter.name] = self._field(parameter, hints, described.get(parameter.name))
+        # A TypedDict, not a model: its keys may have any name (``copy``, ``schema``, ``_x``).
+        typed: Any = TypedDict("Arguments", fields)  # type: ignore[operator]
+        typed.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False, regex_engine="python-re")
+        try:
+            return TypeAdapter(typed)
+        except (PydanticUserError, TypeError) as error:
+            reason = str(error).splitlines()[0]
+            raise DefinitionError(f"{self._where}: no schema for its arguments: {reason}") from error
+
+    def _field(self, parameter: inspect.Parameter, hints: Mapping[str, Any], description: str | None) -> Any:
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise DefinitionError(
+                f"{self._where}: parameter {parameter.name!r} must be a plain named one, because a "
+                "model passes arguments by name"
+            )
+        if parameter.name not in hints:
+            raise DefinitionError(f"{self._where}: parameter {parameter.name!r} needs a type annotation")
+        annotation = hints[parameter.name]
+        if description:
+            annotation = _described(annotation, description)
+        if parameter.default is parameter.empty:
+            return annotation
+        default = _json_default(parameter.default)
+        return NotRequired[Annotated[annotation, Field(json_schema_extra=default)]]
+
+    def _explain(self, error: ValidationError) -> str:
+        problems = error.errors(include_url=False)
+        lines = [self._line(problem) for problem in problems[:_MAX_ERRORS]]
+        if len(problems) > _MAX_ERRORS:
+            lines.append(f"and {len(problems) - _MAX_ERRORS} more")
+        return "; ".join(lines)
+
+    def _line(self, problem: Any) -> str:
+        where = ".".join(str(part) for part in problem["loc"])
+        match problem["type"]:
+            case "json_invalid":
+                return f"arguments are not valid JSON: {problem['ctx']['error']}"
+            case "missing":
+                return f"missing argument {where!r}"
+            case "extra_forbidden":
+                return f"unknown argument {echo(where)} (known: {self._names})"
+            case "dict_type" if not where:
+                return "arguments must be a JSON object"
+        reason = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+        return f"argument {echo(where)} should be {reason}, got {echo(problem['input'])}"
+
+
+def echo(value: Any) -> str:
+    """Return a short, printable, ASCII form of something a model sent."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= _MAX_ECHO else text[: _MAX_ECHO - 3] + "..."
+
+
+def parse_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """Split a Google-style docstring into its description and its ``Args:`` descriptions."""
+    body: list[str] = []
+    described: dict[str, str] = {}
+    section, current = "", ""
+    for line in text.splitlines():
+        header = re.match(r"^(Args|Arguments|Returns|Raises|Yields|Examples?|Notes?):\s*$", line)
+        entry = re.match(r"^\s+(\w+)\s*(?:\([^)]*\))?:\s*(.*)$", line)
+        if header:
+            section, current = header.group(1), ""
+        elif not section:
+            body.append(line)
+        elif section.startswith("Arg") and entry and not _continues(line, current):
+            current = entry.group(1)
+            described[current] = entry.group(2)
+        elif section.startswith("Arg") and current and line.strip():
+            described[current] = f"{described[current]} {line.strip()}".strip()
+        elif line.strip() and not line.startswith(" "):
+            section = ""
+            body.append(line)
+    return "\n".join(body).strip(), described
+
+
+def _continues(line: str, current: str) -> bool:
+    """Whether an indented line belongs to the entry above it: deeper than entries are."""
+    return bool(current) and len(line) - len(line.lstrip()) > 4
+
+
+def _described(annotation: Any, description: str) -> Any:
+    # A description the author wrote in Field(...) wins: pydantic merges the outermost last.
+    for extra in getattr(annotation, "__metadata__", ()):
+        if getattr(extra, "description", None):
+            return annotation
+    return Annotated[annotation, Field(description=description)]
+
+
+def _json_default(value: Any) -> dict[str, Any]:
+    try:
+        return {"default": json.loads(TypeAdapter(type(value)).dump_json(value))}
+    except (PydanticUserError, ValueError):
+        return {}
+
+
+def _plain(schema: dict[str, Any]) -> dict[str, Any]:
+    """Drop pydantic's generated titles: noise in a prompt. A property named title stays."""
+    schema = {key: value for key, value in schema.items() if key != "title"}
+    for key, value in schema.items():
+        if key in _SUBSCHEMA_MAPS:
+            schema[key] = {name: _plain(sub) for name, sub in value.items()}
+        elif key in _SUBSCHEMA_LISTS:
+            schema[key] = [_plain(sub) for sub in value]
+        elif key in _SUBSCHEMAS and isinstance(value, dict):
+            schema[key] = _plain(value)
+    return schema

@@ -1,0 +1,225 @@
+"""Wire v1 over HTTP: the FastAPI application in front of a ``SessionPool``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json, to_json
+from starlette.exceptions import HTTPException
+
+from agentrl_env.errors import (
+    InternalError,
+    InvalidRequest,
+    MethodNotAllowed,
+    UnknownRoute,
+    WireError,
+)
+from agentrl_env.server.gate import MAX_BODY_BYTES, Gate
+from agentrl_env.server.pool import SessionPool
+from agentrl_env.types import StepResult
+from agentrl_env.wire import ExpertAnswer, OpenRequest, StepBatch, StepBody, StepRequest, TaskList
+
+M = TypeVar("M", bound=BaseModel)
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def create_app(
+    pool: SessionPool, *, token: str | None = None, max_body_bytes: int = MAX_BODY_BYTES
+) -> FastAPI:
+    """Return the application that serves a pool.
+
+    Args:
+        pool: the sessions; closed with the application.
+        token: what callers must show as ``Authorization: Bearer``, on everything but ``/health``.
+        max_body_bytes: the largest request it reads.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await pool.start()
+        try:
+            yield
+        finally:
+            await pool.aclose()
+
+    app = FastAPI(title="agentrl-env", lifespan=lifespan, openapi_url=None)
+    app.add_middleware(Gate, token=token, max_body_bytes=max_body_bytes)
+    app.add_exception_handler(WireError, _on_wire_error(pool))
+    app.add_exception_handler(HTTPException, _on_http_error(pool))
+    app.add_exception_handler(Exception, _on_bug(pool))
+    for path, method, handler in _routes(pool):
+        # Plain routes: each handler reads its body once, straight from JSON to the model.
+        app.add_route(path, handler, methods=[method])
+    return app
+
+
+def _routes(pool: SessionPool) -> list[tuple[str, str, Handler]]:
+    async def health(_: Request) -> Response:
+        return _json(b'{"status":"draining"}' if pool.draining else b'{"status":"ok"}')
+
+    async def metrics(_: Request) -> Response:
+        return Response(pool.metrics.render(pool.gauges()), media_type="text/plain; version=0.0.4")
+
+    async def tasks(_: Request) -> Response:
+        return _json(TaskList(tasks=await pool.tasks()).model_dump_json())
+
+    async def open_session(request: Request) -> Response:
+        wanted = _read(OpenRequest, await request.body())
+        opening = asyncio.ensure_future(pool.open(wanted))
+        await _unless_gone(request, opening)
+        return _json(opening.result().model_dump_json(), status=201)
+
+    async def get_session(request: Request) -> Response:
+        return _json((await pool.info(request.path_params["id"])).model_dump_json())
+
+    async def close_session(request: Request) -> Response:
+        await pool.close_session(request.path_params["id"])
+        return Response(status_code=204)
+
+    async def step(request: Request) -> Response:
+        body = _read(StepBody, await request.body())
+        result = await pool.step(request.path_params["id"], body.seq, body.message)
+        return _json(result.model_dump_json())
+
+    async def step_many(request: Request) -> Response:
+        return _json(await _step_many(pool, await request.body()))
+
+    async def expert(request: Request) -> Response:
+        message = await pool.expert(request.path_params["id"])
+        return _json(ExpertAnswer(message=message).model_dump_json())
+
+    return [
+        ("/health", "GET", health),
+        ("/metrics", "GET", metrics),
+        ("/v1/tasks", "GET", tasks),
+        ("/v1/sessions", "POST", open_session),
+        ("/v1/sessions/{id}", "GET", get_session),
+        ("/v1/sessions/{id}", "DELETE", close_session),
+        ("/v1/sessions/{id}/step", "POST", step),
+        ("/v1/step", "POST", step_many),
+        ("/v1/sessions/{id}/expert", "POST", expert),
+    ]
+
+
+async def _step_many(pool: SessionPool, body: bytes) -> bytes:
+    """Play a batch; an item that is malformed is answered with its error, the others are played."""
+    try:
+        batch = StepBatch.model_validate_json(body)
+    except ValidationError:
+        return await _step_many_mixed(pool, body)
+    return _results(pool, await pool.step_many(batch.steps, batch.wait_s))
+
+
+async def _step_many_mixed(pool: SessionPool, body: bytes) -> bytes:
+    try:
+        raw = from_json(body)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from error
+    items = raw.get("steps") if isinstance(raw, dict) else None
+    if not isinstance(items, list):
+        raise InvalidRequest('the body must be {"steps": [...]}')
+    wait_s = _validate(StepBatch, {**raw, "steps": []}).wait_s
+    good: list[StepRequest] = []
+    answers: list[StepResult | WireError | None] = []
+    for item in items:
+        try:
+            good.append(_validate(StepRequest, item))
+            answers.append(None)
+        except InvalidRequest as error:
+            answers.append(error)
+    results = iter(await pool.step_many(good, wait_s))
+    return _results(pool, [next(results) if answer is None else answer for answer in answers])
+
+
+def _results(pool: SessionPool, results: list[StepResult | WireError]) -> bytes:
+    parts: list[bytes] = []
+    for result in results:
+        if isinstance(result, WireError):
+            pool.metrics.errors[result.type] += 1
+            parts.append(to_json(result.wire()))
+        else:
+            parts.append(result.model_dump_json().encode())
+    return b'{"results":[' + b",".join(parts) + b"]}"
+
+
+async def _unless_gone(request: Request, work: asyncio.Future[Any]) -> None:
+    """Wait for work, and cancel it where the caller hangs up before it is done."""
+    gone = asyncio.ensure_future(_hung_up(request))
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        if not work.done():
+            work.cancel()
+    if not work.done():
+        await asyncio.wait((work,))
+        if work.cancelled():
+            raise InvalidRequest("the caller hung up")
+
+
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        continue
+
+
+def _read(model: type[M], body: bytes) -> M:
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise InvalidRequest(_explain(error)) from error
+
+
+def _validate(model: type[M], data: object) -> M:
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise InvalidRequest(_explain(error)) from error
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where}: {first['msg']}" if where else first["msg"]
+
+
+def _json(body: bytes | str, status: int = 200) -> Response:
+    return Response(body, status, media_type="application/json")
+
+
+def _answer(pool: SessionPool, error: WireError) -> Response:
+    pool.metrics.errors[error.type] += 1
+    response = _json(to_json(error.wire()), error.status)
+    if error.status == 503:
+        response.headers["retry-after"] = str(error.details.get("retry_after", 1))
+    return response
+
+
+def _on_wire_error(pool: SessionPool) -> Any:
+    async def answer(_: Request, error: WireError) -> Response:
+        return _answer(pool, error)
+
+    return answer
+
+
+def _on_http_error(pool: SessionPool) -> Any:
+    async def answer(request: Request, error: HTTPException) -> Response:
+        where = f"{request.method} {request.url.path}"
+        if error.status_code == 405:
+            return _answer(pool, MethodNotAllowed(f"{where}: this path has no such method"))
+        if error.status_code == 404:
+            return _answer(pool, UnknownRoute(f"{where}: no such path in protocol 1"))
+        return _answer(pool, InvalidRequest(f"{where}: {error.detail}"))
+
+    return answer
+
+
+def _on_bug(pool: SessionPool) -> Any:
+    async def answer(_: Request, error: Exception) -> Response:
+        return _answer(pool, InternalError(f"a bug in the server: {type(error).__name__}"))
+
+    return answer

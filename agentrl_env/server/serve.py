@@ -1,0 +1,171 @@
+"""The serving process: bind, announce, serve, and end in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+
+import uvicorn
+
+from agentrl_env.environment import Environment
+from agentrl_env.errors import ServeError
+from agentrl_env.server.app import create_app
+from agentrl_env.server.pool import SessionPool
+from agentrl_env.server.targets import load_targets
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn without its own signal handlers: a drained server must still answer steps."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class EnvServer:
+    """Tasks served over HTTP from the running event loop.
+
+    Args:
+        targets: folders, ``file.py:Class``, ``module:Class``, or Environment classes.
+        host: the address to bind.
+        port: 0 picks a free one.
+        max_sessions: how many sessions may be open at once.
+        token: what callers must show; needed for an address that is not loopback.
+        insecure: allow such an address without a token.
+        oracle: answer ``expert`` calls.
+        lease_s: seconds a session may be idle.
+        drain_s: seconds that open sessions get to end when the server stops.
+
+    Raises TargetError and ServeError with one clear sentence.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[str | type[Environment]],
+        *,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        max_sessions: int = 1024,
+        token: str | None = None,
+        insecure: bool = False,
+        oracle: bool = False,
+        lease_s: float = 900.0,
+        drain_s: float = 30.0,
+    ) -> None:
+        _refuse_open_door(host, token, insecure)
+        environments = load_targets(targets)
+        self.names = [environment.name for environment in environments]
+        self.pool = SessionPool(environments, max_sessions=max_sessions, lease_s=lease_s, oracle=oracle)
+        self._drain_s = drain_s
+        self._socket = _bind(host, port)
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._socket.getsockname()[1]}"
+        config = uvicorn.Config(
+            create_app(self.pool, token=token),
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=5,
+            timeout_keep_alive=75,
+        )
+        self._server = _Server(config)
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Return once requests are answered. Raises ServeError where a task's startup fails."""
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        while not self._server.started:
+            if self._serving.done():
+                raise ServeError(f"the server did not start: {self._why()}")
+            await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        """Drain, then stop; idempotent."""
+        if self._serving is None:
+            self._socket.close()
+            return
+        await self.pool.drain(self._drain_s)
+        self._server.should_exit = True
+        await asyncio.wait((self._serving,))
+
+    def hurry(self) -> None:
+        """End without waiting for open sessions."""
+        self._drain_s = 0.0
+        self.pool.hurry()
+
+    def _why(self) -> str:
+        return "a task's startup() failed; see the log above"
+
+
+def serve(
+    targets: Sequence[str | type[Environment]],
+    *,
+    announce: Callable[[str], None] = print,
+    **options: object,
+) -> None:
+    """Serve until SIGINT or SIGTERM; the first drains, a second one hurries.
+
+    Args:
+        targets: as for ``EnvServer``.
+        announce: is given the one line that says the server is ready.
+        options: of ``EnvServer``.
+    """
+    server = EnvServer(targets, **options)  # type: ignore[arg-type]
+    factory = server._server.config.get_loop_factory()
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(_serve(server, announce))
+
+
+async def _serve(server: EnvServer, announce: Callable[[str], None]) -> None:
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            server.hurry()
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    await server.start()
+    announce(f"serving {', '.join(server.names)} at {server.url}")
+    await stop.wait()
+    await server.stop()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+        bound.listen(2048)
+    except (OSError, OverflowError) as error:
+        bound.close()
+        raise ServeError(
+            f"cannot listen on {host}:{port} ({error}); choose another port, or 0 for a free one"
+        ) from error
+    bound.setblocking(False)
+    return bound
+
+
+def _refuse_open_door(host: str, token: str | None, insecure: bool) -> None:
+    if token or insecure or _is_loopback(host):
+        return
+    raise ServeError(
+        f"refusing to serve on {host} without a token; give --token (or AGENTRL_TOKEN), "
+        "or --insecure if everybody who can reach it may use it"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,69 @@
+"""Requests and answers of wire protocol 1, as they cross HTTP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from agentrl_env.types import Message, TaskInfo
+
+PROTOCOL_VERSION = 1
+PROTOCOL_HEADER = "x-agentrl-protocol"
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class OpenRequest(_Request):
+    """Body of ``POST /v1/sessions``.
+
+    ``wait_s`` is how long to wait in the fair queue of a full server (0: be refused at once).
+    ``request_id`` makes the call idempotent: the same id again gives the same session.
+    """
+
+    task: str
+    split: str = "train"
+    index: int | str | None = None
+    seed: int | None = Field(default=None, ge=0)
+    sample: dict[str, Any] | None = None
+    wait_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    request_id: str | None = Field(default=None, max_length=128)
+
+
+class StepBody(_Request):
+    """Body of ``POST /v1/sessions/{id}/step``."""
+
+    seq: int = Field(ge=1)
+    message: Message
+
+
+class StepRequest(StepBody):
+    """One item of ``POST /v1/step``."""
+
+    session_id: str
+
+
+class StepBatch(_Request):
+    """Body of ``POST /v1/step``: many sessions in one request.
+
+    With ``wait_s`` the answer comes after that many seconds at the latest, and carries a
+    ``step_pending`` error for each item still under way; the same ``seq`` again waits for it.
+    """
+
+    steps: list[StepRequest]
+    wait_s: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+
+
+class TaskList(_Request):
+    """Answer of ``GET /v1/tasks``."""
+
+    protocol: int = PROTOCOL_VERSION
+    tasks: tuple[TaskInfo, ...] = ()
+
+
+class ExpertAnswer(_Request):
+    """Answer of ``POST /v1/sessions/{id}/expert``."""
+
+    message: Message
