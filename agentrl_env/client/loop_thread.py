@@ -1,0 +1,77 @@
+"""A private event loop in a daemon thread, for synchronous callers (Jupyter included)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Run coroutines from synchronous code; the thread starts with the first one.
+
+    It works where an event loop is already running (Jupyter, an async test), because the private
+    loop lives in a thread of its own. ``stop()`` may be called at any time and repeatedly.
+    """
+
+    def __init__(self, name: str = "agentrl-env-client") -> None:
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Run ``coroutine`` to its end and return what it returns.
+
+        Raises:
+            TimeoutError: the loop gave no answer within ``timeout`` seconds; the coroutine is
+                cancelled, which cannot help if it blocks the loop.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._started())
+        try:
+            return future.result(timeout)
+        except FutureTimeout:
+            if future.done():
+                raise
+            future.cancel()
+            raise TimeoutError(f"No answer within {timeout:g} s.") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    def stop(self, grace: float = 2.0) -> None:
+        """Cancel what still runs and end the thread, waiting ``grace`` seconds at most."""
+        with self._lock:
+            loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
+        if loop is None or thread is None:
+            return
+        loop.call_soon_threadsafe(loop.stop)
+        if thread is not threading.current_thread():
+            thread.join(grace)
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=_serve, args=(self._loop,), name=self._name, daemon=True
+                )
+                self._thread.start()
+            return self._loop
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.wait(tasks, timeout=1.0) if tasks else asyncio.sleep(0))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()

@@ -1,0 +1,233 @@
+"""Draw random values that fit a JSON Schema, for random policies, Gymnasium spaces and fuzzing.
+
+Example::
+
+    sample_json({"type": "integer", "minimum": 1, "maximum": 6}, rng)  # 4
+    sample_call(tools, rng)  # ToolCall.of("guess", n=7)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+from jsonschema import Draft202012Validator
+
+from agentrl_env.types import ToolCall, ToolSpec
+
+WORDS = ("a", "apple", "box", "go", "hello", "kitchen", "left", "north", "one", "open", "red", "x")
+MAX_DEPTH = 6
+"""Past this nesting only what a schema requires is drawn, so recursive schemas come to an end."""
+
+_COMBINERS = ("$ref", "allOf", "anyOf", "oneOf")
+_FORMATS = {
+    "date": "2024-02-29",
+    "date-time": "2024-02-29T12:00:00Z",
+    "duration": "P1D",
+    "email": "someone@example.com",
+    "ipv4": "192.0.2.1",
+    "ipv6": "2001:db8::1",
+    "time": "12:00:00Z",
+    "uri": "https://example.com/",
+    "uuid": "12345678-1234-4678-9234-567812345678",
+}
+
+
+class CannotSample(ValueError):
+    """A schema asks for something no value was found for, such as an unusual ``pattern``."""
+
+
+def sample_call(
+    tools: Sequence[ToolSpec],
+    rng: np.random.Generator,
+    *,
+    call_id: str = "call_0",
+    words: Sequence[str] = WORDS,
+) -> ToolCall:
+    """Draw a schema-valid call of one of ``tools``.
+
+    ``words`` are candidates for free strings; numbers in them hint at a range for free numbers.
+
+    Raises:
+        ValueError: there are no tools.
+        CannotSample: no valid arguments were found.
+    """
+    if not tools:
+        raise ValueError("There are no tools to call.")
+    function = tools[int(rng.integers(len(tools)))].function
+    arguments = sample_json(function.parameters, rng, words=words)
+    if not isinstance(arguments, dict):
+        raise CannotSample(f"The parameters of {function.name!r} are not a JSON object.")
+    return ToolCall.of(function.name, call_id=call_id, **arguments)
+
+
+def sample_json(
+    schema: Mapping[str, Any] | bool, rng: np.random.Generator, *, words: Sequence[str] = WORDS
+) -> Any:
+    """Draw a JSON value that is valid under ``schema`` (2020-12, local ``$ref``s).
+
+    Raises:
+        CannotSample: twenty draws were all invalid.
+    """
+    validator = Draft202012Validator(schema)
+    sampler = _Sampler(schema, rng, words)
+    for _ in range(20):
+        value = sampler.draw(schema, 0)
+        if validator.is_valid(value):
+            return value
+    raise CannotSample(f"No value was found for the schema {schema!r}.")
+
+
+class _Sampler:
+    """One recursive draw; ``root`` resolves references such as ``#/$defs/Color``."""
+
+    def __init__(
+        self, root: Mapping[str, Any] | bool, rng: np.random.Generator, words: Sequence[str]
+    ) -> None:
+        self._root = root
+        self._rng = rng
+        self._words = words or WORDS
+        self._heard = [int(number) for word in words for number in re.findall(r"\d{1,9}", word)]
+        self._by_type: dict[str, Callable[[Mapping[str, Any], int], Any]] = {
+            "null": lambda schema, depth: None,
+            "boolean": lambda schema, depth: self._chance(0.5),
+            "integer": self._integer,
+            "number": self._number,
+            "string": self._string,
+            "array": self._array,
+            "object": self._object,
+        }
+
+    def draw(self, schema: Mapping[str, Any] | bool, depth: int) -> Any:
+        """Draw one value, which may still break rules that only a validator sees."""
+        if isinstance(schema, bool) or not schema:
+            return self._pick([self._pick(self._words), int(self._rng.integers(10)), True, None])
+        schema = self._flatten(schema, depth)
+        if "const" in schema:
+            return schema["const"]
+        if schema.get("enum"):
+            return self._pick(schema["enum"])
+        if schema.get("examples") and self._chance(0.5):
+            return self._pick(schema["examples"])
+        kind = schema.get("type", _guess_type(schema))
+        if isinstance(kind, list):
+            kind = self._pick(kind)
+        return self._by_type[kind](schema, depth)
+
+    def _flatten(self, schema: Mapping[str, Any], depth: int) -> Mapping[str, Any]:
+        """Follow references, pick one alternative, and merge what must hold together."""
+        schema = dict(schema)
+        while keyword := next((k for k in ("$ref", "allOf", "anyOf", "oneOf") if k in schema), None):
+            value = schema.pop(keyword)
+            if keyword == "$ref":
+                parts = [self._resolve(value)]
+            elif keyword == "allOf":
+                parts = value
+            else:
+                parts = [self._alternative(value, depth)]
+            for part in parts:
+                schema = {**(part if isinstance(part, dict) else {}), **schema}
+        return schema
+
+    def _alternative(self, options: Sequence[Any], depth: int) -> Any:
+        if depth < MAX_DEPTH:
+            return self._pick(options)
+        return min(options, key=lambda option: ("$ref" in str(option), len(str(option))))
+
+    def _resolve(self, reference: str) -> Any:
+        node: Any = self._root
+        for part in reference.removeprefix("#").strip("/").split("/"):
+            key = part.replace("~1", "/").replace("~0", "~")
+            if not isinstance(node, Mapping) or key not in node:
+                raise CannotSample(f"The reference {reference!r} leads nowhere.")
+            node = node[key]
+        return node
+
+    def _integer(self, schema: Mapping[str, Any], depth: int) -> int:
+        low, high = self._bounds(schema, step=1)
+        factor = schema.get("multipleOf", 1)
+        return int(self._rng.integers(-(-low // factor), high // factor + 1) * factor)
+
+    def _number(self, schema: Mapping[str, Any], depth: int) -> float:
+        if "multipleOf" in schema:
+            return self._integer({**schema, "multipleOf": 1}, depth) * float(schema["multipleOf"])
+        low, high = self._bounds(schema, step=1e-6)
+        return round(float(self._rng.uniform(low, high)), 3)
+
+    def _bounds(self, schema: Mapping[str, Any], step: float) -> tuple[Any, Any]:
+        """Return inclusive bounds; without any, values that may mean something are likeliest."""
+        low = schema.get("minimum")
+        high = schema.get("maximum")
+        if "exclusiveMinimum" in schema:
+            low = schema["exclusiveMinimum"] + step
+        if "exclusiveMaximum" in schema:
+            high = schema["exclusiveMaximum"] - step
+        if low is None and high is None and self._heard and self._chance(0.6):
+            return min(self._heard), max(self._heard)
+        width = 20 if self._chance(0.8) else 1000
+        if low is None:
+            low = (0 if self._chance(0.8) else -width) if high is None else min(0, high - width)
+        return low, max(low, high if high is not None else low + width)
+
+    def _string(self, schema: Mapping[str, Any], depth: int) -> str:
+        pattern = schema.get("pattern")
+        if pattern is not None:
+            candidates = [*self._words, *schema.get("examples", ()), schema.get("default", "")]
+            fitting = [w for w in candidates if isinstance(w, str) and re.search(pattern, w)]
+            if not fitting:
+                raise CannotSample(
+                    f"No string is known for the pattern {pattern!r}; "
+                    "give the parameter examples with Field(examples=[...])."
+                )
+            return cast(str, self._pick(fitting))
+        if schema.get("format") in _FORMATS:
+            return _FORMATS[schema["format"]]
+        text = " ".join(self._pick(self._words) for _ in range(1 if self._chance(0.7) else 3))
+        return text.ljust(schema.get("minLength", 0), "x")[: schema.get("maxLength")]
+
+    def _array(self, schema: Mapping[str, Any], depth: int) -> list[Any]:
+        items = [self.draw(item, depth + 1) for item in schema.get("prefixItems", ())]
+        low = schema.get("minItems", 0)
+        high = schema.get("maxItems", low + 3) if depth < MAX_DEPTH else low
+        if "items" not in schema and not low:
+            return items
+        for _ in range(int(self._rng.integers(low, high + 1)) - len(items)):
+            item = self.draw(schema.get("items", True), depth + 1)
+            if not (schema.get("uniqueItems") and item in items):
+                items.append(item)
+        return items
+
+    def _object(self, schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
+        required = schema.get("required", ())
+        chance = 0.5 if depth < MAX_DEPTH else 0.0
+        value = {
+            name: self.draw(part, depth + 1)
+            for name, part in schema.get("properties", {}).items()
+            if name in required or self._chance(chance)
+        }
+        others = schema.get("additionalProperties")
+        if isinstance(others, dict) and self._chance(chance):
+            value[str(self._pick(self._words))] = self.draw(others, depth + 1)
+        return value
+
+    def _pick(self, options: Sequence[Any]) -> Any:
+        return options[int(self._rng.integers(len(options)))]
+
+    def _chance(self, probability: float) -> bool:
+        return bool(self._rng.random() < probability)
+
+
+def _guess_type(schema: Mapping[str, Any]) -> str:
+    if "properties" in schema or "additionalProperties" in schema:
+        return "object"
+    if "items" in schema or "prefixItems" in schema:
+        return "array"
+    return "string"
+
+
+def words_in(text: str) -> Iterator[str]:
+    """Yield the words of a text that could be names worth passing to a tool."""
+    for match in re.finditer(r"[^\W_][\w.\-]*(?: \d+)?", text):
+        yield match.group()

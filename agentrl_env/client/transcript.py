@@ -1,0 +1,39 @@
+"""Messages as text a person reads: one line a message or call, for terminals and ``render()``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from agentrl_env.types import Message, ToolCall
+
+
+def format_message(message: Message) -> str:
+    """Return one message as ``role: text``, its calls as ``name(key=value)``."""
+    parts = [message_text(message)] if message.content else []
+    parts += [format_call(call) for call in message.tool_calls or ()]
+    return f"{message.role}: {' '.join(parts)}".rstrip()
+
+
+def format_messages(messages: Iterable[Message]) -> str:
+    """Return one line a message."""
+    return "\n".join(format_message(message) for message in messages)
+
+
+def format_call(call: ToolCall) -> str:
+    """Return a call as ``name(key=value)``; arguments that are no JSON object stay as written."""
+    try:
+        arguments = json.loads(call.function.arguments)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        return f"{call.function.name}({call.function.arguments})"
+    pairs = (f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items())
+    return f"{call.function.name}({', '.join(pairs)})"
+
+
+def message_text(message: Message) -> str:
+    """Return the text of a message, whose content may also be a list of parts."""
+    if isinstance(message.content, list):
+        return "".join(str(part.get("text", f"[{part.get('type')}]")) for part in message.content)
+    return message.content or ""

@@ -1,0 +1,118 @@
+"""Odd assistant messages made from a task's tool schemas: what a model might send on a bad day.
+
+Two kinds: messages the server must refuse as the model's error (``refused``), and messages that fit the
+schema but hold unusual values. Neither may break the environment.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jsonschema import Draft202012Validator
+
+from agentrl_env.client.sampling import CannotSample, sample_json
+from agentrl_env.types import FunctionCall, FunctionSpec, Message, ToolCall, ToolSpec
+
+ODD_STRINGS = (
+    "", " ", "\n\t", "\x00", "x" * 100_000, "naïve 世界 🎲", "\u202eabc", "0", "-1", "null", "NaN", "[]",
+    "'; DROP TABLE users; --", "' OR 1=1 --", "../../etc/passwd", "%s%n{}", "<script>", "${HOME}", "\\",
+)  # fmt: skip
+ODD_INTEGERS = (0, -1, 1, 2**31, -(2**63), 2**63, 10**30)
+ODD_NUMBERS = (0.0, -0.0, -1.5, 1e308, 5e-324, 0.1)
+WRONG_TYPES: tuple[Any, ...] = ("text", 3.5, True, None, [], {}, [[1]], {"a": 1})
+BROKEN_JSON = ("{", "not json", '"text"', "[1, 2]", "null", "7", "{'n': 1}", '{"n": NaN}', "[" * 5000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One odd message; ``refused`` when it is the model's error beyond doubt."""
+
+    label: str
+    message: Message
+    refused: bool = False
+
+
+def fuzz_cases(tools: Sequence[ToolSpec], rng: np.random.Generator) -> Iterator[Case]:
+    """Yield odd messages for every tool, then some that concern none."""
+    for tool in tools:
+        yield from _odd_values(tool.function, rng)
+        yield from _misfits(tool.function, rng)
+        for text in BROKEN_JSON:
+            yield _case(f"{tool.function.name}: broken JSON", tool.function.name, text, True)
+    yield from _shapes(tools, rng)
+
+
+def _odd_values(function: FunctionSpec, rng: np.random.Generator) -> Iterator[Case]:
+    """Schema-valid calls in which one argument holds an unusual value."""
+    for name in function.parameters.get("properties", {}):
+        for odd in (*ODD_STRINGS, *ODD_INTEGERS, *ODD_NUMBERS, *WRONG_TYPES):
+            arguments = _arguments(function, rng)
+            if arguments is None:
+                return
+            arguments[name] = odd
+            if _fits(function, arguments):
+                yield _call(f"{function.name}: odd {name}", function, arguments, refused=False)
+
+
+def _misfits(function: FunctionSpec, rng: np.random.Generator) -> Iterator[Case]:
+    """Calls that break the schema: a wrong type, a missing or an unknown argument."""
+    base = _arguments(function, rng)
+    if base is None:
+        return
+    for name in function.parameters.get("properties", {}):
+        for wrong in WRONG_TYPES:
+            arguments = {**base, name: wrong}
+            if not _fits(function, arguments):
+                yield _call(f"{function.name}: wrong type of {name}", function, arguments)
+    for name in function.parameters.get("required", ()):
+        arguments = {key: value for key, value in base.items() if key != name}
+        yield _call(f"{function.name}: {name} missing", function, arguments)
+    for extra in ("no_such_argument", "self", "__class__", ""):
+        arguments = {**base, extra: 1}
+        if not _fits(function, arguments):
+            yield _call(f"{function.name}: unknown argument {extra!r}", function, arguments)
+
+
+def _shapes(tools: Sequence[ToolSpec], rng: np.random.Generator) -> Iterator[Case]:
+    """Messages that name no tool there is, none at all, or many."""
+    known = {tool.function.name for tool in tools}
+    for name in ("no_such_tool", "", "reset", "close", "__init__", "score", "工具", "a" * 5000):
+        if name not in known:
+            yield _case("unknown tool", name, "{}", True)
+    for content in (None, "", "Let me think.", "x" * 100_000, "🎲\x00\u202e"):
+        yield Case(label="no tool call", message=Message.assistant(content))
+    parts = [{"type": "text", "text": "Let me think."}, {"type": "image_url"}]
+    yield Case(label="content parts", message=Message(role="assistant", content=parts))
+    calls = [
+        ToolCall.of(tool.function.name, call_id=f"call_{i}", **arguments)
+        for i, tool in enumerate(list(tools) * 3)
+        if (arguments := _arguments(tool.function, rng)) is not None
+    ]
+    yield Case(label="many calls", message=Message.assistant("Now all at once.", *calls))
+    same = [call.model_copy(update={"id": "same"}) for call in calls[:2]]
+    yield Case(label="two calls with one id", message=Message.assistant(None, *same))
+
+
+def _arguments(function: FunctionSpec, rng: np.random.Generator) -> dict[str, Any] | None:
+    try:
+        value = sample_json(function.parameters, rng)
+    except CannotSample:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _fits(function: FunctionSpec, arguments: Any) -> bool:
+    return bool(Draft202012Validator(function.parameters).is_valid(arguments))
+
+
+def _call(label: str, function: FunctionSpec, arguments: Any, refused: bool = True) -> Case:
+    return _case(label, function.name, json.dumps(arguments), refused)
+
+
+def _case(label: str, name: str, arguments: str, refused: bool) -> Case:
+    call = ToolCall(id="call_0", function=FunctionCall(name=name, arguments=arguments))
+    return Case(label=label, message=Message.assistant(None, call), refused=refused)

@@ -1,0 +1,180 @@
+import json
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from agentrl_env.client.sampling import CannotSample, sample_call, sample_json, words_in
+from agentrl_env.client.spaces import Conversation, ToolCallSpace
+from agentrl_env.types import FunctionSpec, ToolSpec
+
+NESTED = {
+    "type": "object",
+    "properties": {
+        "item": {"$ref": "#/$defs/Item"},
+        "count": {"type": "integer", "exclusiveMinimum": 0, "maximum": 5},
+        "price": {"anyOf": [{"type": "number", "minimum": 0}, {"type": "null"}]},
+        "tags": {"type": "array", "items": {"type": "string"}, "minItems": 1, "uniqueItems": True},
+        "pair": {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "boolean"}]},
+        "when": {"type": "string", "format": "date"},
+    },
+    "required": ["item", "count"],
+    "additionalProperties": False,
+    "$defs": {
+        "Item": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "minLength": 3, "maxLength": 8},
+                "color": {"enum": ["red", "blue"]},
+                "inside": {"anyOf": [{"$ref": "#/$defs/Item"}, {"type": "null"}]},
+            },
+            "required": ["name", "color", "inside"],
+        }
+    },
+}
+
+
+def tool(name, **properties):
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    schema["additionalProperties"] = False
+    return ToolSpec(function=FunctionSpec(name=name, description=name, parameters=schema))
+
+
+GUESS = tool("guess", n={"type": "integer", "minimum": 1, "maximum": 20})
+SAY = tool("say", text={"type": "string"})
+
+SCALARS = st.one_of(
+    st.fixed_dictionaries(
+        {"type": st.just("integer")},
+        optional={"minimum": st.integers(-50, 0), "maximum": st.integers(0, 50)},
+    ),
+    st.fixed_dictionaries(
+        {"type": st.just("number")},
+        optional={"minimum": st.integers(-50, 0), "exclusiveMaximum": st.integers(1, 50)},
+    ),
+    st.fixed_dictionaries(
+        {"type": st.just("string")},
+        optional={"minLength": st.integers(0, 4), "maxLength": st.integers(4, 40)},
+    ),
+    st.fixed_dictionaries({"enum": st.lists(st.text() | st.integers(), min_size=1)}),
+    st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"type": ["string", "null"]}, {}]),
+)
+SCHEMAS = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.builds(lambda item: {"type": "array", "items": item}, inner)
+        | st.builds(lambda options: {"anyOf": options}, st.lists(inner, min_size=1, max_size=3))
+        | st.builds(
+            lambda parts: {"type": "object", "properties": parts, "required": list(parts)},
+            st.dictionaries(st.text(max_size=4), inner, max_size=3),
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None)
+@given(SCHEMAS, st.integers(0, 2**32))
+def test_a_drawn_value_fits_its_schema(schema, seed):
+    value = sample_json(schema, np.random.default_rng(seed))
+    Draft202012Validator(schema).validate(value)
+
+
+@given(st.integers(0, 2**32))
+def test_nested_schemas_with_references_are_drawn_to_an_end(seed):
+    value = sample_json(NESTED, np.random.default_rng(seed))
+    Draft202012Validator(NESTED).validate(value)
+
+
+def test_a_pattern_takes_the_words_and_examples_that_fit():
+    schema = {"type": "string", "pattern": "^[a-z]+ \\d$", "examples": ["cabinet 2"]}
+    assert sample_json(schema, np.random.default_rng(0)) == "cabinet 2"
+
+
+def test_a_pattern_nobody_can_guess_is_refused_with_advice():
+    schema = {"type": "string", "pattern": "^[0-9a-f]{40}$"}
+    with pytest.raises(CannotSample, match="examples"):
+        sample_json(schema, np.random.default_rng(0))
+
+
+def test_free_strings_are_drawn_from_the_given_words():
+    call = sample_call([SAY], np.random.default_rng(3), words=["cabinet 2"])
+    assert json.loads(call.function.arguments)["text"].startswith("cabinet 2")
+
+
+def test_words_of_a_text_keep_their_numbers():
+    assert list(words_in("You see cabinet 2, an apple.")) == [
+        "You", "see", "cabinet 2", "an", "apple.",
+    ]  # fmt: skip
+
+
+def test_sampling_without_tools_is_refused():
+    with pytest.raises(ValueError, match="no tools"):
+        sample_call([], np.random.default_rng(0))
+
+
+def test_a_sampled_action_is_in_its_space_and_follows_the_seed():
+    first, second = ToolCallSpace([GUESS, SAY], seed=5), ToolCallSpace([GUESS, SAY], seed=5)
+    draws = [first.sample() for _ in range(50)]
+    assert draws == [second.sample() for _ in range(50)]
+    assert all(draw in first for draw in draws)
+    assert {draw["name"] for draw in draws} == {"guess", "say"}
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        {"name": "guess", "arguments": {}},
+        {"name": "guess", "arguments": {"n": "seven"}},
+        {"name": "guess", "arguments": {"n": 21}},
+        {"name": "guess", "arguments": {"n": 3, "m": 4}},
+        {"name": "fly", "arguments": {}},
+        {"name": ["guess"], "arguments": {"n": 3}},
+        {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "guess"}}]},
+        {"role": "assistant", "tool_calls": 3},
+        "guess(3)",
+        None,
+    ],
+)
+def test_an_unfit_action_is_not_in_the_space(action):
+    assert action not in ToolCallSpace([GUESS])
+
+
+def test_an_assistant_message_with_fitting_calls_is_in_the_space():
+    function = {"name": "guess", "arguments": '{"n": 3}'}
+    call = {"id": "a", "type": "function", "function": function}
+    assert {"role": "assistant", "content": None, "tool_calls": [call]} in ToolCallSpace([GUESS])
+    function["arguments"] = "{"
+    assert {"role": "assistant", "content": None, "tool_calls": [call]} not in ToolCallSpace([GUESS])
+
+
+def test_without_tools_a_plain_assistant_message_is_sampled():
+    space = ToolCallSpace([], seed=0)
+    assert space.sample()["role"] == "assistant"
+    assert space.sample() in space
+
+
+def test_conversations_hold_any_text_and_nothing_that_is_no_message():
+    space = Conversation(seed=1)
+    assert space.sample() in space
+    assert ({"role": "user", "content": "höllo\n世界"},) in space
+    assert () in space
+    assert "text" not in space
+    assert ({"role": "nobody", "content": ""},) not in space
+
+
+@pytest.mark.parametrize("space", [Conversation(seed=2), ToolCallSpace([GUESS, SAY], seed=2)])
+def test_spaces_are_equal_after_a_pickle_round_trip_and_sample_on_alike(space):
+    copy = pickle.loads(pickle.dumps(space))
+    assert copy == space
+    assert hash(copy) == hash(space)
+    assert copy.sample() == space.sample()
+    assert not space.is_np_flattenable
+
+
+def test_masks_are_refused():
+    with pytest.raises(ValueError, match="mask"):
+        Conversation().sample(mask=1)
