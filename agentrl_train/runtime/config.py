@@ -1,8 +1,8 @@
 """The configuration of a run: one TOML file, one section a step, nothing unknown accepted.
 
-``load_config(path, overrides)`` reads the file, applies ``--set section.key=value`` overrides, checks everything and
-names all problems in one ``ConfigError``. What a run reads (model, environments) is relative to the
-configuration file; what it writes (``run.folder``) is relative to the working directory. A loaded
+``load_config(path, overrides)`` reads the file, applies ``--set section.key=value`` overrides, checks
+everything and names all problems in one ``ConfigError``. What a run reads (model, environments) is relative
+to the configuration file; what it writes (``run.folder``) is relative to the working directory. A loaded
 configuration holds absolute paths, so ``to_toml()`` in a run folder can be loaded from anywhere.
 
 This module imports neither torch nor anything that does.
@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentrl_train.errors import ConfigError
-from agentrl_train.runtime.toml import apply_override, describe, dump_toml, read_toml
+from agentrl_train.runtime.toml import apply_override, dump_toml, problems, read_toml
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
@@ -102,7 +102,6 @@ class EngineSection(_Section):
     max_new_tokens: Count = 256
     """Tokens of one turn."""
     temperature: NonNegative = 1.0
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
 
     def problems(self) -> list[str]:
         """Return what is wrong between the fields of this section, one sentence each."""
@@ -204,6 +203,21 @@ class TrainSection(_Section):
         return found
 
 
+class SftSection(_Section):
+    """The warm start on expert traces (``agentrl-train sft``)."""
+
+    traces: Count = 1000
+    """Expert episodes of each task."""
+    steps: Count = 500
+    batch_size: Count = 16
+    """Episodes of one optimizer step."""
+    learning_rate: Positive = 1e-5
+    weight_decay: NonNegative = 0.01
+    warmup_steps: CountOrOff = 20
+    decay_fraction: Fraction = 0.4
+    """The learning rate falls over this last share of the steps."""
+
+
 class CheckpointSection(_Section):
     """How often the run is saved."""
 
@@ -242,6 +256,7 @@ class RunConfig(_Section):
     rollout: RolloutSection = RolloutSection()
     advantage: AdvantageSection = AdvantageSection()
     train: TrainSection = TrainSection()
+    sft: SftSection = SftSection()
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = EvalSection()
     metrics: MetricsSection = MetricsSection()
@@ -298,15 +313,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     table = read_toml(path)
     for override in overrides:
         apply_override(table, override)
-    problems = _resolve_paths(table, path.resolve().parent)
-    try:
-        config = RunConfig.model_validate(table)
-    except ValidationError as error:
-        problems = [*describe(error, RunConfig), *problems]
-    if problems:
-        lines = "\n".join(f"  - {problem}" for problem in problems)
+    missing = _resolve_paths(table, path.resolve().parent)
+    if found := [*problems(table, RunConfig), *missing]:
+        lines = "\n".join(f"  - {problem}" for problem in found)
         raise ConfigError(f"{path} cannot be used; please correct:\n{lines}")
-    return config
+    return RunConfig.model_validate(table)
 
 
 def _resolve_paths(table: dict[str, Any], base: Path) -> list[str]:

@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from agentrl_train.runtime.metrics import pass_at_k, wilson_interval
-
 from agentrl_train.actor import Actor, Episode
 from agentrl_train.errors import EnvironmentUnavailable
+from agentrl_train.runtime.metrics import pass_at_k, wilson_interval
 from agentrl_train.types import Trajectory
 
 
@@ -62,7 +61,7 @@ async def evaluate(
     actor: Actor,
     *,
     samples: Mapping[str, Sequence[int]],
-    split: str,
+    split: Mapping[str, str],
     seed: int,
     attempts: int = 1,
 ) -> dict[str, Evaluation]:
@@ -71,7 +70,7 @@ async def evaluate(
     Args:
         actor: plays the episodes, with the current policy.
         samples: task -> indices of the samples.
-        split: the held-out split.
+        split: task -> the held-out split.
         seed: of the draws, so that a policy's result repeats.
         attempts: episodes a sample.
 
@@ -80,7 +79,7 @@ async def evaluate(
     """
     results = await asyncio.gather(
         *(
-            _evaluate_task(actor, task, indices, split=split, seed=seed, attempts=attempts)
+            _evaluate_task(actor, task, indices, split=split[task], seed=seed, attempts=attempts)
             for task, indices in samples.items()
         )
     )

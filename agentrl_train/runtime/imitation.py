@@ -55,14 +55,14 @@ async def expert_sequence(
 
 
 async def expert_sequences(
-    clients: Mapping[str, EnvClient], chat: ChatFormat, *, split: str, count: int
+    clients: Mapping[str, EnvClient], chat: ChatFormat, *, split: Mapping[str, str], count: int
 ) -> tuple[list[TokenSequence], dict[str, float]]:
     """Play ``count`` episodes of every task; return all sequences and the experts' success by task."""
     sequences: list[TokenSequence] = []
     success: dict[str, float] = {}
     for task, client in clients.items():
         traces = await asyncio.gather(
-            *(expert_sequence(client, chat, task=task, split=split, index=index) for index in range(count))
+            *(expert_sequence(client, chat, task=task, split=split[task], index=index) for index in range(count))
         )
         sequences += [sequence for sequence, _ in traces]
         success[task] = sum(ok for _, ok in traces) / count

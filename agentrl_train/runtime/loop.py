@@ -23,11 +23,10 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from agentrl_train.runtime.journal import Journal
-
 from agentrl_train.actor import Actor, Episode
 from agentrl_train.errors import EnvironmentUnavailable, Stalled
 from agentrl_train.runtime.admission import AdmittedGroup, WorkWindow
+from agentrl_train.runtime.journal import Journal
 from agentrl_train.types import Trajectory, TrajectoryGroup
 
 MAX_FAILED_GROUPS = 8
@@ -202,7 +201,8 @@ class Loop:
         if len(group.trajectories) < self._pace.minimum_siblings:
             self._drop(admitted, failures)
             return
-        await asyncio.to_thread(self._journal.append, group)
+        # Blocking on purpose: between the journal and ``_finished`` no checkpoint may be taken.
+        self._journal.append(group)
         self._failed_in_a_row = 0
         self._finished[group.group_id] = group
         self.window.finish(group.group_id)

@@ -1,0 +1,42 @@
+# Every target makes .venv itself if it is missing; nothing needs to be installed by hand but Python 3.11 or newer.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+NAME ?= quickstart
+ARGS ?=
+
+.PHONY: setup train test lint bench clean
+
+setup: $(VENV)/.train $(VENV)/.dev  ## install everything that development needs
+
+$(VENV)/.train: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt -e '.[train]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.train
+	$(PIP) install -c constraints.txt -e '.[train,dev]'
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.dev
+	$(PIP) install -c constraints.txt -e '.[train,dev,bench]'
+	touch $@
+
+train: $(VENV)/.train  ## train the starter policy on three tasks; SEED=1 NAME=again ARGS='--set a.b=c'
+	$(BIN)/agentrl-train run examples/quickstart/train.toml --set run.name=$(NAME) \
+		$(if $(SEED),--set run.seed=$(SEED)) $(ARGS)
+
+test: $(VENV)/.dev  ## all tests that need neither a GPU nor Docker
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy agentrl_env agentrl_train
+
+bench: $(VENV)/.bench  ## figures, each beside a peer's and its ceiling
+	$(BIN)/python -m tests.benchmarks $(ARGS)
+
+clean:
+	rm -rf $(VENV)

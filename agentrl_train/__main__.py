@@ -1,0 +1,115 @@
+"""The command line: ``agentrl-train run | sft | eval | report``.
+
+The configuration is read and checked before PyTorch is imported, so that ``--help`` and mistakes are quick.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from agentrl_train.errors import TrainError
+from agentrl_train.runtime.config import RunConfig, load_config
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    help="Train agents that call tools over many turns.",
+)
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The run's configuration.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value.")
+]
+
+
+@app.command("run")
+def run_command(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where the run stopped.")] = False,
+) -> None:
+    """Train a policy by reinforcement learning."""
+    loaded = _load(config, overrides)
+    _quiet_threads(loaded)
+    from agentrl_train.runtime.commands import run
+
+    raise typer.Exit(run(loaded, resume=resume, config_path=config))
+
+
+@app.command("sft")
+def sft_command(
+    config: ConfigPath,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the trained model.")],
+    overrides: Overrides = None,
+) -> None:
+    """Warm up a policy on the traces of the environments' own experts."""
+    loaded = _load(config, overrides)
+    from agentrl_train.runtime.commands import sft
+
+    raise typer.Exit(sft(loaded, output=output))
+
+
+@app.command("eval")
+def eval_command(
+    config: ConfigPath,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="Model folder; left out, the run's newest checkpoint, else model.path."),
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Measure a policy on held-out samples: success with its interval, and pass@k."""
+    loaded = _load(config, overrides)
+    from agentrl_train.runtime.commands import evaluate_policy
+
+    raise typer.Exit(evaluate_policy(loaded, model=model))
+
+
+@app.command("report")
+def report_command(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="A folder in runs/.")],
+) -> None:
+    """Write report.html of a run, finished or not."""
+    from agentrl_train.runtime.report import write_report
+
+    typer.echo(str(write_report(folder)))
+
+
+def _load(path: Path, overrides: list[str] | None) -> RunConfig:
+    return load_config(path, overrides or [])
+
+
+def _quiet_threads(config: RunConfig) -> None:
+    """Idle OpenMP threads must not spin while the engine or the environments need the core."""
+    if config.run.threads != 1:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def _guarded(command: Callable[[], Any]) -> int:
+    try:
+        command()
+    except TrainError as error:
+        print(f"agentrl-train: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("agentrl-train: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def main() -> None:
+    """Run the command line; a known error is one sentence on stderr and exit status 1."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    sys.exit(_guarded(app))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""What the commands do once the configuration is read; each returns an exit status."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from agentrl_train.engine.chat import ChatFormat
+from agentrl_train.errors import ConfigError
+from agentrl_train.learner import Learner
+from agentrl_train.loss import sft_loss
+from agentrl_train.runtime.checkpoint import load_latest
+from agentrl_train.runtime.config import RunConfig
+from agentrl_train.runtime.environments import environments
+from agentrl_train.runtime.evaluation import Evaluation
+from agentrl_train.runtime.imitation import expert_sequences, imitate
+from agentrl_train.runtime.launch import make_evaluator, policy, threads_each, train
+from agentrl_train.runtime.models import load_policy
+
+INTERRUPTED = 130
+
+
+def run(config: RunConfig, *, resume: bool, config_path: Path) -> int:
+    """Train to the end and print what came of it."""
+    console = Console()
+    outcome = asyncio.run(train(config, resume=resume))
+    if outcome.summary is None:
+        again = f"agentrl-train run {config_path} --resume"
+        console.print(f"Stopped after step {outcome.step}; go on with: {again}", soft_wrap=True)
+        return INTERRUPTED
+    console.print(summary_table(outcome.summary))
+    console.print(f"report: {outcome.folder / 'report.html'}", soft_wrap=True)
+    return 0
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """Return success before and after, a row a task."""
+    table = Table(title=f"success on held-out samples, {summary['seconds']:.0f} s")
+    for heading in ("task", "before", "after", "change", "episodes"):
+        table.add_column(heading, justify="left" if heading == "task" else "right")
+    tasks: Mapping[str, Mapping[str, float]] = summary["tasks"]
+    for name, row in tasks.items():
+        _add_row(table, name, row["before"], row["after"], f"{row['episodes']:.0f}")
+    if len(tasks) > 1:
+        before, after = (sum(row[key] for row in tasks.values()) / len(tasks) for key in ("before", "after"))
+        table.add_section()
+        _add_row(table, "mean", before, after, "")
+    return table
+
+
+def _add_row(table: Table, name: str, before: float, after: float, episodes: str) -> None:
+    table.add_row(name, f"{before:.1%}", f"{after:.1%}", f"{100 * (after - before):+.1f}", episodes)
+
+
+def evaluate_policy(config: RunConfig, *, model: str | None) -> int:
+    """Print success, its 95 % interval and pass@k of a policy on the held-out samples."""
+    results = asyncio.run(_evaluate(config, path=model or _newest(config)))
+    Console().print(evaluation_table(results))
+    return 0
+
+
+async def _evaluate(config: RunConfig, *, path: str) -> dict[str, Evaluation]:
+    async with (
+        environments(config.environments, max_sessions=config.engine.max_sessions) as served,
+        policy(config, path=path) as ready,
+    ):
+        evaluator = make_evaluator(config, served=served, policy=ready)
+        if evaluator is None:
+            raise ConfigError("eval.samples is 0: there is nothing to evaluate")
+        return await evaluator()
+
+
+def _newest(config: RunConfig) -> str:
+    checkpoint = load_latest(config.run_folder / "checkpoints")
+    return str(checkpoint.model_folder) if checkpoint else config.model.path
+
+
+def evaluation_table(results: Mapping[str, Evaluation]) -> Table:
+    """Return one row a task."""
+    attempts = next(iter(results.values())).attempts
+    table = Table(title="held-out samples")
+    headings = ["task", "episodes", "success", "95 % interval", "valid calls", "turns"]
+    if attempts > 1:
+        headings.append(f"pass@{attempts}")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "task" else "right")
+    for task, result in results.items():
+        low, high = result.interval
+        cells = [task, str(len(result.counted)), f"{result.success:.1%}", f"{low:.1%} – {high:.1%}"]
+        cells += [f"{result.valid_calls:.1%}", f"{result.mean_turns:.1f}"]
+        table.add_row(*cells, *([f"{result.pass_at(attempts):.1%}"] if attempts > 1 else []))
+    return table
+
+
+def sft(config: RunConfig, *, output: Path) -> int:
+    """Imitate the experts and save the model in ``output``."""
+    if (output / "config.json").exists():
+        raise ConfigError(f"{output} holds a model already: name another folder")
+    asyncio.run(_sft(config, output=output))
+    Console().print(f"model: {output}", soft_wrap=True)
+    return 0
+
+
+async def _sft(config: RunConfig, *, output: Path) -> None:
+    torch.set_num_threads(config.run.threads or threads_each(config))
+    model, tokenizer = load_policy(config.model.path, dtype=config.model.dtype, device=config.engine.device)
+    settings, console = config.sft, Console()
+    async with environments(
+        config.environments, max_sessions=config.engine.max_sessions, oracle=True
+    ) as served:
+        sequences, success = await expert_sequences(
+            served.clients,
+            ChatFormat(tokenizer),
+            split={source.task: source.split for source in served.sources},
+            count=settings.traces,
+        )
+    shares = ", ".join(f"{task} {share:.0%}" for task, share in success.items())
+    console.print(f"{len(sequences)} expert episodes; success: {shares}", soft_wrap=True)
+    learner = Learner(
+        model,
+        objective=sft_loss,
+        learning_rate=settings.learning_rate,
+        betas=(0.9, 0.98),
+        weight_decay=settings.weight_decay,
+        warmup_steps=settings.warmup_steps,
+        total_steps=settings.steps,
+        final_lr_fraction=0.05,
+        decay_fraction=settings.decay_fraction,
+        max_grad_norm=1.0,
+        precision=config.train.precision,
+        device=config.engine.device,
+    )
+    imitate(
+        learner,
+        sequences,
+        steps=settings.steps,
+        batch_size=settings.batch_size,
+        micro_batch_tokens=config.train.micro_batch_tokens,
+        seed=config.run.seed,
+        report=partial(_print_every, console, 50),
+    )
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+
+
+def _print_every(console: Console, every: int, step: int, metrics: Mapping[str, float]) -> None:
+    if step % every == 0:
+        speed = metrics["tokens"] / metrics["seconds"]
+        console.print(f"step {step}: loss {metrics['loss']:.4f}, {speed:.0f} tokens/s")

@@ -1,0 +1,91 @@
+"""The environments of a run: servers started here or running elsewhere, and what they offer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from agentrl_env.launch.process import ServerProcess
+
+from agentrl_env.client import EnvClient
+from agentrl_env.errors import AgentRLError
+from agentrl_env.types import TaskInfo
+from agentrl_train.errors import ConfigError, EnvironmentUnavailable
+from agentrl_train.runtime.admission import TaskSource
+from agentrl_train.runtime.config import EnvironmentSection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """The tasks of a run."""
+
+    clients: Mapping[str, EnvClient]
+    """Task -> client of the server that has it."""
+    sources: Sequence[TaskSource]
+    """What training samples are drawn from."""
+    held_out: Mapping[str, TaskSource]
+    """Task -> its evaluation split."""
+
+
+@asynccontextmanager
+async def environments(
+    sections: Sequence[EnvironmentSection], *, max_sessions: int, oracle: bool = False
+) -> AsyncIterator[Served]:
+    """Start or reach every environment server of a run; stop on leaving what was started.
+
+    Raises:
+        EnvironmentUnavailable: a server cannot be started or does not answer.
+        ConfigError: a task or split is named that no server has.
+    """
+    async with AsyncExitStack() as stack:
+        clients: dict[str, EnvClient] = {}
+        sources: list[TaskSource] = []
+        held_out: dict[str, TaskSource] = {}
+        for section in sections:
+            client = await _client(section, stack, max_sessions=max_sessions, oracle=oracle)
+            tasks = await _tasks(client, section)
+            for name in section.tasks or tasks:
+                if name in clients:
+                    raise ConfigError(f"two environment servers have a task {name!r}: name it in one only")
+                info = tasks.get(name)
+                if info is None:
+                    raise ConfigError(f"no task {name!r} is served; there are {', '.join(sorted(tasks))}")
+                clients[name] = client
+                sources.append(_source(info, section.split, weight=section.tasks.get(name, 1.0)))
+                held_out[name] = _source(info, section.eval_split)
+        yield Served(clients=clients, sources=sources, held_out=held_out)
+
+
+async def _client(
+    section: EnvironmentSection, stack: AsyncExitStack, *, max_sessions: int, oracle: bool
+) -> EnvClient:
+    token = os.environ.get(section.token_env) if section.token_env else None
+    if section.token_env and not token:
+        raise ConfigError(f"environments.token_env names {section.token_env}, which is not set")
+    url = section.url
+    if url is None:
+        server = ServerProcess(section.serve, max_sessions=max_sessions, oracle=oracle)
+        try:
+            url = await server.start()
+        except AgentRLError as error:
+            raise EnvironmentUnavailable(str(error)) from error
+        stack.push_async_callback(server.stop)
+    return await stack.enter_async_context(EnvClient.connect(url, token=token))
+
+
+async def _tasks(client: EnvClient, section: EnvironmentSection) -> dict[str, TaskInfo]:
+    try:
+        return await client.tasks()
+    except AgentRLError as error:
+        place = section.url or ", ".join(section.serve)
+        raise EnvironmentUnavailable(f"the environment server {place} gives no tasks: {error}") from error
+
+
+def _source(info: TaskInfo, split: str, *, weight: float = 1.0) -> TaskSource:
+    if not info.tools:
+        raise ConfigError(f"task {info.name!r} has no tools: an agent cannot act in it")
+    if split not in info.splits:
+        raise ConfigError(f"task {info.name!r} has no split {split!r}; it has {', '.join(info.splits)}")
+    return TaskSource(task=info.name, split=split, num_samples=info.splits[split].num_samples, weight=weight)

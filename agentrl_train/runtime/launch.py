@@ -1,0 +1,271 @@
+"""Composition root: a configuration becomes objects and a run. The one file that knows them all."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from agentrl_train.actor import Actor, Play
+from agentrl_train.engine.chat import ChatFormat
+from agentrl_train.engine.torch import TorchEngine
+from agentrl_train.errors import ConfigError
+from agentrl_train.learner import Learner
+from agentrl_train.loss import policy_loss
+from agentrl_train.runtime.admission import Mixer, TaskSource, WorkWindow
+from agentrl_train.runtime.checkpoint import Checkpoint, load_latest
+from agentrl_train.runtime.config import RunConfig
+from agentrl_train.runtime.disk import run_folder_errors, write_file
+from agentrl_train.runtime.environments import Served, environments
+from agentrl_train.runtime.evaluation import evaluate
+from agentrl_train.runtime.journal import Journal
+from agentrl_train.runtime.loop import Loop, Pace
+from agentrl_train.runtime.metrics import MetricsLog
+from agentrl_train.runtime.models import copy_of, load_policy
+from agentrl_train.runtime.progress import Progress
+from agentrl_train.runtime.run import Cadence, Evaluator, Outcome, Policy, Run
+from agentrl_train.runtime.trainer import Recipe, StepTrainer
+from agentrl_train.weights import Publisher
+
+EVALUATION_SEED = 1_000_003
+"""Held-out draws do not depend on the run's seed, so that runs can be compared."""
+
+
+def threads_each(config: RunConfig) -> int:
+    """Return the threads of the engine and of the learner: half of all where both run at the same time."""
+    threads = config.run.threads or os.cpu_count() or 1
+    return threads if config.rollout.max_staleness == 0 else max(1, threads // 2)
+
+
+@asynccontextmanager
+async def policy(config: RunConfig, *, path: str) -> AsyncIterator[Policy]:
+    """Load the policy in ``path`` and start its engine; stop the engine on leaving."""
+    device, threads = config.engine.device, threads_each(config)
+    torch.set_num_threads(threads)
+    model, tokenizer = load_policy(path, dtype=config.model.dtype, device=device)
+    chat = ChatFormat(tokenizer)
+    cross = config.rollout.stale_fraction > 0
+    names = ("current", "stale") if cross else ("current",)
+    engine = TorchEngine(
+        {name: copy_of(model, device=device) for name in names},
+        stop_token_ids=chat.stop_token_ids,
+        max_sequences=config.engine.max_sessions,
+        max_context=config.engine.max_context,
+        deadline_s=config.rollout.episode_seconds,
+        threads=threads,
+    )
+    train = config.train
+    learner = Learner(
+        model,
+        objective=partial(
+            policy_loss,
+            clip_low=train.clip_low,
+            clip_high=train.clip_high,
+            dual_clip=train.dual_clip or None,
+        ),
+        learning_rate=train.learning_rate,
+        betas=train.betas,
+        weight_decay=train.weight_decay,
+        warmup_steps=train.warmup_steps,
+        total_steps=config.run.steps * train.minibatches,
+        final_lr_fraction=train.final_lr_fraction,
+        max_grad_norm=train.max_grad_norm,
+        temperature=config.engine.temperature,
+        precision=train.precision,
+        device=device,
+        reference=copy_of(model, device=device) if train.kl_coef else None,
+        kl_coefficient=train.kl_coef,
+    )
+    publisher = Publisher(engine, stale_interval=config.rollout.stale_interval if cross else 0)
+    try:
+        yield Policy(tokenizer=tokenizer, chat=chat, learner=learner, engine=engine, publisher=publisher)
+    finally:
+        await engine.close()
+
+
+async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
+    """Train a policy from a configuration to the end, or until it is interrupted.
+
+    Raises:
+        TrainError: whatever is wrong, in one sentence.
+    """
+    folder = config.run_folder
+    claim_folder(folder, config, resume=resume)
+    checkpoint = load_latest(folder / "checkpoints") if resume else None
+    async with AsyncExitStack() as stack:
+        served = await stack.enter_async_context(
+            environments(config.environments, max_sessions=config.engine.max_sessions)
+        )
+        ready = await stack.enter_async_context(policy(config, path=config.model.path))
+        journal = Journal(folder / "journal", step=checkpoint.step if checkpoint else 0)
+        stack.callback(journal.close)
+        log = make_log(config, step=checkpoint.step if checkpoint else 0)
+        stack.callback(log.close)
+        run = Run(
+            folder=folder,
+            policy=ready,
+            trainer=StepTrainer(learner=ready.learner, publisher=ready.publisher, recipe=make_recipe(config)),
+            journal=journal,
+            log=log,
+            evaluate=make_evaluator(config, served=served, policy=ready),
+            cadence=make_cadence(config),
+            checkpoint=checkpoint,
+        )
+        run.loop = make_loop(config, served=served, policy=ready, run=run, checkpoint=checkpoint)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, run.interrupt)
+        return await run.run()
+
+
+def make_loop(
+    config: RunConfig, *, served: Served, policy: Policy, run: Run, checkpoint: Checkpoint | None
+) -> Loop:
+    """Return the loop where the checkpoint and the journal left it, or at its beginning."""
+    state = checkpoint.loop if checkpoint else {}
+    groups = {g.group_id: g for g in run.journal.read(checkpoint.step if checkpoint else 0)}
+    groups |= {g.group_id: g for g in (checkpoint.groups if checkpoint else ())}
+    window = make_window(config, served.sources)
+    window.restore(state.get("window"), finished=groups.keys())
+    return Loop(
+        actor=make_actor(config, served=served, policy=policy),
+        window=window,
+        journal=run.journal,
+        train=run.train_step,
+        pace=make_pace(config),
+        policy_version=int(state.get("policy_version", 0)),
+        finished=[groups[i] for i in window.finished],
+        failed=run.count_failed,
+    )
+
+
+def make_log(config: RunConfig, *, step: int) -> MetricsLog:
+    """Return the log of a run that has trained ``step`` steps."""
+    return MetricsLog(
+        config.run_folder,
+        first_step=step,
+        tensorboard=config.metrics.tensorboard,
+        trajectories=config.metrics.trajectories,
+        progress=Progress(total_steps=config.run.steps),
+    )
+
+
+def make_evaluator(config: RunConfig, *, served: Served, policy: Policy) -> Evaluator | None:
+    """Return what plays the held-out samples with the current policy, or None if it is off."""
+    if not config.eval.samples:
+        return None
+    return partial(
+        evaluate,
+        make_actor(config, served=served, policy=policy, evaluation=True),
+        samples=held_out_samples(served.held_out, config.eval.samples),
+        split={task: source.split for task, source in served.held_out.items()},
+        seed=EVALUATION_SEED,
+        attempts=config.eval.attempts,
+    )
+
+
+def make_cadence(config: RunConfig) -> Cadence:
+    """Return what happens how often."""
+    return Cadence(
+        steps=config.run.steps,
+        seed=config.run.seed,
+        checkpoint_every=config.checkpoint.every,
+        keep=config.checkpoint.keep,
+        evaluate_every=config.eval.every,
+        tolerance=tolerance(config),
+    )
+
+
+def make_window(config: RunConfig, sources: Sequence[TaskSource]) -> WorkWindow:
+    """Return the work window of a run, at its beginning."""
+    return WorkWindow(
+        Mixer(sources, seed=config.run.seed),
+        groups_per_step=config.rollout.groups_per_step,
+        max_staleness=config.rollout.max_staleness,
+        window=config.rollout.window,
+        total_steps=config.run.steps,
+    )
+
+
+def make_actor(config: RunConfig, *, served: Served, policy: Policy, evaluation: bool = False) -> Actor:
+    """Return the actor of a run; for evaluation it samples from the current policy alone."""
+    return Actor(
+        engine=policy.engine,
+        chat=policy.chat,
+        clients=served.clients,
+        play=Play(
+            max_new_tokens=config.engine.max_new_tokens,
+            max_context=config.engine.max_context,
+            temperature=config.engine.temperature,
+            stale_fraction=0.0 if evaluation else config.rollout.stale_fraction,
+            episode_s=config.rollout.episode_seconds,
+            retries=config.rollout.environment_retries,
+        ),
+        max_sessions=config.engine.max_sessions,
+    )
+
+
+def make_recipe(config: RunConfig) -> Recipe:
+    """Return the choices of a training step."""
+    return Recipe(
+        baseline=config.advantage.baseline,
+        scale=config.advantage.scale,
+        task_normalization=config.advantage.task_normalization,
+        invalid_call_penalty=config.advantage.invalid_call_penalty,
+        truncation_penalty=config.advantage.truncation_penalty,
+        aggregation=config.train.aggregation,
+        minibatches=config.train.minibatches,
+        micro_batch_tokens=config.train.micro_batch_tokens,
+        tolerance=tolerance(config),
+        seed=config.run.seed,
+    )
+
+
+def make_pace(config: RunConfig) -> Pace:
+    """Return how far and how fast the loop runs."""
+    minutes, rollout = config.run.minutes, config.rollout
+    return Pace(
+        steps=config.run.steps,
+        group_size=rollout.group_size,
+        seed=config.run.seed,
+        minimum_siblings=min(2, rollout.group_size),
+        stall_s=rollout.episode_seconds * (rollout.environment_retries + 1) + 60.0,
+        deadline=time.monotonic() + 60.0 * minutes if minutes else None,
+    )
+
+
+def tolerance(config: RunConfig) -> float:
+    """Return the largest log-probability difference that rounding explains."""
+    exact = config.model.dtype == "float32" and config.train.precision == "float32"
+    return 1e-4 if exact and config.engine.device == "cpu" else 0.2
+
+
+def held_out_samples(sources: Mapping[str, TaskSource], count: int) -> dict[str, list[int]]:
+    """Return the indices of the samples a policy is judged on: the first ``count`` of each split."""
+    return {task: list(range(min(count, source.num_samples or count))) for task, source in sources.items()}
+
+
+def claim_folder(folder: Path, config: RunConfig, *, resume: bool) -> None:
+    """Make the run folder, or take it up again.
+
+    Raises:
+        ConfigError: it is taken, or there is nothing to resume.
+        RunFolderError: it cannot be written.
+    """
+    begun = (folder / "config.toml").exists()
+    if begun and not resume:
+        raise ConfigError(
+            f"{folder} holds a run already: continue it with --resume, or name another with "
+            "--set run.name=NAME"
+        )
+    if resume and not begun:
+        raise ConfigError(f"{folder} holds no run to resume: start it without --resume")
+    with run_folder_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_file(folder / "config.toml", config.to_toml().encode())

@@ -1,0 +1,47 @@
+"""Load a policy and its tokenizer from a folder or the hub."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from agentrl_train.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_policy(
+    path: str, *, dtype: str = "float32", device: str = "cpu"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the model and the tokenizer in ``path``, a folder or the name of a model on the hub.
+
+    Raises:
+        ConfigError: there is no such model, or the device is not there.
+    """
+    _check_place(path, device)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation="sdpa")
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"model.path = {path!r} cannot be loaded: {reason}") from error
+    model.to(torch.device(device))
+    return model, tokenizer
+
+
+def copy_of(model: PreTrainedModel, *, device: str) -> PreTrainedModel:
+    """Return a copy that an engine can own."""
+    copied = copy.deepcopy(model)
+    copied.to(torch.device(device))
+    return copied
+
+
+def _check_place(path: str, device: str) -> None:
+    looks_local = path.startswith((".", "/", "~")) or Path(path).exists()
+    if looks_local and not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"model.path = {path!r} is no model folder: it holds no config.json")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"engine.device = {device!r}, but PyTorch sees no CUDA device: use 'cpu'")

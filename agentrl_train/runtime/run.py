@@ -1,0 +1,225 @@
+"""One run: what happens before, during and after the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from agentrl_env.types import Message
+from agentrl_train.engine.chat import ChatFormat
+from agentrl_train.engine.torch import TorchEngine
+from agentrl_train.learner import Learner
+from agentrl_train.runtime.checkpoint import Checkpoint, save_checkpoint
+from agentrl_train.runtime.evaluation import Evaluation
+from agentrl_train.runtime.journal import Journal
+from agentrl_train.runtime.loop import Loop, Step
+from agentrl_train.runtime.metrics import MetricsLog
+from agentrl_train.runtime.report import write_report
+from agentrl_train.runtime.trainer import StepTrainer, by_task
+from agentrl_train.types import SamplingParams, Trajectory
+from agentrl_train.weights import Publisher, disagreement, probe_sequence, require_agreement
+
+logger = logging.getLogger(__name__)
+
+Evaluator = Callable[[], Awaitable[dict[str, Evaluation]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The policy, ready to act and to learn."""
+
+    tokenizer: PreTrainedTokenizerBase
+    chat: ChatFormat
+    learner: Learner
+    engine: TorchEngine
+    publisher: Publisher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cadence:
+    """What happens how often; all in steps, 0 is never."""
+
+    steps: int
+    seed: int
+    checkpoint_every: int
+    keep: int
+    evaluate_every: int
+    tolerance: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended; ``summary`` is None if it was interrupted."""
+
+    folder: Path
+    step: int
+    summary: Mapping[str, Any] | None
+
+
+class Run:
+    """Trains, measures, saves. ``loop`` is set right after construction: the two know one another."""
+
+    loop: Loop
+
+    def __init__(
+        self,
+        *,
+        folder: Path,
+        policy: Policy,
+        trainer: StepTrainer,
+        journal: Journal,
+        log: MetricsLog,
+        evaluate: Evaluator | None,
+        cadence: Cadence,
+        checkpoint: Checkpoint | None,
+    ) -> None:
+        self.journal = journal
+        self._folder = folder
+        self._policy = policy
+        self._trainer = trainer
+        self._log = log
+        self._evaluate_held_out = evaluate
+        self._cadence = cadence
+        self._fresh = checkpoint is None
+        self._interrupted = False
+        state = checkpoint.loop if checkpoint else {}
+        self._seconds_before = float(state.get("seconds", 0.0))
+        self._trained_tokens = int(state.get("trained_tokens", 0))
+        self._failed_episodes = 0
+        self._started = self._mark = time.monotonic()
+        self._engine_mark = policy.engine.statistics()
+        if checkpoint:
+            policy.learner.load_state_dict(checkpoint.learner)
+
+    def interrupt(self) -> None:
+        """End the run after the step under way, with a checkpoint to resume from."""
+        self._interrupted = True
+        self.loop.stop()
+
+    def count_failed(self, trajectory: Trajectory) -> None:
+        """Note an episode that infrastructure failed to the last."""
+        self._failed_episodes += 1
+        logger.warning("an episode of %s failed: %s", trajectory.sample.task, trajectory.error)
+
+    async def run(self) -> Outcome:
+        """Check the weights, evaluate, train, evaluate again, and sum up."""
+        version = self.loop.policy_version
+        await asyncio.to_thread(
+            self._policy.publisher.publish,
+            self._policy.learner.weights(),
+            policy_version=version,
+            everywhere=True,
+        )
+        await self._probe(version)
+        if self._fresh:
+            await self._evaluate("before")
+            self._checkpoint(step=0)
+        self._mark = time.monotonic()
+        await self.loop.run()
+        step = self.loop.window.steps
+        self._checkpoint(step=step)
+        summary = None if self._interrupted else await self._sum_up()
+        await asyncio.to_thread(write_report, self._folder)
+        return Outcome(folder=self._folder, step=step, summary=summary)
+
+    async def _sum_up(self) -> Mapping[str, Any]:
+        await self._evaluate("after")
+        return self._log.write_summary(
+            seconds=self._elapsed(),
+            trained_tokens=self._trained_tokens,
+            policy_version=self.loop.policy_version,
+            seed=self._cadence.seed,
+        )
+
+    async def train_step(self, step: Step) -> None:
+        """Train one step, record it, and save or evaluate where it is due."""
+        number, started = self.loop.window.steps, time.monotonic()
+        told = await asyncio.to_thread(
+            self._trainer.step, step.groups, policy_version=step.policy_version + 1
+        )
+        self._trained_tokens += int(told.get("loss_tokens", 0))
+        metrics = {**told, **self._speeds(told, waited_s=step.waited_s)}
+        metrics["failed_episodes"] = float(self._failed_episodes)
+        metrics["train_seconds"] = time.monotonic() - started
+        self._log.log_step(
+            number,
+            policy_version=step.policy_version + 1,
+            elapsed_s=self._elapsed(),
+            metrics=metrics,
+            tasks=by_task(step.groups),
+            groups=step.groups,
+        )
+        if self._due(number, self._cadence.checkpoint_every):
+            self._checkpoint(step=number)
+        if self._due(number, self._cadence.evaluate_every):
+            await self._evaluate(f"step {number}")
+            self._mark = time.monotonic()
+
+    def _due(self, step: int, every: int) -> bool:
+        return every > 0 and step % every == 0 and step < self._cadence.steps
+
+    def _speeds(self, told: Mapping[str, float], *, waited_s: float) -> dict[str, float]:
+        """Return tokens a second and idle shares since the last step ended."""
+        now, engine = time.monotonic(), self._policy.engine.statistics()
+        seconds = max(now - self._mark, 1e-9)
+        spent = {name: engine[name] - self._engine_mark[name] for name in engine}
+        self._mark, self._engine_mark = now, engine
+        return {
+            "step_seconds": seconds,
+            "trained_tokens_per_s": told.get("loss_tokens", 0.0) / seconds,
+            "sampled_tokens_per_s": spent["sampled_tokens"] / seconds,
+            "prefilled_tokens": spent["prefilled_tokens"],
+            "trainer_idle": min(1.0, waited_s / seconds),
+            "engine_idle": max(0.0, 1.0 - spent["busy_s"] / seconds),
+        }
+
+    def _checkpoint(self, *, step: int) -> None:
+        """Save everything at this step's boundary: the snapshot and the journal's cut in one breath."""
+        self.journal.rotate(step)
+        oldest = save_checkpoint(
+            self._folder / "checkpoints",
+            step=step,
+            model=(self._policy.learner.model, self._policy.tokenizer),
+            learner=self._policy.learner.state_dict(),
+            loop={
+                "step": step,
+                "policy_version": self.loop.policy_version,
+                "window": self.loop.window.state(),
+                "seconds": self._elapsed(),
+                "trained_tokens": self._trained_tokens,
+            },
+            groups=self.loop.untrained,
+            keep=self._cadence.keep,
+        )
+        self.journal.prune(oldest)
+
+    async def _evaluate(self, name: str) -> None:
+        if self._evaluate_held_out is None:
+            return
+        results = await self._evaluate_held_out()
+        self._log.log_evaluation(
+            name,
+            policy_version=self.loop.policy_version,
+            results={task: result.trajectories for task, result in results.items()},
+        )
+
+    async def _probe(self, version: int) -> None:
+        """Compare one short completion of the engine with the trainer before anything is played."""
+        context = self._policy.chat.opening([Message(role="user", content="probe")], ())
+        completion = await self._policy.engine.generate(
+            context, sampling=SamplingParams(max_new_tokens=8), session_key="probe"
+        )
+        self._policy.engine.release("probe")
+        sequence = probe_sequence(context, completion)
+        difference = disagreement(self._policy.learner.logprobs([sequence]), [sequence], version=version)
+        require_agreement(difference, tolerance=self._cadence.tolerance, version=version)
+
+    def _elapsed(self) -> float:
+        return self._seconds_before + time.monotonic() - self._started

@@ -1,0 +1,129 @@
+"""One training step, steps 5 to 8 of the path: groups -> advantages -> batches -> update -> publish.
+
+This is where the pure steps meet; it also takes the measurements that a step's record holds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from agentrl_train.advantage import Baseline, Scale, advantages
+from agentrl_train.batch import Aggregation, pack, sequences
+from agentrl_train.learner import Learner
+from agentrl_train.types import TokenSequence, TrajectoryGroup
+from agentrl_train.weights import Publisher, disagreement, require_agreement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """The choices between trajectories and an update."""
+
+    baseline: Baseline = "mean"
+    scale: Scale = "std"
+    task_normalization: bool = True
+    invalid_call_penalty: float = 0.0
+    truncation_penalty: float = 0.0
+    aggregation: Aggregation = "sequence_mean"
+    minibatches: int = 1
+    micro_batch_tokens: int = 8192
+    tolerance: float = 1e-4
+    """Largest difference between the engine's and the trainer's log-probabilities of the same tokens."""
+    seed: int = 0
+
+
+class StepTrainer:
+    """Trains on finished groups and publishes the result. Blocking: the loop calls it in a thread."""
+
+    def __init__(self, *, learner: Learner, publisher: Publisher, recipe: Recipe) -> None:
+        self.learner = learner
+        self._publisher = publisher
+        self._recipe = recipe
+        self._checked_all = False
+
+    def step(self, groups: Sequence[TrajectoryGroup], *, policy_version: int) -> dict[str, float]:
+        """Make the update that leads from the weights in force to ``policy_version``, and publish it.
+
+        Raises:
+            WeightMismatch: the engine does not hold the weights it should.
+            LossNotFinite: the loss or a gradient is not a number; nothing was changed.
+            EngineError: the new weights could not be put in force.
+        """
+        recipe = self._recipe
+        values = advantages(
+            groups,
+            baseline=recipe.baseline,
+            scale=recipe.scale,
+            task_normalization=recipe.task_normalization,
+            invalid_call_penalty=recipe.invalid_call_penalty,
+            truncation_penalty=recipe.truncation_penalty,
+        )
+        rows = sequences(groups, values)
+        drift = self._check(rows, version=policy_version - 1)
+        batches = pack(
+            rows,
+            aggregation=recipe.aggregation,
+            max_tokens=recipe.micro_batch_tokens,
+            num_minibatches=recipe.minibatches,
+            seed=recipe.seed + policy_version,
+            skip_zero_advantages=True,
+        )
+        metrics = self.learner.step(batches) if batches else {}
+        started = time.perf_counter()
+        self._publisher.publish(self.learner.weights(), policy_version=policy_version)
+        return {
+            **metrics,
+            **staleness(groups, rows, version=policy_version - 1),
+            "logprob_drift": drift,
+            "publish_seconds": time.perf_counter() - started,
+        }
+
+    def _check(self, rows: Sequence[TokenSequence], *, version: int) -> float:
+        """Compare log-probabilities: all sequences at the first step, afterwards the freshest one."""
+        fresh = [(int((row.versions == version).sum()), row) for row in rows]
+        fresh = [(count, row) for count, row in fresh if count]
+        if self._checked_all:
+            fresh = sorted(fresh, key=lambda pair: -pair[0])[:1]
+        self._checked_all = True
+        chosen = [row for _, row in fresh]
+        if not chosen:
+            return 0.0
+        difference = disagreement(self.learner.logprobs(chosen), chosen, version=version)
+        require_agreement(difference, tolerance=self._recipe.tolerance, version=version)
+        return difference
+
+
+def staleness(
+    groups: Sequence[TrajectoryGroup], rows: Sequence[TokenSequence], *, version: int
+) -> dict[str, float]:
+    """Return how old the groups and their tokens are, in policy versions, when trained at ``version``."""
+    ages = [version - group.admitted_version for group in groups]
+    none = np.zeros(0, dtype=np.int64)
+    sampled = np.concatenate([none, *(row.versions[row.loss_mask > 0] for row in rows)])
+    return {
+        "staleness_mean": float(np.mean(ages)) if ages else 0.0,
+        "staleness_max": float(max(ages, default=0)),
+        "token_staleness_mean": float(np.mean(version - sampled)) if sampled.size else 0.0,
+    }
+
+
+def by_task(groups: Sequence[TrajectoryGroup]) -> dict[str, Mapping[str, float]]:
+    """Return per task what its episodes came to: success, reward, turns, invalid calls, tokens."""
+    tasks: dict[str, Mapping[str, float]] = {}
+    for task in sorted({group.task for group in groups}):
+        played = [t for group in groups if group.task == task for t in group.trajectories]
+        signal = [len({t.reward for t in group.trajectories}) > 1 for group in groups if group.task == task]
+        turns = [turn for t in played for turn in t.turns]
+        tasks[task] = {
+            "episodes": float(len(played)),
+            "success": float(np.mean([t.success for t in played])),
+            "reward": float(np.mean([t.reward for t in played])),
+            "turns": float(np.mean([len(t.turns) for t in played])),
+            "valid_calls": float(np.mean([turn.invalid_calls == 0 for turn in turns])),
+            "tokens": float(sum(t.num_sampled_tokens for t in played)),
+            "groups_with_signal": float(np.mean(signal)),
+        }
+    return tasks
