@@ -95,19 +95,23 @@ def pack(
     max_tokens: int = 8192,
     num_minibatches: int = 1,
     seed: int = 0,
-    row_tokens: int | None = None,
+    row_tokens: int = 0,
+    packed: bool = True,
     constant_tokens: int | None = None,
     skip_zero_advantages: bool = False,
 ) -> list[Batch]:
     """Return one ``Batch`` an optimizer step, at most ``num_minibatches`` of them.
 
-    The sequences are dealt at random (``seed``) into ``num_minibatches`` steps of equal size,
-    weighted within their step (``token_weights``), and packed whole, first fit decreasing, into
-    rows as long as the longest of them (or ``row_tokens``, if that is longer), and rows into
-    micro-batches of at most ``max_tokens`` slots. With ``skip_zero_advantages`` sequences without
-    any advantage are not computed but still counted in the denominators: the policy gradient is the
-    same, at less cost (an entropy or KL term no longer sees them). A step with nothing to compute
-    is left out. Raises ``ValueError`` if a row does not fit in ``max_tokens``.
+    The sequences are dealt at random (``seed``) into ``num_minibatches`` steps of equal size and
+    weighted within their step (``token_weights``). Then whole sequences are packed, first fit
+    decreasing, into rows as long as the longest of them (or ``row_tokens``, if that is more), and
+    rows of like length into micro-batches of at most ``max_tokens`` slots; a row longer than that
+    goes alone. ``packed=False`` puts one sequence in a row, for models that cannot keep several
+    apart.
+
+    With ``skip_zero_advantages`` sequences without any advantage are not computed but still counted
+    in the denominators: the policy gradient is the same, at less cost, but an entropy or KL term no
+    longer sees them. A step with nothing to compute is left out.
     """
     order = np.random.default_rng(seed).permutation(len(sequences))
     batches = []
@@ -118,7 +122,9 @@ def pack(
             live = [i for i, one in enumerate(chosen) if one.advantages.any()]
             chosen, weights = [chosen[i] for i in live], [weights[i] for i in live]
         if chosen:
-            batches.append(_batch(chosen, weights, max_tokens, row_tokens or 0))
+            lengths = [len(one) for one in chosen]
+            rows = pack_rows(lengths, max(row_tokens, *lengths) if packed else 0)
+            batches.append(_batch(chosen, weights, rows, max_tokens))
     return batches
 
 
@@ -136,14 +142,10 @@ def token_weights(
     token weighs ``1 / (constant_tokens * number of sequences)``.
     """
     if aggregation not in get_args(Aggregation):
-        raise ValueError(
-            f"aggregation is {aggregation!r}; use one of {', '.join(get_args(Aggregation))}."
-        )
+        raise ValueError(f"aggregation is {aggregation!r}; use one of {', '.join(get_args(Aggregation))}.")
     if aggregation == "constant":
         if not constant_tokens:
-            raise ValueError(
-                "aggregation 'constant' needs constant_tokens, such as the token limit."
-            )
+            raise ValueError("aggregation 'constant' needs constant_tokens, such as the token limit.")
         return [one.loss_mask / np.float32(constant_tokens * len(sequences)) for one in sequences]
     units = [_unit(one, i, aggregation) for i, one in enumerate(sequences)]
     tokens: Counter[Hashable] = Counter()
@@ -157,13 +159,18 @@ def token_weights(
 
 
 def pack_rows(lengths: Sequence[int], capacity: int) -> list[Row]:
-    """Return which sequences share a row of ``capacity`` tokens, first fit decreasing."""
-    free = np.full(len(lengths), capacity)
+    """Return which sequences share a row of ``capacity`` tokens, first fit decreasing.
+
+    A sequence longer than ``capacity`` has a row of its own.
+    """
+    free = np.zeros(len(lengths), np.int64)
     rows: list[Row] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        row = int(np.argmax(free >= lengths[i]))
+        fits = free[: len(rows)] >= lengths[i]
+        row = int(np.argmax(fits)) if fits.any() else len(rows)
         if row == len(rows):
             rows.append([])
+            free[row] = capacity
         rows[row].append(i)
         free[row] -= lengths[i]
     return rows
@@ -185,23 +192,13 @@ def _unit(one: TokenSequence, index: int, aggregation: Aggregation) -> Hashable:
 def _batch(
     sequences: Sequence[TokenSequence],
     weights: Sequence[FloatArray],
+    rows: Sequence[Row],
     max_tokens: int,
-    row_tokens: int,
 ) -> Batch:
     lengths = [len(one) for one in sequences]
-    rows = pack_rows(lengths, max(row_tokens, *lengths))
-    rows.sort(key=lambda row: -sum(lengths[i] for i in row))
-    micro_batches = []
-    while rows:
-        width = sum(lengths[i] for i in rows[0])
-        if width > max_tokens:
-            raise ValueError(
-                f"a row of {width} tokens does not fit in max_tokens = {max_tokens}; "
-                "raise max_tokens."
-            )
-        count = max_tokens // width
-        micro_batches.append(_micro_batch(sequences, weights, rows[:count], width))
-        rows = rows[count:]
+    micro_batches = [
+        _micro_batch(sequences, weights, part) for part in _split_rows(rows, lengths, max_tokens)
+    ]
     return Batch(
         micro_batches=micro_batches,
         num_sequences=len(sequences),
@@ -211,13 +208,29 @@ def _batch(
     )
 
 
+def _split_rows(rows: Sequence[Row], lengths: Sequence[int], max_tokens: int) -> list[list[Row]]:
+    """Return the rows in runs of like length, each run of at most ``max_tokens`` slots.
+
+    Rows of one sequence come first: without packed rows among them they need no attention mask.
+    """
+    sizes = {row[0]: sum(lengths[i] for i in row) for row in rows}
+    parts: list[list[Row]] = []
+    width = 0
+    for row in sorted(rows, key=lambda row: (len(row) > 1, -sizes[row[0]])):
+        width = max(width, sizes[row[0]])
+        if not parts or width * (len(parts[-1]) + 1) > max_tokens:
+            parts.append([])
+            width = sizes[row[0]]
+        parts[-1].append(row)
+    return parts
+
+
 def _micro_batch(
     sequences: Sequence[TokenSequence],
     weights: Sequence[FloatArray],
     rows: Sequence[Row],
-    width: int,
 ) -> MicroBatch:
-    shape = (len(rows), width)
+    shape = (len(rows), max(sum(len(sequences[i]) for i in row) for row in rows))
     tokens, positions, segments = (np.zeros(shape, np.int64) for _ in range(3))
     mask, logprobs, advantages, weight = (np.zeros(shape, np.float32) for _ in range(4))
     for r, row in enumerate(rows):

@@ -34,14 +34,15 @@ if TYPE_CHECKING:
 class Learner:
     """Trains any Hugging Face causal language model on packed batches.
 
-    ``model`` keeps its parameters in float32; ``precision="bf16"`` computes under autocast. The
+    ``model`` keeps its parameters in float32; ``precision="bfloat16"`` computes under autocast. The
     learning rate rises over ``warmup_steps`` updates and, if ``total_steps`` is given, falls
     linearly to ``final_lr_fraction`` of itself over the last ``decay_fraction`` of the rest.
     ``temperature`` divides the logits, as it did at sampling. A ``reference`` model with a
     ``kl_coefficient`` adds the k3 penalty; an ``importance_cap`` clips against log-probabilities
     recomputed at the start of ``step`` and weighs tokens by the truncated importance weight of
     those over the sampler's (decoupled PPO, arXiv 2110.00641). ``max_logits`` bounds the entries of
-    a chunk of logits.
+    a chunk of logits. ``packs_rows`` says whether the model can keep several sequences of a row
+    apart. Raises ``ValueError`` for a model whose logits are not simply its head's output.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Learner:
         decay_fraction: float = 1.0,
         max_grad_norm: float = 1.0,
         temperature: float = 1.0,
-        precision: Literal["fp32", "bf16"] = "fp32",
+        precision: Literal["float32", "bfloat16"] = "float32",
         device: str | torch.device = "cpu",
         entropy_coefficient: float = 0.0,
         reference: PreTrainedModel | None = None,
@@ -66,7 +67,8 @@ class Learner:
         importance_cap: float | None = None,
         max_logits: int = 2**26,
     ) -> None:
-        self.model = model.to(device)
+        self.model = model.to(device).eval()
+        self.packs_rows = _packs_rows(model)
         self.device = torch.device(device)
         self.objective = objective
         self.num_updates = 0
@@ -83,6 +85,7 @@ class Learner:
         self._optimizer = torch.optim.AdamW(
             _parameter_groups(model, weight_decay), lr=learning_rate, betas=betas, fused=True
         )
+        _check_head(model, self.device)
 
     def step(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Make one optimizer update a batch and return metrics, averaged over all of them.
@@ -108,9 +111,7 @@ class Learner:
         rows = []
         for one in sequences:
             row = torch.zeros(len(one))
-            row[torch.from_numpy(one.loss_mask) > 0] = self._forward(self.model, _alone(one))[
-                0
-            ].cpu()
+            row[torch.from_numpy(one.loss_mask) > 0] = self._forward(self.model, _alone(one))[0].cpu()
             rows.append(row.numpy())
         return rows
 
@@ -119,7 +120,7 @@ class Learner:
         return {name: value.detach() for name, value in self.model.named_parameters()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the next ``step`` depends on: parameters, optimizer, count, randomness."""
+        """Return all that the next ``step`` depends on: model, optimizer, count, randomness."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
@@ -162,10 +163,9 @@ class Learner:
             for values in (micro.logprobs, micro.advantages, micro.weights)
         )
         corrected = weights
-        if anchor is not None:
-            cap = self._importance_cap or 1.0
-            corrected = weights * importance_weights(anchor, behaviour, cap=cap)
-            behaviour = anchor
+        if anchor is not None and self._importance_cap is not None:
+            correction = importance_weights(anchor, behaviour, cap=self._importance_cap)
+            corrected, behaviour = weights * correction, anchor
         loss, stats = self.objective(logprobs, behaviour, advantages, corrected)
         stats = stats | {"entropy": entropy.detach().sum()}
         if self._entropy_coefficient:
@@ -174,9 +174,7 @@ class Learner:
             with torch.no_grad():
                 reference, _ = self._forward(self._reference, micro)
             loss = loss + self._kl_coefficient * kl_penalty(logprobs, reference, weights)
-            stats["kl_reference"] = kl_penalty(
-                logprobs.detach(), reference, torch.ones_like(weights)
-            )
+            stats["kl_reference"] = kl_penalty(logprobs.detach(), reference, torch.ones_like(weights))
         tally.add(stats, logprobs.numel())
         return loss
 
@@ -189,8 +187,8 @@ class Learner:
         return self._forward(self.model, micro)[0]
 
     def _forward(self, model: PreTrainedModel, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        bf16 = self._precision == "bf16"
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bf16):
+        lowered = self._precision == "bfloat16"
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=lowered):
             return sampled_logprobs(
                 model,
                 micro,
@@ -215,7 +213,8 @@ def sampled_logprobs(
     """
     device = next(model.parameters()).device
     token_ids = micro.token_ids.to(device)
-    hidden = model.base_model(input_ids=token_ids, use_cache=False, **_attention(micro, device))[0]
+    attention = _attention(micro, device) if _is_packed(micro, model) else {}
+    hidden = model.base_model(input_ids=token_ids, use_cache=False, **attention)[0]
     predicts = (micro.loss_mask[:, 1:] > 0).to(device)
     hidden, targets = hidden[:, :-1][predicts], token_ids[:, 1:][predicts]
     head = model.get_output_embeddings()
@@ -300,18 +299,45 @@ def _sizes(batches: Sequence[Batch]) -> dict[str, float]:
     }
 
 
-def _attention(micro: MicroBatch, device: torch.device) -> dict[str, Tensor]:
-    """Return the mask and positions that keep the sequences of a row apart.
+def _is_packed(micro: MicroBatch, model: PreTrainedModel) -> bool:
+    """Return whether sequences share a row and have to be kept apart.
 
-    Rows of one sequence need neither: causal attention never looks at the padding behind it, and
-    without a mask the faster kernels can be used.
+    Rows of one sequence need no mask: causal attention never looks at the padding behind, and
+    without a mask faster kernels are used. Raises ``ValueError`` if the model cannot keep them
+    apart.
     """
-    segments = micro.segment_ids
-    if int(segments.max()) <= 1:
-        return {}
-    segments = segments.to(device)
+    packed = int(micro.segment_ids.max()) > 1
+    if packed and not _packs_rows(model):
+        raise ValueError(
+            "this model has layers other than full attention, which cannot keep packed sequences "
+            "apart; pack with packed=False, one sequence a row."
+        )
+    return packed
+
+
+def _attention(micro: MicroBatch, device: torch.device) -> dict[str, Tensor]:
+    """Return the block-causal mask [rows, 1, row length, row length] and the positions."""
+    segments = micro.segment_ids.to(device)
     same = segments[:, None, :, None] == segments[:, None, None, :]
     return {"attention_mask": same.tril(), "position_ids": micro.position_ids.to(device)}
+
+
+def _packs_rows(model: PreTrainedModel) -> bool:
+    layer_types = getattr(model.config, "layer_types", None) or ["full_attention"]
+    return set(layer_types) == {"full_attention"}
+
+
+def _check_head(model: PreTrainedModel, device: torch.device) -> None:
+    """Raise ``ValueError`` if the model does more to its logits than its head (capping, scaling)."""
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    with torch.no_grad():
+        whole = model(input_ids=ids, use_cache=False).logits
+        plain = model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False)[0])
+    if not torch.allclose(whole.float(), plain.float(), rtol=1e-2, atol=1e-3):
+        raise ValueError(
+            f"{type(model).__name__} caps or scales its logits after the head, which the learner "
+            "does not reproduce; train a model whose logits are the head's output."
+        )
 
 
 def _alone(one: TokenSequence) -> MicroBatch:
