@@ -69,8 +69,8 @@ class Draw:
 class Mixer:
     """An endless, deterministic sequence of samples in which each task has its share.
 
-    Tasks take turns by smooth weighted round robin: any stretch of draws holds each task within one draw or
-    so of its share. A finite split is walked in a new seeded permutation each epoch, an endless one as 0, 1, 2...
+    Tasks take turns by smooth weighted round robin: at any point each task has had its share to within a draw
+    or so. A finite split is walked in a new seeded permutation each epoch, an endless one as 0, 1, 2...
     """
 
     def __init__(self, sources: Sequence[TaskSource], *, seed: int) -> None:
@@ -210,10 +210,7 @@ class WorkWindow:
         group_id = min(self._waiting, default=self._next_id)
         if self._rank(group_id) >= self._admission_limit():
             return None
-        if group_id == self._next_id:
-            group = self._draw()
-        else:
-            group = self._waiting.pop(group_id)
+        group = self._draw() if group_id == self._next_id else self._waiting.pop(group_id)
         group = replace(group, admitted_version=policy_version)
         self._in_flight[group_id] = group
         return group
@@ -278,9 +275,10 @@ class WorkWindow:
     def restore(self, state: Mapping[str, Any] | None, finished: Collection[int] = ()) -> None:
         """Go on from ``state()``, or from the beginning if it is None.
 
-        ``finished`` are the ids of all groups whose trajectories were saved, be it after ``state()`` was taken. Those
-        that were not trained by then are finished again (``self.finished``); everything else that had started is
-        admitted anew, under its old id and with its old sample, before any new sample is.
+        ``finished`` are the ids of all groups whose trajectories were saved, also after ``state()`` was
+        taken. Those that ``state()`` does not count as trained are finished again (``self.finished``);
+        everything else that had started is admitted anew, under its old id and with its old sample,
+        before any new sample is. Raises ``ValueError`` if a group that was finished is not there.
         """
         if state is not None:
             self._steps = int(state["steps"])

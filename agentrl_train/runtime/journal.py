@@ -212,8 +212,8 @@ class Journal:
     def rotate(self, step: int) -> None:
         """Go on in a new segment; call it in the same breath as the snapshot of checkpoint ``step``.
 
-        What is appended from now on is not in that checkpoint; what was appended before is trained, among
-        its groups, or was just being written (so ``prune`` keeps one segment more).
+        What is appended from now on is not in that checkpoint; what was appended before is trained or among
+        its groups, so nothing may come between appending a group and counting it as finished.
         """
         with self._lock, run_folder_errors(self._folder):
             number = sum(1 for _ in self._folder.glob(f"step_{step:06d}-*.bin"))
@@ -223,20 +223,22 @@ class Journal:
                 old.close()
             sync_folder(self._folder)
 
-    def read(self) -> tuple[TrajectoryGroup, ...]:
-        """Return every group in the journal, each once; ``WorkWindow.restore`` knows which are trained."""
+    def read(self, since_step: int = 0) -> tuple[TrajectoryGroup, ...]:
+        """Return the groups that finished since checkpoint ``since_step``, each once.
+
+        Some may have been trained since, by weights that are lost: the run that goes on has not trained them.
+        """
         groups: dict[int, TrajectoryGroup] = {}
-        for _, path in _segments(self._folder):
-            for payload in read_records(path.read_bytes()):
+        for step, path in _segments(self._folder):
+            for payload in read_records(path.read_bytes()) if step >= since_step else ():
                 group = decode_group(payload)
                 groups.setdefault(group.group_id, group)
         return tuple(groups.values())
 
     def prune(self, oldest_step: int) -> None:
-        """Delete what no checkpoint from ``oldest_step`` on needs: all but one of the steps before it."""
-        older = sorted({step for step, _ in _segments(self._folder) if step < oldest_step})
+        """Delete the segments that no checkpoint from ``oldest_step`` on needs."""
         for step, path in _segments(self._folder):
-            if step in older[:-1]:
+            if step < oldest_step:
                 path.unlink()
 
     def close(self) -> None:

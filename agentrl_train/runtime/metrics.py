@@ -5,7 +5,7 @@ Files of a run folder written here::
     metrics.jsonl        a line a step: {"step", "policy_version", "elapsed_s", <name>: float...,
                          "tasks": {task: {<name>: float}}}
     evaluations.jsonl    a line a task and evaluation: {"name": "before", "task", "success", ...}
-    trajectories/        step_000012.jsonl, before.jsonl, ...: a few episodes, to be read by people
+    trajectories/        step_000012.jsonl, held_out_before.jsonl, ...: a few episodes, readable
     summary.json         before and after per task, written at the end
     tensorboard/         the same numbers as metrics.jsonl
 
@@ -122,14 +122,15 @@ class MetricsLog:
     def log_evaluation(
         self, name: str, *, policy_version: int, results: Mapping[str, Sequence[Trajectory]]
     ) -> None:
-        """Record an evaluation; ``name`` is "before", "after", or says when, such as "step_000020".
+        """Record an evaluation; ``name`` is "before", "after", or says when, such as "step 20".
 
         Episodes that infrastructure failed are counted apart. Raises ``RunFolderError``.
         """
         lines = [_evaluation(name, policy_version, task, episodes) for task, episodes in results.items()]
         _append(self._folder / "evaluations.jsonl", lines)
         self._write_trajectories(
-            name, [(None, one) for episodes in results.values() for one in episodes[:SHOWN_PER_TASK]]
+            f"held_out_{name.replace(' ', '_')}",
+            [(None, one) for episodes in results.values() for one in episodes[:SHOWN_PER_TASK]],
         )
         if self._progress is not None:
             self._progress.evaluation(name, {line["task"]: line["success"] for line in lines})

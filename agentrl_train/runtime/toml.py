@@ -6,6 +6,7 @@ import json
 import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
@@ -32,7 +33,7 @@ def read_toml(path: Path) -> Table:
 def apply_override(table: Table, override: str) -> None:
     """Set one value from ``section.key=value``; the value is TOML, or else a bare string.
 
-    Elements of an array of tables are addressed by number: ``environments.0.url=...``. Raises ``ConfigError``.
+    Elements of an array of tables go by number: ``environments.0.url=...``. Raises ``ConfigError``.
     """
     key, equals, text = override.partition("=")
     path = key.strip().split(".")
@@ -108,9 +109,32 @@ def _string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def describe(error: ValidationError, model: type[BaseModel]) -> list[str]:
-    """Return what is wrong with a configuration, one sentence a problem, with the nearest valid name."""
-    return [sentence for problem in error.errors() for sentence in _sentences(problem, model)]
+def problems(table: Table, model: type[BaseModel]) -> list[str]:
+    """Return what keeps a table from being a ``model``, one sentence a problem; empty if nothing does."""
+    refused = _refused(table, model)
+    rest = deepcopy(table)
+    for problem in refused:
+        _remove(rest, problem["loc"])
+    # A refused value hides what is wrong between the others.
+    between = [problem for problem in _refused(rest, model) if problem["type"] == "value_error"]
+    sentences = [line for problem in [*refused, *between] for line in _sentences(problem, model)]
+    return list(dict.fromkeys(sentences))
+
+
+def _refused(table: Table, model: type[BaseModel]) -> Sequence[Any]:
+    try:
+        model.model_validate(table)
+    except ValidationError as error:
+        return error.errors()
+    return ()
+
+
+def _remove(table: Any, location: Sequence[str | int]) -> None:
+    """Take a value out of its section; a whole section stays, and so does what is not there."""
+    for part in location[:-1]:
+        table = table[part]
+    if len(location) > 1 and isinstance(table, dict):
+        table.pop(location[-1], None)
 
 
 def _sentences(problem: Mapping[str, Any], model: type[BaseModel]) -> Iterator[str]:
