@@ -1,0 +1,150 @@
+"""Shop: search for an article, look at the offers, buy one that is within the budget.
+
+At level 1 an offer says in words whether it is within the budget. Level 2 gives prices, and cheaper
+offers of the wrong colour. Level 3 adds shipping and ratings. Most articles have a seller who usually
+has the right offer, which the task never says.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import product
+
+from agentrl_env import Done, Environment, Message, ToolCall, tool
+
+SELLERS = ("acme", "bolt", "coral", "delta", "ember", "fjord")
+USUAL_SELLER = {
+    "mug": "coral",
+    "lamp": "bolt",
+    "chair": "acme",
+    "shirt": "fjord",
+    "bag": "ember",
+    "clock": "delta",
+    "rug": "acme",
+    "scarf": "fjord",
+}
+COLOURS = ("red", "blue", "green", "black", "white", "pink")
+LOYALTY = {1: 0.9, 2: 0.5, 3: 0.5}
+"""How likely the usual seller has the right offer, by level."""
+NUM_SAMPLES = {"train": 2000, "test": 400}
+
+
+@lru_cache
+def _problems(level: int, split: str) -> list[dict[str, object]]:
+    """List the combinations of one split; every word of the other split is in both."""
+    problems = [
+        {"level": level, "colour": colour, "kind": kind}
+        for (i, colour), (j, kind) in product(enumerate(COLOURS), enumerate(USUAL_SELLER))
+        if ((i + j) % 5 == 0) == (split == "test")
+    ]
+    return [problems[i % len(problems)] for i in range(NUM_SAMPLES[split])]
+
+
+class Shop(Environment):
+    """Buy an article within the budget: search, view the sellers' offers, buy one."""
+
+    splits = ("train", "test", "train-2", "test-2", "train-3", "test-3")
+    max_turns = 8
+    blocking = False
+    expert_noise = 0.0
+    """0: the expert knows the right seller. Above: it does not, views at random and slips this often."""
+
+    @classmethod
+    def samples(cls, split):
+        """Return the problems of "train" or "test" (level 1), or of "train-2", "test-3" and so on."""
+        name, _, level = split.partition("-")
+        return _problems(int(level or 1), name)
+
+    def reset(self, sample, rng):
+        self.level = sample.data["level"]
+        self.colour, self.kind = sample.data["colour"], sample.data["kind"]
+        self.article = f"{self.colour} {self.kind}"
+        self.budget = int(rng.integers(15, 60))
+        usual = USUAL_SELLER[self.kind]
+        rare = str(rng.choice([seller for seller in SELLERS if seller != usual]))
+        self.right = usual if rng.random() < LOYALTY[self.level] else rare
+        self.offers = {seller: self._offer(seller, rng) for seller in SELLERS}
+        self.searched, self.seen = False, None
+        return {
+            1: f"Buy a {self.article} within your budget.",
+            2: f"Buy a {self.article} for at most {self.budget} coins.",
+            3: f"Buy a {self.article}: at most {self.budget} coins with shipping, 4 stars or more.",
+        }[self.level]
+
+    @tool
+    def search(self, query: str):
+        """Search the shop; tells which sellers have offers.
+
+        Args:
+            query: Colour and kind of the article, such as "blue lamp".
+        """
+        if not {self.colour, self.kind} <= set(query.lower().split()):
+            return "No offers."
+        self.searched = True
+        return f"Offers by {', '.join(SELLERS)}."
+
+    @tool
+    def view(self, seller: str):
+        """See a seller's offer; search first.
+
+        Args:
+            seller: A seller's name.
+        """
+        if problem := self._refusal(seller):
+            return problem
+        self.seen = seller
+        return f"{seller}: {self.offers[seller]}."
+
+    @tool
+    def buy(self, seller: str):
+        """Buy a seller's offer. This ends the task, so be sure; search first.
+
+        Args:
+            seller: A seller's name.
+        """
+        if problem := self._refusal(seller):
+            return problem
+        right = seller == self.right
+        return Done("Well done." if right else "That was not asked for.", reward=float(right))
+
+    def expert(self, rng):
+        thought = self.article
+        if rng.random() < self.expert_noise:
+            call = self._slip(rng)
+        elif not self.searched:
+            call = ToolCall.of("search", query=self.article)
+        elif self.seen == self.right:
+            thought = f"{thought} from {self.seen}"
+            call = ToolCall.of("buy", seller=self.seen)
+        else:
+            seller = str(rng.choice(SELLERS)) if self.expert_noise else self.right
+            call = ToolCall.of("view", seller=seller)
+        return Message.assistant(f"{thought}.", call)
+
+    def _slip(self, rng):
+        if not self.searched:
+            return ToolCall.of("search", query=f"{rng.choice(COLOURS)} {self.kind}")
+        name = "view" if rng.random() < 0.5 else "buy"
+        return ToolCall.of(name, seller=str(rng.choice(SELLERS)))
+
+    def _refusal(self, seller):
+        if not self.searched:
+            return "Search first."
+        if seller not in SELLERS:
+            return f"There is no seller {seller}; the sellers are {', '.join(SELLERS)}."
+        return None
+
+    def _offer(self, seller, rng):
+        """Describe an offer; only the right seller's meets every wish."""
+        right, flaw = seller == self.right, int(rng.integers(2))
+        if self.level == 1:
+            return "within your budget" if right else ("over your budget", "sold out")[flaw]
+        over = not right and flaw == 0
+        total = self.budget + int(rng.integers(1, 9)) if over else self.budget - int(rng.integers(0, 9))
+        spoilt = not right and flaw == 1
+        if self.level == 2:
+            others = [colour for colour in COLOURS if colour != self.colour]
+            colour = str(rng.choice(others)) if spoilt else self.colour
+            return f"{colour} {self.kind}, {total} coins"
+        shipping, stars = int(rng.integers(1, 6)), int(rng.integers(1, 4) if spoilt else rng.integers(4, 6))
+        return f"{self.article}, {total - shipping} coins, shipping {shipping} coins, {stars} stars"

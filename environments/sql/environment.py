@@ -1,0 +1,299 @@
+"""SQL: answer a question about a store by querying its databases; the SQL runs on real SQLite.
+
+At level 1 one number is looked up by name, and the question does not say in which department's database:
+usually the one that suits the thing. Level 2 asks for counts, sums and extremes under a condition. Level 3
+joins orders with goods.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from functools import lru_cache
+from itertools import product
+
+from agentrl_env import Done, Environment, Message, ToolCall, ToolError, tool
+
+GOODS = {
+    "food": ("bread", "honey", "rice", "tea", "cheese", "salt"),
+    "tools": ("hammer", "saw", "drill", "wrench", "ladder", "rake"),
+    "toys": ("puzzle", "kite", "doll", "robot", "marble", "yoyo"),
+    "clothes": ("coat", "belt", "glove", "cap", "boot", "vest"),
+}
+"""Departments, each with a database of its own, and the goods that suit them."""
+ASKED = tuple(thing for goods in GOODS.values() for thing in goods[:2])
+"""The goods that level 1 asks about."""
+COLUMNS = ("price", "stock", "weight", "length")
+CUSTOMERS = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Finn")
+ORDER = 0.9
+"""How likely the thing that level 1 asks about is in the database that suits it."""
+NUM_SAMPLES = {"train": 2000, "test": 400}
+
+SCHEMA = f"""CREATE TABLE goods (name TEXT, {", ".join(f"{column} INTEGER" for column in COLUMNS)});
+CREATE TABLE orders (customer TEXT, thing TEXT, amount INTEGER);"""
+LEVEL_2 = {
+    "count": (
+        "How many of the {department} goods have a {column} above {bound}?",
+        "SELECT COUNT(*) FROM goods WHERE {column} > {bound}",
+    ),
+    "sum": (
+        "What is the sum of {column} over the {department} goods with a price below {bound}?",
+        "SELECT COALESCE(SUM({column}), 0) FROM goods WHERE price < {bound}",
+    ),
+    "highest": (
+        "Which of the {department} goods has the highest {column}?",
+        "SELECT name FROM goods ORDER BY {column} DESC LIMIT 1",
+    ),
+}
+LEVEL_3 = {
+    "spent": (
+        "How much did {customer} spend in all on {department} goods?",
+        "SELECT COALESCE(SUM(price * amount), 0) FROM orders JOIN goods ON name = thing "
+        "WHERE customer = '{customer}'",
+    ),
+    "cheapest": (
+        "How many pieces of the cheapest of the {department} goods were ordered by others than {customer}?",
+        "SELECT COALESCE(SUM(amount), 0) FROM orders WHERE customer <> '{customer}' AND thing = "
+        "(SELECT name FROM goods ORDER BY price LIMIT 1)",
+    ),
+    "heaviest": (
+        "What is the name of the heaviest of the {department} goods that {customer} ordered?",
+        "SELECT name FROM orders JOIN goods ON name = thing WHERE customer = '{customer}' "
+        "ORDER BY weight DESC LIMIT 1",
+    ),
+}
+
+MAX_ROWS = 20
+MAX_INSTRUCTIONS = 200_000
+"""Virtual-machine instructions one query may take: a count and not a time, so that replays are equal."""
+MAX_BYTES = 1000
+"""Longest query, text or blob."""
+FUNCTIONS = frozenset(
+    [
+        "abs",
+        "avg",
+        "coalesce",
+        "count",
+        "group_concat",
+        "ifnull",
+        "iif",
+        "instr",
+        "length",
+        "like",
+        "lower",
+        "max",
+        "min",
+        "nullif",
+        "replace",
+        "round",
+        "row_number",
+        "rank",
+        "dense_rank",
+        "substr",
+        "substring",
+        "sum",
+        "total",
+        "trim",
+        "typeof",
+        "upper",
+    ]
+)
+"""What a query may call: nothing that is random, reads the clock or touches files."""
+ACTIONS = frozenset(
+    {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+)
+
+
+@lru_cache
+def _problems(level: int, split: str) -> list[dict[str, object]]:
+    """List the combinations of one split; every word of the other split is in both."""
+    fields = {
+        1: {"thing": ASKED, "column": COLUMNS},
+        2: {"ask": tuple(LEVEL_2), "department": tuple(GOODS), "column": COLUMNS},
+        3: {"ask": tuple(LEVEL_3), "department": tuple(GOODS), "customer": CUSTOMERS},
+    }[level]
+    problems = [
+        {"level": level, **{name: word for name, (_, word) in zip(fields, choice, strict=True)}}
+        for choice in product(*(enumerate(words) for words in fields.values()))
+        if (sum(i for i, _ in choice) % 4 == 0) == (split == "test")
+    ]
+    return [problems[i % len(problems)] for i in range(NUM_SAMPLES[split])]
+
+
+class Sql(Environment):
+    """Answer a question about a store: open a department's database, query it, give the answer."""
+
+    splits = ("train", "test", "train-2", "test-2", "train-3", "test-3")
+    max_turns = 8
+    blocking = False
+    expert_noise = 0.0
+    """0: the expert knows the right database. Above: it tries them at random and slips this often."""
+
+    @classmethod
+    def samples(cls, split):
+        """Return the problems of "train" or "test" (level 1), or of "train-2", "test-3" and so on."""
+        name, _, level = split.partition("-")
+        return _problems(int(level or 1), name)
+
+    def reset(self, sample, rng):
+        data = sample.data
+        self.database = self.opened = self.seen = None
+        goods = {department: list(things) for department, things in GOODS.items()}
+        self.searching = data["level"] == 1
+        if self.searching:
+            thing, column = data["thing"], data["column"]
+            self.department = _file(thing, goods, rng)
+            question = f"What is the {column} of the {thing}?"
+            self.wish = f"{column} of {thing}"
+            self.query_text = f"SELECT {column} FROM goods WHERE name = '{thing}'"
+        else:
+            question, query = (LEVEL_2 if data["level"] == 2 else LEVEL_3)[data["ask"]]
+            words = {**data, "bound": int(rng.integers(14, 26))}
+            self.department = data["department"]
+            question = question.format(**words)
+            self.wish = question.rstrip("?")
+            self.query_text = query.format(**words)
+        self.rows = {department: _rows(things, rng) for department, things in goods.items()}
+        self._open(self.department)
+        self.right = str(self._run(self.query_text)[1][0][0])
+        self.close()
+        return question
+
+    @tool
+    def open(self, database: str):
+        """Open a department's database; queries go to the one opened last.
+
+        Args:
+            database: One of food, tools, toys, clothes.
+        """
+        if database not in self.rows:
+            return f"There is no database {database}; there are {', '.join(self.rows)}."
+        self._open(database)
+        return f"{database} is open."
+
+    @tool
+    def query(self, sql: str):
+        """Run one SELECT on the open database and see the rows; SQLite's dialect.
+
+        Every database has the tables goods (name, price, stock, weight, length) and
+        orders (customer, thing, amount), where thing is the name of one of the goods.
+
+        Args:
+            sql: One SELECT statement.
+        """
+        if self.database is None:
+            return "Open a database first."
+        try:
+            names, rows = self._run(sql)
+        except (sqlite3.Error, sqlite3.Warning, ValueError) as problem:
+            raise ToolError(f"SQL error: {problem}. One short SELECT is allowed.") from problem
+        if not rows:
+            return "no rows"
+        self.seen = str(rows[0][0])
+        lines = [" | ".join(map(str, row)) for row in (names, *rows[:MAX_ROWS])]
+        return "\n".join(lines + ["(more rows left out)"] * (len(rows) > MAX_ROWS))
+
+    @tool
+    def answer(self, value: str):
+        """Give the answer to the question. This ends the task, so be sure.
+
+        Args:
+            value: The number or the name that was asked for, alone.
+        """
+        right = _plain(value) == _plain(self.right)
+        return Done("Well done." if right else "That is not the answer.", reward=float(right))
+
+    def close(self):
+        if self.database is not None:
+            self.database.close()
+        self.database = None
+
+    def expert(self, rng):
+        thought = self.wish
+        if rng.random() < self.expert_noise:
+            call = self._slip(rng)
+        elif self.seen is not None:
+            thought = f"{thought}: {self.seen}"
+            call = ToolCall.of("answer", value=self.seen)
+        elif self.database is not None and not self.tried:
+            call = ToolCall.of("query", sql=self.query_text)
+        else:
+            guessing = self.searching and self.expert_noise
+            database = str(rng.choice(list(GOODS))) if guessing else self.department
+            call = ToolCall.of("open", database=database)
+        return Message.assistant(f"{thought}.", call)
+
+    def _slip(self, rng):
+        kind = rng.random()
+        if kind < 0.4:
+            return ToolCall.of("open", database=str(rng.choice(list(GOODS))))
+        if kind < 0.7:
+            return ToolCall.of("query", sql=self.query_text)
+        return ToolCall.of("answer", value=str(rng.integers(10, 30)))
+
+    def _open(self, department):
+        self.close()
+        self.database, self.tried = _database(*self.rows[department]), False
+        self.database.set_progress_handler(self._tick, 1000)
+
+    def _run(self, sql):
+        """Return the column names and at most ``MAX_ROWS + 1`` rows of a query."""
+        self.ticks, self.tried = 0, True
+        cursor = self.database.execute(sql)
+        rows = cursor.fetchmany(MAX_ROWS + 1)
+        names = [column[0] for column in cursor.description or ()]
+        cursor.close()
+        return names, rows
+
+    def _tick(self):
+        """Stop a query that takes too many instructions; SQLite calls this every thousand."""
+        self.ticks += 1
+        return self.ticks * 1000 > MAX_INSTRUCTIONS
+
+
+def _plain(value):
+    """Strip what does not change an answer: case, quotes, a final point, trailing zeros."""
+    text = value.strip().strip("'\"").rstrip(".").lower()
+    try:
+        return f"{float(text):g}"
+    except ValueError:
+        return text
+
+
+def _file(thing, goods, rng):
+    """Move a thing to another department, rarely; return the one that it is in."""
+    own = next(department for department, things in goods.items() if thing in things)
+    other = str(rng.choice([department for department in goods if department != own]))
+    if rng.random() < ORDER:
+        return own
+    goods[own].remove(thing)
+    goods[other].append(thing)
+    return other
+
+
+def _rows(things, rng):
+    """Draw the goods and the orders of one database; no column has a number twice."""
+    columns = [rng.permutation(20)[: len(things)] + 10 for _ in COLUMNS]
+    goods = [(thing, *map(int, numbers)) for thing, *numbers in zip(things, *columns, strict=True)]
+    orders = [
+        (customer, str(thing), int(rng.integers(1, 6)))
+        for customer in CUSTOMERS
+        for thing in rng.choice(things, size=3, replace=False)
+    ]
+    return goods, orders
+
+
+def _database(goods, orders):
+    """Make a database in memory, then close every door but reading."""
+    database = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
+    database.executescript("PRAGMA temp_store = MEMORY;" + SCHEMA)
+    database.executemany("INSERT INTO goods VALUES (?, ?, ?, ?, ?)", goods)
+    database.executemany("INSERT INTO orders VALUES (?, ?, ?)", orders)
+    database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_BYTES)
+    database.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, MAX_BYTES)
+    database.set_authorizer(_authorise)
+    return database
+
+
+def _authorise(action, _first, second, *_rest):
+    known = action != sqlite3.SQLITE_FUNCTION or second.lower() in FUNCTIONS
+    return sqlite3.SQLITE_OK if action in ACTIONS and known else sqlite3.SQLITE_DENY

@@ -1,0 +1,112 @@
+"""The model's SQL really runs, so it must be unable to hang, to write or to reach outside."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agentrl_env import TaskSample, ToolError
+from agentrl_env.server.targets import load_target
+
+Sql = load_target(str(Path(__file__).parents[2] / "environments" / "sql"))
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
+
+
+@pytest.fixture
+def sql():
+    environment = Sql()
+    data = {"level": 1, "thing": "hammer", "column": "price"}
+    environment.reset(TaskSample(task="sql", seed=1, data=data), np.random.default_rng(1))
+    environment.open("tools")
+    yield environment
+    environment.close()
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "SELECT COUNT(*) FROM goods",
+        "SELECT name, price FROM goods WHERE name LIKE '%r%' ORDER BY price DESC",
+        "SELECT customer, SUM(amount) FROM orders GROUP BY customer HAVING SUM(amount) > 1",
+        "WITH cheap AS (SELECT * FROM goods WHERE price < 60) SELECT AVG(price) FROM cheap",
+        "SELECT name FROM goods JOIN orders ON name = thing LIMIT 3",
+        "SELECT name FROM sqlite_master",
+    ],
+)
+def test_ordinary_queries_run(sql, query):
+    assert "\n" in sql.query(query)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "DELETE FROM goods",
+        "INSERT INTO goods VALUES ('x', 1, 1, 1, 1)",
+        "UPDATE goods SET price = 1",
+        "DROP TABLE goods",
+        "CREATE TABLE x (y)",
+        "ATTACH DATABASE '/tmp/agentrl-x.db' AS x",
+        "VACUUM INTO '/tmp/agentrl-x.db'",
+        "PRAGMA query_only = OFF",
+        "BEGIN",
+        "SELECT load_extension('x')",
+        "SELECT readfile('/etc/hostname')",
+        "SELECT random()",
+        "SELECT CURRENT_TIMESTAMP",
+        "SELECT date('now')",
+        "SELECT 1; SELECT 2",
+        "SELECT hex(zeroblob(1000000))",
+        "SELECT printf('%1000000d', 1)",
+        "SELECT " + "1, " * 1000 + "1",
+        "SELECT CAST(x'ff' AS TEXT)",
+        "SELECT 'a\0b'",
+        "SELECT '\ud800'",
+        "nonsense",
+    ],
+)
+def test_everything_else_is_answered_with_an_error_that_the_model_can_read(sql, query):
+    before = sql.query("SELECT * FROM goods")
+    with pytest.raises(ToolError, match=r"SQL error: .*SELECT is allowed"):
+        sql.query(query)
+    assert sql.query("SELECT * FROM goods") == before
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        ENDLESS + "SELECT COUNT(*) FROM n",
+        ENDLESS + "SELECT MAX(i) FROM n",
+        "SELECT COUNT(*) FROM goods a, goods b, goods c, goods d, goods e, goods f, goods g, goods h",
+    ],
+)
+def test_a_query_without_end_is_interrupted(sql, query):
+    with pytest.raises(ToolError, match="interrupted"):
+        sql.query(query)
+
+
+def test_many_rows_are_cut_off(sql):
+    answer = sql.query(ENDLESS + "SELECT i FROM n LIMIT 1000")
+    assert answer.endswith("(more rows left out)")
+    assert len(answer.splitlines()) == 22
+
+
+def test_queries_go_to_the_database_opened_last(sql):
+    assert "bread" not in sql.query("SELECT name FROM goods")
+    sql.open("food")
+    assert "honey" in sql.query("SELECT name FROM goods")
+
+
+def test_a_query_before_open_is_told_so():
+    environment = Sql()
+    data = {"level": 1, "thing": "hammer", "column": "price"}
+    environment.reset(TaskSample(task="sql", data=data), np.random.default_rng(0))
+    assert environment.query("SELECT 1") == "Open a database first."
+
+
+@pytest.mark.parametrize("value", ["{}", " {} ", "{}.0", "'{}'", "{}."])
+def test_an_answer_may_be_written_in_several_ways(sql, value):
+    assert sql.answer(value.format(sql.right)).reward == 1.0
+
+
+def test_a_wrong_answer_ends_the_task_without_reward(sql):
+    assert sql.answer("no idea").reward == 0.0

@@ -1,0 +1,152 @@
+"""What the three starter tasks promise, at every level."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agentrl_env import EnvClient, Message, ToolCall
+from agentrl_env.server.targets import load_target
+
+FOLDER = Path(__file__).parents[2] / "environments"
+TASKS = {name: load_target(str(FOLDER / name)) for name in ("household", "shop", "sql")}
+every_task = pytest.mark.parametrize("task", TASKS)
+every_level = pytest.mark.parametrize("level", ["", "-2", "-3"])
+
+
+def noisy(task, noise):
+    return type(task, (TASKS[task],), {"expert_noise": noise})
+
+
+async def play_by_expert(client, task, **which):
+    """Return the conversation, the total reward and the number of turns."""
+    session = await client.open(task, **which)
+    conversation, total = list(session.messages), 0.0
+    while not session.status.final:
+        move = await session.expert()
+        result = await session.step(move)
+        assert result.metrics["invalid_calls"] == 0
+        conversation += [move, *result.messages]
+        total += result.reward
+    return conversation, total, session.turn
+
+
+@every_task
+@every_level
+async def test_a_noiseless_expert_always_succeeds_in_three_to_eight_turns(task, level):
+    async with EnvClient.local(TASKS[task]) as client:
+        for split in ("train", "test"):
+            for index in range(40):
+                _, reward, turns = await play_by_expert(client, task, split=split + level, index=index)
+                assert reward == 1.0
+                assert 3 <= turns <= 8
+
+
+@every_task
+async def test_a_noisy_expert_leaves_headroom_at_level_1(task):
+    async with EnvClient.local(noisy(task, 0.3)) as client:
+        rewards = [
+            (await play_by_expert(client, task, split="train", index=index))[1] for index in range(200)
+        ]
+    assert 0.2 < np.mean(rewards) < 0.65
+
+
+@every_task
+@every_level
+def test_train_and_test_share_words_but_no_problem(task, level):
+    train, test = (
+        {json.dumps(problem) for problem in TASKS[task].samples(split + level)} for split in ("train", "test")
+    )
+    assert train and test and not train & test
+    words = [
+        {word for problem in problems for word in map(str, json.loads(problem).values())}
+        for problems in (train, test)
+    ]
+    assert words[1] <= words[0]
+    assert 0.1 < len(test) / len(train) < 0.5
+
+
+@every_task
+@every_level
+def test_no_word_is_held_out_more_than_half(task, level):
+    """A split rule can look balanced and hold out nearly all problems of one word."""
+    train, test = (
+        {json.dumps(problem) for problem in TASKS[task].samples(split + level)} for split in ("train", "test")
+    )
+    for field in json.loads(next(iter(train))):
+        for word in {json.loads(problem)[field] for problem in train}:
+            held_out, kept = (
+                sum(json.loads(problem)[field] == word for problem in problems) for problems in (test, train)
+            )
+            assert held_out <= kept
+
+
+@every_task
+@every_level
+async def test_siblings_of_a_sample_face_the_same_problem(task, level):
+    async with EnvClient.local(noisy(task, 0.5)) as client:
+        for index in range(10):
+            first, again = [
+                await play_by_expert(client, task, split="train" + level, index=index) for _ in range(2)
+            ]
+            assert first == again
+
+
+@every_task
+async def test_another_seed_makes_another_problem_of_the_same_sample(task):
+    async with EnvClient.local(TASKS[task]) as client:
+        answers = {str((await play_by_expert(client, task, index=0, seed=seed))[0]) for seed in range(30)}
+    assert len(answers) > 1
+
+
+@every_task
+async def test_words_out_of_nowhere_are_answered_and_cost_a_turn(task):
+    async with EnvClient.local(TASKS[task]) as client:
+        for spec in (await client.tasks())[task].tools:
+            session = await client.open(task, index=0)
+            words = dict.fromkeys(spec.function.parameters["properties"], "xyzzy")
+            call = ToolCall.of(spec.function.name, **words)
+            result = await session.step(Message.assistant("Hm.", call))
+            assert result.reward == 0.0
+            assert result.messages[-1].content
+            await session.close()
+
+
+@every_task
+def test_tools_are_described_for_a_language_model(task):
+    for spec in TASKS[task].tool_specs():
+        assert spec.function.description
+        for argument in spec.function.parameters["properties"].values():
+            assert argument["description"]
+
+
+@every_task
+async def test_usual_places_can_be_learned_on_train_and_hold_on_test(task):
+    """Level 1 hides a regularity: the word asked for tells where to look, nine times out of ten."""
+    word, found = {
+        "household": ("thing", "look"),
+        "shop": ("kind", "view"),
+        "sql": ("thing", "open"),
+    }[task]
+    async with EnvClient.local(TASKS[task]) as client:
+        where = {}
+        for split, count in (("train", 400), ("test", 100)):
+            for index in range(count):
+                session = await client.open(task, split=split, index=index)
+                asked = session.info.sample.data[word]
+                while True:
+                    message = await session.expert()
+                    function = message.tool_calls[0].function
+                    if function.name == found:
+                        break
+                    await session.step(message)
+                where.setdefault((split, asked), []).append(function.arguments)
+                await session.close()
+    hits = [
+        place == max(set(where["train", asked]), key=where["train", asked].count)
+        for (split, asked), places in where.items()
+        if split == "test"
+        for place in places
+    ]
+    assert np.mean(hits) > 0.8
