@@ -1,0 +1,202 @@
+"""The command line: ``agentrl-env new | serve | check | play``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from agentrl_env.client.client import EnvClient
+from agentrl_env.errors import AgentRLError
+
+app = typer.Typer(
+    name="agentrl-env",
+    help="Environments for language-model agents: make one, check it, play it, serve it.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET|URL",
+        help="A folder with an environment.py, file.py:Class, module:Class, or a server's URL.",
+    ),
+]
+Targets = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="TARGET...", help="Folders with an environment.py, file.py:Class or module:Class."
+    ),
+]
+Token = Annotated[
+    str | None, typer.Option(envvar="AGENTRL_TOKEN", help="The server's token.", show_envvar=True)
+]
+Task = Annotated[str | None, typer.Option(help="Which task, where there are several.")]
+
+
+@app.command()
+def new(
+    name: Annotated[Path, typer.Argument(help="The new folder; its name becomes the task's.")],
+) -> None:
+    """Write a small working environment into a new folder."""
+    from agentrl_env.launch.scaffold import create_environment
+
+    try:
+        files = create_environment(name)
+    except (ValueError, OSError) as error:
+        raise AgentRLError(str(error)) from error
+    for file in files:
+        print(f"wrote {file}")
+    print(f"\nNext: agentrl-env check {name} && agentrl-env play {name}")
+
+
+@app.command()
+def serve(
+    targets: Targets,
+    host: Annotated[str, typer.Option(help="The address to bind.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    max_sessions: Annotated[int, typer.Option(min=1, help="Open at the same time.")] = 1024,
+    token: Token = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Serve beyond loopback without a token.")
+    ] = False,
+    oracle: Annotated[bool, typer.Option("--oracle", help="Let clients ask the task's expert.")] = False,
+    lease: Annotated[float, typer.Option(help="Seconds a session may be idle.")] = 900.0,
+    drain: Annotated[float, typer.Option(help="Seconds open sessions get at the end.")] = 30.0,
+    stop_with_stdin: Annotated[
+        bool,
+        typer.Option(
+            "--stop-with-stdin", help="Stop when standard input closes, so as to die with a parent."
+        ),
+    ] = False,
+) -> None:
+    """Serve tasks over HTTP until Ctrl-C; open sessions may end first, a second Ctrl-C hurries."""
+    from agentrl_env.server.serve import serve as run
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    if stop_with_stdin:
+        threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
+    run(
+        targets,
+        announce=partial(print, flush=True),
+        host=host,
+        port=port,
+        max_sessions=max_sessions,
+        token=token,
+        insecure=insecure,
+        oracle=oracle,
+        lease_s=lease,
+        drain_s=drain,
+    )
+
+
+@app.command()
+def check(
+    target: Target,
+    task: Task = None,
+    token: Token = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    deadline: Annotated[float, typer.Option(help="Seconds a check may take.")] = 60.0,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", help="Show tracebacks of the task's code.")
+    ] = False,
+) -> None:
+    """Prove that an environment keeps the contract; ends with 1 where a check fails."""
+    from agentrl_env.testing import run_checks
+
+    _log_to_stderr(traceback)
+    connect = _connect(target, token, timeout=deadline)
+    console = Console(stderr=True)
+    with console.status(f"checking {target} ...") as status:
+        reports = run_checks(
+            connect,
+            task=task,
+            deadline=deadline,
+            on_result=lambda name, result: status.update(f"checking {name}: {result.name} done"),
+        )
+    ok = all(report.ok for report in reports)
+    if as_json:
+        print(json.dumps({"ok": ok, "reports": [r.model_dump(mode="json") for r in reports]}))
+    for report in [] if as_json else reports:
+        Console().print(report.table())
+        print(report.summary())
+    raise typer.Exit(0 if ok else 1)
+
+
+@app.command()
+def play(
+    target: Target,
+    task: Task = None,
+    split: Annotated[str, typer.Option(help="Of the dataset.")] = "train",
+    index: Annotated[int | None, typer.Option(help="Which sample; any by default.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the episode.")] = None,
+    token: Token = None,
+) -> None:
+    """Be the agent: type tool calls, see what the environment answers."""
+    from agentrl_env.client.play import play as run
+
+    _log_to_stderr(False)
+    client = _connect(target, token)()
+    result = run(client, _read_line, Console(), task=task, split=split, index=index, seed=seed)
+    raise typer.Exit(1 if result is not None and result.status == "failed_environment" else 0)
+
+
+def _connect(target: str, token: str | None, timeout: float = 120.0) -> Callable[[], EnvClient]:
+    """Return what makes a client: of the server at a URL, or of a class in this process."""
+    from agentrl_env.server.targets import load_target
+
+    if target.startswith(("http://", "https://")):
+        return partial(EnvClient.connect, target, token=token, timeout=timeout)
+    return load_target(target).local
+
+
+def _read_line(prompt: str) -> str | None:
+    """Read one line from the terminal, or from a pipe, whose lines are then shown as well."""
+    try:
+        line = input(prompt)
+    except EOFError:
+        print()
+        return None
+    if not sys.stdin.isatty():
+        print(line)
+    return line
+
+
+def _log_to_stderr(wanted: bool) -> None:
+    """Show the log of authors' code with its tracebacks, or nothing of it."""
+    handler: logging.Handler = logging.StreamHandler() if wanted else logging.NullHandler()
+    logging.getLogger("agentrl_env").addHandler(handler)
+
+
+def _stop_at_end_of_input() -> None:
+    while os.read(0, 4096):
+        continue
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main() -> None:
+    """Run the command line; every known error is one sentence and exit code 1."""
+    try:
+        app()
+    except AgentRLError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
