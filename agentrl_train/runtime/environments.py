@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -66,12 +67,13 @@ async def _client(
         raise ConfigError(f"environments.token_env names {section.token_env}, which is not set")
     url = section.url
     if url is None:
-        server = ServerProcess(section.serve, max_sessions=max_sessions, oracle=oracle)
+        server = ServerProcess(*section.serve, max_sessions=max_sessions, oracle=oracle)
         try:
-            url = await server.start()
+            await asyncio.to_thread(server.start)
         except AgentRLError as error:
             raise EnvironmentUnavailable(str(error)) from error
-        stack.push_async_callback(server.stop)
+        stack.push_async_callback(asyncio.to_thread, server.stop)
+        url = server.url
     return await stack.enter_async_context(EnvClient.connect(url, token=token))
 
 

@@ -1,0 +1,177 @@
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl_env import EnvClient
+from agentrl_env.types import Message, ToolCall
+from agentrl_train.actor import Actor, Episode, Play
+from agentrl_train.batch import sequence
+from agentrl_train.engine.chat import ChatFormat
+from agentrl_train.types import EpisodeEnd, TrajectoryGroup
+from tests.conftest import make_tokenizer
+from tests.train.fakes import DOWN, Countdown, ScriptedEngine, always
+
+CHAT = ChatFormat(make_tokenizer())
+EPISODE = Episode(task="countdown", split="train", index=3, seed=None, draw_seed=(0, 3))
+
+
+def make_actor(engine: ScriptedEngine, client: EnvClient, **play: float) -> Actor:
+    settings = {"max_new_tokens": 120, "max_context": 4000, **play}
+    return Actor(
+        engine=engine,
+        chat=CHAT,
+        clients={"countdown": client},
+        play=Play(**settings),  # type: ignore[arg-type]
+        max_sessions=4,
+    )
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[EnvClient]:
+    Countdown.broken_resets = Countdown.broken_steps = 0
+    async with Countdown.local() as client:
+        yield client
+
+
+async def test_an_episode_is_played_to_its_end(client: EnvClient) -> None:
+    engine = ScriptedEngine(CHAT, always(DOWN), version=7)
+    trajectory = await make_actor(engine, client).sibling(EPISODE)
+    assert trajectory.end is EpisodeEnd.TERMINATED
+    assert (trajectory.reward, trajectory.success, len(trajectory.turns)) == (1.0, True, 3)
+    assert trajectory.sample.index == 3
+    assert trajectory.turns[-1].reply[0].content == "zero"
+    assert {v for turn in trajectory.turns for v in turn.completion.versions} == {7}
+    assert engine.released == {engine.calls[0][0]}
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    says=st.lists(
+        st.one_of(
+            st.just(DOWN),
+            st.builds(Message.assistant, st.text("abc <>", min_size=1, max_size=20)),
+            st.lists(st.integers(0, 260), min_size=1, max_size=30),
+        ),
+        min_size=8,
+        max_size=8,
+    )
+)
+async def test_each_turn_appends_to_the_tokens_before_it_and_the_mask_covers_what_was_sampled(
+    says: list,
+) -> None:
+    async with Countdown.local() as client:
+        turns = iter(says)
+        engine = ScriptedEngine(CHAT, lambda context, key: next(turns))
+        trajectory = await make_actor(engine, client).sibling(EPISODE)
+    group = TrajectoryGroup(group_id=0, task="t", trajectories=[trajectory], admitted_version=0)
+    row = sequence(trajectory, 1.0, group)
+    sampled = []
+    context: list[int] = []
+    for turn, call in zip(trajectory.turns, engine.calls, strict=True):
+        context += turn.prompt_ids
+        assert list(call[1]) == context
+        sampled += [False] * len(turn.prompt_ids) + [True] * len(turn.completion.token_ids)
+        context += turn.completion.token_ids
+    assert row.token_ids.tolist() == context
+    assert (row.loss_mask > 0).tolist() == sampled
+
+
+async def test_a_broken_environment_is_played_again_in_a_fresh_session(client: EnvClient) -> None:
+    Countdown.broken_steps = 1
+    engine = ScriptedEngine(CHAT, always(DOWN))
+    trajectory = await make_actor(engine, client).sibling(EPISODE)
+    assert trajectory.end is EpisodeEnd.TERMINATED
+    assert len(trajectory.turns) == 3
+    assert len({call[0] for call in engine.calls}) == 2
+
+
+async def test_an_episode_that_keeps_failing_is_left_out_and_never_a_zero(client: EnvClient) -> None:
+    Countdown.broken_resets = 3
+    engine = ScriptedEngine(CHAT, always(DOWN))
+    actor = make_actor(engine, client, retries=2)
+    actor._places._value = 1  # one at a time, so that the first sibling meets all three breaks
+    group, failures = await actor.group(EPISODE, size=3, group_id=1, admitted_version=0)
+    assert [t.reward for t in group.trajectories] == [1.0] * len(group.trajectories)
+    assert len(group.trajectories) + len(failures) == 3
+    assert all(f.end is EpisodeEnd.FAILED_ENVIRONMENT and f.error for f in failures)
+
+
+async def test_a_failing_engine_is_an_engine_failure(client: EnvClient) -> None:
+    engine = ScriptedEngine(CHAT, always(DOWN))
+    engine.failures = 100
+    trajectory = await make_actor(engine, client, retries=1).sibling(EPISODE)
+    assert trajectory.end is EpisodeEnd.FAILED_ENGINE
+    assert trajectory.error == "the scripted engine fails"
+    assert len(engine.calls) == 2
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        Message.assistant("no call at all"),
+        Message.assistant(None, ToolCall.of("unknown")),
+        Message.assistant(None, ToolCall.of("down", by="two")),
+        CHAT.tokenizer("<tool_call>{broken</tool_call><|im_end|>", add_special_tokens=False).input_ids,
+    ],
+)
+async def test_what_the_model_gets_wrong_is_its_own_turn_and_no_failure(
+    client: EnvClient, said: Message
+) -> None:
+    trajectory = await make_actor(ScriptedEngine(CHAT, always(said)), client).sibling(EPISODE)
+    assert trajectory.end is EpisodeEnd.TRUNCATED_TURNS
+    assert trajectory.invalid_calls == len(trajectory.turns) == 8
+    assert not trajectory.success
+
+
+async def test_a_full_context_truncates_the_episode(client: EnvClient) -> None:
+    engine = ScriptedEngine(CHAT, always(Message.assistant("blah " * 10)))
+    trajectory = await make_actor(engine, client, max_context=600).sibling(EPISODE)
+    assert trajectory.end is EpisodeEnd.TRUNCATED_LENGTH
+    assert 0 < len(trajectory.turns) < 8
+
+
+async def test_a_context_too_small_for_the_opening_says_which_setting_to_raise(client: EnvClient) -> None:
+    engine = ScriptedEngine(CHAT, always(DOWN))
+    trajectory = await make_actor(engine, client, max_context=130).sibling(EPISODE)
+    assert trajectory.end is EpisodeEnd.FAILED_ENGINE
+    assert "raise" in (trajectory.error or "")
+
+
+async def test_turns_are_taken_by_the_stale_policy_as_often_as_asked(client: EnvClient) -> None:
+    engine = ScriptedEngine(CHAT, always(DOWN))
+    actor = make_actor(engine, client, stale_fraction=0.25)
+    group, _ = await actor.group(EPISODE, size=200, group_id=0, admitted_version=0)
+    counts = Counter(turn.completion.policy for t in group.trajectories for turn in t.turns)
+    share = counts["stale"] / 600
+    # Five standard deviations of a binomial share at 600 draws.
+    assert abs(share - 0.25) < 5 * (0.25 * 0.75 / 600) ** 0.5
+    assert any(len({turn.completion.policy for turn in t.turns}) == 2 for t in group.trajectories)
+
+
+async def test_the_same_seed_draws_the_same_and_siblings_draw_differently(client: EnvClient) -> None:
+    seeds = []
+    for _ in range(2):
+        engine = ScriptedEngine(CHAT, always(DOWN))
+        await make_actor(engine, client).group(EPISODE, size=4, group_id=0, admitted_version=0)
+        seeds.append(sorted((key, params.seed) for key, _, params, _ in engine.calls))
+    assert seeds[0] == seeds[1]
+    assert len({seed for _, seed in seeds[0]}) == 12
+
+
+async def test_no_more_sessions_play_at_once_than_there_are_places(client: EnvClient) -> None:
+    playing: set[str] = set()
+    most = 0
+    engine = ScriptedEngine(CHAT, always(DOWN))
+
+    def script(context: object, key: str) -> Message:
+        nonlocal most
+        playing.add(key)
+        most = max(most, len(playing - engine.released))
+        return DOWN
+
+    engine.script = script
+    await make_actor(engine, client).group(EPISODE, size=20, group_id=0, admitted_version=0)
+    assert most == 4
