@@ -58,7 +58,9 @@ def test_train_and_test_share_words_but_no_problem(task, level):
     train, test = (
         {json.dumps(problem) for problem in TASKS[task].samples(split + level)} for split in ("train", "test")
     )
-    assert train and test and not train & test
+    assert train
+    assert test
+    assert not train & test
     words = [
         {word for problem in problems for word in map(str, json.loads(problem).values())}
         for problems in (train, test)
