@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from agentrl_env.client.client import EnvClient
+from agentrl_env.client.gym import GymEnv
 from agentrl_env.dataset import EndlessSamples, Samples
 from agentrl_env.errors import NotSupported
 from agentrl_env.tools import Reply, toolset
@@ -108,3 +109,12 @@ class Environment(ABC):
             options: of ``SessionPool``, such as ``max_sessions``.
         """
         return EnvClient.local(cls, **options)
+
+    @classmethod
+    def gym(cls, **options: Any) -> GymEnv:
+        """Return this task as a Gymnasium environment that runs in this process.
+
+        Args:
+            options: of ``GymEnv``, such as ``split`` and ``render_mode``.
+        """
+        return GymEnv(client=cls.local, **options)

@@ -80,7 +80,7 @@ class GymEnv(gymnasium.Env[tuple[ChatMessage, ...], Any]):
         wait: Seconds to wait for a free session on a full server.
     """
 
-    metadata = {"render_modes": ["ansi"]}  # noqa: RUF012  -- declared so by Gymnasium
+    metadata = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012  -- declared so by Gymnasium
 
     def __init__(
         self,
@@ -293,7 +293,5 @@ def _lost(result: StepResult) -> WireError:
     return _LOST[result.status](f"The episode is lost ({result.status}): {reason or 'no reason was given'}")
 
 
-def register() -> None:
-    """Make ``gymnasium.make("agentrl_env:agentrl/Env-v0", url=..., task=...)`` work."""
-    if ENV_ID not in gymnasium.registry:
-        gymnasium.register(ENV_ID, entry_point="agentrl_env.client.gym:GymEnv")
+if ENV_ID not in gymnasium.registry:
+    gymnasium.register(ENV_ID, entry_point="agentrl_env.client.gym:GymEnv")
