@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -107,7 +107,7 @@ class Dataset:
 
 
 def _length(samples: Samples) -> int | None:
-    return len(samples) if hasattr(samples, "__len__") else None
+    return len(samples) if isinstance(samples, Sized) else None
 
 
 def _pick(samples: Samples, seed: int, split: str) -> int:

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -157,10 +156,9 @@ class Runner:
             await asyncio.wait((self._stray,), timeout=timeout)
 
     async def _on_thread(self, function: Callable[[], Any], timeout: float) -> Any:
-        begin = time.monotonic()
         job = await self._threads.submit(function, timeout)
         self._stray = job
-        await asyncio.wait((job,), timeout=timeout - (time.monotonic() - begin))
+        await asyncio.wait((job,), timeout=timeout)
         if not job.done():
             raise AuthorTimeout(f"still running after {timeout:g} s")
         value, error = job.result()

@@ -60,7 +60,8 @@ class Arguments:
         for parameter in list(inspect.signature(function).parameters.values())[1:]:
             fields[parameter.name] = self._field(parameter, hints, described.get(parameter.name))
         # A TypedDict, not a model: its keys may have any name (``copy``, ``schema``, ``_x``).
-        typed: Any = TypedDict("Arguments", fields)  # type: ignore[operator]
+        make: Any = TypedDict
+        typed = make("Arguments", fields)
         typed.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False, regex_engine="python-re")
         try:
             return TypeAdapter(typed)

@@ -7,25 +7,21 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from agentrl_env.errors import (
-    DefinitionError,
     EnvironmentFailed,
     InvalidRequest,
     NotSupported,
     SeqConflict,
     SessionEnded,
     SessionExpired,
-    ToolError,
 )
 from agentrl_env.runner import AUTHOR_ERRORS, AuthorTimeout, Runner, Threads
-from agentrl_env.schema import ArgumentError
-from agentrl_env.tools import Done, Reply, Tool, as_messages, tool_messages, toolset
+from agentrl_env.tools import TimeOver, Turn, as_messages, toolset
 from agentrl_env.types import (
     Message,
     SessionInfo,
@@ -39,36 +35,6 @@ if TYPE_CHECKING:
     from agentrl_env.environment import Environment
 
 logger = logging.getLogger("agentrl_env")
-
-SUCCESS_REWARD = 1.0 - 1e-9
-"""An episode whose rewards sum to this is a success, unless ``score()`` says otherwise."""
-
-
-class _TimeOver(Exception):
-    """The session's ``max_seconds`` are over."""
-
-
-@dataclass(slots=True)
-class _Turn:
-    """What one turn has gathered so far."""
-
-    messages: list[Message] = field(default_factory=list)
-    reward: float = 0.0
-    metrics: dict[str, float] = field(default_factory=lambda: {"invalid_calls": 0.0})
-    done: bool = False
-
-    def add_metrics(self, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + _finite(value, f"metric {name!r}")
-
-    def add(self, value: object) -> object:
-        """Take the reward and metrics of a return value, and return its content."""
-        if not isinstance(value, Reply):
-            return value
-        self.reward += _finite(value.reward, "reward")
-        self.add_metrics(value.metrics)
-        self.done = self.done or isinstance(value, Done)
-        return value.content
 
 
 class Session:
@@ -87,6 +53,7 @@ class Session:
         session_id: str,
         threads: Threads,
         clock: Callable[[], float] = time.monotonic,
+        on_step: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self.session_id = session_id
         self.sample = sample
@@ -96,6 +63,7 @@ class Session:
         self._tools = toolset(environment)
         self._runner = Runner(blocking=environment.blocking, threads=threads)
         self._clock = clock
+        self._on_step = on_step
         self._begin = clock()
         self._environment: Environment | None = None
         self._results: list[StepResult] = []
@@ -141,7 +109,7 @@ class Session:
             logger.warning("reset of task %s failed", self.sample.task, exc_info=error)
             await self.close()
             raise EnvironmentFailed(
-                f"reset of task {self.sample.task!r} failed: {_describe(error)}"
+                f"reset of task {self.sample.task!r} failed: {describe(error)}"
             ) from error
         return self.info()
 
@@ -229,29 +197,36 @@ class Session:
 
     async def _play(self, message: Message) -> StepResult:
         """Run one turn to its StepResult; author errors become its status."""
-        turn = _Turn()
-        status, info = SessionStatus.RUNNING, {}
+        begin = self._clock()
+        turn = Turn()
+        info: dict[str, Any] = {}
         try:
-            try:
-                await self._answer(message, turn)
-                if turn.done:
-                    status = SessionStatus.COMPLETED
-                elif self.turn + 1 >= self._class.max_turns:
-                    status = SessionStatus.TRUNCATED_TURNS
-                else:
-                    self._time_left()
-            except _TimeOver:
-                status = SessionStatus.TRUNCATED_TIME
+            status = await self._answer(message, turn)
             if status.final:
-                await self._score(turn)
+                turn.score(await self._scores(), self._return)
         except AUTHOR_ERRORS as error:
             logger.warning("task %s failed in a step", self.sample.task, exc_info=error)
             status = SessionStatus.FAILED_ENVIRONMENT
-            info = {"error": {"type": type(error).__name__, "message": _describe(error)}}
+            info = {"error": {"type": type(error).__name__, "message": describe(error)}}
             turn.reward = 0.0
-        return self._record(turn, status, info)
+        result = self._record(turn, status, info)
+        self._on_step(self._clock() - begin)
+        return result
 
-    def _record(self, turn: _Turn, status: SessionStatus, info: dict[str, Any]) -> StepResult:
+    async def _answer(self, message: Message, turn: Turn) -> SessionStatus:
+        """Play the message and say how the session stands after it."""
+        try:
+            await turn.play(self._alive(), message, self._call)
+            if turn.done:
+                return SessionStatus.COMPLETED
+            if self.turn + 1 >= self._class.max_turns:
+                return SessionStatus.TRUNCATED_TURNS
+            self._time_left()
+        except TimeOver:
+            return SessionStatus.TRUNCATED_TIME
+        return SessionStatus.RUNNING
+
+    def _record(self, turn: Turn, status: SessionStatus, info: dict[str, Any]) -> StepResult:
         result = StepResult(
             session_id=self.session_id,
             seq=self.turn + 1,
@@ -267,81 +242,31 @@ class Session:
         self._return += turn.reward
         if status.final:
             self.status = status
-            if self._closing is None and self._class.overrides("close"):
-                self._closing = asyncio.create_task(self._release(None))
+            if self._class.overrides("close"):
+                self.begin_close()
+            else:
+                self._environment = None
         return result
-
-    async def _answer(self, message: Message, turn: _Turn) -> None:
-        environment = self._alive()
-        if not message.tool_calls:
-            self._time_left()
-            value = await self._call(environment.respond, None, _text(message))
-            turn.messages += as_messages(turn.add(value), "respond()")
-            return
-        for position, call in enumerate(message.tool_calls):
-            try:
-                self._time_left()
-                await self._tool_call(environment, call, turn)
-            except _TimeOver:
-                _skip(message.tool_calls[position:], turn, "the time limit was reached")
-                raise
-            if turn.done:
-                _skip(message.tool_calls[position + 1 :], turn, "the task has ended")
-                return
-
-    async def _tool_call(self, environment: Environment, call: ToolCall, turn: _Turn) -> None:
-        name = call.function.name
-        tool = self._tools.tools.get(name)
-        if tool is None:
-            turn.metrics["invalid_calls"] += 1.0
-            turn.messages.append(_tool_message(call, self._tools.unknown(name)))
-            return
-        try:
-            arguments = tool.arguments.parse(call.function.arguments)
-        except ArgumentError as error:
-            turn.metrics["invalid_calls"] += 1.0
-            turn.messages.append(_tool_message(call, f"Error: {error}"))
-            return
-        try:
-            value = await self._run_tool(environment, tool, arguments)
-        except ToolError as error:
-            turn.messages.append(_tool_message(call, str(error)))
-            return
-        turn.messages += tool_messages(turn.add(value), call.id, name)
-
-    async def _run_tool(self, environment: Environment, tool: Tool, arguments: dict[str, Any]) -> Any:
-        function = getattr(environment, tool.attribute)
-        return await self._call(function, tool.timeout, **arguments)
 
     async def _call(
         self, function: Callable[..., Any], timeout: float | None, /, *args: Any, **kw: Any
     ) -> Any:
         """Call author code within its own deadline and the session's."""
+        left = self._time_left()
         if self.inline:
             return function(*args, **kw)
         own = self._class.tool_timeout if timeout is None else timeout
-        left = self._time_left()
         try:
             return await self._runner.call(function, min(own, left), *args, **kw)
         except AuthorTimeout as error:
             if left < own:
-                raise _TimeOver from None
+                raise TimeOver from None
             raise AuthorTimeout(f"{function.__name__}(): {error}") from None
 
-    async def _score(self, turn: _Turn) -> None:
-        scores: Mapping[str, float] = {}
-        if self._class.overrides("score"):
-            environment = self._alive()
-            scores = await self._runner.call(environment.score, self._class.tool_timeout)
-            if not isinstance(scores, Mapping):
-                raise DefinitionError(f"score() returned {type(scores).__name__}; return a dict")
-        turn.metrics.update({name: _finite(value, name) for name, value in scores.items()})
-        success = turn.metrics.get("success")
-        if success is None:
-            good = self._return + turn.reward >= SUCCESS_REWARD
-        else:
-            good = success >= 0.5
-        turn.metrics["success"] = float(good)
+    async def _scores(self) -> object:
+        if not self._class.overrides("score"):
+            return {}
+        return await self._runner.call(self._alive().score, self._class.tool_timeout)
 
     async def _ask_expert(self, rng: np.random.Generator) -> Message:
         environment = self._alive()
@@ -351,7 +276,7 @@ class Session:
             raise
         except AUTHOR_ERRORS as error:
             raise EnvironmentFailed(
-                f"expert of task {self.sample.task!r} failed: {_describe(error)}"
+                f"expert of task {self.sample.task!r} failed: {describe(error)}"
             ) from error
         if isinstance(move, ToolCall):
             return Message.assistant(None, move)
@@ -377,6 +302,7 @@ class Session:
             await self._runner.call(self._environment.close, self._class.reset_timeout)
         except AUTHOR_ERRORS as error:
             logger.warning("close of task %s failed", self.sample.task, exc_info=error)
+        self._environment = None
 
     def _alive(self) -> Environment:
         if self._environment is None:
@@ -384,12 +310,12 @@ class Session:
         return self._environment
 
     def _time_left(self) -> float:
-        """Return the seconds until the session's time limit. Raises _TimeOver."""
+        """Return the seconds until the session's time limit. Raises TimeOver."""
         if self._class.max_seconds is None:
             return math.inf
         left = self._begin + self._class.max_seconds - self._clock()
         if left <= 0:
-            raise _TimeOver
+            raise TimeOver
         return left
 
 
@@ -398,25 +324,6 @@ def _all_sync(environment: type[Environment], tools_sync: bool) -> bool:
     return tools_sync and not any(inspect.iscoroutinefunction(method) for method in methods)
 
 
-def _skip(calls: tuple[ToolCall, ...], turn: _Turn, reason: str) -> None:
-    turn.messages += [_tool_message(call, f"Not executed: {reason}.") for call in calls]
-
-
-def _tool_message(call: ToolCall, text: str) -> Message:
-    return Message(role="tool", tool_call_id=call.id, content=text)
-
-
-def _text(message: Message) -> str:
-    if isinstance(message.content, list):
-        return "".join(str(part.get("text", "")) for part in message.content)
-    return message.content or ""
-
-
-def _finite(value: object, what: str) -> float:
-    if not isinstance(value, int | float | np.number | np.bool_) or not math.isfinite(value):
-        raise DefinitionError(f"{what} must be a finite number, got {value!r}")
-    return float(value)
-
-
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
+    """Return an exception's class and text, cut to a readable length."""
     return f"{type(error).__name__}: {error}"[:500]

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from agentrl_env.errors import DefinitionError
-from agentrl_env.schema import Arguments, echo
-from agentrl_env.types import FunctionSpec, Message, ToolSpec
+import numpy as np
+
+from agentrl_env.errors import DefinitionError, ToolError
+from agentrl_env.schema import ArgumentError, Arguments, echo
+from agentrl_env.types import FunctionSpec, Message, ToolCall, ToolSpec
+
+if TYPE_CHECKING:
+    from agentrl_env.environment import Environment
+
+SUCCESS_REWARD = 1.0 - 1e-9
+"""An episode whose rewards sum to this is a success, unless ``score()`` says otherwise."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 Content = str | Message | list[Message]
+Call = Callable[..., Awaitable[Any]]
+"""Runs author code: ``await call(function, timeout_or_None, *args, **kwargs)``."""
 _MARK = "__agentrl_tool__"
 
 
@@ -109,15 +120,97 @@ class Toolset:
             is_async=inspect.iscoroutinefunction(function),
         )
 
-    def unknown(self, name: str) -> str:
-        """Return what the model is told when it calls a tool that does not exist."""
-        return f"Error: there is no tool {echo(name)}. Tools: {self.names}."
-
 
 @functools.cache
 def toolset(environment: type) -> Toolset:
     """Return the tools of an environment class. Raises DefinitionError."""
     return Toolset(environment)
+
+
+class TimeOver(Exception):
+    """The session's ``max_seconds`` are over."""
+
+
+class Turn:
+    """One assistant message being answered: what it has brought so far."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.reward = 0.0
+        self.metrics: dict[str, float] = {"invalid_calls": 0.0}
+        self.done = False
+
+    async def play(self, environment: Environment, message: Message, call: Call) -> None:
+        """Run the message's tool calls in order, or ``respond`` where it has none.
+
+        Raises TimeOver, and whatever else author code raises but ToolError.
+        """
+        if not message.tool_calls:
+            value = await call(environment.respond, None, _text(message))
+            self.messages += as_messages(self._take(value), "respond()")
+            return
+        for position, request in enumerate(message.tool_calls):
+            try:
+                await self._tool_call(environment, request, call)
+            except TimeOver:
+                self._skip(message.tool_calls[position:], "the time limit was reached")
+                raise
+            if self.done:
+                self._skip(message.tool_calls[position + 1 :], "the task has ended")
+                return
+
+    def score(self, scores: object, episode_return: float) -> None:
+        """Add the episode's named metrics, and ``success``.
+
+        Args:
+            scores: what ``Environment.score`` returned.
+            episode_return: the sum of all rewards before this turn.
+        """
+        if not isinstance(scores, Mapping):
+            raise DefinitionError(f"score() returned {type(scores).__name__}; return a dict")
+        self.metrics.update({name: _finite(value, name) for name, value in scores.items()})
+        success = self.metrics.get("success")
+        if success is None:
+            good = episode_return + self.reward >= SUCCESS_REWARD
+        else:
+            good = success >= 0.5
+        self.metrics["success"] = float(good)
+
+    async def _tool_call(self, environment: Environment, request: ToolCall, call: Call) -> None:
+        name = request.function.name
+        tools = toolset(type(environment))
+        found = tools.tools.get(name)
+        if found is None:
+            self._reject(request, f"there is no tool {echo(name)}. Tools: {tools.names}")
+            return
+        try:
+            arguments = found.arguments.parse(request.function.arguments)
+        except ArgumentError as error:
+            self._reject(request, str(error))
+            return
+        try:
+            value = await call(getattr(environment, found.attribute), found.timeout, **arguments)
+        except ToolError as error:
+            self.messages.append(_answer(request, str(error)))
+            return
+        self.messages += tool_messages(self._take(value), request.id, name)
+
+    def _take(self, value: object) -> object:
+        """Take the reward and metrics of a return value, and return its content."""
+        if not isinstance(value, Reply):
+            return value
+        self.reward += _finite(value.reward, "reward")
+        for name, number in value.metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + _finite(number, name)
+        self.done = self.done or isinstance(value, Done)
+        return value.content
+
+    def _reject(self, request: ToolCall, reason: str) -> None:
+        self.metrics["invalid_calls"] += 1.0
+        self.messages.append(_answer(request, f"Error: {reason}."))
+
+    def _skip(self, requests: Sequence[ToolCall], reason: str) -> None:
+        self.messages += [_answer(request, f"Not executed: {reason}.") for request in requests]
 
 
 def tool_messages(content: object, call_id: str, name: str) -> list[Message]:
@@ -158,3 +251,19 @@ def _attributes(environment: type) -> list[str]:
     for base in reversed(environment.__mro__):
         names.update(dict.fromkeys(vars(base)))
     return list(names)
+
+
+def _answer(request: ToolCall, text: str) -> Message:
+    return Message(role="tool", tool_call_id=request.id, content=text)
+
+
+def _text(message: Message) -> str:
+    if isinstance(message.content, list):
+        return "".join(str(part.get("text", "")) for part in message.content)
+    return message.content or ""
+
+
+def _finite(value: object, what: str) -> float:
+    if not isinstance(value, int | float | np.number | np.bool_) or not math.isfinite(value):
+        raise DefinitionError(f"{what} must be a finite number, got {value!r}")
+    return float(value)

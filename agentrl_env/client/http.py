@@ -1,74 +1,230 @@
-"""Sessions over HTTP."""
+"""Sessions over HTTP: retries that cannot step twice, and steps that travel together."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import random
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, TypeVar
+from urllib.parse import quote, urlsplit
+from weakref import WeakKeyDictionary
 
-import httpx
+from pydantic import BaseModel, Field, ValidationError
+from pydantic_core import from_json
 
-from agentrl_env.errors import CallTimeout, ProtocolError, ServerUnreachable, WireError, from_wire
+from agentrl_env.client.batching import EARLY_ANSWER_S, Batcher, QueuedStep
+from agentrl_env.client.transport import Http1Transport, HttpResponse
+from agentrl_env.errors import (
+    CallTimeout,
+    ProtocolError,
+    ServerUnreachable,
+    WireError,
+    from_wire,
+)
 from agentrl_env.types import Message, SessionInfo, StepResult, TaskInfo
-from agentrl_env.wire import ExpertAnswer, OpenRequest, StepBatch, StepRequest, TaskList
+from agentrl_env.wire import PROTOCOL_VERSION, ExpertAnswer, OpenRequest, StepRequest, TaskList
+
+M = TypeVar("M", bound=BaseModel)
+PATIENCE_S = 5.0
+"""How long a server may be out of reach before a call gives up."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+TRY_AGAIN = (502, 503, 504)
+
+
+class _ErrorBody(BaseModel):
+    error: dict[str, Any]
+
+
+class _BatchAnswer(BaseModel):
+    results: list[Annotated[StepResult | _ErrorBody, Field(union_mode="left_to_right")]]
 
 
 class HttpBackend:
-    """A server's sessions."""
+    """The sessions of the server at ``url``; a ``SessionBackend``.
 
-    def __init__(self, url: str, *, token: str | None = None, timeout: float = 120.0) -> None:
+    Connects lazily, once for each event loop it is used from. Every call is safe to repeat (``seq``
+    numbers steps, ``request_id`` names openings), so lost answers and restarts are retried until
+    ``timeout`` is over; a server out of reach for ``PATIENCE_S`` is given up earlier.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        timeout: float = 120.0,
+        max_connections: int = 128,
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ServerUnreachable(f"{url!r} is not an http:// or https:// URL")
         self.url = url.rstrip("/")
         self._token = token if token is not None else os.environ.get("AGENTRL_TOKEN")
         self._timeout = timeout
-        self._client: httpx.AsyncClient | None = None
+        self._max_connections = max_connections
+        self._lanes: WeakKeyDictionary[asyncio.AbstractEventLoop, _Lane] = WeakKeyDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lanes": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lanes=WeakKeyDictionary())
 
     async def tasks(self) -> tuple[TaskInfo, ...]:
-        return TaskList.model_validate_json(await self._call("GET", "/v1/tasks")).tasks
+        """Return what is served. Raises ProtocolError where the server speaks another version."""
+        served = _read(TaskList, await self._call("GET", "/v1/tasks"), self.url)
+        if served.protocol != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"{self.url} speaks protocol {served.protocol}, this client {PROTOCOL_VERSION}"
+            )
+        return served.tasks
 
     async def open(self, request: OpenRequest) -> SessionInfo:
+        """Open a session, waiting in the server's fair queue for ``wait_s``."""
         body = request.model_dump_json().encode()
-        return SessionInfo.model_validate_json(await self._call("POST", "/v1/sessions", body))
+        answer = await self._call("POST", "/v1/sessions", body, extra_s=request.wait_s)
+        return _read(SessionInfo, answer, self.url)
 
     async def step(self, session_id: str, seq: int, message: Message) -> StepResult:
-        item = StepRequest(session_id=session_id, seq=seq, message=message)
-        body = item.model_dump_json(exclude={"session_id"}).encode()
-        answer = await self._call("POST", f"/v1/sessions/{session_id}/step", body)
-        return StepResult.model_validate_json(answer)
+        """Play one assistant message; steps asked for at the same time share a request."""
+        return await self._lane().batcher.step(session_id, seq, message)
 
     async def step_many(self, steps: Sequence[StepRequest]) -> list[StepResult | WireError]:
-        body = StepBatch(steps=list(steps)).model_dump_json().encode()
-        import json
+        """Step many sessions; those of one session in order."""
+        results: list[StepResult | WireError | None] = [None] * len(steps)
+        groups: dict[str, list[int]] = {}
+        for position, step in enumerate(steps):
+            groups.setdefault(step.session_id, []).append(position)
 
-        results = json.loads(await self._call("POST", "/v1/step", body))["results"]
-        return [from_wire(item) or StepResult.model_validate(item) for item in results]
+        async def play(positions: list[int]) -> None:
+            for position in positions:
+                step = steps[position]
+                try:
+                    results[position] = await self.step(step.session_id, step.seq, step.message)
+                except WireError as error:
+                    results[position] = error
+
+        await asyncio.gather(*map(play, groups.values()))
+        return [result for result in results if result is not None]
 
     async def info(self, session_id: str) -> SessionInfo:
-        return SessionInfo.model_validate_json(await self._call("GET", f"/v1/sessions/{session_id}"))
+        """Return how a session stands."""
+        return _read(SessionInfo, await self._call("GET", _path(session_id)), self.url)
 
     async def expert(self, session_id: str) -> Message:
-        answer = await self._call("POST", f"/v1/sessions/{session_id}/expert")
-        return ExpertAnswer.model_validate_json(answer).message
+        """Return the oracle's next move."""
+        answer = await self._call("POST", _path(session_id, "/expert"))
+        return _read(ExpertAnswer, answer, self.url).message
 
     async def close_session(self, session_id: str) -> None:
-        await self._call("DELETE", f"/v1/sessions/{session_id}")
+        """End a session; idempotent."""
+        await self._call("DELETE", _path(session_id))
 
     async def aclose(self) -> None:
-        if self._client is not None:
-            await self._client.aclose()
+        """Hang up the connections of this event loop."""
+        lane = self._lanes.pop(asyncio.get_running_loop(), None)
+        if lane is not None:
+            await lane.transport.aclose()
 
-    async def _call(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        if self._client is None:
-            self._client = httpx.AsyncClient(timeout=self._timeout, trust_env=False)
-        headers = {"content-type": "application/json"}
-        if self._token:
-            headers["authorization"] = f"Bearer {self._token}"
-        try:
-            response = await self._client.request(method, self.url + path, content=body, headers=headers)
-        except httpx.TimeoutException as error:
-            raise CallTimeout(f"{self.url} did not answer in time") from error
-        except httpx.TransportError as error:
-            raise ServerUnreachable(f"no server answers at {self.url}: {error}") from error
-        if response.status_code >= 400:
-            data: Any = response.json()
-            raise from_wire(data) or ProtocolError(f"{self.url} answered {response.status_code}")
-        return response.content
+    async def _send_batch(self, items: Sequence[QueuedStep]) -> list[StepResult | WireError]:
+        """Send queued steps in one request; the results in order."""
+        head = b'{"wait_s":%a,"steps":[' % EARLY_ANSWER_S
+        body = head + b",".join(item.body for item in items) + b"]}"
+        answer = _read(_BatchAnswer, await self._call("POST", "/v1/step", body), self.url)
+        if len(answer.results) != len(items):
+            raise ProtocolError(f"{self.url} answered {len(answer.results)} of {len(items)} steps")
+        return [
+            result if isinstance(result, StepResult) else _error(result.model_dump())
+            for result in answer.results
+        ]
+
+    async def _send_alone(self, item: QueuedStep) -> StepResult:
+        answer = await self._call("POST", _path(item.session_id, "/step"), item.body)
+        return _read(StepResult, answer, self.url)
+
+    async def _call(self, method: str, path: str, body: bytes = b"", *, extra_s: float = 0.0) -> bytes:
+        """Send a request until it is answered; return the body of a good answer.
+
+        Raises the WireError that was answered, ServerUnreachable, CallTimeout, ProtocolError.
+        """
+        begin = time.monotonic()
+        end, pause = begin + self._timeout + extra_s, FIRST_PAUSE_S
+        while True:
+            left = end - time.monotonic()
+            try:
+                response = await self._lane().transport.request(method, path, body, timeout=left)
+            except TimeoutError as error:
+                raise CallTimeout(
+                    f"{self.url} did not answer {method} {path} within {self._timeout:g} s"
+                ) from error
+            except OSError as error:
+                if time.monotonic() - begin > min(PATIENCE_S, self._timeout):
+                    raise ServerUnreachable(
+                        f"no environment server answers at {self.url} ({error or 'hung up'}); is it running?"
+                    ) from error
+            else:
+                if not _worth_another_try(response) or time.monotonic() + pause > end:
+                    return self._good(response, f"{method} {path}")
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def _good(self, response: HttpResponse, call: str) -> bytes:
+        if response.status < 300:
+            return response.body
+        error = _error_of(response)
+        if error is None:
+            raise ProtocolError(
+                f"{self.url} is no environment server: it answered {call} with {response.status}"
+            )
+        raise error
+
+    def _lane(self) -> _Lane:
+        loop = asyncio.get_running_loop()
+        lane = self._lanes.get(loop)
+        if lane is None:
+            lane = self._lanes[loop] = _Lane(self)
+        return lane
+
+    def _transport(self) -> Http1Transport:
+        headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
+        return Http1Transport(self.url, headers=headers, max_connections=self._max_connections)
+
+
+class _Lane:
+    """What a backend has in one event loop."""
+
+    def __init__(self, backend: HttpBackend) -> None:
+        self.transport = backend._transport()
+        self.batcher = Batcher(backend._send_batch, backend._send_alone)
+
+
+def _path(session_id: str, rest: str = "") -> str:
+    return f"/v1/sessions/{quote(session_id, safe='')}{rest}"
+
+
+def _read(model: type[M], body: bytes, url: str) -> M:
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise ProtocolError(f"{url} answered something that is not a {model.__name__}") from error
+
+
+def _error(body: object) -> WireError:
+    error = from_wire(body)
+    if error is None:
+        raise ProtocolError("the server answered an error of no known form")
+    return error
+
+
+def _error_of(response: HttpResponse) -> WireError | None:
+    try:
+        return from_wire(from_json(response.body))
+    except ValueError:
+        return None
+
+
+def _worth_another_try(response: HttpResponse) -> bool:
+    """Whether a proxy answered for a server that is away; a full server speaks for itself."""
+    return response.status in TRY_AGAIN and _error_of(response) is None

@@ -41,7 +41,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await pool.start()
+        await pool.tasks()
         try:
             yield
         finally:

@@ -1,12 +1,13 @@
-"""The table of sessions: capacity with a fair queue, leases that expire, an orderly end."""
+"""The sessions of one process: capacity with a fair queue, leases that expire, an orderly end."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,13 +20,13 @@ from agentrl_env.errors import (
     ServerDraining,
     ServerFull,
     StepPending,
-    UnknownSession,
     UnknownTask,
     WireError,
 )
 from agentrl_env.runner import AUTHOR_ERRORS, FairSlots, Runner, Threads
 from agentrl_env.server.metrics import Metrics
-from agentrl_env.session import Session
+from agentrl_env.server.table import Entry, SessionTable
+from agentrl_env.session import Session, describe
 from agentrl_env.tools import toolset
 from agentrl_env.types import Message, SessionInfo, SessionStatus, StepResult, TaskInfo
 from agentrl_env.wire import OpenRequest, StepRequest
@@ -35,19 +36,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("agentrl_env")
 
-KEPT_SESSIONS = 4096
-"""How many ended sessions are remembered, so that a lost last answer can be asked for again."""
-KEPT_S = 600.0
-"""For how many seconds they are."""
 SWEEP_S = 1.0
-
-
-@dataclass(slots=True)
-class _Entry:
-    session: Session
-    request_id: str | None = None
-    users: int = 0
-    """Calls under way in the session; while there are any, its lease does not run."""
+"""How often expired leases are looked for."""
 
 
 @dataclass(slots=True)
@@ -88,44 +78,35 @@ class SessionPool:
             self._datasets[environment.name] = Dataset(environment)
         self.metrics = Metrics()
         self.draining = False
-        self._hurried = False
         self._oracle = oracle
         self._lease_s = lease_s
         self._clock = clock
         self._threads = Threads(threads)
         self._slots = FairSlots(max_sessions)
-        self._live: dict[str, _Entry] = {}
-        self._idle: OrderedDict[str, float] = OrderedDict()
-        self._ended: OrderedDict[str, tuple[_Entry, float]] = OrderedDict()
+        self._table = SessionTable(clock)
         self._openings: dict[str, _Opening] = {}
-        self._requests: dict[str, str] = {}
-        self._starting: asyncio.Task[None] | None = None
+        self._starting: asyncio.Task[tuple[TaskInfo, ...]] | None = None
         self._sweeper: asyncio.Task[None] | None = None
-        self._infos: tuple[TaskInfo, ...] = ()
+        self._quiet: asyncio.Event | None = None
 
     @property
     def open_sessions(self) -> int:
         """How many sessions are running."""
-        return len(self._live)
+        return len(self._table.live)
 
     def gauges(self) -> dict[str, float]:
         """Return what ``/metrics`` shows of the present moment."""
         return {
-            "agentrl_sessions_open": float(len(self._live)),
+            "agentrl_sessions_open": float(self.open_sessions),
             "agentrl_sessions_waiting": float(self._slots.waiting),
             "agentrl_sessions_capacity": float(self._slots.total),
         }
 
-    async def start(self) -> None:
-        """Open what sessions share (``Environment.startup``); once, and by itself on first use."""
+    async def tasks(self) -> tuple[TaskInfo, ...]:
+        """Return what is served; the first call opens what sessions share (``startup``)."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._startup())
-        await asyncio.shield(self._starting)
-
-    async def tasks(self) -> tuple[TaskInfo, ...]:
-        """Return what is served."""
-        await self.start()
-        return self._infos
+        return await asyncio.shield(self._starting)
 
     async def open(self, request: OpenRequest) -> SessionInfo:
         """Open a session; the same ``request_id`` again gives the same one.
@@ -133,8 +114,9 @@ class SessionPool:
         Raises UnknownTask, UnknownSample, ServerFull, ServerDraining, EnvironmentFailed.
         """
         key = request.request_id or secrets.token_urlsafe(12)
-        if key in self._requests:
-            return await self.info(self._requests[key])
+        known = self._table.opened_as(key)
+        if known is not None:
+            return await self.info(known)
         opening = self._openings.get(key)
         if opening is None:
             opening = _Opening(asyncio.create_task(self._open(request)))
@@ -150,17 +132,12 @@ class SessionPool:
 
     async def step(self, session_id: str, seq: int | None, message: Message) -> StepResult:
         """Play one assistant message. Raises what ``Session.step`` does, and UnknownSession."""
-        entry = self._entry(session_id)
-        begin = self._clock()
-        fresh = entry.session.turn
-        self._enter(session_id, entry)
+        entry = self._table.find(session_id)
+        self._table.enter(session_id, entry)
         try:
-            result = await entry.session.step(message, seq)
+            return await entry.session.step(message, seq)
         finally:
             self._leave(session_id, entry)
-        if result.seq > fresh:
-            self.metrics.step_taken(entry.session.sample.task, self._clock() - begin)
-        return result
 
     async def step_many(
         self, steps: Sequence[StepRequest], wait_s: float | None = None
@@ -189,7 +166,7 @@ class SessionPool:
 
     async def info(self, session_id: str) -> SessionInfo:
         """Return how a session stands. Raises UnknownSession, SessionExpired."""
-        session = self._entry(session_id).session
+        session = self._table.find(session_id).session
         if session.status is SessionStatus.EXPIRED:
             session.refuse_ended()
         return session.info()
@@ -198,8 +175,8 @@ class SessionPool:
         """Return the oracle's next move. Raises NotSupported without ``oracle``."""
         if not self._oracle:
             raise NotSupported("this server answers no expert calls; start it with --oracle")
-        entry = self._entry(session_id)
-        self._enter(session_id, entry)
+        entry = self._table.find(session_id)
+        self._table.enter(session_id, entry)
         try:
             return await entry.session.expert()
         finally:
@@ -207,89 +184,88 @@ class SessionPool:
 
     async def close_session(self, session_id: str) -> None:
         """End a session and release what it holds; idempotent."""
-        entry = self._live.get(session_id)
-        if entry is not None:
-            await self._end(session_id, entry, SessionStatus.CANCELLED)
+        await self._end([session_id], SessionStatus.CANCELLED)
 
     async def expire_idle(self) -> int:
         """End every session that is idle past its lease; return how many."""
-        now, expired = self._clock(), []
-        for session_id, since in self._idle.items():
-            if now - since < self._lease_s:
-                break
-            expired.append(session_id)
-        ends = [self._end(name, self._live[name], SessionStatus.EXPIRED) for name in expired]
-        await asyncio.gather(*ends)
-        self._forget_old()
-        return len(expired)
+        idle = self._table.idle_for(self._lease_s)
+        await self._end(idle, SessionStatus.EXPIRED)
+        self._table.forget_old()
+        return len(idle)
 
     async def drain(self, deadline_s: float) -> None:
         """Take no new sessions, let the open ones end within the deadline, then close them."""
         self.draining = True
         self._slots.refuse_all()
-        end = self._clock() + deadline_s
-        while self._live and not self._hurried and self._clock() < end:
-            await asyncio.sleep(min(0.05, deadline_s))
-        await asyncio.gather(
-            *(
-                self._end(session_id, entry, SessionStatus.CANCELLED)
-                for session_id, entry in list(self._live.items())
-            )
-        )
+        self._quiet = asyncio.Event()
+        if self._table.live and deadline_s > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._quiet.wait(), deadline_s)
+        await self._end(list(self._table.live), SessionStatus.CANCELLED)
 
     def hurry(self) -> None:
         """Let a ``drain`` under way wait no longer."""
-        self._hurried = True
+        if self._quiet is not None:
+            self._quiet.set()
 
     async def aclose(self) -> None:
         """Close every session, and what they share. The pool is of no further use."""
         await self.drain(0.0)
-        if self._sweeper is not None and not self._sweeper.done():
+        if self._sweeper is not None:
             self._sweeper.cancel()
-        closing = [entry.session.released for entry, _ in self._ended.values()]
-        await asyncio.gather(*(task for task in closing if task is not None and not task.done()))
+        for session in self._table.ended():
+            if session.released is not None:
+                await session.close()
         if self._starting is not None:
             self._starting = None
             for environment in self._classes.values():
                 await self._shutdown(environment)
         self._threads.stop()
 
-    async def _startup(self) -> None:
+    async def _startup(self) -> tuple[TaskInfo, ...]:
         for environment in self._classes.values():
-            await self._run(environment, environment.startup, environment.reset_timeout)
-        self._infos = tuple([await self._describe(environment) for environment in self._classes.values()])
+            await self._run(environment, environment.startup)
+        return tuple([await self._describe(known) for known in self._classes.values()])
 
     async def _shutdown(self, environment: type[Environment]) -> None:
         try:
-            await self._run(environment, environment.shutdown, environment.reset_timeout)
+            await self._run(environment, environment.shutdown)
         except AUTHOR_ERRORS as error:
             logger.warning("shutdown of task %s failed", environment.name, exc_info=error)
 
     async def _describe(self, environment: type[Environment]) -> TaskInfo:
-        dataset = self._datasets[environment.name]
         expert = self._oracle and environment.overrides("expert")
         return TaskInfo(
             name=environment.name,
             description=environment.description(),
-            splits=await self._run(environment, dataset.info, environment.reset_timeout),
+            splits=await self._run(environment, self._datasets[environment.name].info),
             tools=environment.tool_specs(),
             max_turns=environment.max_turns,
             capabilities=("expert",) if expert else (),
         )
 
-    async def _run(
-        self, environment: type[Environment], function: Callable[..., Any], timeout: float, *args: Any
-    ) -> Any:
+    async def _run(self, environment: type[Environment], function: Callable[..., Any], *args: Any) -> Any:
+        """Run author code that belongs to no session."""
         runner = Runner(blocking=environment.blocking, threads=self._threads)
-        return await runner.call(function, timeout, *args)
+        return await runner.call(function, environment.reset_timeout, *args)
 
     async def _open(self, request: OpenRequest) -> SessionInfo:
         if request.task not in self._classes:
             known = ", ".join(self._classes) or "none"
             raise UnknownTask(f"no task {request.task!r} here; tasks: {known}")
-        await self.start()
+        await self.tasks()
         self._keep_sweeping()
-        taken = not self.draining and await self._slots.acquire(request.wait_s)
+        await self._take_slot(request.wait_s)
+        try:
+            session = await self._begin(request)
+        except BaseException:
+            self._slots.release()
+            raise
+        self._table.add(session, request.request_id)
+        return session.info()
+
+    async def _take_slot(self, wait_s: float) -> None:
+        taken = not self.draining and await self._slots.acquire(wait_s)
         if self.draining:
             if taken:
                 self._slots.release()
@@ -297,37 +273,24 @@ class SessionPool:
         if not taken:
             total = self._slots.total
             raise ServerFull(f"all {total} sessions of this server are taken", retry_after=1)
-        try:
-            session = await self._begin(request)
-        except BaseException:
-            self._slots.release()
-            raise
-        entry = _Entry(session, request.request_id)
-        self._live[session.session_id] = entry
-        self._idle[session.session_id] = self._clock()
-        if request.request_id is not None:
-            self._requests[request.request_id] = session.session_id
-        return session.info()
 
     async def _begin(self, request: OpenRequest) -> Session:
         environment = self._classes[request.task]
         wanted = (request.split, request.index, request.seed, request.sample)
-        choose = self._datasets[request.task].sample
         try:
-            sample = await self._run(environment, choose, environment.reset_timeout, *wanted)
+            sample = await self._run(environment, self._datasets[request.task].sample, *wanted)
         except WireError:
             raise
         except AUTHOR_ERRORS as error:
             logger.warning("samples of task %s failed", request.task, exc_info=error)
-            raise EnvironmentFailed(
-                f"samples of task {request.task!r} failed: {type(error).__name__}: {error}"
-            ) from error
+            raise EnvironmentFailed(f"samples of task {request.task!r} failed: {describe(error)}") from error
         session = Session(
             environment,
             sample,
             session_id=secrets.token_urlsafe(16),
             threads=self._threads,
             clock=self._clock,
+            on_step=functools.partial(self.metrics.step_taken, request.task),
         )
         try:
             await session.start()
@@ -350,57 +313,38 @@ class SessionPool:
                 results[position] = error
 
     def _never_waits(self, session_id: str) -> bool:
-        entry = self._live.get(session_id)
+        entry = self._table.live.get(session_id)
         return entry is None or entry.session.inline
 
-    def _entry(self, session_id: str) -> _Entry:
-        entry = self._live.get(session_id)
-        if entry is None:
-            ended = self._ended.get(session_id)
-            if ended is None:
-                raise UnknownSession("no such session; it never existed or ended long ago")
-            entry = ended[0]
-        return entry
-
-    def _enter(self, session_id: str, entry: _Entry) -> None:
-        entry.users += 1
-        self._idle.pop(session_id, None)
-
-    def _leave(self, session_id: str, entry: _Entry) -> None:
-        entry.users -= 1
+    def _leave(self, session_id: str, entry: Entry) -> None:
+        self._table.leave(session_id, entry)
         if entry.session.status.final:
-            self._retire(session_id, entry)
-        elif entry.users == 0:
-            self._idle[session_id] = self._clock()
+            self._retire(session_id)
 
-    async def _end(self, session_id: str, entry: _Entry, status: SessionStatus) -> None:
-        closing = entry.session.begin_close(status)
-        self._retire(session_id, entry)
-        await asyncio.shield(closing)
+    async def _end(self, session_ids: Sequence[str], status: SessionStatus) -> None:
+        """Close sessions, all at the same time."""
+        closing: list[asyncio.Task[None]] = []
+        for session_id in session_ids:
+            entry = self._table.live.get(session_id)
+            if entry is not None:
+                closing.append(entry.session.begin_close(status))
+                self._retire(session_id)
+        if closing:
+            await asyncio.wait(closing)
 
-    def _retire(self, session_id: str, entry: _Entry) -> None:
-        """Move a session that has ended out of the way; its slot is free once all is released."""
-        if self._live.pop(session_id, None) is None:
+    def _retire(self, session_id: str) -> None:
+        """Move a session that has ended aside; its slot is free once all it held is released."""
+        entry = self._table.retire(session_id)
+        if entry is None:
             return
-        self._idle.pop(session_id, None)
-        self._ended[session_id] = (entry, self._clock())
         session = entry.session
         self.metrics.ended[session.sample.task, session.status] += 1
         if session.released is None or session.released.done():
             self._slots.release()
         else:
             session.released.add_done_callback(lambda _: self._slots.release())
-        self._forget_old()
-
-    def _forget_old(self) -> None:
-        horizon = self._clock() - KEPT_S
-        while self._ended:
-            session_id, (entry, since) = next(iter(self._ended.items()))
-            if since > horizon and len(self._ended) <= KEPT_SESSIONS:
-                return
-            del self._ended[session_id]
-            if entry.request_id is not None:
-                self._requests.pop(entry.request_id, None)
+        if self._quiet is not None and not self._table.live:
+            self._quiet.set()
 
     def _keep_sweeping(self) -> None:
         loop = asyncio.get_running_loop()

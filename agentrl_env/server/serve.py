@@ -13,9 +13,11 @@ import uvicorn
 
 from agentrl_env.environment import Environment
 from agentrl_env.errors import ServeError
+from agentrl_env.runner import AUTHOR_ERRORS
 from agentrl_env.server.app import create_app
 from agentrl_env.server.pool import SessionPool
 from agentrl_env.server.targets import load_targets
+from agentrl_env.session import describe
 
 
 class _Server(uvicorn.Server):
@@ -77,10 +79,15 @@ class EnvServer:
 
     async def start(self) -> None:
         """Return once requests are answered. Raises ServeError where a task's startup fails."""
+        try:
+            await self.pool.tasks()
+        except AUTHOR_ERRORS as error:
+            self._socket.close()
+            raise ServeError(f"a task cannot start: {describe(error)}") from error
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         while not self._server.started:
             if self._serving.done():
-                raise ServeError(f"the server did not start: {self._why()}")
+                raise ServeError("the server did not start; see the log above")
             await asyncio.sleep(0.01)
 
     async def stop(self) -> None:
@@ -96,9 +103,6 @@ class EnvServer:
         """End without waiting for open sessions."""
         self._drain_s = 0.0
         self.pool.hurry()
-
-    def _why(self) -> str:
-        return "a task's startup() failed; see the log above"
 
 
 def serve(

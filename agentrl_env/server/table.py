@@ -1,0 +1,117 @@
+"""Which sessions are open, which of them are idle since when, and which have ended lately."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from agentrl_env.errors import UnknownSession
+from agentrl_env.session import Session
+
+KEPT_SESSIONS = 4096
+"""How many ended sessions are remembered, so that a lost last answer can be asked for again."""
+KEPT_S = 600.0
+"""For how many seconds they are."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """One session's row."""
+
+    session: Session
+    request_id: str | None = None
+    """The name its opening was asked for under."""
+    users: int = 0
+    """Calls under way in the session; while there are any, its lease does not run."""
+
+
+class SessionTable:
+    """Every session a pool knows, by id.
+
+    Args:
+        clock: seconds, monotonic.
+        kept_sessions: how many ended sessions are remembered.
+        kept_s: for how many seconds they are.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        kept_sessions: int = KEPT_SESSIONS,
+        kept_s: float = KEPT_S,
+    ) -> None:
+        self.live: dict[str, Entry] = {}
+        self._clock = clock
+        self._kept_sessions = kept_sessions
+        self._kept_s = kept_s
+        self._idle: OrderedDict[str, float] = OrderedDict()
+        self._ended: OrderedDict[str, tuple[Entry, float]] = OrderedDict()
+        self._requests: dict[str, str] = {}
+
+    def add(self, session: Session, request_id: str | None) -> None:
+        """Enter a session that has just opened; its lease begins."""
+        self.live[session.session_id] = Entry(session, request_id)
+        self._idle[session.session_id] = self._clock()
+        if request_id is not None:
+            self._requests[request_id] = session.session_id
+
+    def find(self, session_id: str) -> Entry:
+        """Return a session that is open or has ended lately. Raises UnknownSession."""
+        entry = self.live.get(session_id)
+        if entry is None:
+            ended = self._ended.get(session_id)
+            if ended is None:
+                raise UnknownSession("no such session; it never existed or ended long ago")
+            entry = ended[0]
+        return entry
+
+    def opened_as(self, request_id: str) -> str | None:
+        """Return the id of the session that was opened under a request's name."""
+        return self._requests.get(request_id)
+
+    def enter(self, session_id: str, entry: Entry) -> None:
+        """Stop the lease while a call is under way."""
+        entry.users += 1
+        self._idle.pop(session_id, None)
+
+    def leave(self, session_id: str, entry: Entry) -> None:
+        """Let the lease begin anew after the last call under way."""
+        entry.users -= 1
+        if entry.users == 0 and session_id in self.live:
+            self._idle[session_id] = self._clock()
+
+    def idle_for(self, seconds: float) -> list[str]:
+        """Return the open sessions without a call for so long, the longest first."""
+        horizon = self._clock() - seconds
+        found: list[str] = []
+        for session_id, since in self._idle.items():
+            if since > horizon:
+                break
+            found.append(session_id)
+        return found
+
+    def retire(self, session_id: str) -> Entry | None:
+        """Move a session that has ended aside; None where that was done before."""
+        entry = self.live.pop(session_id, None)
+        if entry is not None:
+            self._idle.pop(session_id, None)
+            self._ended[session_id] = (entry, self._clock())
+            self.forget_old()
+        return entry
+
+    def ended(self) -> Iterator[Session]:
+        """Go through the sessions that have ended and are remembered."""
+        return (entry.session for entry, _ in self._ended.values())
+
+    def forget_old(self) -> None:
+        """Drop ended sessions that are too old or too many."""
+        horizon = self._clock() - self._kept_s
+        while self._ended:
+            session_id, (entry, since) = next(iter(self._ended.items()))
+            if since > horizon and len(self._ended) <= self._kept_sessions:
+                return
+            del self._ended[session_id]
+            if entry.request_id is not None:
+                self._requests.pop(entry.request_id, None)
