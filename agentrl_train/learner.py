@@ -40,9 +40,10 @@ class Learner:
     ``temperature`` divides the logits, as it did at sampling. A ``reference`` model with a
     ``kl_coefficient`` adds the k3 penalty; an ``importance_cap`` clips against log-probabilities
     recomputed at the start of ``step`` and weighs tokens by the truncated importance weight of
-    those over the sampler's (decoupled PPO, arXiv 2110.00641). ``max_logits`` bounds the entries of
-    a chunk of logits. ``packs_rows`` says whether the model can keep several sequences of a row
-    apart. Raises ``ValueError`` for a model whose logits are not simply its head's output.
+    those over the sampler's (decoupled PPO, arXiv 2110.00641). ``activation_checkpointing`` saves
+    memory for a second forward pass; ``max_logits`` bounds the entries of a chunk of logits.
+    ``packs_rows`` says whether the model can keep several sequences of a row apart. Raises
+    ``ValueError`` for a model whose logits are not simply its head's output.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Learner:
         reference: PreTrainedModel | None = None,
         kl_coefficient: float = 0.0,
         importance_cap: float | None = None,
+        activation_checkpointing: bool = False,
         max_logits: int = 2**26,
     ) -> None:
         self.model = model.to(device).eval()
@@ -81,11 +83,14 @@ class Learner:
         self._reference = reference.to(device).eval() if reference is not None else None
         self._kl_coefficient = kl_coefficient
         self._importance_cap = importance_cap
+        self._activation_checkpointing = activation_checkpointing
         self._max_logits = max_logits
         self._optimizer = torch.optim.AdamW(
             _parameter_groups(model, weight_decay), lr=learning_rate, betas=betas, fused=True
         )
         _check_head(model, self.device)
+        if activation_checkpointing:
+            _enable_checkpointing(model)
 
     def step(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Make one optimizer update a batch and return metrics, averaged over all of them.
@@ -95,7 +100,7 @@ class Learner:
         started = time.perf_counter()
         anchors = [[self._anchor(micro) for micro in batch.micro_batches] for batch in batches]
         # Dropout off, so that an unchanged policy has ratio 1; checkpointing needs train mode.
-        self.model.train(_checkpoints_gradients(self.model))
+        self.model.train(self._activation_checkpointing)
         tally = _Tally()
         for batch, anchor in zip(batches, anchors, strict=True):
             self._update(batch, anchor, tally)
@@ -354,8 +359,12 @@ def _alone(one: TokenSequence) -> MicroBatch:
     )
 
 
-def _checkpoints_gradients(model: nn.Module) -> bool:
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+def _enable_checkpointing(model: PreTrainedModel) -> None:
+    """Recompute activations in the backward pass; the method's name depends on transformers' age."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable()
+    else:
+        model.gradient_checkpointing_enable()
 
 
 def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -1,0 +1,220 @@
+import math
+from collections.abc import Sequence
+from math import comb
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl_env.types import Message, TaskSample
+from agentrl_train.advantage import advantages, group_advantages, normalize_task
+from agentrl_train.types import Completion, EpisodeEnd, Trajectory, TrajectoryGroup, Turn
+
+
+def trajectory(
+    reward: float,
+    tokens: int = 2,
+    *,
+    invalid_calls: int = 0,
+    end: EpisodeEnd = EpisodeEnd.TERMINATED,
+) -> Trajectory:
+    ids = list(range(tokens))
+    completion = Completion(
+        token_ids=ids, logprobs=[-1.0] * tokens, versions=[0] * tokens, finish_reason="stop"
+    )
+    turn = Turn(
+        prompt_ids=[1],
+        completion=completion,
+        message=Message.assistant("x"),
+        reply=[],
+        reward=reward,
+        invalid_calls=invalid_calls,
+    )
+    return Trajectory(
+        sample=TaskSample(task="a"),
+        opening=[],
+        turns=[turn],
+        end=end,
+        reward=reward,
+        success=reward >= 1,
+    )
+
+
+def group(
+    rewards: Sequence[float], tokens: Sequence[int] | None = None, *, task: str = "a"
+) -> TrajectoryGroup:
+    tokens = tokens or [2] * len(rewards)
+    members = [trajectory(r, n) for r, n in zip(rewards, tokens, strict=True)]
+    return TrajectoryGroup(group_id=0, task=task, trajectories=members, admitted_version=0)
+
+
+def of(rewards: Sequence[float], **options: object) -> np.ndarray:
+    options = {"task_normalization": False} | options
+    return np.array(advantages([group(rewards)], **options)[0])
+
+
+reward_lists = st.lists(st.integers(-5, 5).map(float), min_size=2, max_size=8)
+token_counts = st.integers(1, 40)
+
+
+@st.composite
+def task_groups(draw: st.DrawFn, task: str = "a") -> list[TrajectoryGroup]:
+    groups = []
+    for _ in range(draw(st.integers(1, 4))):
+        rewards = draw(reward_lists)
+        tokens = draw(st.lists(token_counts, min_size=len(rewards), max_size=len(rewards)))
+        groups.append(group(rewards, tokens, task=task))
+    return groups
+
+
+def rescaled(groups: Sequence[TrajectoryGroup], factor: float, shift: float) -> list:
+    return [
+        group(
+            [factor * one.reward + shift for one in old.trajectories],
+            [one.num_sampled_tokens for one in old.trajectories],
+            task=old.task,
+        )
+        for old in groups
+    ]
+
+
+def test_the_winner_of_two_tokens_and_the_loser_of_eight_get_the_published_values():
+    values, counts = [np.array([1.0, -1.0])], [np.array([2, 8])]
+    (result,) = normalize_task(values, counts)
+    assert result == pytest.approx([1.897367, -0.474342], abs=1e-6)
+    assert 2 * result[0] + 8 * result[1] == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("wins", "leave_one_out", "std"),
+    [(4, (0.571429, -0.571429), (0.935414, -0.935414)), (1, (1, -0.142857), (2.474874, -0.353553))],
+)
+def test_a_group_of_eight_gets_the_published_values(wins, leave_one_out, std):
+    rewards = [1.0] * wins + [0.0] * (8 - wins)
+    loo = of(rewards, baseline="leave_one_out", scale="none")
+    grpo = of(rewards)
+    assert (loo[0], loo[-1]) == pytest.approx(leave_one_out, abs=1e-6)
+    assert (grpo[0], grpo[-1]) == pytest.approx(std, abs=1e-6)
+
+
+@given(reward_lists)
+def test_leave_one_out_is_the_mean_baseline_times_n_over_n_minus_one(rewards):
+    n = len(rewards)
+    mean = of(rewards, scale="none")
+    assert of(rewards, baseline="leave_one_out", scale="none") == pytest.approx(mean * n / (n - 1))
+
+
+@given(reward_lists, st.floats(-100, 100))
+def test_a_constant_added_to_a_group_changes_nothing(rewards, shift):
+    moved = of([reward + shift for reward in rewards])
+    assert moved == pytest.approx(of(rewards), abs=1e-6)
+
+
+@given(task_groups(), st.floats(0.01, 1000), st.floats(-100, 100))
+def test_rewards_of_a_task_may_be_scaled_and_shifted(groups, factor, shift):
+    for scale in ("std", "none"):
+        before = advantages(groups, scale=scale)
+        after = advantages(rescaled(groups, factor, shift), scale=scale)
+        for old, new in zip(before, after, strict=True):
+            assert new == pytest.approx(old, abs=1e-5)
+
+
+@given(task_groups("a"), task_groups("b"))
+def test_adding_a_task_leaves_the_others_untouched(ours, theirs):
+    assert advantages([*theirs, *ours])[len(theirs) :] == advantages(ours)
+
+
+@given(task_groups())
+def test_every_task_has_mean_zero_and_std_one_over_its_tokens(groups):
+    results = advantages(groups, scale="none")
+    live = [
+        (value, one.num_sampled_tokens)
+        for old, new in zip(groups, results, strict=True)
+        for value, one in zip(new, old.trajectories, strict=True)
+        if any(new)
+    ]
+    if not live:
+        return
+    tokens = np.repeat([value for value, _ in live], [count for _, count in live])
+    assert tokens.mean() == pytest.approx(0.0, abs=1e-9)
+    assert tokens.std(ddof=1) == pytest.approx(1.0)
+
+
+@given(task_groups(), st.sampled_from([0.0, 0.1, 1.0]), st.integers(1, 5))
+def test_a_group_without_signal_stays_zero_and_out_of_the_statistics(groups, reward, size):
+    flat = group([reward] * size, [30] * size)
+    assert advantages([*groups, flat]) == [*advantages(groups), [0.0] * size]
+
+
+def test_a_group_of_one_has_no_signal_under_a_group_baseline():
+    for baseline in ("mean", "leave_one_out"):
+        assert of([3.0], baseline=baseline).tolist() == [0.0]
+    assert of([3.0], baseline="none").tolist() == [3.0]
+
+
+def test_a_task_without_spread_or_with_one_token_is_left_as_it_is():
+    assert advantages([group([1.0, 1.0])], baseline="none", scale="none") == [[1.0, 1.0]]
+    assert advantages([group([1.0], [1])], baseline="none", scale="none") == [[1.0]]
+
+
+def test_no_groups_and_empty_groups_have_no_advantages():
+    assert advantages([]) == []
+    assert advantages([group([])]) == [[]]
+
+
+def test_penalties_are_taken_off_once_a_trajectory():
+    members = [
+        trajectory(1.0, invalid_calls=3),
+        trajectory(1.0, end=EpisodeEnd.TRUNCATED_LENGTH),
+        trajectory(1.0, invalid_calls=1, end=EpisodeEnd.TRUNCATED_TURNS),
+        trajectory(0.0),
+    ]
+    shaped = TrajectoryGroup(group_id=0, task="a", trajectories=members, admitted_version=0)
+    (result,) = advantages(
+        [shaped],
+        baseline="none",
+        scale="none",
+        task_normalization=False,
+        invalid_call_penalty=0.2,
+        truncation_penalty=0.5,
+    )
+    assert result == pytest.approx([0.8, 0.5, 0.3, 0.0])
+
+
+@pytest.mark.parametrize("end", [EpisodeEnd.FAILED_ENVIRONMENT, EpisodeEnd.FAILED_ENGINE])
+def test_a_failed_trajectory_is_refused(end):
+    failed = TrajectoryGroup(
+        group_id=7,
+        task="a",
+        trajectories=[trajectory(0.0, end=end), trajectory(1.0)],
+        admitted_version=0,
+    )
+    with pytest.raises(ValueError, match="group 7 of task 'a' holds a failed trajectory"):
+        advantages([failed])
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_not_finite_is_refused(reward):
+    with pytest.raises(ValueError, match="must be finite"):
+        advantages([group([reward, 0.0])])
+
+
+def test_an_unknown_option_is_refused_by_name():
+    with pytest.raises(ValueError, match="baseline is 'median'; use one of mean"):
+        advantages([group([1.0, 0.0])], baseline="median")
+    with pytest.raises(ValueError, match="scale is 'max'; use one of std"):
+        advantages([group([1.0, 0.0])], scale="max")
+
+
+@pytest.mark.parametrize("probability", [0.05, 0.2, 0.5, 0.9])
+@pytest.mark.parametrize(("baseline", "factor"), [("leave_one_out", 1.0), ("mean", 7 / 8), ("none", 1.0)])
+def test_the_expected_gradient_of_a_bernoulli_policy_is_right(probability, baseline, factor):
+    """One logit, reward = the action, eight siblings: all outcomes enumerated."""
+    expected = 0.0
+    for wins in range(9):
+        actions = np.array([1.0] * wins + [0.0] * (8 - wins))
+        chance = comb(8, wins) * probability**wins * (1 - probability) ** (8 - wins)
+        advantage = group_advantages(actions, baseline=baseline, scale="none")
+        expected += chance * float((advantage * (actions - probability)).mean())
+    assert expected == pytest.approx(factor * probability * (1 - probability))
