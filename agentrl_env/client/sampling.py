@@ -8,12 +8,14 @@ Example::
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator, SchemaError
 
 from agentrl_env.types import ToolCall, ToolSpec
 
@@ -69,15 +71,25 @@ def sample_json(
     """Draw a JSON value that is valid under ``schema`` (2020-12, local ``$ref``s).
 
     Raises:
-        CannotSample: twenty draws were all invalid.
+        CannotSample: the schema itself is invalid, or twenty draws were.
     """
-    validator = Draft202012Validator(schema)
+    validator = _validator(json.dumps(schema))
     sampler = _Sampler(schema, rng, words)
     for _ in range(20):
         value = sampler.draw(schema, 0)
         if validator.is_valid(value):
             return value
     raise CannotSample(f"No value was found for the schema {schema!r}.")
+
+
+@lru_cache(maxsize=256)
+def _validator(schema: str) -> Draft202012Validator:
+    parsed = json.loads(schema)
+    try:
+        Draft202012Validator.check_schema(parsed)
+    except SchemaError as error:
+        raise CannotSample(f"This is no valid JSON Schema: {error.message}.") from error
+    return Draft202012Validator(parsed)
 
 
 class _Sampler:

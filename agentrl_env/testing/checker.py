@@ -81,16 +81,16 @@ def run_checks(
             reports.append(Report(task=info.name, results=tuple(results)))
         return reports
     finally:
-        _end(loop, client)
+        _end(loop, client, min(CLOSE_TIMEOUT, deadline))
 
 
-def _end(loop: LoopThread, client: EnvClient) -> None:
+def _end(loop: LoopThread, client: EnvClient, timeout: float) -> None:
     """Release the client; where the environment blocks the loop there is nothing to wait for."""
     try:
-        loop.run(client.aclose(), CLOSE_TIMEOUT)
+        loop.run(client.aclose(), timeout)
     except (TimeoutError, AgentRLError) as error:
         logger.warning("the client could not be closed: %s", error)
-    loop.stop()
+    loop.stop(timeout)
 
 
 async def _tasks(client: EnvClient, task: str | None) -> list[TaskInfo]:
@@ -125,7 +125,7 @@ def _run_all(loop: LoopThread, probe: Probe, checks: tuple[Check, ...]) -> Itera
 def _watched(loop: LoopThread, check: Check, probe: Probe) -> tuple[Outcome, bool]:
     """Run one check, and give it up from outside where the event loop itself hangs."""
     try:
-        return loop.run(_run_one(check, probe), probe.deadline + CLOSE_TIMEOUT + GRACE)
+        return loop.run(_run_one(check, probe), probe.deadline + min(CLOSE_TIMEOUT, probe.deadline) + GRACE)
     except TimeoutError:
         blocked = "Its code blocks the event loop: leave blocking = True for code that can wait."
         return failed(f"{_no_end(probe)} {blocked}"), False

@@ -380,7 +380,7 @@ async def oracle(probe: Probe) -> Outcome:
 
 
 def _expert_plan(probe: Probe) -> list[tuple[str, int]]:
-    splits = [split for split in ("train", "test") if split in probe.task.splits]
+    splits = [split for split in ("train", "test") if split in probe.task.splits] or ["train"]
     share = EXPERT_EPISODES // len(splits)
     by_split = [[(split, index) for index in probe.indices(share, split)] for split in splits]
     return [plan for plans in zip_longest(*by_split) for plan in plans if plan is not None]

@@ -17,6 +17,7 @@ from agentrl_env.types import TaskInfo
 
 T = TypeVar("T")
 CLOSE_TIMEOUT = 5.0
+"""Seconds to wait for sessions that hang to close; no more than a check may take."""
 WAIT = 5.0
 """Seconds to wait for a free session on a full server."""
 ENDLESS = 1_000
@@ -123,7 +124,7 @@ class Probe:
         sessions, self._open = self._open, []
         closing = [asyncio.create_task(_close(session)) for session in sessions]
         if closing:
-            _, pending = await asyncio.wait(closing, timeout=CLOSE_TIMEOUT)
+            _, pending = await asyncio.wait(closing, timeout=min(CLOSE_TIMEOUT, self.deadline))
             for task in pending:
                 task.cancel()
 
