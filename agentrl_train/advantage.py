@@ -62,9 +62,7 @@ def advantages(
         for group in groups
     ]
     if task_normalization:
-        tokens = [
-            np.array([one.num_sampled_tokens for one in group.trajectories]) for group in groups
-        ]
+        tokens = [np.array([one.num_sampled_tokens for one in group.trajectories]) for group in groups]
         for task in {group.task for group in groups}:
             members = [i for i, group in enumerate(groups) if group.task == task]
             scaled = normalize_task([values[i] for i in members], [tokens[i] for i in members])
@@ -93,9 +91,7 @@ def shaped_returns(
     )
 
 
-def group_advantages(
-    returns: Values, *, baseline: Baseline = "mean", scale: Scale = "std"
-) -> Values:
+def group_advantages(returns: Values, *, baseline: Baseline = "mean", scale: Scale = "std") -> Values:
     """Return the advantages [N] of one group's returns [N]; exactly 0 where it holds no signal.
 
     A group whose returns are all equal has no signal under a group baseline, and so has a group of
@@ -161,9 +157,7 @@ def _reward(trajectory: Trajectory, group: TrajectoryGroup) -> float:
             f"{where} holds a failed trajectory ({trajectory.end.value}); drop it before training."
         )
     if not np.isfinite(trajectory.reward):
-        raise ValueError(
-            f"{where} holds a reward of {trajectory.reward}; rewards must be finite numbers."
-        )
+        raise ValueError(f"{where} holds a reward of {trajectory.reward}; rewards must be finite numbers.")
     return trajectory.reward
 
 
