@@ -69,7 +69,7 @@ class Learner:
         activation_checkpointing: bool = False,
         max_logits: int = 2**26,
     ) -> None:
-        self.model = model.to(device).eval()
+        self.model = _placed(model, device)
         self.packs_rows = _packs_rows(model)
         self.device = torch.device(device)
         self.objective = objective
@@ -80,7 +80,7 @@ class Learner:
         self._temperature = temperature
         self._precision = precision
         self._entropy_coefficient = entropy_coefficient
-        self._reference = reference.to(device).eval() if reference is not None else None
+        self._reference = _placed(reference, device) if reference is not None else None
         self._kl_coefficient = kl_coefficient
         self._importance_cap = importance_cap
         self._activation_checkpointing = activation_checkpointing
@@ -357,6 +357,12 @@ def _alone(one: TokenSequence) -> MicroBatch:
         advantages=torch.from_numpy(one.advantages)[None],
         weights=mask,
     )
+
+
+def _placed(model: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:
+    module: nn.Module = model  # transformers' own ``to`` loses its types in a decorator
+    module.to(device).eval()
+    return model
 
 
 def _enable_checkpointing(model: PreTrainedModel) -> None:
