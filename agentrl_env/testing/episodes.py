@@ -116,6 +116,20 @@ class ExpertPolicy:
         return await session.expert()
 
 
+class WanderingExpert:
+    """Asks the oracle, but every other move is random: it gets to states that chance does not."""
+
+    def __init__(self, seed: int) -> None:
+        self._expert = ExpertPolicy()
+        self._random = RandomPolicy(seed)
+        self._rng = np.random.default_rng(seed)
+
+    async def act(self, session: ClientSession, transcript: Transcript) -> Message:
+        """Return the oracle's move or a random one."""
+        policy = self._expert if self._rng.random() < 0.5 else self._random
+        return await policy.act(session, transcript)
+
+
 async def advance(session: ClientSession, policy: Policy, transcript: Transcript) -> bool:
     """Play one turn; False once the episode has ended or the policy has nothing more to say."""
     if transcript.last is not None and transcript.last.final:

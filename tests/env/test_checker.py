@@ -119,7 +119,7 @@ def test_the_seed_of_a_data_set_need_not_have_an_effect():
     report = report_on(Listed)
     assert report.ok
     assert report["seed_effect"].verdict is Verdict.SKIP
-    assert "no shared data among the 20 samples" in report["samples"].evidence
+    assert "no data in both among the 20 different ones" in report["samples"].evidence
 
 
 def test_state_on_the_class_is_caught_by_isolation_alone():
