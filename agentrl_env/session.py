@@ -7,6 +7,7 @@ import inspect
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from agentrl_env.environment import Environment
 
 logger = logging.getLogger("agentrl_env")
+
+
+KEPT_RESULTS = 64
+"""How many answers a session keeps, to repeat them."""
 
 
 class Session:
@@ -66,17 +71,14 @@ class Session:
         self._on_step = on_step
         self._begin = clock()
         self._environment: Environment | None = None
-        self._results: list[StepResult] = []
+        self.turn = 0
+        """Number of steps taken."""
+        self._results: deque[StepResult] = deque(maxlen=KEPT_RESULTS)
         self._return = 0.0
         self._task: asyncio.Task[Any] | None = None
         self._closing: asyncio.Task[None] | None = None
         self.inline = not environment.blocking and _all_sync(environment, self._tools.all_sync)
         """Whether a step never suspends: it then needs no task, and no other can interleave."""
-
-    @property
-    def turn(self) -> int:
-        """Number of steps taken."""
-        return len(self._results)
 
     def info(self) -> SessionInfo:
         """Return how the session stands."""
@@ -186,7 +188,9 @@ class Session:
     def _stored(self, seq: int) -> StepResult:
         if seq < 1:
             raise InvalidRequest(f"seq counts from 1, got {seq}")
-        return self._results[seq - 1]
+        if self.turn - seq >= len(self._results):
+            raise SeqConflict(f"the answer to seq {seq} is no longer kept", expected=self.turn + 1)
+        return self._results[seq - self.turn - 1]
 
     def refuse_ended(self) -> None:
         """Raise SessionExpired or SessionEnded where no further step is possible."""
@@ -239,6 +243,7 @@ class Session:
             info=info,
         )
         self._results.append(result)
+        self.turn = result.seq
         self._return += turn.reward
         if status.final:
             self.status = status

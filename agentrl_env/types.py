@@ -24,6 +24,11 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
+def _absent(value: object) -> bool:
+    """Whether a field is left out of the dumped message, as OpenAI's format does."""
+    return value is None
+
+
 class FunctionCall(_Frozen):
     """The function part of a tool call; ``arguments`` is the JSON text exactly as the model wrote it."""
 
@@ -49,9 +54,9 @@ class Message(_Frozen):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
-    tool_calls: tuple[ToolCall, ...] | None = None
-    tool_call_id: str | None = None
-    name: str | None = None
+    tool_calls: tuple[ToolCall, ...] | None = Field(default=None, exclude_if=_absent)
+    tool_call_id: str | None = Field(default=None, exclude_if=_absent)
+    name: str | None = Field(default=None, exclude_if=_absent)
 
     @classmethod
     def assistant(cls, content: str | None = None, *calls: ToolCall) -> Message:
@@ -60,9 +65,7 @@ class Message(_Frozen):
 
     def wire(self) -> dict[str, Any]:
         """Return the OpenAI chat form, absent fields left out, ``content`` always there."""
-        data = self.model_dump(exclude_none=True)
-        data.setdefault("content", None)
-        return data
+        return self.model_dump()
 
 
 class FunctionSpec(_Frozen):

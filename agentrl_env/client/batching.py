@@ -13,11 +13,11 @@ from pydantic_core import to_json
 from agentrl_env.errors import AgentRLError, StepPending, WireError
 from agentrl_env.types import Message, StepResult
 
-MAX_STEPS = 256
+MAX_STEPS = 128
 MAX_BYTES = 1024 * 1024
 MAX_UNDER_WAY = 4
 """Batches under way at once; meanwhile the next ones fill."""
-EARLY_ANSWER_S = 0.02
+EARLY_ANSWER_S = 0.1
 """A batch is answered after this long at the latest; who is not ready asks again alone."""
 MAX_SLOW = 4096
 

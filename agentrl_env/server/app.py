@@ -93,15 +93,15 @@ def _routes(pool: SessionPool) -> list[tuple[str, str, Handler]]:
         message = await pool.expert(request.path_params["id"])
         return _json(ExpertAnswer(message=message).model_dump_json())
 
-    return [
+    return [  # looked through from the top: the busy ones first
+        ("/v1/step", "POST", step_many),
+        ("/v1/sessions/{id}/step", "POST", step),
         ("/health", "GET", health),
         ("/metrics", "GET", metrics),
         ("/v1/tasks", "GET", tasks),
         ("/v1/sessions", "POST", open_session),
         ("/v1/sessions/{id}", "GET", get_session),
         ("/v1/sessions/{id}", "DELETE", close_session),
-        ("/v1/sessions/{id}/step", "POST", step),
-        ("/v1/step", "POST", step_many),
         ("/v1/sessions/{id}/expert", "POST", expert),
     ]
 

@@ -223,9 +223,17 @@ class SessionPool:
         self._threads.stop()
 
     async def _startup(self) -> tuple[TaskInfo, ...]:
+        infos: list[TaskInfo] = []
         for environment in self._classes.values():
-            await self._run(environment, environment.startup)
-        return tuple([await self._describe(known) for known in self._classes.values()])
+            try:
+                await self._run(environment, environment.startup)
+                infos.append(await self._describe(environment))
+            except AUTHOR_ERRORS as error:
+                logger.warning("startup of task %s failed", environment.name, exc_info=error)
+                raise EnvironmentFailed(
+                    f"startup of task {environment.name!r} failed: {describe(error)}"
+                ) from error
+        return tuple(infos)
 
     async def _shutdown(self, environment: type[Environment]) -> None:
         try:
