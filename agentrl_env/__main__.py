@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -88,7 +89,7 @@ def serve(
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     if stop_with_stdin:
-        threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
+        threading.Thread(target=_stop_at_end_of_input, args=(drain,), daemon=True).start()
     run(
         targets,
         announce=partial(print, flush=True),
@@ -101,6 +102,9 @@ def serve(
         lease_s=lease,
         drain_s=drain,
     )
+    if stop_with_stdin:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _signal_own_group(signal.SIGTERM)
 
 
 @app.command()
@@ -181,10 +185,19 @@ def _log_to_stderr(wanted: bool) -> None:
     logging.getLogger("agentrl_env").addHandler(handler)
 
 
-def _stop_at_end_of_input() -> None:
+def _stop_at_end_of_input(drain: float) -> None:
+    """Stop once the parent is gone: in order, and by force where that takes too long."""
     while os.read(0, 4096):
         continue
     os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(drain + 10.0)
+    _signal_own_group(signal.SIGKILL)
+
+
+def _signal_own_group(number: signal.Signals) -> None:
+    """Signal this process and all it has started; only where it leads a group of its own."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), number)
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import gymnasium
 from gymnasium.error import ResetNeeded
 from pydantic import BaseModel
+from pydantic_core import PydanticSerializationError
 
 from agentrl_env.client.client import ClientSession, EnvClient
 from agentrl_env.client.loop_thread import LoopThread
@@ -258,14 +259,13 @@ def as_message(action: Any, call_id: str = "call_0") -> Message:
     Taken are: an assistant message, a tool call in OpenAI form or as ``{"name", "arguments"}``
     (each as a dict or as a pydantic object, the OpenAI client's own included), and plain text.
     """
-    if isinstance(action, str):
-        return Message.assistant(action)
     try:
         fields = action.model_dump(exclude_none=True) if isinstance(action, BaseModel) else action
         message = _structured(fields, call_id) if isinstance(fields, dict) else None
     except (TypeError, ValueError, RecursionError):  # no JSON, or no message (ValidationError)
         message = None
-    return message or Message.assistant(repr(action))
+    text = action if isinstance(action, str) else repr(action)
+    return _encodable(message or Message.assistant(text))
 
 
 def _structured(fields: dict[str, Any], call_id: str) -> Message | None:
@@ -280,6 +280,16 @@ def _structured(fields: dict[str, Any], call_id: str) -> Message | None:
         arguments = json.dumps(arguments, default=_plain)
     function = FunctionCall(name=fields["name"], arguments=arguments)
     return Message.assistant(None, ToolCall(id=call_id, function=function))
+
+
+def _encodable(message: Message) -> Message:
+    """Replace lone surrogates, which Python strings may hold and UTF-8 may not."""
+    try:
+        message.model_dump_json()
+    except PydanticSerializationError:
+        text = json.dumps(message.wire(), ensure_ascii=False).encode(errors="replace")
+        return Message.model_validate_json(text)
+    return message
 
 
 def _plain(value: Any) -> Any:

@@ -19,7 +19,8 @@ from agentrl_env.types import FunctionCall, FunctionSpec, Message, ToolCall, Too
 
 ODD_STRINGS = (
     "", " ", "\n\t", "\x00", "x" * 100_000, "naïve 世界 🎲", "\u202eabc", "0", "-1", "null", "NaN", "[]",
-    "'; DROP TABLE users; --", "' OR 1=1 --", "../../etc/passwd", "%s%n{}", "<script>", "${HOME}", "\\",
+    "'; DROP TABLE users; --", "' OR 1=1 --", "../../etc/passwd", "%s%n{}", "<script>",
+    "${HOME}", "\\", "\ud800",
 )  # fmt: skip
 ODD_INTEGERS = (0, -1, 1, 2**31, -(2**63), 2**63, 10**30, 10**400)
 ODD_NUMBERS = (0.0, -0.0, -1.5, 1e308, 5e-324, 0.1)

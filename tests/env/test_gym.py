@@ -1,0 +1,356 @@
+import asyncio
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.error import ResetNeeded
+from gymnasium.utils.env_checker import check_env
+
+from agentrl_env import Done, EnvClient, Environment, Message, ToolCall, tool
+from agentrl_env.client.gym import GymEnv, as_message
+from agentrl_env.errors import EnvironmentFailed, SessionExpired, UnknownSample, UnknownTask
+from agentrl_env.launch.process import ServerProcess
+from agentrl_env.server.pool import SessionPool
+
+ID = "agentrl_env:agentrl/Env-v0"
+
+
+class Guess(Environment):
+    """Guess a secret number between 1 and 20."""
+
+    max_turns = 8
+
+    def reset(self, sample, rng):
+        self.secret = int(rng.integers(1, 21))
+        return f"I picked a number between 1 and 20. (My word for today: {rng.integers(1000)}.)"
+
+    @tool
+    def guess(self, n: int):
+        """Guess the number."""
+        if n == 13:
+            raise RuntimeError("unlucky")
+        if n == self.secret:
+            return Done("Correct!", reward=1.0)
+        return "higher" if n < self.secret else "lower"
+
+    def expert(self, rng):
+        return ToolCall.of("guess", n=self.secret)
+
+
+class Pages(Guess):
+    """Guess, with a data set."""
+
+    @classmethod
+    def samples(cls, split):
+        return [{"word": f"{split}{i}"} for i in range(5)]
+
+    def reset(self, sample, rng):
+        self.secret = 4
+        return sample.data["word"]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with ServerProcess(f"{__file__}:Guess", f"{__file__}:Pages", token="s3cret") as server:
+        yield server
+
+
+@pytest.fixture
+def env():
+    env = Guess.gym()
+    yield env
+    env.close()
+
+
+def call(n):
+    return {"name": "guess", "arguments": {"n": n}}
+
+
+def test_a_local_environment_passes_check_env():
+    env = gymnasium.make(ID, client=Guess.local)
+    check_env(env.unwrapped)
+    env.close()
+
+
+def test_a_remote_environment_passes_check_env(server):
+    env = gymnasium.make(ID, url=server.url, token=server.token, task="guess", render_mode="ansi")
+    check_env(env.unwrapped)
+    env.close()
+
+
+def test_the_wrappers_of_make_have_nothing_to_complain_about():
+    env = gymnasium.make(ID, client=Guess.local)
+    env.reset(seed=3)
+    env.action_space.seed(3)
+    for _ in range(3):
+        *_, terminated, truncated, _ = env.step(env.action_space.sample())
+        if terminated or truncated:
+            env.reset()
+    env.close()
+
+
+def test_local_and_remote_episodes_are_the_same(server, env):
+    remote = GymEnv(server.url, "guess", token=server.token)
+    for seed in (5, None, None):
+        assert env.reset(seed=seed) == remote.reset(seed=seed)
+        for n in (1, 20, 7, 8):
+            assert env.step(call(n)) == remote.step(call(n))
+    remote.close()
+
+
+def test_the_first_seed_makes_the_run_repeat(env):
+    def run(seed):
+        return [env.reset(seed=seed)] + [env.reset() for _ in range(3)]
+
+    first = run(7)
+    assert first == run(7)
+    assert first != run(8)
+    assert len({json.dumps(observation) for observation, _ in first}) == 4
+
+
+def test_the_given_seed_is_the_episodes_own(env):
+    observation, info = env.reset(seed=123)
+    assert info["seed"] == 123
+
+    async def opened():
+        async with Guess.local() as client:
+            session = await client.open("guess", seed=123)
+            return [message.wire() for message in session.messages]
+
+    assert asyncio.run(opened()) == list(observation)
+
+
+def test_options_choose_the_sample():
+    env = Pages.gym(split="test")
+    observation, info = env.reset(options={"index": 3})
+    assert observation[0]["content"] == "test3"
+    assert (info["split"], info["index"]) == ("test", 3)
+    assert env.reset(options={"index": 3})[1]["seed"] == info["seed"]
+    assert env.reset(options={"split": "train", "index": 0})[0][0]["content"] == "train0"
+    assert env.reset(options={"sample": {"word": "own"}})[0][0]["content"] == "own"
+    with pytest.raises(UnknownSample):
+        env.reset(options={"index": 5})
+    with pytest.raises(ValueError, match="Unknown reset option 'indx'"):
+        env.reset(options={"indx": 3})
+    env.close()
+
+
+def test_the_observation_is_a_conversation_for_a_chat_model(env):
+    env.reset(seed=1)
+    observation, *_, info = env.step(call(30))
+    assert [message["role"] for message in observation] == ["user", "assistant", "tool"]
+    assert observation[1]["tool_calls"][0]["function"]["arguments"] == '{"n": 30}'
+    assert observation[2]["tool_call_id"] == observation[1]["tool_calls"][0]["id"]
+    assert info == {"status": "running", "metrics": {"invalid_calls": 0.0}}
+    assert json.loads(json.dumps(observation))
+    assert observation in env.observation_space
+
+
+def test_an_episode_ends_terminated_at_its_goal(env):
+    env.reset(seed=1)
+    secret = next(n for n in range(1, 21) if n != 13 and env.reset(seed=1) and env.step(call(n))[1])
+    env.reset(seed=1)
+    _, reward, terminated, truncated, info = env.step(call(secret))
+    assert (reward, terminated, truncated) == (1.0, True, False)
+    assert info["status"] == "completed"
+    assert info["metrics"]["success"] == 1.0
+    with pytest.raises(ResetNeeded):
+        env.step(call(secret))
+
+
+def test_an_episode_ends_truncated_at_its_turn_limit(env):
+    env.reset(seed=1)
+    for turn in range(1, 9):
+        _, reward, terminated, truncated, info = env.step(call(0))
+        assert (reward, terminated, truncated) == (0.0, False, turn == 8)
+    assert info["status"] == "truncated_turns"
+
+
+class Unprintable:
+    def __str__(self):
+        return "no JSON"
+
+
+loop = []
+loop.append(loop)
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        None,
+        42,
+        3.5,
+        "Let me think.",
+        "",
+        [],
+        {},
+        b"\xff",
+        np.int64(3),
+        np.zeros(3),
+        {"name": 3},
+        {"name": "fly"},
+        {"name": "guess"},
+        {"name": "guess", "arguments": None},
+        {"name": "guess", "arguments": "{broken"},
+        {"name": "guess", "arguments": {"n": "seven"}},
+        {"name": "guess", "arguments": {"n": float("nan")}},
+        {"name": "guess", "arguments": {"n": Unprintable()}},
+        {"name": "guess", "arguments": {(1, 2): 3}},
+        {"name": "guess", "arguments": {"n": loop}},
+        {"name": "guess", "arguments": {"n": "\ud800"}},
+        {"name": "\ud800", "arguments": {}},
+        "\ud800",
+        {"role": "assistant"},
+        {"role": "assistant", "content": 7},
+        {"role": "assistant", "tool_calls": "guess"},
+        {"role": "user", "content": "hello"},
+        {"function": "guess"},
+        {"function": {"name": "guess", "arguments": {"n": 3}}},
+        Message(role="user", content="hello"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("where", ["local", "remote"])
+def test_garbage_gives_an_observation_and_spends_the_turn(action, where, env, server):
+    if where == "remote":
+        env = GymEnv(server.url, "guess", token=server.token)
+    env.reset(seed=1)
+    observation, reward, terminated, truncated, info = env.step(action)
+    assert observation in env.observation_space
+    assert len(observation) > 2
+    assert (reward, terminated, truncated) == (0.0, False, False)
+    assert info["metrics"]["invalid_calls"] == 1.0
+    env.close()
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        {"name": "guess", "arguments": {"n": 3}},
+        {"name": "guess", "arguments": {"n": np.int64(3)}},
+        {"name": "guess", "arguments": '{"n": 3}'},
+        {"function": {"name": "guess", "arguments": '{"n": 3}'}},
+        ToolCall.of("guess", n=3),
+        Message.assistant("I try.", ToolCall.of("guess", n=3)),
+        Message.assistant(None, ToolCall.of("guess", n=3)).wire(),
+    ],
+)
+def test_calls_are_taken_in_every_usual_form(action):
+    (taken,) = as_message(action).tool_calls
+    assert taken.function.name == "guess"
+    assert json.loads(taken.function.arguments) == {"n": 3}
+
+
+def test_a_broken_environment_is_an_error_and_never_a_reward_of_zero(env):
+    env.reset(seed=1)
+    with pytest.raises(EnvironmentFailed, match="unlucky"):
+        env.step(call(13))
+    with pytest.raises(ResetNeeded):
+        env.step(call(1))
+    env.reset(seed=1)
+    env.step(call(1))
+
+
+def test_an_expired_session_is_an_error():
+    now = [0.0]
+    pool = SessionPool([Guess], lease_s=5.0, clock=lambda: now[0])
+    env = GymEnv(client=lambda: EnvClient(pool))
+    env.reset(seed=1)
+    now[0] = 60.0
+    env._loop.run(pool.expire_idle())
+    with pytest.raises(SessionExpired):
+        env.step(call(1))
+    env.close()
+
+
+def test_a_step_before_reset_is_refused(env):
+    with pytest.raises(ResetNeeded):
+        env.step(call(1))
+
+
+def test_close_is_idempotent_and_reset_connects_again(env):
+    env.close()
+    first = env.reset(seed=1)
+    env.close()
+    env.close()
+    assert env.reset(seed=1) == first
+
+
+def test_nothing_connects_before_the_first_use():
+    env = GymEnv("http://127.0.0.1:9", "guess")
+    env.close()
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_it_can_be_pickled_before_and_after_use(used, env, server):
+    remote = GymEnv(server.url, "guess", token=server.token)
+    if used:
+        env.reset(seed=1)
+        remote.reset(seed=1)
+        assert remote.action_space.sample() in env.action_space
+    copy = pickle.loads(pickle.dumps(remote))
+    assert copy.reset(seed=5) == env.reset(seed=5)
+    copy.close()
+    remote.close()
+
+
+def test_it_works_where_an_event_loop_runs_already(env):
+    async def cell_of_a_notebook():
+        env.reset(seed=1)
+        return env.step(call(1))[0][-1]["content"]
+
+    assert asyncio.run(cell_of_a_notebook()) in ("higher", "lower", "Correct!")
+
+
+def test_it_works_in_a_vector_of_processes(server):
+    class_path = f"{Path(__file__).parent}"
+    code = f"""
+import gymnasium
+def make():
+    return gymnasium.make({ID!r}, url={server.url!r}, token={server.token!r}, task="guess")
+if __name__ == "__main__":
+    env = gymnasium.vector.AsyncVectorEnv([make, make], shared_memory=False)
+    observations, infos = env.reset(seed=1)
+    print(infos["seed"].tolist())
+    env.close()
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=class_path
+    )
+    assert ran.stdout == "[1, 2]\n", ran.stderr
+
+
+def test_render_gives_the_conversation_as_text():
+    env = Guess.gym(render_mode="ansi")
+    env.reset(seed=1)
+    env.step(call(0))
+    assert env.render().splitlines()[1:] == ["assistant: guess(n=0)", "tool: higher"]
+    env.close()
+
+
+def test_bad_constructor_arguments_are_refused():
+    with pytest.raises(ValueError, match="either url="):
+        GymEnv()
+    with pytest.raises(ValueError, match="either url="):
+        GymEnv("http://127.0.0.1:9", client=Guess.local)
+    with pytest.raises(ValueError, match="render mode 'human'"):
+        Guess.gym(render_mode="human")
+
+
+def test_the_task_must_be_named_where_there_are_several(server):
+    env = GymEnv(server.url, token=server.token)
+    with pytest.raises(UnknownTask, match="guess, pages"):
+        env.reset()
+    env.close()
+
+
+def test_the_spec_can_be_written_as_json(server):
+    env = gymnasium.make(ID, url=server.url, token="t", task="guess", disable_env_checker=True)
+    assert server.url in env.spec.to_json()
+    env.close()

@@ -1,0 +1,148 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+from agentrl_env import EnvClient, Environment, tool
+from agentrl_env.errors import ServeError
+from agentrl_env.launch.process import ServerProcess
+
+TARGET = f"{__file__}:Wait"
+
+
+class Wait(Environment):
+    """Says hello, and starts a process of its own."""
+
+    @classmethod
+    def startup(cls):
+        cls.child = subprocess.Popen(["sleep", "600"])
+        print(f"child {cls.child.pid}", flush=True)
+
+    def reset(self, sample, rng):
+        return "Hello."
+
+    @tool
+    def wait(self):
+        """Wait."""
+        return "done"
+
+
+class Broken(Wait):
+    """Cannot start."""
+
+    @classmethod
+    def startup(cls):
+        raise OSError("no database here")
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def until_dead(pid, seconds=20.0):
+    end = time.monotonic() + seconds
+    while alive(pid):
+        assert time.monotonic() < end, f"process {pid} still lives"
+        time.sleep(0.02)
+
+
+async def hello(url, token):
+    async with EnvClient.connect(url, token=token) as client:
+        return (await client.open("wait")).messages[0].content
+
+
+def test_it_serves_on_a_free_port_until_it_is_stopped():
+    server = ServerProcess(TARGET, token="s3cret")
+    with server:
+        assert server.running
+        assert asyncio.run(hello(server.url, server.token)) == "Hello."
+        url, pid = server.url, server.pid
+    assert not server.running
+    assert server.pid is None
+    until_dead(pid)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+
+
+def test_two_servers_get_two_ports():
+    with ServerProcess(TARGET) as one, ServerProcess(TARGET) as two:
+        assert one.url != two.url
+
+
+def test_stop_ends_what_the_server_has_started_and_is_idempotent():
+    server = ServerProcess(TARGET).start()
+    child = int(server.output().split("child ")[1].split()[0])
+    assert alive(child)
+    server.stop()
+    server.stop()
+    until_dead(child)
+
+
+def test_it_can_be_started_again():
+    server = ServerProcess(TARGET)
+    with server:
+        first = server.pid
+        assert server.start() is server
+        assert server.pid == first
+    with server:
+        assert server.pid != first
+
+
+def test_a_server_that_cannot_start_says_why():
+    with pytest.raises(ServeError, match=r"nowhere: no such folder"):
+        ServerProcess("nowhere").start()
+
+
+def test_a_startup_that_fails_says_why():
+    with pytest.raises(ServeError, match=r"no database here|startup"):
+        ServerProcess(f"{__file__}:Broken").start()
+
+
+def test_a_taken_port_is_one_clear_sentence():
+    with ServerProcess(TARGET) as server:
+        port = int(server.url.rsplit(":", 1)[1])
+        with pytest.raises(ServeError, match="choose another port"):
+            ServerProcess(TARGET, port=port).start()
+
+
+def test_a_server_that_is_too_slow_is_stopped():
+    server = ServerProcess(TARGET, start_timeout=0.0)
+    with pytest.raises(ServeError, match="did not answer within 0 s"):
+        server.start()
+    assert not server.running
+
+
+def test_a_log_file_is_appended_to(tmp_path):
+    log = tmp_path / "server.log"
+    log.write_text("serving nothing at http://127.0.0.1:9\n")
+    with ServerProcess(TARGET, log=log) as server:
+        assert not server.url.endswith(":9")
+    assert f"at {server.url}" in log.read_text()
+
+
+def test_a_server_dies_whole_with_a_parent_that_was_killed():
+    code = f"""
+import time
+from agentrl_env.launch.process import ServerProcess
+server = ServerProcess({TARGET!r}).start()
+print(server.pid, server.output().split("child ")[1].split()[0], flush=True)
+time.sleep(600)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    with parent:
+        server, child = map(int, parent.stdout.readline().split())
+        assert alive(server)
+        assert alive(child)
+        parent.send_signal(signal.SIGKILL)
+    until_dead(server)
+    until_dead(child)
