@@ -278,7 +278,10 @@ class WorkWindow:
         ``finished`` are the ids of all groups whose trajectories were saved, also after ``state()`` was
         taken. Those that ``state()`` does not count as trained are finished again (``self.finished``);
         everything else that had started is admitted anew, under its old id and with its old sample,
-        before any new sample is. Raises ``ValueError`` if a group that was finished is not there.
+        before any new sample is. A group dropped since ``state()`` is tried again too; only groups behind it
+        may then be trained later than the bound, by a step for each P of them.
+
+        Raises ``ValueError`` if a group that was finished is not there.
         """
         if state is not None:
             self._steps = int(state["steps"])
