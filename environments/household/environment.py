@@ -26,7 +26,7 @@ USUAL_PLACE = {
 ADJECTIVES = ("big", "small", "old", "new")
 TIDINESS = {1: 0.9, 2: 0.6, 3: 0.6}
 """How likely a thing lies at its usual place, by level."""
-NUM_SAMPLES = {"train": 2000, "test": 400}
+NUM_SAMPLES = {"train": 10_000, "test": 1_000}
 
 
 def _kind(thing: str) -> str:

@@ -26,7 +26,7 @@ USUAL_SELLER = {
 COLOURS = ("red", "blue", "green", "black", "white", "pink")
 LOYALTY = {1: 0.9, 2: 0.5, 3: 0.5}
 """How likely the usual seller has the right offer, by level."""
-NUM_SAMPLES = {"train": 2000, "test": 400}
+NUM_SAMPLES = {"train": 10_000, "test": 1_000}
 
 
 @lru_cache

@@ -7,6 +7,7 @@ joins orders with goods.
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from functools import lru_cache
 from itertools import product
@@ -26,7 +27,7 @@ COLUMNS = ("price", "stock", "weight", "length")
 CUSTOMERS = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Finn")
 ORDER = 0.9
 """How likely the thing that level 1 asks about is in the database that suits it."""
-NUM_SAMPLES = {"train": 2000, "test": 400}
+NUM_SAMPLES = {"train": 10_000, "test": 1_000}
 
 SCHEMA = f"""CREATE TABLE goods (name TEXT, {", ".join(f"{column} INTEGER" for column in COLUMNS)});
 CREATE TABLE orders (customer TEXT, thing TEXT, amount INTEGER);"""
@@ -67,35 +68,10 @@ MAX_INSTRUCTIONS = 200_000
 """Virtual-machine instructions one query may take: a count and not a time, so that replays are equal."""
 MAX_BYTES = 1000
 """Longest query, text or blob."""
-FUNCTIONS = frozenset(
-    [
-        "abs",
-        "avg",
-        "coalesce",
-        "count",
-        "group_concat",
-        "ifnull",
-        "iif",
-        "instr",
-        "length",
-        "like",
-        "lower",
-        "max",
-        "min",
-        "nullif",
-        "replace",
-        "round",
-        "row_number",
-        "rank",
-        "dense_rank",
-        "substr",
-        "substring",
-        "sum",
-        "total",
-        "trim",
-        "typeof",
-        "upper",
-    ]
+FUNCTIONS = re.compile(
+    "abs|avg|coalesce|count|group_concat|ifnull|iif|instr|length|like|lower|max|min|nullif|replace|round|"
+    "row_number|rank|dense_rank|substr|substring|sum|total|trim|typeof|upper",
+    re.IGNORECASE,
 )
 """What a query may call: nothing that is random, reads the clock or touches files."""
 ACTIONS = frozenset(
@@ -295,5 +271,5 @@ def _database(goods, orders):
 
 
 def _authorise(action, _first, second, *_rest):
-    known = action != sqlite3.SQLITE_FUNCTION or second.lower() in FUNCTIONS
+    known = action != sqlite3.SQLITE_FUNCTION or FUNCTIONS.fullmatch(second)
     return sqlite3.SQLITE_OK if action in ACTIONS and known else sqlite3.SQLITE_DENY
