@@ -92,12 +92,11 @@ def save_checkpoint(
     Raises:
         RunFolderError: the disk is full or refuses; older checkpoints are as they were.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     target, temporary = folder / f"step_{step:06d}", folder / f".step_{step:06d}.tmp"
     try:
         with run_folder_errors(folder):
             shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
+            temporary.mkdir(parents=True)
             _write(temporary, step=step, model=model, learner=learner, loop=loop, groups=groups)
             _put_in_place(temporary, target)
     finally:
@@ -156,7 +155,9 @@ def _write(
     (folder / "model").mkdir()
     for part in model:
         part.save_pretrained(str(folder / "model"))
-    torch.save(dict(learner), folder / "learner.pt")
+    # Through a file of Python's, so that a full disk is an OSError and not a riddle of torch's.
+    with open(folder / "learner.pt", "wb") as file:
+        torch.save(dict(learner), file)
     (folder / "loop.json").write_text(json.dumps({"step": step, "state": dict(loop)}))
     (folder / "groups.bin").write_bytes(b"".join(frame(encode_group(group)) for group in groups))
     files = sorted(path for path in folder.rglob("*") if path.is_file())
