@@ -182,7 +182,7 @@ def _read_line(prompt: str) -> str | None:
 def _log_to_stderr(wanted: bool) -> None:
     """Show the log of authors' code with its tracebacks, or nothing of it."""
     handler: logging.Handler = logging.StreamHandler() if wanted else logging.NullHandler()
-    logging.getLogger("agentrl_env").addHandler(handler)
+    logging.getLogger("agentrl_env").handlers[:] = [handler]
 
 
 def _stop_at_end_of_input(drain: float) -> None:

@@ -22,7 +22,7 @@ ODD_STRINGS = (
     "'; DROP TABLE users; --", "' OR 1=1 --", "../../etc/passwd", "%s%n{}", "<script>",
     "${HOME}", "\\", "\ud800",
 )  # fmt: skip
-ODD_INTEGERS = (0, -1, 1, 2**31, -(2**63), 2**63, 10**30, 10**400)
+ODD_INTEGERS = (*range(-2, 33), 2**31, -(2**63), 2**63, 10**30, 10**400)
 ODD_NUMBERS = (0.0, -0.0, -1.5, 1e308, 5e-324, 0.1)
 WRONG_TYPES: tuple[Any, ...] = ("text", 3.5, True, None, [], {}, [[1]], {"a": 1})
 BROKEN_JSON = ("{", "not json", '"text"', "[1, 2]", "null", "7", "{'n': 1}", '{"n": NaN}', "[" * 5000)

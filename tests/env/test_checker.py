@@ -20,7 +20,7 @@ from agentrl_env import (
 )
 from agentrl_env.errors import DefinitionError, ServerUnreachable, TargetError, UnknownTask
 from agentrl_env.server.pool import SessionPool
-from agentrl_env.testing import Verdict, check_environment, run_checks
+from agentrl_env.testing import Verdict, check_environment, probe, run_checks
 from agentrl_env.testing.checks import CHECKS
 from agentrl_env.types import SessionStatus, TaskInfo, ToolSpec
 
@@ -345,6 +345,14 @@ def test_without_an_expert_the_oracle_check_is_skipped():
 
     (report,) = run_checks(connect, checks=only("oracle"))
     assert report["oracle"].verdict is Verdict.SKIP
+
+
+@pytest.mark.parametrize(("room", "verdict"), [(1, Verdict.SKIP), (3, Verdict.PASS)])
+def test_a_server_with_little_room_is_checked_in_what_there_is(monkeypatch, room, verdict):
+    monkeypatch.setattr(probe, "WAIT", 0.0)
+    (report,) = run_checks(lambda: EnvClient.local(Guess, max_sessions=room), deadline=20.0)
+    assert report.ok, report.text()
+    assert report["isolation"].verdict is verdict
 
 
 def test_missing_descriptions_are_a_warning():

@@ -45,8 +45,8 @@ async def limits(probe: Probe) -> Outcome:
 async def retry(probe: Probe) -> Outcome:
     """Does a repeated step give the stored answer, and a gap in the numbering a refusal?"""
     backend, index = probe.client.backend, probe.indices(1)[0]
-    session = await probe.open(index)
     message = (await probe.play(RandomPolicy(0), index)).actions[0]
+    session = await probe.open(index)
     probe.doing = "one step, sent twice at the same time"
     twins = [backend.step(session.session_id, 1, message) for _ in range(2)]
     first, twin = await asyncio.gather(*twins)

@@ -1,0 +1,356 @@
+import io
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agentrl_env import Done, Environment, ToolCall, tool
+from agentrl_env.__main__ import main
+from agentrl_env.client.play import UnreadableLine, parse_line, signature
+from agentrl_env.launch.process import ServerProcess
+
+HERE = __file__
+
+
+class Guess(Environment):
+    """Guess a secret number between 1 and 20."""
+
+    max_turns = 4
+
+    def reset(self, sample, rng):
+        self.secret = int(rng.integers(1, 21))
+        return "I picked a number."
+
+    @tool
+    def guess(self, n: int):
+        """Guess the number."""
+        if n == 13:
+            raise RuntimeError("unlucky")
+        if n == self.secret:
+            return Done("Correct!", reward=1.0)
+        return "higher" if n < self.secret else "lower"
+
+    def expert(self, rng):
+        return ToolCall.of("guess", n=self.secret)
+
+
+class Polite(Environment):
+    """Says hello back."""
+
+    def reset(self, sample, rng):
+        return "Hello."
+
+    def respond(self, text):
+        return Done("Bye.", reward=1.0) if text == "bye now" else "Hello again."
+
+
+class Place(Environment):
+    """Puts things into places."""
+
+    def reset(self, sample, rng):
+        return "Hello."
+
+    @tool
+    def put(self, item: str, place: str, count: int = 1, gently: bool | None = None):
+        """Put an item somewhere."""
+        return "ok"
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys, tmp_path):
+    """Run the command line as a shell would; returns (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("AGENTRL_TOKEN", raising=False)
+
+    def run(*arguments, stdin=""):
+        monkeypatch.setattr(sys, "argv", ["agentrl-env", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as ended:
+            main()
+        output = capsys.readouterr()
+        return ended.value.code or 0, output.out, output.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def server():
+    with ServerProcess(f"{HERE}:Guess", f"{HERE}:Polite", token="s3cret") as server:
+        yield server
+
+
+def one_line(text):
+    assert "Traceback" not in text
+    assert len(text.strip().splitlines()) == 1
+    return text
+
+
+def test_a_new_environment_passes_its_check_and_its_test_at_once(cli, tmp_path):
+    code, out, _ = cli("new", "number_game")
+    assert code == 0
+    assert "agentrl-env check number_game" in out
+    names = {file.name for file in Path("number_game").iterdir()}
+    assert names == {"environment.py", "README.md", "test_environment.py"}
+    code, out, _ = cli("check", "number_game")
+    assert code == 0
+    assert "number_game: 12 passed, 1 skipped" in out
+    code, out, _ = cli("play", "number_game", stdin="guess 99\n")
+    assert code == 0
+    assert "lower" in out
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "number_game"]
+    ran = subprocess.run(tests, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert "1 passed" in ran.stdout, ran.stdout
+
+
+def test_a_new_environment_is_about_fifteen_lines(cli):
+    cli("new", "guess")
+    source = Path("guess/environment.py").read_text()
+    code = [line for line in source.splitlines() if line.strip()]
+    assert len(code) <= 22
+
+
+@pytest.mark.parametrize("name", ["Guess", "2048", "my-game", "class", "_x", "ü", "a b", ".", "x/.."])
+def test_a_bad_name_is_refused_and_nothing_written(cli, tmp_path, name):
+    code, _, err = cli("new", name)
+    assert code == 1
+    assert "cannot name a task" in one_line(err)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_folder_is_left_alone(cli, tmp_path):
+    (tmp_path / "guess").mkdir()
+    code, _, err = cli("new", "guess")
+    assert code == 1
+    assert "exists already" in one_line(err)
+    assert list((tmp_path / "guess").iterdir()) == []
+
+
+def test_check_prints_a_table_and_succeeds(cli):
+    code, out, _ = cli("check", f"{HERE}:Place")
+    assert code == 0
+    assert "seed_replay" in out
+    assert "place: " in out
+
+
+def test_check_fails_where_a_check_does(cli):
+    code, out, err = cli("check", f"{HERE}:Guess")
+    assert code == 1
+    assert "guess(n=13) broke the environment: RuntimeError: unlucky" in " ".join(out.split())
+    assert "Traceback" not in out + err
+
+
+def test_check_shows_tracebacks_on_demand(cli):
+    _, _, err = cli("check", f"{HERE}:Guess", "--traceback")
+    assert 'raise RuntimeError("unlucky")' in err
+
+
+def test_check_as_json_is_one_object_on_stdout(cli):
+    code, out, _ = cli("check", f"{HERE}:Guess", "--json")
+    report = json.loads(out)
+    assert code == 1
+    assert report["ok"] is False
+    verdicts = {result["name"]: result["verdict"] for result in report["reports"][0]["results"]}
+    assert verdicts["fuzz"] == "fail"
+    assert verdicts["limits"] == "pass"
+
+
+def test_check_of_a_url_looks_at_every_task_or_the_one_named(cli, server):
+    code, out, _ = cli("check", server.url, "--token", "s3cret", "--json")
+    assert code == 1
+    assert [report["task"] for report in json.loads(out)["reports"]] == ["guess", "polite"]
+    code, out, _ = cli("check", server.url, "--token", "s3cret", "--task", "polite")
+    assert code == 0
+    assert "oracle" in out
+
+
+def test_check_without_the_token_is_one_sentence(cli, server):
+    code, _, err = cli("check", server.url)
+    assert code == 1
+    assert "token" in one_line(err)
+
+
+def test_check_of_a_task_that_is_not_served_names_those_that_are(cli, server):
+    code, _, err = cli("check", server.url, "--token", "s3cret", "--task", "chess")
+    assert code == 1
+    assert "guess, polite" in one_line(err)
+
+
+def test_a_dead_url_is_one_sentence(cli):
+    code, _, err = cli("check", "http://127.0.0.1:9")
+    assert code == 1
+    assert "http://127.0.0.1:9" in one_line(err)
+
+
+@pytest.mark.parametrize("command", ["check", "play", "serve"])
+@pytest.mark.parametrize("target", ["nowhere", "no_such.py:Guess", "no.such.module:Guess", "json:loads"])
+def test_a_target_that_does_not_load_is_one_sentence(cli, command, target):
+    code, _, err = cli(command, target)
+    assert code == 1
+    assert err.startswith("error: ")
+    one_line(err)
+
+
+@pytest.mark.parametrize("source", ["def (", "import no_such_module", "1 / 0", "x = 1"])
+def test_a_folder_whose_environment_does_not_import_is_one_sentence(cli, tmp_path, source):
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "environment.py").write_text(source)
+    code, _, err = cli("check", "task")
+    assert code == 1
+    one_line(err)
+
+
+@pytest.mark.parametrize("arguments", [["check"], ["fly"], ["serve"], ["check", "x", "--deadline", "soon"]])
+def test_wrong_usage_is_exit_code_two(cli, arguments):
+    code, _, err = cli(*arguments)
+    assert code == 2
+    assert "Error: " in err
+    assert "Traceback" not in err
+
+
+def test_help_lists_the_commands(cli):
+    code, out, _ = cli("--help")
+    assert code == 0
+    assert all(f"  {command} " in out for command in ("new", "serve", "check", "play"))
+
+
+def test_serving_beyond_loopback_without_a_token_is_refused(cli):
+    code, _, err = cli("serve", f"{HERE}:Guess", "--host", "0.0.0.0")
+    assert code == 1
+    assert "--insecure" in one_line(err)
+
+
+def test_an_episode_is_played_from_a_pipe(cli):
+    code, out, _ = cli(
+        "play",
+        f"{HERE}:Polite",
+        "--seed",
+        "3",
+        stdin="what now\nbye now\nnever read\n",
+    )
+    assert code == 0
+    assert "Says hello back." in out
+    assert "[1/20] > what now" in out
+    assert "user: Hello again." in out
+    assert "completed after 2 turns: success, reward 1" in out
+    assert "never read" not in out
+
+
+def test_play_shows_tools_hints_and_the_expert(cli):
+    lines = ["", "gues 3", "/tools", "/expert", "/nonsense", "/help", "guess n=", "/quit"]
+    code, out, _ = cli("play", f"{HERE}:Guess", "--index", "2", stdin="\n".join(lines))
+    assert code == 0
+    assert out.count("guess(n: integer)") == 2
+    assert "There is no tool 'gues'; tools: guess." in out
+    assert "assistant: guess(n=" in out
+    assert "There is no command '/nonsense'; try /help." in out
+    assert "Left after 1 turn." in out
+
+
+def test_play_ends_at_the_end_of_input(cli):
+    code, out, _ = cli("play", f"{HERE}:Guess")
+    assert code == 0
+    assert "Left after 0 turns." in out
+
+
+def test_play_says_that_the_environment_broke_and_fails(cli):
+    code, out, err = cli("play", f"{HERE}:Guess", stdin="guess 13\n")
+    assert code == 1
+    assert "The environment broke: RuntimeError: unlucky" in out
+    assert "Traceback" not in out + err
+
+
+def test_play_works_on_a_url(cli, server):
+    url = ["play", server.url, "--token", "s3cret"]
+    code, _, err = cli(*url)
+    assert code == 1
+    assert "choose with --task: guess, polite" in one_line(err)
+    code, out, _ = cli(*url, "--task", "polite", stdin="bye now\n")
+    assert code == 0
+    assert "success" in out
+    code, out, err = cli(*url, "--task", "guess", stdin="/expert\n")
+    assert code == 0
+    assert "--oracle" in out
+
+
+def test_an_unknown_sample_is_one_sentence(cli):
+    code, _, err = cli("play", f"{HERE}:Guess", "--split", "valid")
+    assert code == 1
+    assert "'valid'" in one_line(err)
+
+
+PUT = Place.tool_specs()
+
+
+@pytest.mark.parametrize(
+    ("line", "arguments"),
+    [
+        ("put apple box", {"item": "apple", "place": "box"}),
+        ("put item=apple place=box", {"item": "apple", "place": "box"}),
+        ("put place=box apple", {"item": "apple", "place": "box"}),
+        ("put 'big apple' box 3 true", {"item": "big apple", "place": "box", "count": 3, "gently": True}),
+        ('put(item="big apple", place=box, count=3)', {"item": "big apple", "place": "box", "count": 3}),
+        ('put {"item": "apple"}', {"item": "apple"}),
+        ('{"name": "put", "arguments": {"item": "apple"}}', {"item": "apple"}),
+        ("put item=7", {"item": "7"}),
+        ("put count=many", {"count": "many"}),
+        ("put item=a=b", {"item": "a=b"}),
+        ("put unknown=1", {"unknown": 1}),
+        ("put", {}),
+    ],
+)
+def test_a_line_is_read_as_a_call(line, arguments):
+    (call,) = parse_line(line, PUT).tool_calls
+    assert call.function.name == "put"
+    assert json.loads(call.function.arguments) == arguments
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("take apple", "There is no tool 'take'; tools: put"),
+        ("put a b 1 true more", "Too many values"),
+        ("put 'apple", "quotes do not match"),
+        ("{broken", "This is no call"),
+        ("{}", "This is no call"),
+        ('{"name": 7}', "This is no call"),
+        ("?", "There is no tool"),
+    ],
+)
+def test_an_unreadable_line_says_what_to_type(line, hint):
+    with pytest.raises(UnreadableLine, match=hint):
+        parse_line(line, PUT)
+
+
+def test_plain_text_is_said_on_purpose():
+    assert parse_line("say I think so", PUT).content == "I think so"
+    assert parse_line("I think so", []).content == "I think so"
+
+
+def test_a_signature_shows_types_and_what_may_be_left_out():
+    (put,) = PUT
+    assert signature(put.function) == (
+        "put(item: string, place: string, count?: integer, gently?: boolean | null)"
+    )
+
+
+def test_help_comes_without_loading_what_only_serving_needs():
+    code = "import sys; sys.argv[1:] = ['--help']\nimport agentrl_env.__main__ as m\n"
+    code += "try: m.main()\nexcept SystemExit: pass\n"
+    code += "print([name for name in ('torch', 'fastapi', 'uvicorn') if name in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.stdout.splitlines()[-1] == "[]"
+
+
+def test_serve_ends_in_order_at_an_interrupt():
+    command = [sys.executable, "-m", "agentrl_env", "serve", f"{HERE}:Guess", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline().startswith("serving guess at http://127.0.0.1:")
+        child.send_signal(2)
+        begin = time.monotonic()
+        assert child.wait(timeout=30) == 0
+        assert time.monotonic() - begin < 20
+        assert child.stderr.read() == ""
