@@ -110,10 +110,11 @@ def _length(samples: Samples) -> int | None:
     return len(samples) if isinstance(samples, Sized) else None
 
 
-def _pick(samples: Samples, seed: int, split: str) -> int:
+def _pick(samples: Samples, seed: int, split: str) -> int | str:
     size = _length(samples)
     if size is None:
         return seed
     if size == 0:
         raise UnknownSample(f"split {split!r} has no samples")
-    return int(np.random.default_rng(seed).integers(size))
+    chosen = int(np.random.default_rng(seed).integers(size))
+    return chosen if not isinstance(samples, Mapping) else str(list(samples)[chosen])

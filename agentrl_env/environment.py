@@ -56,6 +56,7 @@ class Environment(ABC):
 
     def close(self) -> Any:
         """Release what the session holds; called exactly once."""
+        return None
 
     def score(self) -> Any:
         """Return named metrics of the whole episode, at its end; ``success`` decides success."""
@@ -81,10 +82,12 @@ class Environment(ABC):
     @classmethod
     def startup(cls) -> Any:
         """Open what all sessions of a process share (a database server, an index)."""
+        return None
 
     @classmethod
     def shutdown(cls) -> Any:
         """Release what ``startup`` opened."""
+        return None
 
     @classmethod
     def tool_specs(cls) -> tuple[ToolSpec, ...]:

@@ -46,8 +46,6 @@ class Arguments:
             return self._adapter.validate_json(text if text.strip() else "{}", strict=True)
         except ValidationError as error:
             raise ArgumentError(self._explain(error)) from None
-        except UnicodeError:
-            raise ArgumentError("arguments are not valid JSON: not valid Unicode") from None
 
     def _build(
         self, function: Callable[..., Any], described: Mapping[str, str]
@@ -97,6 +95,8 @@ class Arguments:
         match problem["type"]:
             case "json_invalid":
                 return f"arguments are not valid JSON: {problem['ctx']['error']}"
+            case "string_unicode" if not where:
+                return "arguments are not valid JSON: not valid Unicode"
             case "missing":
                 return f"missing argument {where!r}"
             case "extra_forbidden":

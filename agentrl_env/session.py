@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("agentrl_env")
 
 
+SETTLE_S = 10.0
+"""How long author code that outlived its deadline is waited for before `close()`."""
 KEPT_RESULTS = 64
 """How many answers a session keeps, to repeat them."""
 
@@ -94,7 +96,10 @@ class Session:
         )
 
     async def start(self) -> SessionInfo:
-        """Create the environment and reset it. Raises EnvironmentFailed."""
+        """Create the environment and reset it; where that fails the session is closed.
+
+        Raises EnvironmentFailed.
+        """
         rng = np.random.default_rng(self.sample.seed)
 
         def begin() -> Any:
@@ -102,17 +107,18 @@ class Session:
             # A copy, so that author code cannot change the dataset under other sessions.
             return self._environment.reset(self.sample.model_copy(deep=True), rng)
 
-        timeout = self._class.reset_timeout
         try:
-            content = await self._runner.call(begin, timeout)
+            content = await self._runner.call(begin, self._class.reset_timeout)
             self.opening = tuple(as_messages(content, "reset()"))
         except AUTHOR_ERRORS as error:
-            self.status = SessionStatus.FAILED_ENVIRONMENT
             logger.warning("reset of task %s failed", self.sample.task, exc_info=error)
-            await self.close()
+            self.begin_close(SessionStatus.FAILED_ENVIRONMENT)
             raise EnvironmentFailed(
                 f"reset of task {self.sample.task!r} failed: {describe(error)}"
             ) from error
+        except asyncio.CancelledError:
+            self.begin_close()
+            raise
         return self.info()
 
     async def step(self, message: Message, seq: int | None = None) -> StepResult:
@@ -147,7 +153,7 @@ class Session:
         while self._task is not None:
             await asyncio.wait((self._task,))
         self.refuse_ended()
-        rng = np.random.default_rng([self.sample.seed, self.turn])
+        rng = np.random.default_rng([self.sample.seed, self.turn, 1])
         task = self._begin_task(self._ask_expert(rng))
         await asyncio.wait((task,))
         if task.cancelled():
@@ -300,7 +306,7 @@ class Session:
             step.cancel()
             await asyncio.wait((step,))
         # Author code that outlived its deadline may still use what close() releases.
-        await self._runner.settle(self._class.reset_timeout)
+        await self._runner.settle(SETTLE_S)
         if self._environment is None or not self._class.overrides("close"):
             return
         try:

@@ -90,19 +90,21 @@ class Toolset:
         self.tools: dict[str, Tool] = {}
         for attribute in _attributes(environment):
             function = inspect.getattr_static(environment, attribute)
-            if hasattr(function, _MARK):
+            if hasattr(getattr(function, "__func__", function), _MARK):
                 self._add(environment, attribute, function)
         self.specs = tuple(tool.spec for tool in self.tools.values())
         self.names = ", ".join(self.tools) or "none"
         self.all_sync = not any(tool.is_async for tool in self.tools.values())
 
     def _add(self, environment: type, attribute: str, function: Callable[..., Any]) -> None:
-        options: _Options = getattr(function, _MARK)
-        if options.name in self.tools:
-            raise DefinitionError(f"{environment.__name__} has two tools named {options.name!r}; rename one")
         if not inspect.isfunction(function):
             raise DefinitionError(
                 f"{environment.__name__}.{attribute}: put @tool on a plain method, closest to it"
+            )
+        options: _Options = getattr(function, _MARK)
+        if options.name in self.tools:
+            raise DefinitionError(
+                f"{environment.__name__} has two tools named {options.name!r}; rename one"
             )
         arguments = Arguments(function, environment.__name__)
         self.tools[options.name] = Tool(
@@ -169,12 +171,8 @@ class Turn:
         if not isinstance(scores, Mapping):
             raise DefinitionError(f"score() returned {type(scores).__name__}; return a dict")
         self.metrics.update({name: _finite(value, name) for name, value in scores.items()})
-        success = self.metrics.get("success")
-        if success is None:
-            good = episode_return + self.reward >= SUCCESS_REWARD
-        else:
-            good = success >= 0.5
-        self.metrics["success"] = float(good)
+        earned = episode_return + self.reward >= SUCCESS_REWARD
+        self.metrics["success"] = float(self.metrics.get("success", float(earned)) >= 0.5)
 
     async def _tool_call(self, environment: Environment, request: ToolCall, call: Call) -> None:
         name = request.function.name

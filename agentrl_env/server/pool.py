@@ -28,7 +28,7 @@ from agentrl_env.server.metrics import Metrics
 from agentrl_env.server.table import Entry, SessionTable
 from agentrl_env.session import Session, describe
 from agentrl_env.tools import toolset
-from agentrl_env.types import Message, SessionInfo, SessionStatus, StepResult, TaskInfo
+from agentrl_env.types import Message, SessionInfo, SessionStatus, StepResult, TaskInfo, TaskSample
 from agentrl_env.wire import OpenRequest, StepRequest
 
 if TYPE_CHECKING:
@@ -264,10 +264,12 @@ class SessionPool:
         await self.tasks()
         self._keep_sweeping()
         await self._take_slot(request.wait_s)
+        session = None
         try:
-            session = await self._begin(request)
+            session = self._session(request, await self._choose(request))
+            await session.start()
         except BaseException:
-            self._slots.release()
+            self._free_slot(session)
             raise
         self._table.add(session, request.request_id)
         return session.info()
@@ -282,30 +284,37 @@ class SessionPool:
             total = self._slots.total
             raise ServerFull(f"all {total} sessions of this server are taken", retry_after=1)
 
-    async def _begin(self, request: OpenRequest) -> Session:
-        environment = self._classes[request.task]
+    def _free_slot(self, session: Session | None) -> None:
+        """Give a session's slot to the next, once all that the session held is released."""
+        closing = session.released if session is not None else None
+        if closing is None or closing.done():
+            self._slots.release()
+        else:
+            closing.add_done_callback(lambda _: self._slots.release())
+
+    async def _choose(self, request: OpenRequest) -> TaskSample:
+        environment, dataset = self._classes[request.task], self._datasets[request.task]
         wanted = (request.split, request.index, request.seed, request.sample)
         try:
-            sample = await self._run(environment, self._datasets[request.task].sample, *wanted)
+            sample: TaskSample = await self._run(environment, dataset.sample, *wanted)
         except WireError:
             raise
         except AUTHOR_ERRORS as error:
             logger.warning("samples of task %s failed", request.task, exc_info=error)
-            raise EnvironmentFailed(f"samples of task {request.task!r} failed: {describe(error)}") from error
-        session = Session(
-            environment,
+            raise EnvironmentFailed(
+                f"samples of task {request.task!r} failed: {describe(error)}"
+            ) from error
+        return sample
+
+    def _session(self, request: OpenRequest, sample: TaskSample) -> Session:
+        return Session(
+            self._classes[request.task],
             sample,
             session_id=secrets.token_urlsafe(16),
             threads=self._threads,
             clock=self._clock,
             on_step=functools.partial(self.metrics.step_taken, request.task),
         )
-        try:
-            await session.start()
-        except asyncio.CancelledError:
-            await session.close()
-            raise
-        return session
 
     async def _step_group(
         self,
@@ -347,10 +356,7 @@ class SessionPool:
             return
         session = entry.session
         self.metrics.ended[session.sample.task, session.status] += 1
-        if session.released is None or session.released.done():
-            self._slots.release()
-        else:
-            session.released.add_done_callback(lambda _: self._slots.release())
+        self._free_slot(session)
         if self._quiet is not None and not self._table.live:
             self._quiet.set()
 

@@ -108,20 +108,24 @@ class EnvServer:
 def serve(
     targets: Sequence[str | type[Environment]],
     *,
-    announce: Callable[[str], None] = print,
+    announce: Callable[[str], None] | None = None,
     **options: object,
 ) -> None:
     """Serve until SIGINT or SIGTERM; the first drains, a second one hurries.
 
     Args:
         targets: as for ``EnvServer``.
-        announce: is given the one line that says the server is ready.
+        announce: is given the one line that says the server is ready; printed by default.
         options: of ``EnvServer``.
     """
     server = EnvServer(targets, **options)  # type: ignore[arg-type]
     factory = server._server.config.get_loop_factory()
     with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(_serve(server, announce))
+        runner.run(_serve(server, announce or _print_now))
+
+
+def _print_now(line: str) -> None:
+    print(line, flush=True)  # whoever started the server waits for this line
 
 
 async def _serve(server: EnvServer, announce: Callable[[str], None]) -> None:

@@ -1,0 +1,158 @@
+"""Small tasks that the tests of the SDK share."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import ClassVar
+
+from agentrl_env import Done, Environment, Message, Reply, ToolCall, ToolError, tool
+
+
+class Guess(Environment):
+    """Guess a secret number between 1 and 20."""
+
+    max_turns = 8
+
+    def reset(self, sample, rng):
+        self.n = int(rng.integers(1, 21))
+        return "I picked a number between 1 and 20. Use guess()."
+
+    @tool
+    def guess(self, n: int):
+        """Guess the number."""
+        if n == self.n:
+            return Done("Correct!", reward=1.0)
+        return "higher" if n < self.n else "lower"
+
+    def expert(self, rng):
+        return ToolCall.of("guess", n=self.n)
+
+
+class Quick(Environment):
+    """Pure Python, run on the event loop; one tool for each way a tool can end."""
+
+    max_turns = 6
+    blocking = False
+    splits = ("train", "test", "empty")
+
+    def reset(self, sample, rng):
+        self.notes: list[str] = []
+        self.draws = [int(n) for n in rng.integers(0, 1000, 3)]
+        return [Message(role="system", content="Be quick."), Message(role="user", content=str(sample.data))]
+
+    @classmethod
+    def samples(cls, split):
+        return [] if split == "empty" else [{"n": n, "deep": {"list": [n]}} for n in range(10)]
+
+    @tool
+    def note(self, text: str):
+        """Write something down."""
+        self.notes.append(text)
+        return f"{len(self.notes)} {self.draws[0]}"
+
+    @tool
+    def gain(self, amount: float = 0.5):
+        """Earn a reward."""
+        return Reply("earned", reward=amount, metrics={"gains": 1.0})
+
+    @tool
+    def finish(self, reward: float = 1.0):
+        """End the task."""
+        return Done("bye", reward=reward)
+
+    @tool
+    def refuse(self):
+        """Always complain."""
+        raise ToolError("not like this")
+
+    @tool
+    def crash(self):
+        """Break."""
+        raise ZeroDivisionError("author bug")
+
+    @tool
+    def leave(self):
+        """Try to end the process."""
+        raise SystemExit(3)
+
+    @tool
+    def confuse(self):
+        """Return what no tool may return."""
+        return 42
+
+    @tool
+    def poison(self):
+        """Give a reward that is no number."""
+        return Reply("x", reward=float("nan"))
+
+    def expert(self, rng):
+        return ToolCall.of("finish")
+
+
+class Slow(Environment):
+    """Tools that take as long as the test wants; counts what is opened and closed."""
+
+    tool_timeout = 5.0
+    closed: ClassVar[list[Slow]] = []
+    gate: ClassVar[asyncio.Event]
+    blocker: ClassVar[threading.Event]
+    started: ClassVar[threading.Event]
+
+    @classmethod
+    def prepare(cls):
+        """Forget what earlier tests have done."""
+        cls.closed = []
+        cls.gate = asyncio.Event()
+        cls.blocker = threading.Event()
+        cls.started = threading.Event()
+
+    def reset(self, sample, rng):
+        self.count = 0
+        return "ready"
+
+    @tool
+    async def wait(self):
+        """Wait on the event loop."""
+        self.started.set()
+        await self.gate.wait()
+        self.count += 1
+        return f"waited {self.count}"
+
+    @tool
+    def block(self):
+        """Wait on a thread."""
+        self.started.set()
+        self.blocker.wait(5)
+        self.count += 1
+        return f"blocked {self.count}"
+
+    @tool(timeout=0.02)
+    def hurry(self):
+        """Wait on a thread, longer than allowed."""
+        self.blocker.wait(5)
+        return "too late"
+
+    @tool(timeout=0.02)
+    async def hurry_async(self):
+        """Wait on the event loop, longer than allowed."""
+        await asyncio.sleep(5)
+        return "too late"
+
+    @tool
+    def end(self):
+        """End the task."""
+        return Done("over", reward=1.0)
+
+    def close(self):
+        self.closed.append(self)
+
+
+class Clock:
+    """Time that stands still until it is told to pass."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now

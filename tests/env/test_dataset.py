@@ -1,0 +1,121 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl_env import Environment, TaskSample
+from agentrl_env.dataset import SEED_BITS, Dataset, stable_seed
+from agentrl_env.errors import DefinitionError, UnknownSample
+from tests.env.tasks import Guess, Quick
+
+FINITE, ENDLESS = Dataset(Quick), Dataset(Guess)
+
+
+class Books(Environment):
+    """Samples named by strings, and some that are broken."""
+
+    splits = ("train",)
+
+    def reset(self, sample, rng):
+        return ""
+
+    @classmethod
+    def samples(cls, split):
+        return {"emma": {"pages": 474}, "broken": "no dict"}
+
+
+def test_a_sample_is_one_problem_of_one_split():
+    assert FINITE.sample("test", 3) == TaskSample(
+        task="quick",
+        split="test",
+        index=3,
+        seed=stable_seed("quick", "test", 3),
+        data={"n": 3, "deep": {"list": [3]}},
+    )
+
+
+def test_the_seed_is_the_one_given_or_else_the_same_for_all_siblings():
+    assert FINITE.sample("train", 3, seed=7).seed == 7
+    assert FINITE.sample("train", 3).seed == FINITE.sample("train", 3).seed
+    assert FINITE.sample("train", 3).seed != FINITE.sample("train", 4).seed
+    assert ENDLESS.sample("train", 3).seed != ENDLESS.sample("test", 3).seed
+
+
+def test_stable_seeds_never_change():
+    assert stable_seed("quick", "train", 3) == 5652711417157361
+    assert stable_seed("a", {"y": 1, "x": 2}) == stable_seed("a", {"x": 2, "y": 1})
+
+
+@given(st.text(), st.integers() | st.text())
+def test_seeds_are_exact_in_every_json_reader(split, index):
+    assert 0 <= stable_seed("task", split, index) < 2**SEED_BITS
+
+
+@given(st.integers(0, 2**53))
+def test_without_an_index_the_seed_picks_one(seed):
+    sample = FINITE.sample("train", seed=seed)
+    assert 0 <= sample.index < 10
+    assert sample == FINITE.sample("train", seed=seed)
+    assert ENDLESS.sample("train", seed=seed).index == seed
+
+
+def test_without_index_and_seed_a_sample_is_drawn():
+    drawn = {FINITE.sample("train").index for _ in range(200)}
+    assert drawn == set(range(10))
+    assert FINITE.sample("train", FINITE.sample("train").index)
+
+
+def test_data_can_be_given_instead_of_the_datasets():
+    sample = FINITE.sample("train", data={"n": 99})
+    assert (sample.data, sample.index) == ({"n": 99}, None)
+    assert sample.seed == FINITE.sample("train", data={"n": 99}).seed
+    assert sample.seed != FINITE.sample("train", data={"n": 98}).seed
+    assert FINITE.sample("train", 500, data={"n": 99}).index == 500
+
+
+@pytest.mark.parametrize("index", [-1, 10, 10**30, "three"])
+def test_an_index_outside_the_split_is_refused(index):
+    with pytest.raises(UnknownSample, match="no index"):
+        FINITE.sample("train", index)
+
+
+def test_a_negative_index_is_refused_in_an_endless_split_too():
+    with pytest.raises(UnknownSample):
+        ENDLESS.sample("train", -1)
+
+
+def test_an_unknown_split_is_refused_and_the_known_ones_are_named():
+    with pytest.raises(UnknownSample, match="it has: train, test, empty"):
+        FINITE.sample("dev", 1)
+
+
+def test_an_empty_split_has_nothing_to_pick():
+    with pytest.raises(UnknownSample, match="has no samples"):
+        FINITE.sample("empty")
+
+
+def test_samples_may_have_names():
+    books = Dataset(Books)
+    assert books.sample("train", "emma").data == {"pages": 474}
+    with pytest.raises(UnknownSample):
+        books.sample("train", "persuasion")
+
+
+def test_one_of_the_named_samples_is_picked_by_the_seed():
+    class Shelf(Books):
+        @classmethod
+        def samples(cls, split):
+            return {"emma": {"pages": 474}, "dune": {"pages": 412}}
+
+    assert {Dataset(Shelf).sample("train", seed=seed).index for seed in range(20)} == {"emma", "dune"}
+
+
+def test_a_sample_that_is_no_dict_is_the_authors_mistake():
+    with pytest.raises(DefinitionError, match="must be a dict"):
+        Dataset(Books).sample("train", "broken")
+
+
+def test_the_size_of_each_split_is_known_where_there_is_one():
+    assert {name: info.num_samples for name, info in FINITE.info().items()} == {
+        "train": 10, "test": 10, "empty": 0
+    }
+    assert ENDLESS.info()["train"].num_samples is None

@@ -1,0 +1,512 @@
+import asyncio
+import logging
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl_env import Done, Environment, Message, Session, SessionStatus, TaskSample, ToolCall, tool
+from agentrl_env.errors import (
+    EnvironmentFailed,
+    InvalidRequest,
+    NotSupported,
+    SeqConflict,
+    SessionEnded,
+    SessionExpired,
+)
+from agentrl_env.runner import Threads
+from agentrl_env.session import KEPT_RESULTS
+from agentrl_env.types import FunctionCall
+from tests.env.tasks import Clock, Guess, Quick, Slow
+
+THREADS = Threads()
+
+
+def make(environment, seed=1, data=None, **options):
+    sample = TaskSample(task=environment.name, seed=seed, data=data or {})
+    return Session(environment, sample, session_id="s", threads=THREADS, **options)
+
+
+async def started(environment, **options):
+    session = make(environment, **options)
+    await session.start()
+    return session
+
+
+def says(name, **arguments):
+    return Message.assistant(None, ToolCall.of(name, **arguments))
+
+
+@pytest.fixture(autouse=True)
+def slow():
+    Slow.prepare()
+    yield
+    Slow.blocker.set()
+
+
+async def test_a_session_opens_with_the_authors_messages_and_the_tools():
+    session = make(Quick, data={"n": 1})
+    info = await session.start()
+    assert [(m.role, m.content) for m in info.messages] == [
+        ("system", "Be quick."), ("user", "{'n': 1}")
+    ]
+    assert info.tools == Quick.tool_specs()
+    assert (info.status, info.turn, info.last) == (SessionStatus.RUNNING, 0, None)
+
+
+@pytest.mark.parametrize("environment", [Guess, Quick], ids=["on a thread", "inline"])
+async def test_two_sessions_of_one_seed_give_equal_results(environment):
+    async def play():
+        session = await started(environment, seed=5)
+        return [await session.step(says("guess", n=n) if environment is Guess else says("note", text="x"))
+                for n in (1, 2, 3)]
+
+    assert await play() == await play()
+
+
+async def test_steps_are_numbered_from_one():
+    session = await started(Quick)
+    assert [(await session.step(says("refuse"))).seq for _ in range(3)] == [1, 2, 3]
+
+
+async def test_the_task_can_end_the_episode():
+    session = await started(Quick)
+    result = await session.step(says("finish", reward=0.25))
+    assert (result.reward, result.terminated, result.truncated) == (0.25, True, False)
+    assert result.status is SessionStatus.COMPLETED
+    assert result.final
+    assert result.metrics["success"] == 0.0
+
+
+async def test_the_turn_limit_truncates():
+    session = await started(Quick)
+    results = [await session.step(says("gain", amount=0.2)) for _ in range(Quick.max_turns)]
+    assert [r.status for r in results[:-1]] == [SessionStatus.RUNNING] * 5
+    assert results[-1].status is SessionStatus.TRUNCATED_TURNS
+    assert (results[-1].terminated, results[-1].truncated) == (False, True)
+    assert results[-1].metrics["success"] == 1.0  # six times 0.2
+    assert "success" not in results[0].metrics
+
+
+async def test_ending_in_the_last_turn_is_an_end_and_no_truncation():
+    session = await started(Quick)
+    for _ in range(Quick.max_turns - 1):
+        await session.step(Message.assistant("..."))
+    assert (await session.step(says("finish"))).status is SessionStatus.COMPLETED
+
+
+class Timed(Quick):
+    max_seconds = 10.0
+
+
+async def test_the_time_limit_truncates_at_the_step_that_finds_it_over():
+    clock = Clock()
+    session = await started(Timed, clock=clock)
+    clock.now += 9
+    assert not (await session.step(says("note", text="a"))).final
+    clock.now += 2
+    result = await session.step(says("note", text="b"))
+    assert (result.status, result.truncated) == (SessionStatus.TRUNCATED_TIME, True)
+    assert result.messages[0].content == "Not executed: the time limit was reached."
+
+
+class ShortOfTime(Slow):
+    max_seconds = 0.02
+
+
+async def test_a_tool_that_runs_into_the_time_limit_is_cut():
+    session = await started(ShortOfTime)
+    result = await session.step(says("wait"))
+    assert result.status is SessionStatus.TRUNCATED_TIME
+    assert "success" in result.metrics
+
+
+@pytest.mark.parametrize("name", ["crash", "leave", "confuse", "poison"])
+async def test_broken_author_code_ends_the_session_as_failed(name, caplog):
+    session = await started(Quick)
+    with caplog.at_level(logging.CRITICAL):
+        result = await session.step(says(name))
+    assert result.status is SessionStatus.FAILED_ENVIRONMENT
+    assert (result.reward, result.terminated, result.truncated) == (0.0, False, False)
+    assert set(result.info["error"]) == {"type", "message"}
+    assert "success" not in result.metrics  # nothing is known about success
+
+
+async def test_a_failure_says_what_was_raised():
+    result = await (await started(Quick)).step(says("crash"))
+    assert result.info["error"] == {
+        "type": "ZeroDivisionError", "message": "ZeroDivisionError: author bug"
+    }
+
+
+@pytest.mark.parametrize("name", ["hurry", "hurry_async"])
+async def test_a_tool_over_its_deadline_ends_the_session_as_failed(name):
+    session = await started(Slow)
+    result = await session.step(says(name))
+    assert result.status is SessionStatus.FAILED_ENVIRONMENT
+    assert result.info["error"]["message"] == f"AuthorTimeout: {name}(): still running after 0.02 s"
+
+
+async def test_close_waits_for_a_tool_that_outlived_its_deadline():
+    session = await started(Slow)
+    await session.step(says("hurry"))
+    await asyncio.sleep(0.01)
+    assert Slow.closed == []
+    Slow.blocker.set()
+    await session.close()
+    assert len(Slow.closed) == 1
+
+
+async def test_a_repeated_seq_returns_the_stored_answer():
+    session = await started(Quick)
+    first = await session.step(says("note", text="a"), 1)
+    assert await session.step(says("note", text="other"), 1) is first
+    second = await session.step(says("note", text="b"), 2)
+    assert second.messages[0].content.startswith("2 ")
+    assert await session.step(says("note", text="a"), 1) is first
+
+
+async def test_a_repeated_last_step_is_answered_after_the_end():
+    session = await started(Quick)
+    last = await session.step(says("finish"), 1)
+    await session.close()
+    assert await session.step(says("finish"), 1) is last
+
+
+async def test_only_so_many_answers_are_kept():
+    class Long(Quick):
+        max_turns = 1000
+
+    session = await started(Long)
+    for _ in range(KEPT_RESULTS + 1):
+        await session.step(says("refuse"))
+    assert (await session.step(says("refuse"), 2)).seq == 2
+    with pytest.raises(SeqConflict, match="no longer kept"):
+        await session.step(says("refuse"), 1)
+
+
+async def test_a_gap_is_a_conflict_and_zero_is_no_number():
+    session = await started(Quick)
+    with pytest.raises(SeqConflict, match="the next is 1") as caught:
+        await session.step(says("refuse"), 2)
+    assert caught.value.details == {"expected": 1}
+    with pytest.raises(InvalidRequest, match="counts from 1"):
+        await session.step(says("refuse"), 0)
+
+
+async def test_only_assistant_messages_are_steps():
+    session = await started(Quick)
+    with pytest.raises(InvalidRequest, match="not one of 'user'"):
+        await session.step(Message(role="user", content="hi"))
+    assert session.turn == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 6), max_size=25))
+def test_in_whatever_order_seqs_come_each_turn_is_played_once(seqs):
+    async def run():
+        session, seen = await started(Quick), {}
+        for seq in seqs:
+            try:
+                result = await session.step(says("note", text="x"), seq)
+            except SeqConflict:
+                assert seq > session.turn + 1
+                continue
+            except SessionEnded:
+                raise AssertionError("a stored answer was refused") from None
+            assert seen.setdefault(seq, result) is result
+            assert result.messages[0].content.split()[0] == str(seq)
+        assert session.turn == len(seen)
+
+    asyncio.run(run())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.permutations([1, 1, 1, 2, 2, 3, 3]))
+def test_concurrent_repeats_wait_for_the_first(seqs):
+    async def run():
+        Slow.prepare()
+        session = await started(Slow)
+        steps = [asyncio.create_task(session.step(says("wait"), seq)) for seq in seqs]
+        await asyncio.sleep(0)
+        Slow.gate.set()
+        answers = await asyncio.gather(*steps, return_exceptions=True)
+        by_seq = {}
+        for seq, answer in zip(seqs, answers, strict=True):
+            if not isinstance(answer, SeqConflict):
+                assert by_seq.setdefault(seq, answer) is answer
+                assert answer.messages[0].content == f"waited {seq}"
+        await session.close()
+
+    asyncio.run(run())
+
+
+async def test_the_next_seq_waits_for_the_one_under_way():
+    session = await started(Slow)
+    first = asyncio.create_task(session.step(says("wait"), 1))
+    second = asyncio.create_task(session.step(says("wait"), 2))
+    await asyncio.sleep(0.01)
+    with pytest.raises(SeqConflict):
+        await session.step(says("wait"), 3)
+    Slow.gate.set()
+    assert [(await first).seq, (await second).seq] == [1, 2]
+    await session.close()
+
+
+async def test_a_step_runs_to_its_end_when_its_caller_goes_away():
+    session = await started(Slow)
+    caller = asyncio.create_task(session.step(says("wait"), 1))
+    await asyncio.sleep(0.01)
+    caller.cancel()
+    Slow.gate.set()
+    assert (await session.step(says("wait"), 1)).messages[0].content == "waited 1"
+    await session.close()
+
+
+TEXT = st.text(st.characters(codec=None), max_size=20)
+NAMES = TEXT | st.sampled_from(["note", "gain", "finish", "refuse", "crash", "confuse"])
+ARGUMENTS = TEXT | st.sampled_from(['{"text": "x"}', "{}", '{"amount": NaN}', '{"amount": 1e999}'])
+CALLS = st.builds(
+    ToolCall, id=TEXT, function=st.builds(FunctionCall, name=NAMES, arguments=ARGUMENTS)
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(content=st.none() | TEXT, calls=st.lists(CALLS, max_size=3))
+def test_nothing_a_model_writes_is_raised_out_of_the_session(content, calls):
+    async def run():
+        session = await started(Quick)
+        result = await session.step(Message.assistant(content, *calls))
+        assert result.seq == 1
+        answered = [m.tool_call_id for m in result.messages if m.role == "tool"]
+        if result.status is not SessionStatus.FAILED_ENVIRONMENT:
+            assert answered == [call.id for call in calls]
+
+    logging.disable(logging.CRITICAL)
+    asyncio.run(run())
+    logging.disable(logging.NOTSET)
+
+
+async def test_a_step_after_the_end_is_refused():
+    session = await started(Quick)
+    await session.step(says("finish"))
+    with pytest.raises(SessionEnded, match="completed") as caught:
+        await session.step(says("finish"))
+    assert caught.value.details == {"status": "completed"}
+
+
+async def test_closing_is_idempotent_and_closes_the_environment_once():
+    session = await started(Slow)
+    await asyncio.gather(session.close(), session.close())
+    await session.close(SessionStatus.EXPIRED)
+    assert len(Slow.closed) == 1
+    assert session.status is SessionStatus.CANCELLED
+    with pytest.raises(SessionEnded, match="cancelled"):
+        await session.step(says("wait"))
+
+
+async def test_an_expired_session_says_so():
+    session = await started(Slow)
+    await session.close(SessionStatus.EXPIRED)
+    with pytest.raises(SessionExpired):
+        await session.step(says("wait"))
+    with pytest.raises(SessionExpired):
+        await session.expert()
+
+
+async def test_an_environment_is_closed_when_its_episode_ends():
+    session = await started(Slow)
+    await session.step(says("end"))
+    await session.close()
+    assert len(Slow.closed) == 1
+    assert session.status is SessionStatus.COMPLETED
+
+
+async def test_closing_cancels_a_coroutine_under_way_and_then_closes_the_environment():
+    session = await started(Slow)
+    step = asyncio.create_task(session.step(says("wait")))
+    await asyncio.sleep(0.01)
+    await session.close()
+    with pytest.raises(SessionEnded, match="cancelled"):
+        await step
+    assert len(Slow.closed) == 1
+    assert session.turn == 0
+
+
+async def test_closing_waits_for_a_thread_under_way_before_it_closes_the_environment():
+    session = await started(Slow)
+    step = asyncio.create_task(session.step(says("block")))
+    await asyncio.to_thread(Slow.started.wait, 5)
+    closing = asyncio.create_task(session.close())
+    await asyncio.sleep(0.01)
+    assert Slow.closed == []
+    Slow.blocker.set()
+    await closing
+    assert len(Slow.closed) == 1
+    with pytest.raises(SessionEnded):
+        await step
+
+
+class BadClose(Quick):
+    def close(self):
+        raise RuntimeError("cannot close")
+
+
+async def test_an_environment_that_cannot_close_harms_nobody(caplog):
+    session = await started(BadClose)
+    await session.close()
+    assert "close of task bad_close failed" in caplog.text
+
+
+class BadReset(Slow):
+    def reset(self, sample, rng):
+        raise LookupError("no such level")
+
+
+class BadOpening(Slow):
+    def reset(self, sample, rng):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (BadReset, "reset of task 'bad_reset' failed: LookupError: no such level"),
+        (BadOpening, "reset.. returned NoneType; return a str"),
+    ],
+)
+async def test_a_failed_reset_is_an_error_and_the_environment_is_closed(environment, message):
+    session = make(environment)
+    with pytest.raises(EnvironmentFailed, match=message):
+        await session.start()
+    await session.close()
+    assert session.status is SessionStatus.FAILED_ENVIRONMENT
+    assert len(Slow.closed) == 1
+
+
+async def test_author_code_cannot_change_the_dataset():
+    class Vandal(Quick):
+        def reset(self, sample, rng):
+            sample.data["deep"]["list"].append("mine")
+            return ""
+
+    data = {"deep": {"list": []}}
+    session = await started(Vandal, data=data)
+    assert data == {"deep": {"list": []}}
+    assert session.sample.data == {"deep": {"list": []}}
+
+
+class Scored(Quick):
+    def score(self):
+        return {"notes": len(self.notes), "success": float("x" in self.notes)}
+
+
+async def test_the_score_is_part_of_the_last_metrics_and_decides_success():
+    session = await started(Scored)
+    await session.step(says("note", text="x"))
+    result = await session.step(says("finish", reward=0.0))
+    assert result.metrics == {"invalid_calls": 0.0, "notes": 1.0, "success": 1.0}
+
+
+class BadScore(Quick):
+    def score(self):
+        raise KeyError("lost")
+
+
+async def test_a_score_that_breaks_is_a_failure_of_the_environment():
+    result = await (await started(BadScore)).step(says("finish"))
+    assert result.status is SessionStatus.FAILED_ENVIRONMENT
+    assert result.reward == 0.0
+
+
+class AllAsync(Environment):
+    """Every method is a coroutine."""
+
+    async def reset(self, sample, rng):
+        return "go"
+
+    @tool
+    async def go(self):
+        return Done("gone", reward=1.0)
+
+    async def respond(self, text):
+        return f"you said {text}"
+
+    async def score(self):
+        return {"steps": 2.0}
+
+    async def expert(self, rng):
+        return "just talk"
+
+    async def close(self):
+        Slow.closed.append(self)
+
+
+async def test_every_method_may_be_a_coroutine():
+    session = await started(AllAsync)
+    assert await session.expert() == Message.assistant("just talk")
+    result = await session.step(Message.assistant("hi"))
+    assert result.messages[0].content == "you said hi"
+    assert result.metrics["invalid_calls"] == 0.0
+    result = await session.step(says("go"))
+    assert result.metrics == {"invalid_calls": 0.0, "steps": 2.0, "success": 1.0}
+    await session.close()
+    assert len(Slow.closed) == 1
+
+
+async def test_text_parts_reach_respond_as_text():
+    session = await started(AllAsync)
+    parts = [{"type": "text", "text": "a"}, {"type": "image_url"}, {"type": "text", "text": "b"}]
+    result = await session.step(Message(role="assistant", content=parts))
+    assert result.messages[0].content == "you said ab"
+    await session.close()
+
+
+class CancelsItself(AllAsync):
+    @tool
+    async def go(self):
+        raise asyncio.CancelledError
+
+
+async def test_a_coroutine_that_cancels_itself_is_a_failure():
+    session = await started(CancelsItself)
+    result = await session.step(says("go"))
+    assert result.status is SessionStatus.FAILED_ENVIRONMENT
+    await session.close()
+
+
+async def test_the_expert_speaks_without_taking_a_step():
+    session = await started(Guess)
+    message = await session.expert()
+    assert message.tool_calls[0].function.name == "guess"
+    assert message == await session.expert()
+    assert session.turn == 0
+    assert (await session.step(message)).metrics["success"] == 1.0
+    with pytest.raises(SessionEnded):
+        await session.expert()
+
+
+async def test_a_task_without_an_expert_says_so():
+    with pytest.raises(NotSupported, match="no expert"):
+        await (await started(Slow)).expert()
+
+
+@pytest.mark.parametrize("move", [None, 3, Message(role="user", content="x")])
+async def test_an_expert_must_return_a_move(move):
+    class Odd(Quick):
+        def expert(self, rng):
+            return move
+
+    with pytest.raises(EnvironmentFailed, match="return a ToolCall, a str or an assistant Message"):
+        await (await started(Odd)).expert()
+
+
+async def test_an_expert_that_breaks_is_an_error_and_no_end():
+    class Broken(Quick):
+        def expert(self, rng):
+            return 1 / 0
+
+    session = await started(Broken)
+    with pytest.raises(EnvironmentFailed, match="ZeroDivisionError"):
+        await session.expert()
+    assert not (await session.step(says("note", text="x"))).final

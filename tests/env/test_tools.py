@@ -1,0 +1,394 @@
+import asyncio
+import json
+from enum import Enum
+from typing import Annotated, Literal
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from pydantic import BaseModel, Field
+
+from agentrl_env import Done, Message, Reply, ToolCall, ToolError, tool
+from agentrl_env.errors import DefinitionError
+from agentrl_env.schema import ArgumentError, parse_docstring
+from agentrl_env.tools import TimeOver, Turn, tool_messages, toolset
+from tests.env.tasks import Quick
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Point(BaseModel):
+    x: int
+    y: int = 0
+
+
+class Everything:
+    @tool
+    def everything(
+        self,
+        text: str,
+        number: int,
+        ratio: float,
+        flag: bool,
+        colour: Colour,
+        mode: Literal["fast", "slow"],
+        point: Point,
+        points: list[Point],
+        maybe: int | None,
+        table: dict[str, int],
+        limited: Annotated[int, Field(ge=1, le=9, description="a digit")],
+        greeting: str = "hi",
+        shade: Colour = Colour.BLUE,
+        where: Point = Point(x=1),
+        *,
+        last: int = 3,
+    ):
+        """Take all kinds of arguments.
+
+        Args:
+            text: some text,
+                over two lines
+            number (int): a number
+            limited: this loses against Field
+
+        Returns:
+            nothing of use
+        """
+        return "ok"
+
+    @tool
+    def odd_names(self, copy: int, schema: int = 1, _x: int = 2, title: str = "t"):
+        """Names that a model class would stumble over."""
+        return "ok"
+
+    @tool(name="renamed", timeout=3.0)
+    async def original(self):
+        return "ok"
+
+    def helper(self):
+        return "not a tool"
+
+
+GOOD = {
+    "text": "a",
+    "number": 1,
+    "ratio": 2,
+    "flag": True,
+    "colour": "red",
+    "mode": "fast",
+    "point": {"x": 1},
+    "points": [],
+    "maybe": None,
+    "table": {"a": 1},
+    "limited": 5,
+}
+
+
+def arguments(name="everything"):
+    return toolset(Everything).tools[name].arguments
+
+
+def test_the_schema_comes_from_the_signature_and_the_docstring():
+    spec = toolset(Everything).tools["everything"].spec.function
+    properties = spec.parameters["properties"]
+    assert spec.description == "Take all kinds of arguments."
+    assert properties["text"] == {"type": "string", "description": "some text, over two lines"}
+    assert properties["number"]["description"] == "a number"
+    assert properties["limited"] == {
+        "type": "integer", "minimum": 1, "maximum": 9, "description": "a digit"
+    }
+    assert properties["mode"]["enum"] == ["fast", "slow"]
+    assert properties["greeting"] == {"type": "string", "default": "hi"}
+    assert properties["shade"]["default"] == "blue"
+    assert properties["where"]["default"] == {"x": 1, "y": 0}
+    assert spec.parameters["required"] == list(GOOD)
+    assert spec.parameters["additionalProperties"] is False
+    Draft202012Validator.check_schema(spec.parameters)
+    json.dumps(spec.parameters)
+
+
+def test_generated_titles_are_left_out_but_a_property_named_title_stays():
+    text = json.dumps(arguments().schema)
+    assert '"title"' not in text
+    assert "title" in arguments("odd_names").schema["properties"]
+
+
+def test_arguments_arrive_as_the_types_of_the_signature():
+    values = arguments().parse(json.dumps(GOOD))
+    assert values["colour"] is Colour.RED
+    assert values["point"] == Point(x=1)
+    assert values["maybe"] is None
+    assert "greeting" not in values  # the method's own default stays in charge
+
+
+def test_any_parameter_name_is_possible():
+    assert arguments("odd_names").parse('{"copy": 1, "_x": 3}') == {"copy": 1, "_x": 3}
+
+
+def test_blank_text_stands_for_no_arguments():
+    assert arguments("renamed").parse(" ") == {}
+    assert toolset(Everything).tools["renamed"].spec.function.parameters == {
+        "type": "object", "properties": {}, "additionalProperties": False
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"number": "7"}, 'argument "number" should be a valid integer, got "7"'),
+        ({"flag": 1}, 'argument "flag" should be a valid boolean, got 1'),
+        ({"colour": "green"}, "argument \"colour\" should be 'red' or 'blue', got \"green\""),
+        ({"point": {"y": 1}}, "missing argument 'point.x'"),
+        ({"points": [{"x": "a"}]}, 'argument "points.0.x" should be a valid integer, got "a"'),
+        ({"limited": 10}, 'argument "limited" should be less than or equal to 9, got 10'),
+        ({"surprise": 1}, 'unknown argument "surprise" (known: text, number'),
+    ],
+)
+def test_a_wrong_argument_is_explained_in_one_readable_line(change, message):
+    with pytest.raises(ArgumentError) as caught:
+        arguments().parse(json.dumps(GOOD | change))
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "7", '"x"', "null", "NaN", '{"text": "\ud800"}'])
+def test_what_is_not_a_json_object_is_explained(text):
+    with pytest.raises(ArgumentError, match="arguments (are not valid JSON|must be a JSON object)"):
+        arguments().parse(text)
+
+
+def test_long_lists_of_problems_are_cut():
+    with pytest.raises(ArgumentError, match=r"and \d+ more$"):
+        arguments().parse("{}")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.fixed_dictionaries({name: st.just(value) | JSON for name, value in GOOD.items()}))
+def test_what_is_accepted_fits_the_published_schema(values):
+    try:
+        arguments().parse(json.dumps(values))
+    except ArgumentError:
+        return
+    Draft202012Validator(arguments().schema).validate(values)
+
+
+@given(st.text())
+def test_any_text_gives_arguments_or_an_argument_error(text):
+    try:
+        assert isinstance(arguments("odd_names").parse(text), dict)
+    except ArgumentError as error:
+        assert str(error)
+
+
+def test_tools_are_found_in_the_order_they_are_written_and_through_inheritance():
+    class Base:
+        @tool
+        def first(self): ...
+
+        @tool
+        def second(self): ...
+
+    class Derived(Base):
+        @tool
+        def third(self): ...
+
+        @tool
+        def first(self, n: int):
+            """Changed."""
+
+    assert list(toolset(Derived).tools) == ["first", "second", "third"]
+    assert toolset(Derived).tools["first"].spec.function.description == "Changed."
+
+
+def test_a_tool_can_have_another_name_and_its_own_timeout():
+    renamed = toolset(Everything).tools["renamed"]
+    assert (renamed.attribute, renamed.timeout, renamed.is_async) == ("original", 3.0, True)
+
+
+def test_a_tool_stays_a_plain_method():
+    assert Everything().odd_names(1) == "ok"
+
+
+def no_annotation(self, n): ...
+def var_args(self, *n: int): ...
+def var_keywords(self, **n: int): ...
+def positional(self, n: int, /): ...
+def unresolved(self, n: "Nowhere"): ...  # noqa: F821
+def strange(self, n: asyncio.Event): ...
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (no_annotation, "needs a type annotation"),
+        (var_args, "must be a plain named one"),
+        (var_keywords, "must be a plain named one"),
+        (positional, "must be a plain named one"),
+        (unresolved, "cannot resolve its annotations"),
+        (strange, "no schema for its arguments"),
+    ],
+)
+def test_a_method_that_cannot_be_a_tool_is_refused_in_one_sentence(function, message):
+    class Broken:
+        method = tool(function)
+
+    with pytest.raises(DefinitionError, match=message) as caught:
+        toolset(Broken)
+    assert "\n" not in str(caught.value)
+
+
+def test_two_tools_of_one_name_are_refused():
+    class Twice:
+        @tool(name="x")
+        def a(self): ...
+
+        @tool(name="x")
+        def b(self): ...
+
+    with pytest.raises(DefinitionError, match="two tools named 'x'"):
+        toolset(Twice)
+
+
+def test_tool_on_something_that_is_no_plain_method_is_refused():
+    class Static:
+        method = staticmethod(tool(no_annotation))
+
+    with pytest.raises(DefinitionError, match="put @tool on a plain method"):
+        toolset(Static)
+
+
+def test_a_docstring_splits_into_its_text_and_its_arguments():
+    text, described = parse_docstring(
+        "First.\n\nMore.\n\nArgs:\n    a: one\n    b (int): two\n        lines: here\n\nReturns:\n    c: x"
+    )
+    assert text == "First.\n\nMore."
+    assert described == {"a": "one", "b": "two lines: here"}
+
+
+def test_a_tools_text_becomes_the_answer_to_its_call():
+    (message,) = tool_messages("hi", "id7", "f")
+    assert message == Message(role="tool", tool_call_id="id7", content="hi")
+
+
+def test_a_tools_messages_always_hold_exactly_one_answer():
+    user = Message(role="user", content="look")
+    own = Message(role="tool", content="seen")
+    assert [m.role for m in tool_messages(user, "id7", "f")] == ["tool", "user"]
+    assert tool_messages([own, user], "id7", "f")[0].tool_call_id == "id7"
+    with pytest.raises(DefinitionError, match="2 tool messages for one call"):
+        tool_messages([own, own], "id7", "f")
+
+
+@pytest.mark.parametrize("value", [None, 3, {"a": 1}, ["text"], object()])
+def test_other_return_values_are_refused(value):
+    with pytest.raises(DefinitionError, match="return a str, a Message or a list"):
+        tool_messages(value, "id7", "f")
+
+
+async def call(function, timeout, /, *args, **kw):
+    return function(*args, **kw)
+
+
+async def play(*calls, text=None, call=call):
+    environment = Quick()
+    environment.notes, environment.draws = [], [5]
+    turn = Turn()
+    await turn.play(environment, Message.assistant(text, *calls), call)
+    return turn
+
+
+async def test_several_calls_run_in_order_and_their_rewards_and_metrics_add_up():
+    turn = await play(
+        ToolCall.of("note", call_id="a", text="x"),
+        ToolCall.of("gain", call_id="b", amount=0.25),
+        ToolCall.of("gain", call_id="c"),
+    )
+    assert [(m.tool_call_id, m.content) for m in turn.messages] == [
+        ("a", "1 5"), ("b", "earned"), ("c", "earned")
+    ]
+    assert turn.reward == 0.75
+    assert turn.metrics == {"invalid_calls": 0.0, "gains": 2.0}
+
+
+async def test_calls_after_the_end_are_answered_but_not_executed():
+    turn = await play(ToolCall.of("finish", call_id="a"), ToolCall.of("crash", call_id="b"))
+    assert turn.done
+    assert [m.content for m in turn.messages] == ["bye", "Not executed: the task has ended."]
+
+
+async def test_a_models_mistakes_are_answered_and_counted():
+    turn = await play(
+        ToolCall.of("nope"), ToolCall.of("note"), ToolCall.of("note", text=3), ToolCall.of("refuse")
+    )
+    assert turn.metrics["invalid_calls"] == 3.0  # a ToolError is no malformed call
+    assert turn.messages[0].content.startswith('Error: there is no tool "nope". Tools: note, gain')
+    assert turn.messages[1].content == "Error: missing argument 'text'."
+    assert turn.messages[3].content == "not like this"
+
+
+async def test_a_turn_without_a_call_is_answered_by_respond():
+    turn = await play(text="hello")
+    assert turn.messages[0].role == "user"
+    assert "Call one of the tools: note, gain" in turn.messages[0].content
+    assert turn.metrics["invalid_calls"] == 1.0
+
+
+async def test_when_the_time_is_over_the_rest_is_answered_as_not_executed():
+    async def over(function, timeout, /, *args, **kw):
+        raise TimeOver
+
+    with pytest.raises(TimeOver):
+        await play(ToolCall.of("finish"), call=over)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "1", None])
+async def test_a_reward_must_be_a_finite_number(value):
+    async def give(function, timeout, /, *args, **kw):
+        return Reply("x", reward=value)
+
+    with pytest.raises(DefinitionError, match="reward must be a finite number"):
+        await play(ToolCall.of("gain"), call=give)
+
+
+def test_success_is_a_return_of_one_unless_the_score_says_otherwise():
+    def success(scores, before, reward):
+        turn = Turn()
+        turn.reward = reward
+        turn.score(scores, before)
+        return turn.metrics["success"]
+
+    assert success({}, 0.9, 0.1) == 1.0
+    assert success({}, sum([0.1] * 9), 0.1) == 1.0  # not lost to rounding
+    assert success({}, 0.5, 0.4) == 0.0
+    assert success({"success": 1.0}, 0.0, 0.0) == 1.0
+    assert success({"success": 0.0}, 5.0, 1.0) == 0.0
+    assert success({"success": np.True_, "other": np.float32(2)}, 0.0, 0.0) == 1.0
+
+
+def test_a_score_that_is_no_dict_of_numbers_is_refused():
+    with pytest.raises(DefinitionError, match="return a dict"):
+        Turn().score(3, 0.0)
+    with pytest.raises(DefinitionError, match="finite number"):
+        Turn().score({"a": "b"}, 0.0)
+
+
+def test_done_is_a_reply_that_ends():
+    assert isinstance(Done("x"), Reply)
+    assert Done("x", reward=0.5).reward == 0.5
+    with pytest.raises(TypeError):
+        Done("x", 0.5)
+
+
+def test_tool_error_is_public():
+    assert str(ToolError("a")) == "a"
