@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -153,6 +155,8 @@ def play(
     from agentrl_env.client.play import play as run
 
     _log_to_stderr(False)
+    with suppress(ImportError):  # line editing and history, where the platform has them
+        importlib.import_module("readline")
     client = _connect(target, token)()
     result = run(client, _read_line, Console(), task=task, split=split, index=index, seed=seed)
     raise typer.Exit(1 if result is not None and result.status == "failed_environment" else 0)

@@ -112,6 +112,10 @@ class GymEnv(gymnasium.Env[tuple[ChatMessage, ...], Any]):
         self._conversation: list[Message] = []
         self._running = False
 
+    def _forget_if_forked(self) -> None:
+        if self._pid != os.getpid():
+            self._forget()
+
     @cached_property
     def task_info(self) -> TaskInfo:
         """What the server says of the task. Raises UnknownTask."""
@@ -147,8 +151,7 @@ class GymEnv(gymnasium.Env[tuple[ChatMessage, ...], Any]):
             raise ValueError(f"Unknown reset option {unknown[0]!r}; known: {sorted(_OPTIONS)}.")
         if seed is None and not choice.keys() & {"index", "sample"}:
             seed = int(self.np_random.integers(2**SEED_BITS))
-        if self._pid != os.getpid():
-            self._forget()
+        self._forget_if_forked()
         session = self._loop.run(self._reopen(choice, seed))
         self._session, self._running = session, True
         self._conversation = list(session.messages)
@@ -171,6 +174,7 @@ class GymEnv(gymnasium.Env[tuple[ChatMessage, ...], Any]):
             EnvironmentFailed: the environment broke; the episode has no outcome.
             SessionExpired: the session was idle past its lease.
         """
+        self._forget_if_forked()
         if self._session is None or not self._running:
             raise ResetNeeded("No episode is running: call reset() before step().")
         message = as_message(action, call_id=f"call_{len(self._conversation)}")
@@ -196,7 +200,8 @@ class GymEnv(gymnasium.Env[tuple[ChatMessage, ...], Any]):
 
     def close(self) -> None:
         """Close the session and the connection; again and again does no harm."""
-        if self._pid == os.getpid() and self._client is not None:
+        self._forget_if_forked()
+        if self._client is not None:
             self._loop.run(self._disconnect())
         self._loop.stop()
         self._forget()

@@ -149,4 +149,5 @@ async def _run_one(check: Check, probe: Probe) -> tuple[Outcome, bool]:
 
 
 def _no_end(probe: Probe) -> str:
-    return f"No end within {probe.deadline:g} s; it was at: {probe.doing or 'the first call'}."
+    where = probe.doing or "the first call"
+    return f"No end within {probe.deadline:g} s (give a slow task more: --deadline); it was at: {where}."

@@ -227,7 +227,7 @@ def test_a_tool_that_hangs_ends_its_check_and_skips_the_rest():
     report = report_on(Hanging, deadline=0.5)
     never.set()
     assert report["random_play"].verdict is Verdict.FAIL
-    assert "No end within 0.5 s; it was at: turn " in report["random_play"].evidence
+    assert "--deadline); it was at: turn " in report["random_play"].evidence
     assert report["fuzz"].verdict is Verdict.SKIP
     assert "random_play came to no end" in report["fuzz"].evidence
 

@@ -300,6 +300,32 @@ def test_it_can_be_pickled_before_and_after_use(used, env, server):
     remote.close()
 
 
+def test_a_forked_process_connects_for_itself(server):
+    code = f"""
+import os, sys, warnings
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+from agentrl_env import GymEnv
+env = GymEnv({server.url!r}, "guess", token={server.token!r})
+first = env.reset(seed=1)
+call = {{"name": "guess", "arguments": {{"n": 0}}}}
+child = os.fork()
+if child == 0:
+    try:
+        env.step(call)
+    except Exception as error:
+        print(type(error).__name__, env.reset(seed=1) == first, flush=True)
+    env.close()
+    os._exit(0)
+os.waitpid(child, 0)
+print(env.step(call)[0][-1]["content"])
+env.close()
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "ResetNeeded True\nhigher\n", ran.stderr
+    assert ran.stderr == ""
+
+
 def test_it_works_where_an_event_loop_runs_already(env):
     async def cell_of_a_notebook():
         env.reset(seed=1)

@@ -67,7 +67,7 @@ def _unanswered(action: Message, result: StepResult) -> str | None:
 async def seed_replay(probe: Probe) -> Outcome:
     """Do the same sample, seed and actions give the same episode twice?"""
     count = 0
-    for index in probe.while_time(probe.indices(6)):
+    for index in probe.while_time(probe.indices(6), least=1):
         for policy in _explorers(probe, index):
             first = await probe.play(policy, index, seed=index + 1)
             second = await probe.play(ReplayPolicy(first.actions), index, seed=index + 1)
