@@ -138,7 +138,7 @@ def check(
         print(json.dumps({"ok": ok, "reports": [r.model_dump(mode="json") for r in reports]}))
     for report in [] if as_json else reports:
         Console().print(report.table())
-        print(report.summary())
+        print(f"{report.summary()}\n")
     raise typer.Exit(0 if ok else 1)
 
 

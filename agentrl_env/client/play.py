@@ -127,7 +127,7 @@ def _turns(
     while True:
         line = lines(f"[{session.turn + 1}/{info.max_turns}] > ")
         if line is None or line.strip() == "/quit":
-            console.print(f"Left after {_turn_count(session.turn)}.")
+            console.print(f"Left after {_turn_count(session.turn)}.", highlight=False)
             return None
         message = _read(loop, session, line, console)
         if message is None:
@@ -177,8 +177,12 @@ def _from_json(line: str, call_id: str) -> Message:
 
 
 def _arguments(text: str, function: FunctionSpec) -> dict[str, Any]:
-    """Read ``a=1 b=two``, or values in the order of the parameters."""
+    """Read ``a=1 b=two``, or values in the order of the parameters; a lone string needs no quotes."""
     schemas = function.parameters.get("properties", {})
+    if len(schemas) == 1 and text:
+        name, schema = next(iter(schemas.items()))
+        if schema.get("type") == "string" and not text.startswith((f"{name}=", "(", '"', "'")):
+            return {name: text}
     free = [name for name in schemas if not re.search(rf"(?<![\w-]){re.escape(name)}=", text)]
     arguments: dict[str, Any] = {}
     for word in _split(text):

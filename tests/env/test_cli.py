@@ -59,6 +59,18 @@ class Place(Environment):
         return "ok"
 
 
+class Ask(Environment):
+    """Answers queries."""
+
+    def reset(self, sample, rng):
+        return "Hello."
+
+    @tool
+    def query(self, sql: str):
+        """Run a query."""
+        return "ok"
+
+
 @pytest.fixture
 def cli(monkeypatch, capsys, tmp_path):
     """Run the command line as a shell would; returns (exit code, stdout, stderr)."""
@@ -306,6 +318,20 @@ def test_a_line_is_read_as_a_call(line, arguments):
     (call,) = parse_line(line, PUT).tool_calls
     assert call.function.name == "put"
     assert json.loads(call.function.arguments) == arguments
+
+
+@pytest.mark.parametrize(
+    ("line", "sql"),
+    [
+        ("query SELECT a FROM b WHERE c = 3", "SELECT a FROM b WHERE c = 3"),
+        ("query sql='SELECT 1'", "SELECT 1"),
+        ('query "SELECT 1"', "SELECT 1"),
+        ('query(sql="SELECT 1")', "SELECT 1"),
+    ],
+)
+def test_a_lone_string_needs_no_quotes(line, sql):
+    (call,) = parse_line(line, Ask.tool_specs()).tool_calls
+    assert json.loads(call.function.arguments) == {"sql": sql}
 
 
 @pytest.mark.parametrize(
