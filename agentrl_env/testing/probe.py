@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
-
-import numpy as np
 
 from agentrl_env.client.client import ClientSession, EnvClient
 from agentrl_env.errors import AgentRLError, ServerFull
@@ -64,8 +63,7 @@ class Probe:
         """Choose up to ``count`` different indices, spread over the split, the same every time."""
         size = self.size(split)
         total = ENDLESS if size is None else size
-        rng = np.random.default_rng(0)
-        return [int(index) for index in rng.permutation(total)[:count]]
+        return random.Random(0).sample(range(total), min(count, total))
 
     async def open(
         self, index: int | str | None, seed: int | None = None, split: str = "train"

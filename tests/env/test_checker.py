@@ -119,7 +119,7 @@ def test_the_seed_of_a_data_set_need_not_have_an_effect():
     report = report_on(Listed)
     assert report.ok
     assert report["seed_effect"].verdict is Verdict.SKIP
-    assert "no data in both among the 20 different ones" in report["samples"].evidence
+    assert "none in both among 20 different ones" in report["samples"].evidence
 
 
 def test_state_on_the_class_is_caught_by_isolation_alone():
@@ -297,7 +297,7 @@ def test_samples_shared_by_train_and_test_are_caught():
         def samples(cls, split):
             return [{"n": n} for n in (range(10) if split == "train" else range(9, 20))]
 
-    assert "train/9 and test/0 have the same data" in failing(Leaky)["samples"]
+    assert "train/9 and test/0 are the same problem" in failing(Leaky)["samples"]
 
 
 def test_an_expert_that_never_wins_is_caught_by_oracle():

@@ -71,15 +71,13 @@ async def samples(probe: Probe) -> Outcome:
     sizes = ", ".join(f"{split} {_count(probe.size(split))}" for split in probe.task.splits)
     if "test" not in probe.task.splits:
         return warned(f"There is no split named 'test' to evaluate on ({sizes}).")
-    seen = {split: await _data_of(probe, split) for split in ("train", "test")}
+    seen = {split: await _problems(probe, split) for split in ("train", "test")}
     if shared := seen["train"].keys() & seen["test"].keys():
         one = min(shared)
         where = f"train/{seen['train'][one]} and test/{seen['test'][one]}"
-        return failed(f"The samples {where} have the same data: {one[:120]}")
-    looked = sum(len(data) for data in seen.values())
-    if not looked:
-        return passed(f"{sizes}; the seed alone makes the problem, and it differs by split.")
-    return passed(f"{sizes}; no data in both among the {looked} different ones compared.")
+        return failed(f"The samples {where} are the same problem: {one[:120]}")
+    looked = sum(len(problems) for problems in seen.values())
+    return passed(f"{sizes}; none in both among {looked} different ones compared.")
 
 
 def _count(size: int | None) -> str:
@@ -104,12 +102,12 @@ async def _split_problem(probe: Probe, split: str) -> str | None:
     return None
 
 
-async def _data_of(probe: Probe, split: str) -> dict[str, int]:
-    """Return the canonical data of up to 200 samples, and the index of each."""
+async def _problems(probe: Probe, split: str) -> dict[str, int]:
+    """Return what makes the problem of up to 200 samples, data or else seed, and the index of each."""
     found: dict[str, int] = {}
     for index in probe.while_time(probe.indices(200, split)):
         session = await probe.open(index, split=split)
-        if session.sample.data:
-            found[json.dumps(session.sample.data, sort_keys=True)] = index
+        made_by = session.sample.data or {"seed": session.sample.seed}
+        found[json.dumps(made_by, sort_keys=True)] = index
         await session.close()
     return found
