@@ -1,0 +1,211 @@
+"""Small charts as SVG text: lines over steps, intervals on a scale. Pure; colours come by CSS class."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+Point = tuple[float, float]
+
+WIDTH, HEIGHT = 460, 210
+LEFT, RIGHT, TOP, BOTTOM = 46, 14, 10, 26
+MAX_POINTS = 240
+"""Points drawn of a line; more are averaged, so that a long run makes no huge page."""
+NUM_COLOURS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One line of a chart."""
+
+    name: str
+    points: Sequence[Point]
+    colour: int
+    """Number of its colour class, ``c0`` to ``c7``."""
+    smooth: float = 0.0
+    """Share of the old value in the moving average drawn; above 0 the raw line is drawn faintly below it."""
+    marks: Sequence[Point] = ()
+    """Single measurements, drawn as rings."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A measured share and its confidence interval, all in 0..1."""
+
+    value: float
+    low: float
+    high: float
+
+
+def line_chart(
+    series: Sequence[Series],
+    *,
+    label: Callable[[float], str],
+    bottom: float | None = 0.0,
+    top: float | None = None,
+    x_name: str = "step",
+) -> str:
+    """Return a line chart, or an empty string if there is no point to draw.
+
+    Args:
+        series: the lines.
+        label: writes a value of the y axis.
+        bottom: where the y axis starts; None is at the smallest value.
+        top: where it ends at least.
+        x_name: what the x axis counts.
+    """
+    points = [point for one in series for point in (*one.points, *one.marks)]
+    if not points:
+        return ""
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    ticks = nice_ticks(
+        min(ys) if bottom is None else min(bottom, *ys), max(ys) if top is None else max(top, *ys)
+    )
+    frame = _Frame(x_low=min(xs), x_high=max(xs), y_low=ticks[0], y_high=ticks[-1])
+    lines = "".join(_line(one, frame, label, x_name) for one in series)
+    return (
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
+        f"{_y_axis(ticks, frame, label)}{_x_axis(frame, x_name)}{lines}</svg>"
+    )
+
+
+def interval_chart(before: Interval | None, after: Interval | None) -> str:
+    """Return two shares with their intervals on one scale from 0 to 100 %."""
+    width, height, margin = 260, 34, 6
+    inner = width - 2 * margin
+
+    def place(share: float) -> float:
+        return round(margin + inner * min(1.0, max(0.0, share)), 1)
+
+    grid = "".join(
+        f'<line class="grid" x1="{place(x)}" x2="{place(x)}" y1="3" y2="{height - 3}"/>'
+        for x in (0.0, 0.25, 0.5, 0.75, 1.0)
+    )
+    rows = ((before, 11, "before"), (after, 23, "after"))
+    marks = "".join(
+        f'<g class="{name}"><line class="whisker" x1="{place(one.low)}" x2="{place(one.high)}" '
+        f'y1="{y}" y2="{y}"/><circle cx="{place(one.value)}" cy="{y}" r="4.5"/></g>'
+        for one, y, name in rows
+        if one is not None
+    )
+    return f'<svg class="interval" viewBox="0 0 {width} {height}" role="img">{grid}{marks}</svg>'
+
+
+def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Return up to about ``most`` round numbers that enclose ``low`` and ``high``, at least two."""
+    if not high > low:
+        high = low + (abs(low) * 0.1 or 1.0)
+    rough = (high - low) / (most - 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(step * i, 12) for i in range(first, last + 1)]
+
+
+def number_label(value: float) -> str:
+    """Return a number in at most about five characters: ``12k``, ``0.25``, ``3e-05``."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= limit:
+            return f"{value / limit:.3g}{suffix}"
+    return f"{value:.3g}" if size >= 1e-3 else f"{value:.0e}"
+
+
+def percent_label(value: float) -> str:
+    """Return a share as a percentage: ``40%``, ``0.5%``."""
+    return f"{100 * value:.3g}%"
+
+
+def moving_average(points: Sequence[Point], share: float) -> list[Point]:
+    """Return the exponential moving average of a line, without the drag of a start at zero."""
+    smoothed, total, weight = [], 0.0, 0.0
+    for x, y in points:
+        total, weight = share * total + y, share * weight + 1.0
+        smoothed.append((x, total / weight))
+    return smoothed
+
+
+def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
+    """Return at most ``most`` points: means of equal stretches of a line."""
+    size = math.ceil(len(points) / most)
+    if size <= 1:
+        return list(points)
+    stretches = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(stretch[-1][0], sum(y for _, y in stretch) / len(stretch)) for stretch in stretches]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Frame:
+    """Where values lie in the drawing."""
+
+    x_low: float
+    x_high: float
+    y_low: float
+    y_high: float
+
+    def x(self, value: float) -> float:
+        span = self.x_high - self.x_low or 1.0
+        return round(LEFT + (WIDTH - LEFT - RIGHT) * (value - self.x_low) / span, 1)
+
+    def y(self, value: float) -> float:
+        span = self.y_high - self.y_low or 1.0
+        return round(HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - self.y_low) / span, 1)
+
+
+def _y_axis(ticks: Sequence[float], frame: _Frame, label: Callable[[float], str]) -> str:
+    return "".join(
+        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{frame.y(tick)}" y2="{frame.y(tick)}"/>'
+        f'<text class="tick" x="{LEFT - 7}" y="{frame.y(tick) + 3.5}" text-anchor="end">'
+        f"{escape(label(tick))}</text>"
+        for tick in ticks
+    )
+
+
+def _x_axis(frame: _Frame, name: str) -> str:
+    inside = [
+        tick
+        for tick in nice_ticks(frame.x_low, frame.x_high, most=6)
+        if frame.x_low <= tick <= frame.x_high and tick == int(tick)
+    ]
+    # The axis' name stands at the right end; a number that would touch it is left out.
+    inside = [tick for tick in inside if frame.x(tick) < WIDTH - RIGHT - 40]
+    numbers = "".join(
+        f'<text class="tick" x="{frame.x(tick)}" y="{HEIGHT - 8}" text-anchor="middle">{int(tick)}</text>'
+        for tick in inside
+    )
+    end = f"{name} {int(frame.x_high)}"
+    return (
+        f'{numbers}<text class="tick" x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end">'
+        f"{escape(end)}</text>"
+    )
+
+
+def _line(one: Series, frame: _Frame, label: Callable[[float], str], x_name: str) -> str:
+    raw = thin(one.points)
+    shown = thin(moving_average(one.points, one.smooth)) if one.smooth else raw
+    parts = [_path(raw, frame, "raw")] if one.smooth and len(raw) > 1 else []
+    parts.append(_path(shown, frame, "line") if len(shown) > 1 else _dots(shown, frame))
+    parts += [
+        f'<circle class="ring" cx="{frame.x(x)}" cy="{frame.y(y)}" r="4"><title>'
+        f"{escape(f'{one.name}, held-out after {x:g}: {label(y)}')}</title></circle>"
+        for x, y in one.marks
+    ]
+    parts += [
+        f'<circle class="hover" cx="{frame.x(x)}" cy="{frame.y(y)}" r="5"><title>'
+        f"{escape(f'{one.name}, {x_name} {x:g}: {label(y)}')}</title></circle>"
+        for x, y in shown
+    ]
+    return f'<g class="c{one.colour % NUM_COLOURS}">{"".join(parts)}</g>'
+
+
+def _path(points: Sequence[Point], frame: _Frame, kind: str) -> str:
+    places = " ".join(f"{frame.x(x)},{frame.y(y)}" for x, y in points)
+    return f'<polyline class="{kind}" points="{places}"/>'
+
+
+def _dots(points: Sequence[Point], frame: _Frame) -> str:
+    return "".join(f'<circle class="dot" cx="{frame.x(x)}" cy="{frame.y(y)}" r="3"/>' for x, y in points)
