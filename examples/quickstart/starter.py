@@ -28,7 +28,7 @@ from agentrl_train.runtime.imitation import expert_sequences, imitate
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[1] / "environments"
-EXPERT_NOISE = {"household": 0.35, "shop": 0.3, "sql": 0.2}
+EXPERT_NOISE = {"household": 0.4, "shop": 0.3, "sql": 0.25}
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
@@ -150,7 +150,7 @@ def _report(step: int, metrics: dict[str, float]) -> None:
         print(step, {name: round(value, 3) for name, value in metrics.items()}, flush=True)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line and make the starter."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--output", type=Path, default=HERE / "starter")
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=0)
     torch.set_num_threads(1)
-    asyncio.run(make(parser.parse_args()))
+    asyncio.run(make(parser.parse_args(arguments)))
 
 
 if __name__ == "__main__":
