@@ -103,9 +103,7 @@ class Toolset:
             )
         options: _Options = getattr(function, _MARK)
         if options.name in self.tools:
-            raise DefinitionError(
-                f"{environment.__name__} has two tools named {options.name!r}; rename one"
-            )
+            raise DefinitionError(f"{environment.__name__} has two tools named {options.name!r}; rename one")
         arguments = Arguments(function, environment.__name__)
         self.tools[options.name] = Tool(
             name=options.name,

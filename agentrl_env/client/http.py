@@ -27,8 +27,6 @@ from agentrl_env.types import Message, SessionInfo, StepResult, TaskInfo
 from agentrl_env.wire import PROTOCOL_VERSION, ExpertAnswer, OpenRequest, StepRequest, TaskList
 
 M = TypeVar("M", bound=BaseModel)
-PATIENCE_S = 5.0
-"""How long a server may be out of reach before a call gives up."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 TRY_AGAIN = (502, 503, 504)
 
@@ -45,8 +43,14 @@ class HttpBackend:
     """The sessions of the server at ``url``; a ``SessionBackend``.
 
     Connects lazily, once for each event loop it is used from. Every call is safe to repeat (``seq``
-    numbers steps, ``request_id`` names openings), so lost answers and restarts are retried until
-    ``timeout`` is over; a server out of reach for ``PATIENCE_S`` is given up earlier.
+    numbers steps, ``request_id`` names openings), so lost answers and restarts are retried.
+
+    Args:
+        url: where the server is.
+        token: what it wants to see; the variable AGENTRL_TOKEN by default.
+        timeout: seconds any one call may take, retries included.
+        patience: seconds a server may be out of reach before a call gives up.
+        max_connections: how many requests may be under way at once.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class HttpBackend:
         *,
         token: str | None = None,
         timeout: float = 120.0,
+        patience: float = 5.0,
         max_connections: int = 128,
     ) -> None:
         parts = urlsplit(url)
@@ -63,6 +68,7 @@ class HttpBackend:
         self.url = url.rstrip("/")
         self._token = token if token is not None else os.environ.get("AGENTRL_TOKEN")
         self._timeout = timeout
+        self._patience = min(patience, timeout)
         self._max_connections = max_connections
         self._lanes: WeakKeyDictionary[asyncio.AbstractEventLoop, _Lane] = WeakKeyDictionary()
 
@@ -160,7 +166,7 @@ class HttpBackend:
                     f"{self.url} did not answer {method} {path} within {self._timeout:g} s"
                 ) from error
             except OSError as error:
-                if time.monotonic() - begin > min(PATIENCE_S, self._timeout):
+                if time.monotonic() - begin > self._patience:
                     raise ServerUnreachable(
                         f"no environment server answers at {self.url} ({error or 'hung up'}); is it running?"
                     ) from error

@@ -301,9 +301,7 @@ class SessionPool:
             raise
         except AUTHOR_ERRORS as error:
             logger.warning("samples of task %s failed", request.task, exc_info=error)
-            raise EnvironmentFailed(
-                f"samples of task {request.task!r} failed: {describe(error)}"
-            ) from error
+            raise EnvironmentFailed(f"samples of task {request.task!r} failed: {describe(error)}") from error
         return sample
 
     def _session(self, request: OpenRequest, sample: TaskSample) -> Session:

@@ -156,3 +156,12 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+async def until(condition):
+    """Wait for something that is about to be true; fail after some seconds."""
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it never came true")

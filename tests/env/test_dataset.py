@@ -116,6 +116,8 @@ def test_a_sample_that_is_no_dict_is_the_authors_mistake():
 
 def test_the_size_of_each_split_is_known_where_there_is_one():
     assert {name: info.num_samples for name, info in FINITE.info().items()} == {
-        "train": 10, "test": 10, "empty": 0
+        "train": 10,
+        "test": 10,
+        "empty": 0,
     }
     assert ENDLESS.info()["train"].num_samples is None

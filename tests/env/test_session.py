@@ -47,9 +47,7 @@ def slow():
 async def test_a_session_opens_with_the_authors_messages_and_the_tools():
     session = make(Quick, data={"n": 1})
     info = await session.start()
-    assert [(m.role, m.content) for m in info.messages] == [
-        ("system", "Be quick."), ("user", "{'n': 1}")
-    ]
+    assert [(m.role, m.content) for m in info.messages] == [("system", "Be quick."), ("user", "{'n': 1}")]
     assert info.tools == Quick.tool_specs()
     assert (info.status, info.turn, info.last) == (SessionStatus.RUNNING, 0, None)
 
@@ -58,8 +56,10 @@ async def test_a_session_opens_with_the_authors_messages_and_the_tools():
 async def test_two_sessions_of_one_seed_give_equal_results(environment):
     async def play():
         session = await started(environment, seed=5)
-        return [await session.step(says("guess", n=n) if environment is Guess else says("note", text="x"))
-                for n in (1, 2, 3)]
+        return [
+            await session.step(says("guess", n=n) if environment is Guess else says("note", text="x"))
+            for n in (1, 2, 3)
+        ]
 
     assert await play() == await play()
 
@@ -134,9 +134,7 @@ async def test_broken_author_code_ends_the_session_as_failed(name, caplog):
 
 async def test_a_failure_says_what_was_raised():
     result = await (await started(Quick)).step(says("crash"))
-    assert result.info["error"] == {
-        "type": "ZeroDivisionError", "message": "ZeroDivisionError: author bug"
-    }
+    assert result.info["error"] == {"type": "ZeroDivisionError", "message": "ZeroDivisionError: author bug"}
 
 
 @pytest.mark.parametrize("name", ["hurry", "hurry_async"])
@@ -266,9 +264,7 @@ async def test_a_step_runs_to_its_end_when_its_caller_goes_away():
 TEXT = st.text(st.characters(codec=None), max_size=20)
 NAMES = TEXT | st.sampled_from(["note", "gain", "finish", "refuse", "crash", "confuse"])
 ARGUMENTS = TEXT | st.sampled_from(['{"text": "x"}', "{}", '{"amount": NaN}', '{"amount": 1e999}'])
-CALLS = st.builds(
-    ToolCall, id=TEXT, function=st.builds(FunctionCall, name=NAMES, arguments=ARGUMENTS)
-)
+CALLS = st.builds(ToolCall, id=TEXT, function=st.builds(FunctionCall, name=NAMES, arguments=ARGUMENTS))
 
 
 @settings(max_examples=200, deadline=None)

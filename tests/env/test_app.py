@@ -1,0 +1,305 @@
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from agentrl_env import Message, ToolCall
+from agentrl_env.server.app import create_app
+from agentrl_env.server.pool import SessionPool
+from tests.env.tasks import Clock, Quick, Slow, until
+
+
+@pytest.fixture(autouse=True)
+def slow():
+    Slow.prepare()
+    yield
+    Slow.blocker.set()
+
+
+@pytest.fixture
+async def serving():
+    stack = []
+
+    def make(*environments, app_options=None, **options):
+        pool = SessionPool(environments or (Quick,), **options)
+        app = create_app(pool, **(app_options or {}))
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        client = httpx.AsyncClient(transport=transport, base_url="http://test")
+        stack.extend([client.aclose, pool.aclose])
+        client.pool = pool
+        return client
+
+    yield make
+    for close in stack:
+        await close()
+
+
+@pytest.fixture
+def http(serving):
+    return serving()
+
+
+def body(seq, name="note", session_id=None, **arguments):
+    arguments = arguments or ({"text": "x"} if name == "note" else {})
+    data = {"seq": seq, "message": Message.assistant(None, ToolCall.of(name, **arguments)).wire()}
+    return data | ({"session_id": session_id} if session_id else {})
+
+
+async def opened(http, **fields):
+    answer = await http.post("/v1/sessions", json={"task": "quick"} | fields)
+    assert answer.status_code == 201
+    return answer.json()
+
+
+def error_of(answer):
+    error = answer.json()["error"]
+    assert set(error) >= {"type", "message"}
+    assert "\n" not in error["message"]
+    return answer.status_code, error["type"]
+
+
+async def test_health_and_metrics_answer(http):
+    assert (await http.get("/health")).json() == {"status": "ok"}
+    await opened(http)
+    answer = await http.get("/metrics")
+    assert "agentrl_sessions_open 1" in answer.text
+    assert answer.headers["content-type"].startswith("text/plain")
+
+
+async def test_every_answer_names_the_protocol(http):
+    for path in ("/health", "/v1/tasks", "/nowhere"):
+        assert (await http.get(path)).headers["x-agentrl-protocol"] == "1"
+
+
+async def test_tasks_are_listed(http):
+    answer = (await http.get("/v1/tasks")).json()
+    assert answer["protocol"] == 1
+    (task,) = answer["tasks"]
+    assert task["name"] == "quick"
+    assert task["splits"]["train"] == {"num_samples": 10}
+    assert task["tools"][0]["function"]["parameters"]["required"] == ["text"]
+
+
+async def test_a_session_over_http(http):
+    info = await opened(http, index=2, seed=5)
+    assert info["status"] == "running"
+    assert info["messages"][0] == {"role": "system", "content": "Be quick."}
+    url = f"/v1/sessions/{info['session_id']}"
+    result = (await http.post(f"{url}/step", json=body(1))).json()
+    assert set(result) == {
+        "session_id",
+        "seq",
+        "messages",
+        "reward",
+        "terminated",
+        "truncated",
+        "status",
+        "metrics",
+        "info",
+    }
+    assert result["messages"][0]["role"] == "tool"
+    assert set(result["messages"][0]) == {"role", "content", "tool_call_id"}
+    assert (await http.post(f"{url}/step", json=body(1, "finish"))).json() == result
+    state = (await http.get(url)).json()
+    assert (state["turn"], state["last"]) == (1, result)
+    assert (await http.delete(url)).status_code == 204
+    assert (await http.delete(url)).status_code == 204
+    assert (await http.delete("/v1/sessions/unknown")).status_code == 204
+    assert (await http.get(url)).json()["status"] == "cancelled"
+
+
+async def test_a_models_mistake_is_an_answer_and_no_error(http):
+    url = f"/v1/sessions/{(await opened(http))['session_id']}/step"
+    answer = await http.post(url, json=body(1, "nope"))
+    assert answer.status_code == 200
+    assert answer.json()["metrics"]["invalid_calls"] == 1.0
+
+
+async def test_errors_have_one_type_and_status_each(serving):
+    clock = Clock()
+    http = serving(Quick, Slow, max_sessions=2, lease_s=10, clock=clock)
+    one = (await opened(http))["session_id"]
+    step = f"/v1/sessions/{one}/step"
+    post = http.post
+    assert error_of(await post("/v1/sessions", json={"task": "nope"})) == (404, "unknown_task")
+    assert error_of(await post("/v1/sessions", json={"task": "quick", "split": "dev"})) == (
+        404,
+        "unknown_sample",
+    )
+    assert error_of(await post("/v1/sessions", json={"task": "quick", "index": 99})) == (
+        404,
+        "unknown_sample",
+    )
+    assert error_of(await post("/v1/sessions", content=b"{")) == (422, "invalid_request")
+    assert error_of(await post("/v1/sessions", json=[])) == (422, "invalid_request")
+    assert error_of(await post("/v1/sessions", json={"task": "quick", "seed": -1})) == (
+        422,
+        "invalid_request",
+    )
+    assert error_of(await post("/v1/sessions", content=b"\xff\xfe")) == (422, "invalid_request")
+    assert error_of(await post("/v1/sessions/nope/step", json=body(1))) == (404, "unknown_session")
+    assert error_of(await http.get("/v1/sessions/nope")) == (404, "unknown_session")
+    assert error_of(await post(step, json=body(2))) == (409, "seq_conflict")
+    assert error_of(await post(step, json=body(0))) == (422, "invalid_request")
+    assert error_of(await post(step, json={"seq": 1})) == (422, "invalid_request")
+    user = {"seq": 1, "message": {"role": "user", "content": "x"}}
+    assert error_of(await post(step, json=user)) == (422, "invalid_request")
+    assert error_of(await http.get("/v1/nowhere")) == (404, "unknown_route")
+    assert error_of(await http.put("/v1/sessions")) == (405, "method_not_allowed")
+    assert error_of(await post(f"/v1/sessions/{one}/expert")) == (501, "not_supported")
+    await opened(http, task="slow")
+    full = await post("/v1/sessions", json={"task": "quick"})
+    assert error_of(full) == (503, "server_full")
+    assert int(full.headers["retry-after"]) >= 1
+    await post(step, json=body(1, "finish"))
+    assert error_of(await post(step, json=body(2))) == (409, "session_ended")
+    two = (await opened(http))["session_id"]
+    clock.now += 60
+    await http.pool.expire_idle()
+    assert error_of(await http.get(f"/v1/sessions/{two}")) == (410, "session_expired")
+    assert error_of(await post(f"/v1/sessions/{two}/step", json=body(1))) == (410, "session_expired")
+    await http.pool.drain(0)
+    draining = await post("/v1/sessions", json={"task": "quick"})
+    assert error_of(draining) == (503, "server_draining")
+    assert "retry-after" in draining.headers
+    assert (await http.get("/health")).json() == {"status": "draining"}
+    metrics = (await http.get("/metrics")).text
+    assert 'agentrl_errors_total{type="session_expired"} 2' in metrics
+
+
+class Broken(Quick):
+    def reset(self, sample, rng):
+        raise OSError("no disk")
+
+
+async def test_a_failed_reset_is_a_typed_error(serving):
+    answer = await serving(Broken).post("/v1/sessions", json={"task": "broken"})
+    assert error_of(answer) == (500, "environment_failed")
+    assert "OSError: no disk" in answer.json()["error"]["message"]
+
+
+async def test_a_failed_step_is_a_result(http):
+    url = f"/v1/sessions/{(await opened(http))['session_id']}/step"
+    answer = await http.post(url, json=body(1, "crash"))
+    assert answer.status_code == 200
+    assert answer.json()["status"] == "failed_environment"
+    assert answer.json()["info"]["error"]["type"] == "ZeroDivisionError"
+
+
+class BrokenPool(SessionPool):
+    async def info(self, session_id):
+        raise RuntimeError("secret detail")
+
+
+async def test_a_bug_in_the_server_is_a_typed_error_without_details():
+    pool = BrokenPool([Quick])
+    transport = httpx.ASGITransport(create_app(pool), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        answer = await http.get("/v1/sessions/x")
+    assert error_of(answer) == (500, "internal_error")
+    assert "secret" not in answer.text
+    await pool.aclose()
+
+
+async def test_a_batch_steps_many_and_a_malformed_item_fails_alone(http):
+    a, b = [(await opened(http))["session_id"] for _ in range(2)]
+    steps = [
+        body(1, session_id=a),
+        {"session_id": b},
+        7,
+        body(1, session_id="nope"),
+        body(2, session_id=a),
+        body(1, session_id=b),
+    ]
+    answer = await http.post("/v1/step", json={"steps": steps})
+    assert answer.status_code == 200
+    results = answer.json()["results"]
+    assert [r.get("seq") for r in results] == [1, None, None, None, 2, 1]
+    assert [r["error"]["type"] for r in results if "error" in r] == [
+        "invalid_request",
+        "invalid_request",
+        "unknown_session",
+    ]
+    assert results[0]["messages"][0]["content"].startswith("1 ")
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"steps": 3}', b"{}", b'{"steps": [], "wait_s": -1}'])
+async def test_a_malformed_batch_is_refused(http, content):
+    assert error_of(await http.post("/v1/step", content=content)) == (422, "invalid_request")
+
+
+async def test_an_empty_batch_has_no_results(http):
+    assert (await http.post("/v1/step", json={"steps": []})).json() == {"results": []}
+
+
+async def test_a_batch_is_answered_early_when_asked_to(serving):
+    http = serving(Slow)
+    session_id = (await opened(http, task="slow"))["session_id"]
+    steps = [body(1, "wait", session_id=session_id)]
+    answer = await http.post("/v1/step", json={"steps": steps, "wait_s": 0.01})
+    assert answer.json()["results"][0]["error"]["type"] == "step_pending"
+    Slow.gate.set()
+    answer = await http.post("/v1/step", json={"steps": steps})
+    assert answer.json()["results"][0]["seq"] == 1
+
+
+async def test_the_expert_answers_on_a_server_that_allows_it(serving):
+    http = serving(oracle=True)
+    assert (await http.get("/v1/tasks")).json()["tasks"][0]["capabilities"] == ["expert"]
+    session_id = (await opened(http))["session_id"]
+    answer = await http.post(f"/v1/sessions/{session_id}/expert")
+    call = answer.json()["message"]["tool_calls"][0]
+    assert json.loads(call["function"]["arguments"]) == {}
+    assert call["function"]["name"] == "finish"
+
+
+async def test_a_token_protects_everything_but_health(serving):
+    http = serving(app_options={"token": "sesam"})
+    assert (await http.get("/health")).status_code == 200
+    for path in ("/metrics", "/v1/tasks", "/nowhere"):
+        assert error_of(await http.get(path)) == (401, "unauthorized")
+        wrong = {"authorization": "Bearer sesame"}
+        assert error_of(await http.get(path, headers=wrong)) == (401, "unauthorized")
+    right = {"authorization": "Bearer sesam"}
+    assert (await http.get("/v1/tasks", headers=right)).status_code == 200
+
+
+async def test_a_body_over_the_limit_is_refused(serving):
+    http = serving(app_options={"max_body_bytes": 100})
+    assert error_of(await http.post("/v1/sessions", content=b"x" * 101)) == (413, "body_too_large")
+
+    async def chunks():
+        for _ in range(3):
+            yield b"x" * 50
+
+    assert error_of(await http.post("/v1/sessions", content=chunks())) == (413, "body_too_large")
+    assert (await http.post("/v1/sessions", json={"task": "quick"})).status_code == 201
+
+
+async def test_a_caller_that_hangs_up_while_it_waits_leaves_the_queue(serving):
+    http = serving(max_sessions=1)
+    await opened(http)
+    pool, app = http.pool, create_app(http.pool)
+    body_sent = asyncio.Event()
+
+    async def receive():
+        if not body_sent.is_set():
+            body_sent.set()
+            return {"type": "http.request", "body": b'{"task": "quick", "wait_s": 60}'}
+        await until(lambda: pool.gauges()["agentrl_sessions_waiting"])
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        return None
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/sessions",
+        "headers": [],
+        "query_string": b"",
+        "http_version": "1.1",
+    }
+    await app(scope, receive, send)
+    assert pool.gauges()["agentrl_sessions_waiting"] == 0

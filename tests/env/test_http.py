@@ -1,0 +1,417 @@
+import asyncio
+import pickle
+import socket
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from agentrl_env import EnvClient, Message, StepResult, ToolCall
+from agentrl_env.client.http import HttpBackend
+from agentrl_env.errors import (
+    CallTimeout,
+    EnvironmentFailed,
+    ProtocolError,
+    SeqConflict,
+    ServerFull,
+    ServerUnreachable,
+    SessionEnded,
+    SessionExpired,
+    Unauthorized,
+    UnknownSession,
+    UnknownTask,
+)
+from agentrl_env.server.serve import EnvServer
+from agentrl_env.wire import StepRequest
+from tests.env.tasks import Guess, Quick, Slow, until
+
+
+@pytest.fixture(autouse=True)
+def slow():
+    Slow.prepare()
+    yield
+    Slow.blocker.set()
+    Slow.gate.set()
+
+
+@pytest.fixture
+async def serving():
+    servers = []
+
+    async def start(*environments, **options):
+        servers.append(EnvServer(environments, port=0, drain_s=0.0, **options))
+        await servers[-1].start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        await server.stop()
+
+
+@asynccontextmanager
+async def listening(handler):
+    """Serve connections with ``handler(reader, writer)``; yield the URL."""
+    handlers = set()
+
+    async def handle(reader, writer):
+        handlers.add(asyncio.current_task())
+        try:
+            await handler(reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return  # the client has hung up
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        await asyncio.gather(*handlers)
+
+
+@pytest.fixture
+async def canned():
+    """Start a server that answers each request with the next of some bytes."""
+    async with AsyncExitStack() as stack:
+
+        async def start(*answers):
+            left, seen = list(answers), []
+
+            async def serve(reader, writer):
+                while left:
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                    seen.append((head, await reader.readexactly(length)))
+                    writer.write(left.pop(0))
+                await reader.read()
+
+            return await stack.enter_async_context(listening(serve)), seen
+
+        yield start
+
+
+def http(body, status=b"200 OK", headers=b""):
+    return b"HTTP/1.1 %b\r\n%bcontent-length: %d\r\n\r\n%b" % (status, headers, len(body), body)
+
+
+TASKS = b'{"protocol":1,"tasks":[]}'
+
+
+async def test_a_task_is_played_over_http(serving):
+    server = await serving(Guess, Quick, oracle=True)
+    async with EnvClient.connect(server.url) as client:
+        assert set(await client.tasks()) == {"guess", "quick"}
+        async with await client.open("guess", index=3) as session:
+            while not session.status.final:
+                result = await session.step(await session.expert())
+        assert result.metrics["success"] == 1.0
+    assert server.pool.open_sessions == 0
+
+
+async def test_http_and_local_give_equal_results(serving):
+    server = await serving(Quick)
+
+    async def play(client):
+        async with client:
+            session = await client.open("quick", index=4, seed=3)
+            results = [
+                await session.step(ToolCall.of(name, **arguments))
+                for name, arguments in [
+                    ("note", {"text": "é\n☃"}),
+                    ("gain", {}),
+                    ("nope", {}),
+                    ("finish", {}),
+                ]
+            ]
+            return (
+                session.messages,
+                session.tools,
+                [result.model_copy(update={"session_id": ""}) for result in results],
+            )
+
+    assert await play(EnvClient.connect(server.url)) == await play(Quick.local())
+
+
+async def test_many_sessions_step_at_once_and_never_mix(serving):
+    server = await serving(Quick)
+    async with EnvClient.connect(server.url) as client:
+
+        async def play(number):
+            session = await client.open("quick", index=number % 10, seed=number)
+            first = await session.step(ToolCall.of("note", text="a"))
+            for turn in range(2, 6):
+                result = await session.step(ToolCall.of("note", text="b"))
+                own = first.messages[0].content.split()[1]
+                assert result.messages[0].content == f"{turn} {own}"
+                assert result.session_id == session.session_id
+            await session.close()
+
+        await asyncio.gather(*map(play, range(150)))
+    assert server.pool.metrics.steps["quick"] == 750
+    assert server.pool.open_sessions == 0
+
+
+async def test_a_slow_step_delays_nobody_else(serving):
+    server = await serving(Slow, Quick)
+    async with EnvClient.connect(server.url) as client:
+        slow, quick = await client.open("slow"), await client.open("quick")
+        waiting = asyncio.create_task(slow.step(ToolCall.of("wait")))
+        for _ in range(3):
+            await quick.step(ToolCall.of("note", text="x"))
+        assert not waiting.done()
+        Slow.gate.set()
+        assert (await waiting).messages[0].content == "waited 1"
+        assert (await slow.step(ToolCall.of("wait"))).messages[0].content == "waited 2"
+
+
+async def test_errors_arrive_as_the_classes_they_left_as(serving):
+    server = await serving(Quick, max_sessions=1, lease_s=30)
+    backend = HttpBackend(server.url)
+    async with EnvClient(backend) as client:
+        with pytest.raises(UnknownTask, match="no task 'nope' here"):
+            await client.open("nope")
+        session = await client.open("quick")
+        with pytest.raises(ServerFull) as caught:
+            await client.open("quick")
+        assert caught.value.details["retry_after"] == 1
+        with pytest.raises(SeqConflict) as conflict:
+            await backend.step(session.session_id, 5, Message.assistant("x"))
+        assert conflict.value.details == {"expected": 1}
+        with pytest.raises(UnknownSession):
+            await client.resume('"no%pe?')
+        with pytest.raises(UnknownSession):
+            await backend.step('"nope\n', 1, Message.assistant("x"))
+        await session.step(ToolCall.of("finish"))
+        with pytest.raises(SessionEnded):
+            await session.step("again")
+
+
+async def test_an_expired_session_is_an_error_of_its_own(serving):
+    server = await serving(Quick, lease_s=0.02)
+    async with EnvClient.connect(server.url) as client:
+        session = await client.open("quick")
+        await until(lambda: not server.pool.open_sessions)
+        with pytest.raises(SessionExpired):
+            await session.step("hello")
+
+
+async def test_waiting_in_the_servers_queue(serving):
+    server = await serving(Quick, max_sessions=1)
+    async with EnvClient.connect(server.url) as client:
+        first = await client.open("quick")
+        waiting = asyncio.create_task(client.open("quick", wait=20))
+        await until(lambda: server.pool.gauges()["agentrl_sessions_waiting"])
+        await first.close()
+        second = await waiting
+        gone = asyncio.create_task(client.open("quick", wait=20))
+        await until(lambda: server.pool.gauges()["agentrl_sessions_waiting"])
+        gone.cancel()  # hangs up, and so leaves the queue
+        await until(lambda: not server.pool.gauges()["agentrl_sessions_waiting"])
+        await second.close()
+
+
+async def test_a_token_opens_the_door(serving, monkeypatch):
+    server = await serving(Quick, token="sesam")
+    async with EnvClient.connect(server.url) as stranger:
+        with pytest.raises(Unauthorized):
+            await stranger.tasks()
+    async with EnvClient.connect(server.url, token="sesam") as client:
+        await client.tasks()
+    monkeypatch.setenv("AGENTRL_TOKEN", "sesam")
+    async with EnvClient.connect(server.url) as client:
+        await client.tasks()
+
+
+async def test_step_many_answers_in_order(serving):
+    server = await serving(Quick)
+    backend = HttpBackend(server.url)
+    async with EnvClient(backend) as client:
+        a, b = await client.open("quick"), await client.open("quick")
+        message = Message.assistant(None, ToolCall.of("note", text="x"))
+        results = await backend.step_many(
+            [
+                StepRequest(session_id=session_id, seq=seq, message=message)
+                for session_id, seq in [(a.session_id, 1), ("nope", 1), (b.session_id, 1), (a.session_id, 2)]
+            ]
+        )
+    assert [type(result) for result in results] == [StepResult, UnknownSession, StepResult, StepResult]
+    assert results[3].seq == 2
+
+
+class Failing(Quick):
+    def reset(self, sample, rng):
+        raise OSError("no disk")
+
+
+async def test_a_failed_reset_is_raised_and_not_retried(serving):
+    server = await serving(Failing)
+    async with EnvClient.connect(server.url) as client:
+        with pytest.raises(EnvironmentFailed, match="no disk"):
+            await client.open("failing")
+
+
+async def test_a_lost_answer_is_asked_for_again_with_the_same_seq(serving):
+    """A proxy swallows every other answer; each step is still taken once."""
+    server = await serving(Quick)
+    port = int(server.url.rpartition(":")[2])
+    lost = [0]
+
+    async def proxy(reader, writer):
+        upstream, upstream_writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            while data := await reader.read(65536):
+                upstream_writer.write(data)
+                answer = await upstream.read(65536)
+                lost[0] += 1
+                if lost[0] % 2:
+                    break
+                writer.write(answer)
+        finally:
+            upstream_writer.close()
+
+    async with listening(proxy) as url, EnvClient.connect(url) as client:
+        session = await client.open("quick")
+        contents = [(await session.step(ToolCall.of("note", text="x"))).messages[0].content for _ in range(4)]
+        assert [content.split()[0] for content in contents] == ["1", "2", "3", "4"]
+        assert server.pool.open_sessions == 1
+        await session.close()
+    assert lost[0] > 6
+    assert server.pool.metrics.steps["quick"] == 4
+
+
+async def test_a_dead_url_is_named_in_one_sentence():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        async with EnvClient(HttpBackend(url, patience=0.1)) as client:
+            with pytest.raises(ServerUnreachable, match=f"no environment server answers at {url}"):
+                await client.tasks()
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "", "http://"])
+def test_what_is_no_url_is_refused_at_once(url):
+    with pytest.raises(ServerUnreachable, match="is not an http"):
+        EnvClient.connect(url)
+
+
+async def test_a_server_that_never_answers_is_given_up():
+    async def silence(reader, writer):
+        await reader.read()
+
+    async with listening(silence) as url, EnvClient.connect(url, timeout=0.05) as client:
+        with pytest.raises(CallTimeout, match=r"did not answer GET /v1/tasks within 0\.05 s"):
+            await client.tasks()
+        with pytest.raises(CallTimeout):
+            await client.open("x")
+
+
+async def test_a_proxys_bad_gateway_is_tried_again(canned):
+    url, seen = await canned(http(b"<html>", b"502 Bad Gateway"), http(b"", b"503 x"), http(TASKS))
+    async with EnvClient.connect(url) as client:
+        assert await client.tasks() == {}
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        http(b"<html>not found</html>", b"404 Not Found"),
+        http(b"hello"),
+        http(b'{"error": "odd"}', b"400 Bad Request"),
+        b"SSH-2.0-OpenSSH_9.6\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: x\r\n\r\n",
+    ],
+)
+async def test_a_server_of_another_kind_is_a_protocol_error(canned, answer):
+    url, _ = await canned(answer)
+    async with EnvClient.connect(url) as client:
+        with pytest.raises(ProtocolError):
+            await client.tasks()
+
+
+async def test_another_version_of_the_protocol_is_refused(canned):
+    url, _ = await canned(http(b'{"protocol":2,"tasks":[]}'))
+    async with EnvClient.connect(url) as client:
+        with pytest.raises(ProtocolError, match="speaks protocol 2, this client 1"):
+            await client.tasks()
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n%b\r\n14;x=y\r\n%b\r\n0\r\n\r\n" % (
+    TASKS[:5],
+    TASKS[5:],
+)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        http(TASKS, headers=b"Connection: close\r\n"),
+        b"HTTP/1.1 100 Continue\r\n\r\n" + http(TASKS),
+        CHUNKED,
+        b"HTTP/1.0 200 OK\r\n\r\n" + TASKS,
+    ],
+)
+@pytest.mark.parametrize("piece", [1, 7, 1000])
+async def test_answers_are_read_in_every_form_and_in_any_pieces(answer, piece):
+    async def serve(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        for at in range(0, len(answer), piece):
+            writer.write(answer[at : at + piece])
+            await asyncio.sleep(0)
+
+    async with listening(serve) as url, EnvClient.connect(url + "/") as client:
+        assert await client.tasks() == {}
+        assert await client.tasks() == {}
+
+
+async def test_connections_are_kept_and_reused(canned):
+    url, seen = await canned(*[http(TASKS)] * 5)
+    async with EnvClient.connect(url + "/prefix/") as client:
+        for _ in range(5):
+            await client.tasks()
+    assert {head.split()[1] for head, _ in seen} == {b"/prefix/v1/tasks"}
+
+
+async def test_steps_of_one_tick_share_a_request(canned):
+    results = [StepResult(session_id=str(n), seq=1).model_dump_json() for n in range(3)]
+    url, seen = await canned(http(f'{{"results":[{",".join(results)}]}}'.encode()))
+    backend = HttpBackend(url)
+    answers = await asyncio.gather(*(backend.step(str(n), 1, Message.assistant("x")) for n in range(3)))
+    assert [answer.session_id for answer in answers] == ["0", "1", "2"]
+    assert len(seen) == 1
+    await backend.aclose()
+
+
+async def test_a_batch_answered_with_too_few_results_fails_every_step(canned):
+    url, _ = await canned(http(b'{"results":[]}'))
+    backend = HttpBackend(url)
+    steps = [asyncio.create_task(backend.step(str(n), 1, Message.assistant("x"))) for n in range(2)]
+    for step in steps:
+        with pytest.raises(ProtocolError, match="answered 0 of 2 steps"):
+            await step
+    await backend.aclose()
+
+
+async def test_a_client_can_be_pickled_before_and_after_use(serving):
+    server = await serving(Quick)
+    async with EnvClient.connect(server.url) as client:
+        await client.tasks()
+        copy = pickle.loads(pickle.dumps(client))
+        assert set(await copy.tasks()) == {"quick"}
+        await copy.aclose()
+
+
+def test_a_client_works_from_one_event_loop_after_another():
+    async def play(client):
+        server = EnvServer([Quick], port=int(client.backend.url.rpartition(":")[2]), drain_s=0.0)
+        await server.start()
+        names = await client.tasks()
+        await client.aclose()
+        await server.stop()
+        return set(names)
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    client = EnvClient.connect(f"http://127.0.0.1:{port}")
+    assert asyncio.run(play(client)) == asyncio.run(play(client)) == {"quick"}

@@ -1,0 +1,93 @@
+import asyncio
+
+import pytest
+
+from agentrl_env import EnvClient, Message, SessionStatus, ToolCall
+from agentrl_env.errors import NotSupported, ServerFull, SessionEnded, UnknownSession
+from tests.env.tasks import Guess, Quick, Slow
+
+
+async def test_a_task_is_played_without_a_server():
+    async with Guess.local() as client:
+        session = await client.open("guess", split="test", index=3)
+        assert session.messages[0].content.startswith("I picked a number")
+        assert session.tools == Guess.tool_specs()
+        assert session.sample.split == "test"
+        while not session.status.final:
+            result = await session.step(await session.expert())
+        assert (result.reward, session.turn, session.last) == (1.0, 1, result)
+
+
+async def test_a_step_is_a_message_or_a_call_or_text():
+    async with Quick.local() as client:
+        session = await client.open("quick")
+        assert (await session.step("hello")).metrics["invalid_calls"] == 1.0
+        assert (await session.step(ToolCall.of("refuse"))).messages[0].content == "not like this"
+        assert (await session.step(Message.assistant("x", ToolCall.of("finish")))).terminated
+
+
+async def test_several_tasks_share_a_client():
+    async with EnvClient.local(Guess, Quick, max_sessions=2) as client:
+        assert set(await client.tasks()) == {"guess", "quick"}
+        await client.open("guess")
+        await client.open("quick")
+        with pytest.raises(ServerFull):
+            await client.open("quick")
+
+
+async def test_waiting_for_a_free_session_is_a_choice_of_the_caller():
+    async with Quick.local(max_sessions=1) as client:
+        session = await client.open("quick")
+        waiting = asyncio.create_task(client.open("quick", wait=5))
+        await asyncio.sleep(0)
+        await session.close()
+        await (await waiting).close()
+
+
+async def test_a_session_closes_with_its_block_and_only_once():
+    Slow.prepare()
+    async with Slow.local() as client:
+        async with await client.open("slow") as session:
+            pass
+        await session.close()
+        assert session.status is SessionStatus.CANCELLED
+        assert len(Slow.closed) == 1
+        with pytest.raises(SessionEnded):
+            await session.step("hello")
+
+
+async def test_leaving_the_client_closes_its_sessions():
+    Slow.prepare()
+    async with Slow.local() as client:
+        await client.open("slow")
+    assert len(Slow.closed) == 1
+
+
+async def test_a_session_can_be_taken_up_again():
+    async with Quick.local() as client:
+        session = await client.open("quick")
+        await session.step(ToolCall.of("note", text="a"))
+        again = await client.resume(session.session_id)
+        assert (again.turn, again.last) == (1, session.last)
+        result = await again.step(ToolCall.of("note", text="b"))
+        assert result.messages[0].content.startswith("2 ")
+        with pytest.raises(UnknownSession):
+            await client.resume("nope")
+
+
+async def test_the_expert_may_be_kept_out_of_reach():
+    async with Guess.local(oracle=False) as client:
+        with pytest.raises(NotSupported):
+            await (await client.open("guess")).expert()
+
+
+def test_a_local_client_can_be_used_from_one_event_loop_after_another():
+    client = Guess.local()
+
+    async def play():
+        session = await client.open("guess", index=1)
+        return await session.step(await session.expert())
+
+    first, second = asyncio.run(play()), asyncio.run(play())
+    assert first.messages == second.messages
+    asyncio.run(client.aclose())

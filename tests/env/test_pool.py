@@ -1,0 +1,417 @@
+import asyncio
+
+import pytest
+
+from agentrl_env import Message, SessionStatus, StepResult, ToolCall
+from agentrl_env.errors import (
+    DefinitionError,
+    EnvironmentFailed,
+    NotSupported,
+    ServerDraining,
+    ServerFull,
+    SessionEnded,
+    SessionExpired,
+    StepPending,
+    UnknownSample,
+    UnknownSession,
+    UnknownTask,
+)
+from agentrl_env.server.pool import SessionPool
+from agentrl_env.server.table import SessionTable
+from agentrl_env.wire import OpenRequest, StepRequest
+from tests.env.tasks import Clock, Guess, Quick, Slow, until
+
+
+@pytest.fixture(autouse=True)
+def slow():
+    Slow.prepare()
+    yield
+    Slow.blocker.set()
+
+
+@pytest.fixture
+async def pools():
+    made = []
+
+    def make(*environments, **options):
+        made.append(SessionPool(environments, **options))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        await pool.aclose()
+
+
+def says(name, **arguments):
+    return Message.assistant(None, ToolCall.of(name, **arguments))
+
+
+async def opened(pool, task="quick", **options):
+    return (await pool.open(OpenRequest(task=task, **options))).session_id
+
+
+async def test_tasks_are_described(pools):
+    guess, quick = await pools(Guess, Quick).tasks()
+    assert (guess.name, guess.max_turns, guess.splits["train"].num_samples) == ("guess", 8, None)
+    assert quick.splits["test"].num_samples == 10
+    assert quick.tools == Quick.tool_specs()
+    assert quick.capabilities == ()
+    assert (await pools(Quick, Slow, oracle=True).tasks())[0].capabilities == ("expert",)
+    assert (await pools(Slow, oracle=True).tasks())[0].capabilities == ()
+
+
+def test_two_tasks_of_one_name_are_refused():
+    with pytest.raises(DefinitionError, match="two tasks are named 'quick'"):
+        SessionPool([Quick, Quick])
+
+
+async def test_a_session_is_opened_stepped_looked_at_and_closed(pools):
+    pool = pools(Quick)
+    session_id = await opened(pool, index=4, seed=9)
+    result = await pool.step(session_id, 1, says("note", text="x"))
+    info = await pool.info(session_id)
+    assert (info.turn, info.last, info.sample.index, info.sample.seed) == (1, result, 4, 9)
+    await pool.close_session(session_id)
+    await pool.close_session(session_id)
+    assert (await pool.info(session_id)).status is SessionStatus.CANCELLED
+    with pytest.raises(SessionEnded):
+        await pool.step(session_id, 2, says("note", text="x"))
+
+
+async def test_sessions_are_isolated(pools):
+    pool = pools(Quick)
+    ids = [await opened(pool, index=n, seed=1) for n in range(3)]
+    for turn in range(1, 4):
+        for session_id in ids:
+            result = await pool.step(session_id, turn, says("note", text="x"))
+            assert result.messages[0].content.split()[0] == str(turn)
+
+
+async def test_unknown_names_are_refused(pools):
+    pool = pools(Quick)
+    with pytest.raises(UnknownTask, match="no task 'nope' here; tasks: quick"):
+        await opened(pool, "nope")
+    with pytest.raises(UnknownSample):
+        await opened(pool, split="dev")
+    with pytest.raises(UnknownSession):
+        await pool.step("nope", 1, says("note", text="x"))
+    with pytest.raises(UnknownSession):
+        await pool.info("nope")
+    await pool.close_session("nope")
+    assert pool.open_sessions == 0
+
+
+async def test_session_ids_cannot_be_guessed(pools):
+    pool = pools(Quick)
+    ids = {await opened(pool) for _ in range(20)}
+    assert len(ids) == 20
+    assert all(len(session_id) >= 20 for session_id in ids)
+
+
+async def test_a_full_pool_refuses_and_an_ended_session_makes_room(pools):
+    pool = pools(Quick, max_sessions=1)
+    session_id = await opened(pool)
+    with pytest.raises(ServerFull, match="all 1 sessions") as caught:
+        await opened(pool)
+    assert caught.value.details["retry_after"] == 1
+    await pool.step(session_id, 1, says("finish"))
+    await opened(pool)
+
+
+async def test_whoever_waits_is_served_first_come_first_served(pools):
+    pool = pools(Quick, max_sessions=1)
+    first, order = await opened(pool), []
+
+    async def wait(name):
+        session_id = await opened(pool, wait_s=5)
+        order.append(name)
+        await pool.close_session(session_id)
+
+    waiting = [asyncio.create_task(wait(name)) for name in "abc"]
+    await until(lambda: pool.gauges()["agentrl_sessions_waiting"] == 3)
+    with pytest.raises(ServerFull):  # nobody jumps the queue
+        await opened(pool)
+    await pool.close_session(first)
+    await asyncio.gather(*waiting)
+    assert order == ["a", "b", "c"]
+
+
+async def test_waiting_has_an_end(pools):
+    pool = pools(Quick, max_sessions=1)
+    await opened(pool)
+    with pytest.raises(ServerFull):
+        await opened(pool, wait_s=0.01)
+    assert pool.gauges()["agentrl_sessions_waiting"] == 0
+
+
+async def test_a_caller_that_goes_away_leaves_the_queue(pools):
+    pool = pools(Quick, max_sessions=1)
+    session_id = await opened(pool)
+    waiting = asyncio.create_task(opened(pool, wait_s=5))
+    await until(lambda: pool.gauges()["agentrl_sessions_waiting"])
+    waiting.cancel()
+    await asyncio.wait((waiting,))
+    await pool.close_session(session_id)
+    await opened(pool)
+
+
+async def test_a_slot_is_free_only_when_the_environment_is_closed(pools):
+    pool = pools(Slow, max_sessions=1)
+    session_id = await opened(pool, "slow")
+    step = asyncio.create_task(pool.step(session_id, 1, says("block")))
+    await asyncio.to_thread(Slow.started.wait, 5)
+    closing = asyncio.create_task(pool.close_session(session_id))
+    await asyncio.sleep(0.01)
+    with pytest.raises(ServerFull):
+        await opened(pool, "slow")
+    Slow.blocker.set()
+    await closing
+    with pytest.raises(SessionEnded):
+        await step
+    await opened(pool, "slow")
+    assert len(Slow.closed) == 1
+
+
+class NoReset(Slow):
+    def reset(self, sample, rng):
+        raise OSError("no disk")
+
+
+async def test_an_opening_that_fails_holds_no_slot(pools):
+    pool = pools(NoReset, max_sessions=1)
+    for _ in range(3):
+        with pytest.raises(EnvironmentFailed, match="no disk"):
+            await opened(pool, "no_reset", wait_s=5)
+    assert pool.open_sessions == 0
+
+
+class NoSamples(Quick):
+    @classmethod
+    def samples(cls, split):
+        if split == "train":
+            return [{}]
+        raise OSError("no file")
+
+
+async def test_samples_that_cannot_be_read_are_the_environments_failure(pools):
+    with pytest.raises(EnvironmentFailed, match=r"startup of task 'no_samples' failed: OSError"):
+        await pools(NoSamples).tasks()
+
+
+async def test_opening_again_under_one_name_gives_the_same_session(pools):
+    pool = pools(Quick, Slow)
+    first, second = await asyncio.gather(opened(pool, request_id="r1"), opened(pool, request_id="r1"))
+    await pool.step(first, 1, says("note", text="x"))
+    info = await pool.open(OpenRequest(task="quick", request_id="r1"))
+    assert first == second == info.session_id
+    assert info.turn == 1
+    assert pool.open_sessions == 1
+    assert await opened(pool, request_id="r2") != first
+
+
+async def test_an_idle_session_expires_and_its_environment_is_closed(pools):
+    clock = Clock()
+    pool = pools(Slow, lease_s=10.0, clock=clock)
+    idle, busy = await opened(pool, "slow"), await opened(pool, "slow")
+    clock.now += 6
+    await pool.step(busy, 1, Message.assistant("hello"))
+    clock.now += 6
+    assert await pool.expire_idle() == 1
+    assert len(Slow.closed) == 1
+    for call in (pool.step(idle, 1, says("wait")), pool.info(idle)):
+        with pytest.raises(SessionExpired):
+            await call
+    await pool.close_session(idle)
+    assert (await pool.info(busy)).status is SessionStatus.RUNNING
+    clock.now += 6
+    assert await pool.expire_idle() == 1
+    assert pool.open_sessions == 0
+
+
+async def test_a_session_in_the_middle_of_a_step_does_not_expire(pools):
+    clock = Clock()
+    pool = pools(Slow, lease_s=10.0, clock=clock)
+    session_id = await opened(pool, "slow")
+    steps = [asyncio.create_task(pool.step(session_id, 1, says("wait"))) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    clock.now += 100
+    assert await pool.expire_idle() == 0
+    Slow.gate.set()
+    assert await steps[0] == await steps[1]
+    assert await pool.expire_idle() == 0  # the lease begins anew
+    clock.now += 10
+    assert await pool.expire_idle() == 1
+
+
+async def test_leases_are_looked_after_in_the_background(pools):
+    pool = pools(Quick, lease_s=0.02)
+    session_id = await opened(pool)
+    await until(lambda: not pool.open_sessions)
+    with pytest.raises(SessionExpired):
+        await pool.info(session_id)
+
+
+async def test_ended_sessions_are_forgotten_after_a_while(pools):
+    clock = Clock()
+    pool = pools(Quick, clock=clock)
+    session_id = await opened(pool, request_id="r")
+    result = await pool.step(session_id, 1, says("finish"))
+    assert await pool.step(session_id, 1, says("finish")) is result
+    clock.now += 601
+    await pool.expire_idle()
+    with pytest.raises(UnknownSession):
+        await pool.step(session_id, 1, says("finish"))
+    assert await opened(pool, request_id="r") != session_id
+
+
+async def test_only_so_many_ended_sessions_are_remembered():
+    pool = SessionPool([Quick])
+    table = SessionTable(Clock(), kept_sessions=2)
+    ids = []
+    for _ in range(3):
+        session = pool._session(OpenRequest(task="quick"), await pool._choose(OpenRequest(task="quick")))
+        table.add(session, None)
+        table.retire(session.session_id)
+        ids.append(session.session_id)
+    with pytest.raises(UnknownSession):
+        table.find(ids[0])
+    assert table.find(ids[2]).session.session_id == ids[2]
+    assert table.retire(ids[2]) is None
+    await pool.aclose()
+
+
+def item(session_id, seq, name="note", **arguments):
+    arguments = arguments or ({"text": "x"} if name == "note" else {})
+    return StepRequest(session_id=session_id, seq=seq, message=says(name, **arguments))
+
+
+async def test_a_batch_answers_in_order_and_one_bad_item_fails_alone(pools):
+    pool = pools(Quick)
+    a, b = await opened(pool), await opened(pool)
+    results = await pool.step_many(
+        [item(a, 1), item("nope", 1), item(b, 7), item(a, 2), item(b, 1, "crash"), item(a, 1)]
+    )
+    kinds = [type(r).__name__ for r in results]
+    assert kinds == ["StepResult", "UnknownSession", "SeqConflict", "StepResult", "StepResult", "StepResult"]
+    assert [results[i].session_id for i in (0, 3, 4)] == [a, a, b]
+    assert results[5] == results[0]
+    assert results[4].status is SessionStatus.FAILED_ENVIRONMENT
+
+
+async def test_slow_items_run_side_by_side_and_those_of_one_session_in_order(pools):
+    pool = pools(Slow)
+    a, b = await opened(pool, "slow"), await opened(pool, "slow")
+    batch = asyncio.create_task(pool.step_many([item(a, 1, "wait"), item(b, 1, "block"), item(a, 2, "wait")]))
+    await asyncio.sleep(0.01)
+    Slow.gate.set()
+    Slow.blocker.set()
+    contents = [r.messages[0].content for r in await batch]
+    assert contents == ["waited 1", "blocked 1", "waited 2"]
+
+
+async def test_a_batch_can_be_answered_before_its_slow_items_are_ready(pools):
+    pool = pools(Slow, Quick)
+    slow, quick = await opened(pool, "slow"), await opened(pool)
+    batch = [item(slow, 1, "wait"), item(quick, 1), item(slow, 2, "end")]
+    pending, ready, also_pending = await pool.step_many(batch, wait_s=0.01)
+    assert isinstance(pending, StepPending)
+    assert isinstance(also_pending, StepPending)
+    assert isinstance(ready, StepResult)
+    Slow.gate.set()
+    again = await pool.step_many(batch)
+    assert [r.messages[0].content.split()[0] for r in again] == ["waited", "1", "over"]
+
+
+async def test_the_expert_answers_only_where_the_pool_may_ask_it(pools):
+    closed, open_ = pools(Quick), pools(Quick, oracle=True)
+    with pytest.raises(NotSupported, match="--oracle"):
+        await closed.expert(await opened(closed))
+    message = await open_.expert(await opened(open_))
+    assert message.tool_calls[0].function.name == "finish"
+
+
+async def test_a_draining_pool_finishes_what_it_has_and_takes_nothing_new(pools):
+    pool = pools(Quick, max_sessions=1)
+    session_id = await opened(pool)
+    waiting = asyncio.create_task(opened(pool, wait_s=5))
+    await until(lambda: pool.gauges()["agentrl_sessions_waiting"])
+    drained = asyncio.create_task(pool.drain(5))
+    with pytest.raises(ServerDraining):
+        await waiting
+    with pytest.raises(ServerDraining):
+        await opened(pool)
+    assert not drained.done()
+    await pool.step(session_id, 1, says("finish"))
+    await drained
+
+
+async def test_a_drain_closes_what_has_not_ended_by_its_deadline(pools):
+    pool = pools(Slow)
+    session_id = await opened(pool, "slow")
+    await pool.drain(0.01)
+    assert len(Slow.closed) == 1
+    assert (await pool.info(session_id)).status is SessionStatus.CANCELLED
+
+
+async def test_a_drain_can_be_hurried(pools):
+    pool = pools(Slow)
+    await opened(pool, "slow")
+    drained = asyncio.create_task(pool.drain(60))
+    await asyncio.sleep(0)
+    pool.hurry()
+    await drained
+    assert len(Slow.closed) == 1
+
+
+class Shared(Quick):
+    log: list[str]
+
+    @classmethod
+    def startup(cls):
+        cls.log = ["up"]
+
+    @classmethod
+    async def shutdown(cls):
+        cls.log.append("down")
+
+
+async def test_what_sessions_share_is_opened_once_and_closed_at_the_end():
+    pool = SessionPool([Shared])
+    await asyncio.gather(*(opened(pool, "shared") for _ in range(5)))
+    assert Shared.log == ["up"]
+    await pool.aclose()
+    await pool.aclose()
+    assert Shared.log == ["up", "down"]
+
+
+class BadShared(Quick):
+    @classmethod
+    def startup(cls):
+        raise OSError("no database")
+
+    @classmethod
+    def shutdown(cls):
+        raise OSError("still no database")
+
+
+async def test_a_startup_that_fails_is_a_typed_error_and_closing_goes_on(caplog):
+    pool = SessionPool([BadShared])
+    with pytest.raises(EnvironmentFailed, match=r"startup of task 'bad_shared' failed.*no database"):
+        await opened(pool, "bad_shared")
+    await pool.aclose()
+    assert "shutdown of task bad_shared failed" in caplog.text
+
+
+async def test_metrics_count_steps_and_ends(pools):
+    pool = pools(Quick)
+    a, b = await opened(pool), await opened(pool)
+    await pool.step(a, 1, says("note", text="x"))
+    await pool.step(a, 1, says("note", text="x"))
+    await pool.step(a, 2, says("finish"))
+    text = pool.metrics.render(pool.gauges())
+    assert 'agentrl_steps_total{task="quick"} 2' in text
+    assert 'agentrl_sessions_ended_total{task="quick",status="completed"} 1' in text
+    assert "agentrl_sessions_open 1" in text
+    assert "agentrl_step_seconds_count 2" in text
+    assert 'agentrl_step_seconds_bucket{le="+Inf"} 2' in text
+    await pool.close_session(b)

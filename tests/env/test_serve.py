@@ -1,0 +1,121 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from agentrl_env import EnvClient, ToolCall
+from agentrl_env.errors import ServeError, ServerDraining, SessionEnded, TargetError
+from agentrl_env.server.serve import EnvServer
+from tests.env.tasks import Quick, Slow, until
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.1", "::", "example.org"])
+def test_an_open_door_without_a_token_is_refused(host):
+    with pytest.raises(ServeError, match=f"refusing to serve on {host} without a token"):
+        EnvServer([Quick], host=host, port=0)
+
+
+@pytest.mark.parametrize("options", [{"token": "x"}, {"insecure": True}])
+async def test_a_token_or_the_callers_word_opens_the_door(options):
+    server = EnvServer([Quick], host="0.0.0.0", port=0, **options)
+    await server.stop()
+
+
+async def test_a_port_in_use_is_one_clear_sentence():
+    first = EnvServer([Quick], port=0)
+    port = int(first.url.rpartition(":")[2])
+    with pytest.raises(ServeError, match=f"cannot listen on 127.0.0.1:{port} .*choose another port"):
+        EnvServer([Quick], port=port)
+    await first.stop()
+
+
+@pytest.mark.parametrize("port", [-1, 70000])
+def test_an_impossible_port_is_refused(port):
+    with pytest.raises(ServeError, match="cannot listen"):
+        EnvServer([Quick], port=port)
+
+
+def test_targets_are_loaded_before_the_port_is_taken():
+    with pytest.raises(TargetError):
+        EnvServer(["/nowhere"], port=0)
+
+
+class NoDatabase(Quick):
+    @classmethod
+    def startup(cls):
+        raise OSError("no database")
+
+
+async def test_a_task_that_cannot_start_stops_the_server():
+    server = EnvServer([NoDatabase], port=0)
+    with pytest.raises(ServeError, match="startup of task 'no_database' failed: OSError: no database"):
+        await server.start()
+    await server.stop()
+
+
+async def test_an_ipv6_address_is_shown_in_brackets():
+    server = EnvServer([Quick], host="::1", port=0)
+    assert server.url.startswith("http://[::1]:")
+    await server.start()
+    async with EnvClient.connect(server.url) as client:
+        assert set(await client.tasks()) == {"quick"}
+    await server.stop()
+
+
+async def test_stopping_lets_open_sessions_end_and_refuses_new_ones():
+    Slow.prepare()
+    server = EnvServer([Quick, Slow], port=0, drain_s=10)
+    await server.start()
+    async with EnvClient.connect(server.url) as client:
+        session = await client.open("quick")
+        stopping = asyncio.create_task(server.stop())
+        await until(lambda: server.pool.draining)
+        with pytest.raises(ServerDraining):
+            await client.open("quick")
+        assert (await session.step(ToolCall.of("finish"))).terminated
+        await stopping
+    await server.stop()
+
+
+async def test_a_hurried_stop_closes_what_is_open():
+    Slow.prepare()
+    server = EnvServer([Slow], port=0, drain_s=60)
+    await server.start()
+    async with EnvClient.connect(server.url) as client:
+        session = await client.open("slow")
+        step = asyncio.create_task(session.step(ToolCall.of("wait")))
+        await until(lambda: Slow.started.is_set())
+        stopping = asyncio.create_task(server.stop())
+        await until(lambda: server.pool.draining)
+        server.hurry()
+        with pytest.raises(SessionEnded):
+            await step
+        await stopping
+    assert len(Slow.closed) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_process_announces_itself_and_ends_in_order(number):
+    code = (
+        "from agentrl_env.server.serve import serve\n"
+        "serve(['tests.env.tasks:Guess', 'tests.env.tasks:Quick'], port=0)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONWARNINGS": "error"},
+    )
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("serving guess, quick at http://127.0.0.1:")
+        process.send_signal(number)
+        out, err = process.communicate(timeout=20)
+        assert (out, err, process.returncode) == ("", "", 0)
+    finally:
+        process.kill()
+        process.wait()

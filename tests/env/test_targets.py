@@ -1,0 +1,125 @@
+import sys
+
+import pytest
+
+from agentrl_env import Environment
+from agentrl_env.errors import TargetError
+from agentrl_env.server.targets import load_target, load_targets
+from tests.env.tasks import Guess, Quick
+
+SOURCE = """
+from agentrl_env import Environment, tool
+from .words import WORDS
+
+class Base(Environment):
+    '''Abstract: no reset.'''
+
+class {name}(Base):
+    def reset(self, sample, rng):
+        return WORDS
+
+    @tool
+    def go(self):
+        return WORDS
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def make(name, source=SOURCE, class_name="Task"):
+        place = tmp_path / name
+        place.mkdir()
+        (place / "environment.py").write_text(source.replace("{name}", class_name))
+        (place / "words.py").write_text(f"WORDS = {name!r}")
+        return place
+
+    return make
+
+
+def test_a_folder_holds_one_environment(folder):
+    one, two = load_targets([str(folder("one")), str(folder("two", class_name="Other"))])
+    assert (one.name, two.name) == ("task", "other")
+    assert (one().reset(None, None), two().reset(None, None)) == ("one", "two")
+
+
+def test_a_target_loaded_twice_is_the_same_class(folder):
+    place = folder("same")
+    assert load_target(str(place)) is load_target(f"{place}/environment.py:Task")
+
+
+def test_a_file_or_a_module_names_its_class(folder, monkeypatch, tmp_path):
+    place = folder("named", SOURCE + SOURCE.replace("{name}", "Second"))
+    assert load_target(f"{place}/environment.py:Second").name == "second"
+    (tmp_path / "my_module.py").write_text("from tests.env.tasks import Guess")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert load_target("my_module:Guess") is Guess
+    assert load_target("tests.env.tasks:Guess") is Guess
+
+
+def test_a_class_is_its_own_target():
+    assert load_target(Quick) is Quick
+
+
+class Toolless(Environment):
+    def reset(self, sample, rng):
+        return ""
+
+
+class Talker(Toolless):
+    def respond(self, text):
+        return text
+
+
+class Untyped(Toolless):
+    def go(self, n): ...
+
+    from agentrl_env import tool
+
+    go = tool(go)
+
+
+def test_a_task_that_only_talks_needs_no_tools():
+    assert load_target(Talker) is Talker
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (Toolless, "Toolless has no tools; mark at least one method with @tool"),
+        (Untyped, "parameter 'n' needs a type annotation"),
+        ("/nowhere/at/all", "no such folder; a target is a folder"),
+        ("/nowhere/at/all.py", "no such file"),
+        ("/nowhere/at/all.py:Task", "no such file"),
+        ("no_such_module:Task", "there is no module 'no_such_module'"),
+        ("tests.env.nothing:Task", "there is no module 'tests.env.nothing'"),
+        ("tests.env.tasks:Nothing", "no Environment class named 'Nothing'"),
+        ("tests.env.tasks:Clock", "no Environment class named 'Clock'"),
+    ],
+)
+def test_a_target_that_cannot_be_loaded_is_explained_in_one_sentence(target, message):
+    with pytest.raises(TargetError, match=message) as caught:
+        load_target(target)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("1 / 0", "importing it failed: ZeroDivisionError"),
+        ("def (", "importing it failed: SyntaxError"),
+        ("import no_such_package", "it needs the module 'no_such_package'; install it"),
+        ("x = 1", "needs exactly one Environment class .found: none"),
+        (SOURCE + SOURCE.replace("{name}", "Second"), r"found: Task, Second"),
+    ],
+)
+def test_a_folder_that_cannot_be_loaded_is_explained(folder, source, message):
+    with pytest.raises(TargetError, match=message):
+        load_target(str(folder("broken", source)))
+
+
+def test_an_empty_folder_and_an_empty_list_are_explained(tmp_path):
+    with pytest.raises(TargetError, match=r"has no environment\.py"):
+        load_target(str(tmp_path))
+    with pytest.raises(TargetError, match="nothing to serve"):
+        load_targets([])
