@@ -1,7 +1,7 @@
 """Asynchronous multi-turn, multi-task reinforcement learning for agents that call tools.
 
-The path of data, a module a step: ``actor`` (4), ``advantage`` (5), ``batch`` (6), ``learner`` and ``loss`` (7),
-``weights`` (8), ``engine`` (9); ``runtime`` runs it. Steps 1 to 3 are in ``agentrl_env``.
+The path of data, a module a step: ``actor`` (4), ``advantage`` (5), ``batch`` (6), ``learner`` and ``loss``
+(7), ``weights`` (8), ``engine`` (9); ``runtime`` runs it. Steps 1 to 3 are in ``agentrl_env``.
 """
 
 from agentrl_train.errors import TrainError

@@ -8,6 +8,7 @@ its group. It is never given a reward.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ _ENDS = {
     SessionStatus.TRUNCATED_TURNS: EpisodeEnd.TRUNCATED_TURNS,
     SessionStatus.TRUNCATED_TIME: EpisodeEnd.TRUNCATED_TIME,
 }
+
+
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +137,8 @@ class _Episode:
         self._client = client
         self._play = play
         self._draws = np.random.default_rng(np.random.SeedSequence(draw_seed))
-        self._key = "-".join(map(str, draw_seed))
+        # Unique in the process: two episodes under one key would share a row of the engine's cache.
+        self._key = f"{episode.task}-{next(_numbers)}"
         self._turns: list[Turn] = []
         self._opening: Sequence[Message] = ()
         self._sample = TaskSample(task=episode.task, split=episode.split, index=episode.index)

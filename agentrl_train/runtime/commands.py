@@ -110,7 +110,7 @@ def sft(config: RunConfig, *, output: Path) -> int:
 
 async def _sft(config: RunConfig, *, output: Path) -> None:
     torch.set_num_threads(config.run.threads or threads_each(config))
-    model, tokenizer = load_policy(config.model.path, dtype=config.model.dtype, device=config.engine.device)
+    model, tokenizer = load_policy(config.model.path, device=config.engine.device)
     settings, console = config.sft, Console()
     async with environments(
         config.environments, max_sessions=config.engine.max_sessions, oracle=True

@@ -62,8 +62,6 @@ class ModelSection(_Section):
 
     path: Annotated[str, Field(min_length=1)]
     """A Hugging Face model folder, or the name of a model on the hub (``org/name``)."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights."""
 
 
 class EnvironmentSection(_Section):
@@ -95,6 +93,8 @@ class EngineSection(_Section):
 
     kind: Literal["torch"] = "torch"
     device: str = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights that sample; the trainer keeps its own in float32."""
     max_sessions: Count = 64
     """Episodes in flight at once."""
     max_context: Annotated[int, Field(ge=16)] = 2048
@@ -282,7 +282,7 @@ class RunConfig(_Section):
                 "advantage.scale = 'std' needs the spread of siblings, but rollout.group_size "
                 "is 1: use a larger group or scale = 'none'"
             )
-        if self.engine.temperature == 0.0 and rollout.group_size > 1:
+        if self.engine.temperature == 0.0:
             found.append(
                 "engine.temperature = 0 makes all siblings of a group equal, so nothing can be "
                 "learned: use a temperature above 0"

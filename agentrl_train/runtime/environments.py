@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from agentrl_env.launch.process import ServerProcess
-
 from agentrl_env.client import EnvClient
 from agentrl_env.errors import AgentRLError
+from agentrl_env.launch.process import ServerProcess
 from agentrl_env.types import TaskInfo
 from agentrl_train.errors import ConfigError, EnvironmentUnavailable
 from agentrl_train.runtime.admission import TaskSource

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from agentrl_train.actor import Actor, Episode
 from agentrl_train.errors import EnvironmentUnavailable
+from agentrl_train.runtime.admission import stable_seed
 from agentrl_train.runtime.metrics import pass_at_k, wilson_interval
 from agentrl_train.types import Trajectory
 
@@ -92,7 +93,13 @@ async def _evaluate_task(
     trajectories = await asyncio.gather(
         *(
             actor.sibling(
-                Episode(task=task, split=split, index=index, seed=None, draw_seed=(seed, index)),
+                Episode(
+                    task=task,
+                    split=split,
+                    index=index,
+                    seed=None,
+                    draw_seed=(seed, stable_seed(task, index)),
+                ),
                 number=attempt,
             )
             for index in indices

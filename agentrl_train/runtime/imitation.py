@@ -62,7 +62,10 @@ async def expert_sequences(
     success: dict[str, float] = {}
     for task, client in clients.items():
         traces = await asyncio.gather(
-            *(expert_sequence(client, chat, task=task, split=split[task], index=index) for index in range(count))
+            *(
+                expert_sequence(client, chat, task=task, split=split[task], index=index)
+                for index in range(count)
+            )
         )
         sequences += [sequence for sequence, _ in traces]
         success[task] = sum(ok for _, ok in traces) / count
@@ -86,7 +89,9 @@ def imitate(
     order = _epochs(len(sequences), seed)
     for step in range(1, steps + 1):
         chosen = [sequences[next(order)] for _ in range(batch_size)]
-        batches = pack(chosen, aggregation="token_mean", max_tokens=micro_batch_tokens)
+        batches = pack(
+            chosen, aggregation="token_mean", max_tokens=micro_batch_tokens, packed=learner.packs_rows
+        )
         report(step, learner.step(batches))
 
 

@@ -49,12 +49,12 @@ async def policy(config: RunConfig, *, path: str) -> AsyncIterator[Policy]:
     """Load the policy in ``path`` and start its engine; stop the engine on leaving."""
     device, threads = config.engine.device, threads_each(config)
     torch.set_num_threads(threads)
-    model, tokenizer = load_policy(path, dtype=config.model.dtype, device=device)
+    model, tokenizer = load_policy(path, device=device)
     chat = ChatFormat(tokenizer)
     cross = config.rollout.stale_fraction > 0
     names = ("current", "stale") if cross else ("current",)
     engine = TorchEngine(
-        {name: copy_of(model, device=device) for name in names},
+        {name: copy_of(model, dtype=config.engine.dtype) for name in names},
         stop_token_ids=chat.stop_token_ids,
         max_sequences=config.engine.max_sessions,
         max_context=config.engine.max_context,
@@ -80,7 +80,7 @@ async def policy(config: RunConfig, *, path: str) -> AsyncIterator[Policy]:
         temperature=config.engine.temperature,
         precision=train.precision,
         device=device,
-        reference=copy_of(model, device=device) if train.kl_coef else None,
+        reference=copy_of(model) if train.kl_coef else None,
         kl_coefficient=train.kl_coef,
     )
     publisher = Publisher(engine, stale_interval=config.rollout.stale_interval if cross else 0)
@@ -222,6 +222,8 @@ def make_recipe(config: RunConfig) -> Recipe:
         aggregation=config.train.aggregation,
         minibatches=config.train.minibatches,
         micro_batch_tokens=config.train.micro_batch_tokens,
+        constant_tokens=config.engine.max_context,
+        skip_zero_advantages=config.train.kl_coef == 0,
         tolerance=tolerance(config),
         seed=config.run.seed,
     )
@@ -242,7 +244,7 @@ def make_pace(config: RunConfig) -> Pace:
 
 def tolerance(config: RunConfig) -> float:
     """Return the largest log-probability difference that rounding explains."""
-    exact = config.model.dtype == "float32" and config.train.precision == "float32"
+    exact = config.engine.dtype == "float32" and config.train.precision == "float32"
     return 1e-4 if exact and config.engine.device == "cpu" else 0.2
 
 

@@ -106,6 +106,7 @@ class MetricsLog:
             "policy_version": policy_version,
             "elapsed_s": round(elapsed_s, 3),
             **metrics,
+            "groups": [group.group_id for group in groups],
             "tasks": {task: dict(values) for task, values in tasks.items()},
         }
         _append(self._folder / "metrics.jsonl", [record])

@@ -16,10 +16,8 @@ transformers.utils.logging.disable_progress_bar()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def load_policy(
-    path: str, *, dtype: str = "float32", device: str = "cpu"
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the model and the tokenizer in ``path``, a folder or the name of a model on the hub.
+def load_policy(path: str, *, device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the model, in float32, and the tokenizer in ``path``: a folder, or a model's name on the hub.
 
     Raises:
         ConfigError: there is no such model, or the device is not there.
@@ -27,18 +25,18 @@ def load_policy(
     _check_place(path, device)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"model.path = {path!r} cannot be loaded: {reason}") from error
-    model.to(torch.device(device))
+    model.to(device)  # type: ignore[arg-type]  # the library types this by its first parameter
     return model, tokenizer
 
 
-def copy_of(model: PreTrainedModel, *, device: str) -> PreTrainedModel:
+def copy_of(model: PreTrainedModel, *, dtype: str = "float32") -> PreTrainedModel:
     """Return a copy that an engine can own."""
     copied = copy.deepcopy(model)
-    copied.to(torch.device(device))
+    copied.to(DTYPES[dtype])  # type: ignore[arg-type]
     return copied
 
 

@@ -30,6 +30,10 @@ class Recipe:
     aggregation: Aggregation = "sequence_mean"
     minibatches: int = 1
     micro_batch_tokens: int = 8192
+    constant_tokens: int | None = None
+    """Denominator of the "constant" aggregation."""
+    skip_zero_advantages: bool = True
+    """Leave sequences without a signal out of the computation; they stay in the denominators."""
     tolerance: float = 1e-4
     """Largest difference between the engine's and the trainer's log-probabilities of the same tokens."""
     seed: int = 0
@@ -69,7 +73,9 @@ class StepTrainer:
             max_tokens=recipe.micro_batch_tokens,
             num_minibatches=recipe.minibatches,
             seed=recipe.seed + policy_version,
-            skip_zero_advantages=True,
+            packed=self.learner.packs_rows,
+            constant_tokens=recipe.constant_tokens,
+            skip_zero_advantages=recipe.skip_zero_advantages,
         )
         metrics = self.learner.step(batches) if batches else {}
         started = time.perf_counter()

@@ -1,0 +1,36 @@
+"""``python -m tests.benchmarks [serving] [engine] [overlap]``: run some or all and print their tables."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+PARTS = ("serving", "engine", "overlap")
+
+
+def main() -> None:
+    """Run the parts named on the command line, or all."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks")
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes, shorter runs")
+    parser.add_argument("--threads", type=int, default=1, help="of PyTorch, for the engine's part")
+    chosen = parser.parse_args()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for part in chosen.parts or PARTS:
+        match part:
+            case "serving":
+                from tests.benchmarks import serving
+
+                serving.run(quick=chosen.quick)
+            case "engine":
+                from tests.benchmarks import engine
+
+                engine.run(quick=chosen.quick, threads=chosen.threads)
+            case "overlap":
+                from tests.benchmarks import overlap
+
+                overlap.run(quick=chosen.quick)
+
+
+if __name__ == "__main__":
+    main()

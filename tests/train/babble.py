@@ -1,0 +1,22 @@
+"""A task that a random policy gets different rewards in, for runs that must really train."""
+
+from agentrl_env import Environment, Reply, tool
+
+
+class Babble(Environment):
+    """Say anything."""
+
+    max_turns = 2
+    blocking = False
+
+    def reset(self, sample, rng):  # type: ignore[no-untyped-def]
+        return f"Speak {int(rng.integers(10))}."
+
+    @tool
+    def stop(self) -> str:
+        """Do nothing."""
+        return "fine"
+
+    def respond(self, text: str) -> Reply:
+        """Reward what is said by its length."""
+        return Reply("go on", reward=float(len(text) % 3))
