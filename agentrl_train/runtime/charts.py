@@ -10,7 +10,8 @@ from html import escape
 Point = tuple[float, float]
 
 WIDTH, HEIGHT = 460, 210
-LEFT, RIGHT, TOP, BOTTOM = 46, 14, 10, 26
+LEFT, RIGHT, TOP, BOTTOM = 48, 14, 10, 26
+INTERVAL_WIDTH, INTERVAL_HEIGHT, INTERVAL_MARGIN = 270, 34, 18
 MAX_POINTS = 240
 """Points drawn of a line; more are averaged, so that a long run makes no huge page."""
 NUM_COLOURS = 8
@@ -63,7 +64,7 @@ def line_chart(
     ticks = nice_ticks(
         min(ys) if bottom is None else min(bottom, *ys), max(ys) if top is None else max(top, *ys)
     )
-    frame = _Frame(x_low=min(xs), x_high=max(xs), y_low=ticks[0], y_high=ticks[-1])
+    frame = _Frame(x_low=min(0.0, *xs), x_high=max(xs), y_low=ticks[0], y_high=ticks[-1])
     lines = "".join(_line(one, frame, label, x_name) for one in series)
     return (
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
@@ -73,24 +74,32 @@ def line_chart(
 
 def interval_chart(before: Interval | None, after: Interval | None) -> str:
     """Return two shares with their intervals on one scale from 0 to 100 %."""
-    width, height, margin = 260, 34, 6
-    inner = width - 2 * margin
-
-    def place(share: float) -> float:
-        return round(margin + inner * min(1.0, max(0.0, share)), 1)
-
-    grid = "".join(
-        f'<line class="grid" x1="{place(x)}" x2="{place(x)}" y1="3" y2="{height - 3}"/>'
-        for x in (0.0, 0.25, 0.5, 0.75, 1.0)
-    )
     rows = ((before, 11, "before"), (after, 23, "after"))
     marks = "".join(
-        f'<g class="{name}"><line class="whisker" x1="{place(one.low)}" x2="{place(one.high)}" '
-        f'y1="{y}" y2="{y}"/><circle cx="{place(one.value)}" cy="{y}" r="4.5"/></g>'
+        f'<g class="{name}"><line class="whisker" x1="{_place(one.low)}" x2="{_place(one.high)}" '
+        f'y1="{y}" y2="{y}"/><circle cx="{_place(one.value)}" cy="{y}" r="4.5"/></g>'
         for one, y, name in rows
         if one is not None
     )
-    return f'<svg class="interval" viewBox="0 0 {width} {height}" role="img">{grid}{marks}</svg>'
+    grid = "".join(
+        f'<line class="grid" x1="{_place(x)}" x2="{_place(x)}" y1="0" y2="{INTERVAL_HEIGHT}"/>'
+        for x in (0.0, 0.25, 0.5, 0.75, 1.0)
+    )
+    return f'<svg class="interval" viewBox="0 0 {INTERVAL_WIDTH} {INTERVAL_HEIGHT}">{grid}{marks}</svg>'
+
+
+def interval_axis() -> str:
+    """Return the scale that ``interval_chart`` is drawn on."""
+    numbers = "".join(
+        f'<text class="tick" x="{_place(x)}" y="12" text-anchor="middle">{percent_label(x)}</text>'
+        for x in (0.0, 0.5, 1.0)
+    )
+    return f'<svg class="interval" viewBox="0 0 {INTERVAL_WIDTH} 16">{numbers}</svg>'
+
+
+def _place(share: float) -> float:
+    inner = INTERVAL_WIDTH - 2 * INTERVAL_MARGIN
+    return round(INTERVAL_MARGIN + inner * min(1.0, max(0.0, share)), 1)
 
 
 def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
@@ -105,14 +114,14 @@ def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def number_label(value: float) -> str:
-    """Return a number in at most about five characters: ``12k``, ``0.25``, ``3e-05``."""
+    """Return a number in at most about six characters: ``12k``, ``0.25``, ``3e-5``."""
     if value == 0:
         return "0"
     size = abs(value)
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if size >= limit:
             return f"{value / limit:.3g}{suffix}"
-    return f"{value:.3g}" if size >= 1e-3 else f"{value:.0e}"
+    return f"{value:.3g}" if size >= 1e-4 else f"{value:.2g}".replace("e-0", "e-")
 
 
 def percent_label(value: float) -> str:

@@ -46,7 +46,8 @@ def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[f
     middle = share + z * z / (2 * trials)
     spread = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
     scale = 1 + z * z / trials
-    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
+    # At the ends rounding may leave the share itself just outside.
+    return max(0.0, min(share, (middle - spread) / scale)), min(1.0, max(share, (middle + spread) / scale))
 
 
 def pass_at_k(trials: int, successes: int, k: int) -> float:

@@ -31,16 +31,22 @@ class Progress:
         total_steps: steps of the run.
         console: where to; a terminal gets a live table, anything else plain lines.
         first_step: steps trained before this process.
+        elapsed_s: time that they took, so that the pace is not reckoned from them.
     """
 
-    def __init__(self, *, total_steps: int, console: Console | None = None, first_step: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        total_steps: int,
+        console: Console | None = None,
+        first_step: int = 0,
+        elapsed_s: float = 0.0,
+    ) -> None:
         self._total = total_steps
         self._console = console or Console()
-        self._first_step = first_step
-        self._started_s: float | None = None
         self._pace_s: float | None = None
         self._step = first_step
-        self._elapsed_s = 0.0
+        self._elapsed_s = elapsed_s
         self._metrics: Mapping[str, float] = {}
         self._tasks: dict[str, _TaskLine] = {}
         self._live: Live | None = None

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from agentrl_train.errors import RunFolderError
-from agentrl_train.runtime.charts import Interval, interval_chart, number_label
+from agentrl_train.runtime.charts import Interval, interval_axis, interval_chart, number_label
 from agentrl_train.runtime.curves import curves, number, task_values
 from agentrl_train.runtime.disk import run_folder_errors, write_file
 from agentrl_train.runtime.episodes import episode_html
@@ -159,11 +159,11 @@ def _results(run: RunRecord) -> str:
             f'<td>{_change(before, after)}</td><td></td><td class="picture"></td></tr>'
         )
     return (
-        "<h2>Held-out success</h2>"
-        '<p class="dim small">Share of held-out episodes that succeed, with 95 % confidence intervals. '
-        '<span class="key c7"><i></i>before</span> &nbsp;<span class="key c0"><i></i>after</span></p>'
+        '<h2 id="results">Held-out success</h2>'
+        '<div class="legend"><span>Share of held-out episodes that succeed, with its 95% interval</span>'
+        '<span class="key c7"><i></i>before</span><span class="key c0"><i></i>after</span></div>'
         '<div class="card scroll"><table><thead><tr><th>task</th><th>before</th><th>after</th>'
-        '<th>change</th><th>episodes</th><th class="picture">0 % to 100 %</th></tr></thead>'
+        f'<th>change</th><th>episodes</th><th class="picture">{interval_axis()}</th></tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )
 
@@ -197,10 +197,8 @@ def _curves(run: RunRecord) -> str:
     drawn = curves(run.steps, tasks=run.tasks, held_out=_held_out_marks(run))
     if not drawn:
         return ""
-    return (
-        '<h2>Curves</h2><p class="dim small">Moving averages over training steps; single steps are faint.</p>'
-        f'<div class="charts">{drawn}</div>'
-    )
+    head = _section_head("curves", "Curves", "Moving averages over training steps; single steps are faint.")
+    return f'{head}<div class="charts">{drawn}</div>'
 
 
 def _held_out_marks(run: RunRecord) -> dict[str, list[tuple[float, float]]]:
@@ -223,17 +221,16 @@ def _comparisons(run: RunRecord) -> str:
         both.sort(key=lambda key: bool(before[key].get("success")) - bool(after[key].get("success")))
         for key in both[:EXAMPLES_PER_TASK]:
             cards = episode_html(before[key], title="Before") + episode_html(after[key], title="After")
-            parts.append(_fold(f"{task}, sample {before[key].get('index')}", cards, is_open=not parts))
+            title = f"{task}, sample {before[key].get('index')}: {_outcomes(before[key], after[key])}"
+            parts.append(_fold(title, cards, is_open=not parts))
         if not both:
             alone = list(before.values()) or list(after.values())
             cards = "".join(episode_html(one) for one in alone[:EXAMPLES_PER_TASK])
             parts += [_fold(f"{task}, held-out samples", cards, is_open=not parts)] if cards else []
     if not parts:
         return ""
-    return (
-        '<h2>The same problem, before and after</h2><p class="dim small">Held-out samples that the policy '
-        f"never trained on.</p>{''.join(parts)}"
-    )
+    note = "Held-out samples that the policy never trained on."
+    return _section_head("examples", "The same problem, before and after", note) + "".join(parts)
 
 
 def _training_episodes(run: RunRecord) -> str:
@@ -245,19 +242,21 @@ def _training_episodes(run: RunRecord) -> str:
             parts.append(_fold(f"Step {name.removeprefix('step_').lstrip('0')}", cards))
     if not parts:
         return ""
-    return (
-        '<h2>Training episodes</h2><p class="dim small">The best and the worst sibling of a group, from '
-        f"steps spread over the run.</p>{''.join(parts)}"
-    )
+    note = "The best and the worst sibling of a group, from steps spread over the run."
+    return _section_head("episodes", "Training episodes", note) + "".join(parts)
 
 
 def _config(run: RunRecord) -> str:
     if not run.config:
         return ""
     return (
-        '<h2>Configuration</h2><details class="card fold"><summary>config.toml</summary>'
+        '<h2 id="configuration">Configuration</h2><details class="card fold"><summary>config.toml</summary>'
         f"<pre>{escape(run.config)}</pre></details>"
     )
+
+
+def _section_head(anchor: str, title: str, note: str) -> str:
+    return f'<h2 id="{anchor}">{escape(title)}</h2><p class="dim small">{escape(note)}</p>'
 
 
 def _fold(title: str, cards: str, *, is_open: bool = False) -> str:
@@ -270,6 +269,11 @@ def _fold(title: str, cards: str, *, is_open: bool = False) -> str:
 def _held_out(run: RunRecord, name: str, task: str) -> dict[tuple[str, str], Record]:
     episodes = run.episodes.get(f"held_out_{name}", ())
     return {_sample(one): one for one in episodes if one.get("task") == task}
+
+
+def _outcomes(before: Record, after: Record) -> str:
+    words = ["success" if one.get("success") else "no success" for one in (before, after)]
+    return f"{words[0]} → {words[1]}"
 
 
 def _sample(episode: Record) -> tuple[str, str]:
@@ -301,7 +305,7 @@ def _values(run: RunRecord, name: str) -> list[float]:
 
 
 def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f} %"
+    return "–" if value is None else f"{100 * value:.1f}%"
 
 
 def _duration(seconds: float) -> str:
