@@ -29,6 +29,8 @@ from typing import Any
 
 import numpy as np
 
+from agentrl_train.types import IntArray
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSource:
@@ -88,7 +90,7 @@ class Mixer:
         self._total = sum(source.weight for source in sources)
         self._credit = {source.task: 0.0 for source in sources}
         self._drawn = {source.task: 0 for source in sources}
-        self._order: dict[tuple[str, int], np.ndarray] = {}
+        self._order: dict[tuple[str, int], IntArray] = {}
 
     def draw(self) -> Draw:
         """Return the next sample."""
@@ -102,9 +104,9 @@ class Mixer:
 
     def _sample(self, source: TaskSource, position: int) -> Draw:
         index = position
-        if source.num_samples is not None:
-            epoch, offset = divmod(position, source.num_samples)
-            index = int(self._permutation(source, epoch)[offset])
+        if (size := source.num_samples) is not None:
+            epoch, offset = divmod(position, size)
+            index = int(self._permutation(source, epoch, size)[offset])
         return Draw(
             task=source.task,
             split=source.split,
@@ -112,12 +114,12 @@ class Mixer:
             seed=stable_seed(self._seed, source.task, source.split, position),
         )
 
-    def _permutation(self, source: TaskSource, epoch: int) -> np.ndarray:
+    def _permutation(self, source: TaskSource, epoch: int, size: int) -> IntArray:
         key = (source.task, epoch)
         if key not in self._order:
-            rng = np.random.default_rng(stable_seed(self._seed, source.task, source.split, "order", epoch))
+            seed = stable_seed(self._seed, source.task, source.split, "order", epoch)
             self._order = {k: v for k, v in self._order.items() if k[0] != source.task}
-            self._order[key] = rng.permutation(source.num_samples)
+            self._order[key] = np.random.default_rng(seed).permutation(size)
         return self._order[key]
 
     def state(self) -> dict[str, Any]:

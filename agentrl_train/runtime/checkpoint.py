@@ -95,6 +95,7 @@ def save_checkpoint(
     target, temporary = folder / f"step_{step:06d}", folder / f".step_{step:06d}.tmp"
     try:
         with run_folder_errors(folder):
+            _recover(folder)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             _write(temporary, step=step, model=model, learner=learner, loop=loop, groups=groups)
@@ -112,6 +113,8 @@ def load_latest(folder: Path) -> Checkpoint | None:
 
     A damaged one is passed over with a warning. Raises ``CheckpointError`` if all of them are damaged.
     """
+    with run_folder_errors(folder):
+        _recover(folder)
     found = steps(folder)
     for step in reversed(found):
         try:
@@ -179,11 +182,23 @@ def _write(
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:
-    """Rename a written checkpoint to its name; one that has the name already is a damaged one."""
+    """Rename a written checkpoint to its name; one that has the name already makes way."""
+    aside = target.with_name(f".{target.name}.old")
     if target.exists():
-        shutil.rmtree(target)
+        target.rename(aside)
     temporary.rename(target)
     sync_folder(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _recover(folder: Path) -> None:
+    """Finish what a kill between two renames left: a checkpoint set aside, its successor not in place."""
+    for aside in folder.glob(".step_*.old"):
+        target = folder / aside.name.removeprefix(".").removesuffix(".old")
+        if target.exists():
+            shutil.rmtree(aside)
+        else:
+            aside.rename(target)
 
 
 def _verify(folder: Path) -> None:

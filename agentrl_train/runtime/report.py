@@ -203,17 +203,18 @@ def _curves(run: RunRecord) -> str:
 
 def _held_out_marks(run: RunRecord) -> dict[str, list[tuple[float, float]]]:
     """Return per task where held-out success was measured: policy version and share."""
-    marks: dict[str, list[tuple[float, float]]] = {}
+    marks: dict[str, dict[float, float]] = {}
     for line in run.evaluations:
         version, success = number(line.get("policy_version")), number(line.get("success"))
         if version is not None and success is not None:
-            marks.setdefault(str(line.get("task")), []).append((version, success))
-    return marks
+            # The last one counts: a resumed run measures some versions again.
+            marks.setdefault(str(line.get("task")), {})[version] = success
+    return {task: sorted(found.items()) for task, found in marks.items()}
 
 
 def _comparisons(run: RunRecord) -> str:
     """Show the same held-out samples before and after training, side by side."""
-    parts = []
+    parts: list[str] = []
     for task in run.tasks:
         before, after = _held_out(run, "before", task), _held_out(run, "after", task)
         both = [key for key in before if key in after]

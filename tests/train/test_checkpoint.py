@@ -362,6 +362,16 @@ def test_what_a_killed_writer_left_behind_is_no_checkpoint(tmp_path: Path):
     assert steps(tmp_path) == [5, 10]
 
 
+def test_a_checkpoint_set_aside_by_a_killed_writer_is_found_again(tmp_path: Path):
+    save(tmp_path, 5)
+    (tmp_path / "step_000005").rename(tmp_path / ".step_000005.old")
+    found = load_latest(tmp_path)
+    assert found is not None
+    assert found.step == 5
+    save(tmp_path, 5)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000005"]
+
+
 # --- a full disk ---
 
 
