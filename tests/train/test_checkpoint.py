@@ -238,6 +238,37 @@ def test_a_closed_journal_refuses_and_closing_twice_is_fine(tmp_path: Path):
         journal.append(make_group(0))
 
 
+APPENDING = """
+import itertools, sys
+from pathlib import Path
+from agentrl_env.types import TaskSample
+from agentrl_train.runtime.journal import Journal
+from agentrl_train.types import EpisodeEnd, Trajectory, TrajectoryGroup
+
+one = Trajectory(sample=TaskSample(task="t", data={"text": "x" * 5000}), opening=(), turns=(),
+                 end=EpisodeEnd.TERMINATED, reward=0.0, success=False)
+journal = Journal(Path(sys.argv[1]))
+for number in itertools.count():
+    journal.append(TrajectoryGroup(group_id=number, task="t", trajectories=(one,), admitted_version=0))
+    print(number, flush=True)
+"""
+
+
+def test_after_a_sigkill_every_group_that_was_appended_is_there(tmp_path: Path):
+    with subprocess.Popen(
+        [sys.executable, "-c", APPENDING, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as writer:
+        assert writer.stdout is not None
+        told = [int(writer.stdout.readline()) for _ in range(25)]
+        writer.kill()
+        told += [int(line) for line in writer.stdout]
+    journal = Journal(tmp_path)
+    found = ids(journal.read())
+    journal.close()
+    assert found[: len(told)] == told
+    assert len(found) <= len(told) + 1
+
+
 # --- checkpoints ---
 
 
