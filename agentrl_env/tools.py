@@ -146,7 +146,10 @@ class Turn:
         Raises TimeOver, and whatever else author code raises but ToolError.
         """
         if not message.tool_calls:
-            value = await call(environment.respond, None, _text(message))
+            try:
+                value = await call(environment.respond, None, _text(message))
+            except ToolError as error:
+                value = str(error)
             self.messages += as_messages(self._take(value), "respond()")
             return
         for position, request in enumerate(message.tool_calls):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -43,9 +44,16 @@ class Batcher:
     are quick again, so that a slow tool delays nobody else.
     """
 
-    def __init__(self, send_batch: SendBatch, send_alone: SendAlone) -> None:
+    def __init__(
+        self,
+        send_batch: SendBatch,
+        send_alone: SendAlone,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._send_batch = send_batch
         self._send_alone = send_alone
+        self._clock = clock
         self._queue: deque[QueuedStep] = deque()
         self._under_way = 0
         self._scheduled = False
@@ -108,10 +116,9 @@ class Batcher:
             _settle(item, error)
 
     async def _alone(self, item: QueuedStep) -> StepResult:
-        loop = asyncio.get_running_loop()
-        begin = loop.time()
+        begin = self._clock()
         result = await self._send_alone(item)
-        if result.final or loop.time() - begin < EARLY_ANSWER_S:
+        if result.final or self._clock() - begin < EARLY_ANSWER_S:
             self._slow.pop(item.session_id, None)
         else:
             self._slow[item.session_id] = None

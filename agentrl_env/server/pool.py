@@ -38,6 +38,7 @@ logger = logging.getLogger("agentrl_env")
 
 SWEEP_S = 1.0
 """How often expired leases are looked for."""
+MAX_THREADS = 256
 
 
 @dataclass(slots=True)
@@ -54,7 +55,8 @@ class SessionPool:
         max_sessions: how many may be open at once; further ones wait their turn, or are refused.
         lease_s: seconds a session may be idle before it ends as ``expired``.
         oracle: whether ``expert`` may be called from outside.
-        threads: how many calls of blocking author code may run at once.
+        threads: how many calls of blocking author code may run at once; by default one for each
+            session, up to ``MAX_THREADS``.
         clock: seconds, monotonic; tests give their own.
     """
 
@@ -65,7 +67,7 @@ class SessionPool:
         max_sessions: int = 1024,
         lease_s: float = 900.0,
         oracle: bool = False,
-        threads: int = 64,
+        threads: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._datasets: dict[str, Dataset] = {}
@@ -81,7 +83,7 @@ class SessionPool:
         self._oracle = oracle
         self._lease_s = lease_s
         self._clock = clock
-        self._threads = Threads(threads)
+        self._threads = Threads(threads or min(max_sessions, MAX_THREADS))
         self._slots = FairSlots(max_sessions)
         self._table = SessionTable(clock)
         self._openings: dict[str, _Opening] = {}

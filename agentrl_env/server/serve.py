@@ -40,6 +40,7 @@ class EnvServer:
         oracle: answer ``expert`` calls.
         lease_s: seconds a session may be idle.
         drain_s: seconds that open sessions get to end when the server stops.
+        threads: as for ``SessionPool``.
 
     Raises TargetError and ServeError with one clear sentence.
     """
@@ -56,6 +57,7 @@ class EnvServer:
         oracle: bool = False,
         lease_s: float = 900.0,
         drain_s: float = 30.0,
+        threads: int | None = None,
     ) -> None:
         _refuse_open_door(host, token, insecure)
         environments = load_targets(targets)

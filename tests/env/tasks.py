@@ -107,8 +107,11 @@ class Slow(Environment):
         cls.blocker = threading.Event()
         cls.started = threading.Event()
 
-    def reset(self, sample, rng):
+    def __init__(self):
+        self.log = self.closed  # that of the test it belongs to
         self.count = 0
+
+    def reset(self, sample, rng):
         return "ready"
 
     @tool
@@ -145,7 +148,7 @@ class Slow(Environment):
         return Done("over", reward=1.0)
 
     def close(self):
-        self.closed.append(self)
+        self.log.append(self)
 
 
 class Clock:

@@ -5,7 +5,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl_env import Done, Environment, Message, Session, SessionStatus, TaskSample, ToolCall, tool
+from agentrl_env import (
+    Done,
+    Environment,
+    Message,
+    Session,
+    SessionStatus,
+    TaskSample,
+    ToolCall,
+    ToolError,
+    tool,
+)
 from agentrl_env.errors import (
     EnvironmentFailed,
     InvalidRequest,
@@ -418,6 +428,9 @@ async def test_a_score_that_breaks_is_a_failure_of_the_environment():
 class AllAsync(Environment):
     """Every method is a coroutine."""
 
+    def __init__(self):
+        self.log = Slow.closed
+
     async def reset(self, sample, rng):
         return "go"
 
@@ -435,7 +448,7 @@ class AllAsync(Environment):
         return "just talk"
 
     async def close(self):
-        Slow.closed.append(self)
+        self.log.append(self)
 
 
 async def test_every_method_may_be_a_coroutine():
@@ -456,6 +469,17 @@ async def test_text_parts_reach_respond_as_text():
     result = await session.step(Message(role="assistant", content=parts))
     assert result.messages[0].content == "you said ab"
     await session.close()
+
+
+class Strict(Quick):
+    def respond(self, text):
+        raise ToolError("say less")
+
+
+async def test_respond_may_complain_too():
+    result = await (await started(Strict)).step(Message.assistant("blah"))
+    assert result.messages == (Message(role="user", content="say less"),)
+    assert result.status is SessionStatus.RUNNING
 
 
 class CancelsItself(AllAsync):

@@ -1,0 +1,142 @@
+import asyncio
+import json
+
+import pytest
+
+from agentrl_env import Message, StepResult
+from agentrl_env.client import batching
+from agentrl_env.client.batching import MAX_STEPS, MAX_UNDER_WAY, Batcher
+from agentrl_env.errors import ServerUnreachable, StepPending, UnknownSession
+from tests.env.tasks import Clock, until
+
+HELLO = Message.assistant("hello")
+
+
+class Server:
+    """Answers batches when it is let; remembers what it was sent."""
+
+    def __init__(self):
+        self.batches, self.alone = [], []
+        self.errors = {}
+        self.pending = set()
+        self.free = asyncio.Event()
+        self.free.set()
+        self.most = self.under_way = 0
+        self.clock = Clock()
+        self.seconds_alone = 0.0
+
+    async def send_batch(self, items):
+        self.batches.append([item.session_id for item in items])
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        await self.free.wait()
+        self.under_way -= 1
+        if "batch" in self.errors:
+            raise self.errors["batch"]
+        return [self.answer(item) for item in items]
+
+    async def send_alone(self, item):
+        self.alone.append(item.session_id)
+        self.clock.now += self.seconds_alone
+        answer = self.errors.get(item.session_id)
+        if answer is not None:
+            raise answer
+        return StepResult(session_id=item.session_id, seq=json.loads(item.body)["seq"])
+
+    def answer(self, item):
+        if item.session_id in self.pending:
+            return StepPending("wait")
+        if item.session_id in self.errors:
+            return self.errors[item.session_id]
+        return StepResult(session_id=item.session_id, seq=json.loads(item.body)["seq"])
+
+
+@pytest.fixture
+async def server():
+    return Server()
+
+
+@pytest.fixture
+def batcher(server):
+    return Batcher(server.send_batch, server.send_alone, clock=server.clock)
+
+
+async def step_all(batcher, names):
+    steps = (batcher.step(name, 1, HELLO) for name in names)
+    return await asyncio.gather(*steps, return_exceptions=True)
+
+
+async def test_steps_of_one_tick_travel_together(server, batcher):
+    answers = await step_all(batcher, "abc")
+    assert server.batches == [["a", "b", "c"]]
+    assert [answer.session_id for answer in answers] == ["a", "b", "c"]
+
+
+async def test_a_batch_has_a_limit_and_so_have_batches_under_way(server, batcher):
+    names = [str(n) for n in range(MAX_STEPS * (MAX_UNDER_WAY + 3))]
+    server.free.clear()
+    stepping = asyncio.create_task(step_all(batcher, names))
+    await until(lambda: server.under_way == MAX_UNDER_WAY)
+    server.free.set()
+    answers = await stepping
+    assert [answer.session_id for answer in answers] == names
+    assert max(map(len, server.batches)) == MAX_STEPS
+    assert server.most == MAX_UNDER_WAY
+
+
+async def test_large_steps_go_out_in_smaller_batches(server, batcher):
+    big = Message.assistant("x" * batching.MAX_BYTES)
+    await asyncio.gather(*(batcher.step(name, 1, big) for name in "abc"))
+    assert server.batches == [["a"], ["b"], ["c"]]
+
+
+async def test_a_failed_item_fails_alone(server, batcher):
+    server.errors["b"] = UnknownSession("gone")
+    a, b, c = await step_all(batcher, "abc")
+    assert isinstance(b, UnknownSession)
+    assert (a.session_id, c.session_id) == ("a", "c")
+
+
+async def test_a_failed_request_fails_all_its_items_and_the_next_go_on(server, batcher):
+    server.errors["batch"] = ServerUnreachable("away")
+    assert all(isinstance(answer, ServerUnreachable) for answer in await step_all(batcher, "ab"))
+    del server.errors["batch"]
+    assert (await batcher.step("a", 1, HELLO)).session_id == "a"
+
+
+async def test_a_step_that_is_not_ready_asks_again_alone(server, batcher):
+    server.pending = {"b"}
+    answers = await step_all(batcher, "ab")
+    assert [answer.session_id for answer in answers] == ["a", "b"]
+    assert server.alone == ["b"]
+
+
+async def test_a_slow_session_stays_out_of_batches_until_it_is_quick_again(server, batcher):
+    server.pending, server.seconds_alone = {"slow"}, 3.0
+    await batcher.step("slow", 1, HELLO)
+    await batcher.step("slow", 2, HELLO)
+    assert (server.batches, server.alone) == ([["slow"]], ["slow", "slow"])
+    server.pending, server.seconds_alone = set(), 0.01
+    await batcher.step("slow", 3, HELLO)
+    await batcher.step("slow", 4, HELLO)
+    assert (server.batches, server.alone) == ([["slow"], ["slow"]], ["slow"] * 3)
+
+
+async def test_an_error_of_a_step_that_asked_alone_arrives(server, batcher):
+    server.pending, server.errors = {"b"}, {"b": UnknownSession("gone")}
+    _, b = await step_all(batcher, "ab")
+    assert isinstance(b, UnknownSession)
+
+
+async def test_a_caller_that_has_gone_is_not_sent_for(server, batcher):
+    waiting = asyncio.create_task(batcher.step("gone", 1, HELLO))
+    staying = asyncio.create_task(batcher.step("here", 1, HELLO))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    assert (await staying).session_id == "here"
+    await asyncio.wait((waiting,))
+    assert waiting.cancelled()
+
+
+async def test_any_session_id_is_proper_json(server, batcher):
+    assert (await batcher.step('a"\\\n☃', 1, HELLO)).session_id == 'a"\\\n☃'
