@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from transformers.cache_utils import Cache
 class SlotCache(Cache):
     """Keys and values of ``num_slots`` sequences of up to ``max_context`` tokens each.
 
-    A forward pass works on consecutive rows, so the views handed to attention cost nothing. Each row
-    writes at its own positions. One column more than ``max_context`` takes what padding writes.
+    A forward pass over consecutive rows gets views, which cost nothing; other rows are copied together.
+    Each row writes at its own positions. One column more than ``max_context`` takes what padding writes.
     """
 
     def __init__(self, *, num_slots: int, max_context: int) -> None:
@@ -22,18 +23,19 @@ class SlotCache(Cache):
         self.num_slots = num_slots
         self.max_context = max_context
         self._storage: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._start = 0
+        self._rows: slice | torch.Tensor = slice(0, 0)
         self._index: tuple[torch.Tensor, slice, torch.Tensor] | None = None
         self._length = 0
 
-    def aim(self, *, start: int, positions: torch.Tensor, length: int) -> None:
-        """Point the next forward pass at rows ``start…``, writing at ``positions`` [rows, tokens].
+    def aim(self, rows: Sequence[int], *, positions: torch.Tensor, length: int) -> None:
+        """Point the next forward pass at ``rows``, writing at ``positions`` [rows, tokens].
 
         Attention sees the first ``length`` columns.
         """
-        rows = torch.arange(start, start + positions.shape[0], device=positions.device)
-        self._start = start
-        self._index = (rows[:, None], slice(None), positions)
+        index = torch.tensor(rows, device=positions.device)
+        consecutive = rows[-1] - rows[0] + 1 == len(rows) and list(rows) == sorted(rows)
+        self._rows = slice(rows[0], rows[-1] + 1) if consecutive else index
+        self._index = (index[:, None], slice(None), positions)
         self._length = length
 
     def update(
@@ -50,8 +52,7 @@ class SlotCache(Cache):
         keys, values = self._storage[layer_idx]
         keys[self._index] = key_states.transpose(1, 2)
         values[self._index] = value_states.transpose(1, 2)
-        rows = slice(self._start, self._start + key_states.shape[0])
-        return keys[rows, :, : self._length], values[rows, :, : self._length]
+        return keys[self._rows, :, : self._length], values[self._rows, :, : self._length]
 
     def _allocate(self, states: torch.Tensor) -> torch.Tensor:
         shape = (self.num_slots, states.shape[1], self.max_context + 1, states.shape[3])

@@ -184,12 +184,11 @@ class Replica:
 
     def _prefill(self, behind: list[_Sequence]) -> None:
         """Bring rows up to date but for their last token, which the next decode takes."""
-        for start, rows in _runs(behind, limit=PREFILL_TOKENS, size=lambda s: self._num_new(s) - 1):
+        for rows in _of_like_length(behind, limit=PREFILL_TOKENS, length=lambda s: self._num_new(s) - 1):
             chunks = [self._new_tokens(s)[:-1] for s in rows]
-            width = max(1, max(len(c) for c in chunks))
+            width = len(chunks[-1])
             tokens = [list(c) + [0] * (width - len(c)) for c in chunks]
-            first = torch.tensor([len(s.cached) for s in rows], device=self._device)
-            self._forward(torch.tensor(tokens, device=self._device), first=first, start=start)
+            self._forward(torch.tensor(tokens, device=self._device), rows)
             for sequence, chunk in zip(rows, chunks, strict=True):
                 sequence.cached.extend(chunk)
                 self.num_prefilled += len(chunk)
@@ -200,8 +199,7 @@ class Replica:
             return
         requests = [s.request for s in rows if s.request is not None]
         tokens = [self._new_tokens(s)[-1] for s in rows]
-        first = torch.tensor([len(s.cached) for s in rows], device=self._device)
-        hidden = self._forward(torch.tensor(tokens, device=self._device)[:, None], first=first, start=0)
+        hidden = self._forward(torch.tensor(tokens, device=self._device)[:, None], rows)
         drawn, logprobs = sample(
             self._head(hidden[:, -1]),
             temperatures=torch.tensor([r.sampling.temperature for r in requests], device=self._device),
@@ -220,12 +218,13 @@ class Replica:
         for sequence, request in zip(rows, requests, strict=True):
             self._finish(sequence, request)
 
-    def _forward(self, tokens: torch.Tensor, *, first: torch.Tensor, start: int) -> torch.Tensor:
-        """Run tokens [rows, width] that begin at positions ``first`` [rows]; return hidden states."""
+    def _forward(self, tokens: torch.Tensor, rows: Sequence[_Sequence]) -> torch.Tensor:
+        """Run tokens [rows, width] that follow what is cached of each row; return hidden states."""
+        first = torch.tensor([len(s.cached) for s in rows], device=self._device)
         positions = first[:, None] + torch.arange(tokens.shape[1], device=self._device)
         positions.clamp_(max=self._cache.max_context)
-        length = int(positions.max()) + 1
-        self._cache.aim(start=start, positions=positions, length=length)
+        length = min(max(len(s.cached) for s in rows) + tokens.shape[1], self._cache.max_context + 1)
+        self._cache.aim([s.row for s in rows], positions=positions, length=length)
         mask = self._columns[None, None, None, :length] <= positions[:, None, :, None]
         output = self.model.base_model(
             input_ids=tokens,
@@ -267,19 +266,15 @@ def _shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _runs(
-    sequences: list[_Sequence], *, limit: int, size: Callable[[_Sequence], int]
-) -> list[tuple[int, list[_Sequence]]]:
-    """Cut sequences into runs of consecutive rows, each of at most ``limit`` padded tokens."""
-    runs: list[tuple[int, list[_Sequence]]] = []
-    widest = 0
-    for sequence in sorted(sequences, key=lambda s: s.row):
-        widest = max(widest, size(sequence))
-        last = runs[-1][1] if runs else []
-        follows = bool(last) and last[-1].row + 1 == sequence.row
-        if follows and widest * (len(last) + 1) <= limit:
+def _of_like_length(
+    sequences: list[_Sequence], *, limit: int, length: Callable[[_Sequence], int]
+) -> list[list[_Sequence]]:
+    """Cut sequences, shortest first, into batches of little padding and at most ``limit`` padded tokens."""
+    batches: list[list[_Sequence]] = []
+    for sequence in sorted(sequences, key=length):
+        width, last = length(sequence), batches[-1] if batches else []
+        if last and width <= 2 * length(last[0]) + 16 and width * (len(last) + 1) <= limit:
             last.append(sequence)
         else:
-            runs.append((sequence.row, [sequence]))
-            widest = size(sequence)
-    return runs
+            batches.append([sequence])
+    return batches

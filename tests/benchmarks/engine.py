@@ -121,7 +121,7 @@ def ceiling(sessions: int) -> float:
     mask = torch.ones(sessions, 1, 1, length + 1, dtype=torch.bool)
 
     def step() -> None:
-        cache.aim(start=0, positions=positions, length=length + 1)
+        cache.aim(range(sessions), positions=positions, length=length + 1)
         output = model.model(
             input_ids=tokens,
             attention_mask=mask,
