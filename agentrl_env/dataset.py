@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sized
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from pydantic_core import PydanticSerializationError
 
 from agentrl_env.errors import DefinitionError, UnknownSample
 from agentrl_env.types import SplitInfo, TaskSample
@@ -74,7 +75,8 @@ class Dataset:
 
         Without ``index`` it is picked from the seed (or at random when both are missing). Without
         ``seed`` it is a hash of (task, split, index), so siblings see the same problem.
-        ``data`` replaces the dataset's. Raises UnknownSample.
+        ``data`` replaces the dataset's. Raises UnknownSample, and DefinitionError where the data is
+        not JSON.
         """
         samples = self.split(split)
         if data is not None:
@@ -87,7 +89,14 @@ class Dataset:
             key = index
         if seed is None:
             seed = stable_seed(self._task, split, key)
-        return TaskSample(task=self._task, split=split, index=index, seed=seed, data=chosen)
+        sample = TaskSample(task=self._task, split=split, index=index, seed=seed, data=chosen)
+        try:
+            sample.model_dump_json()
+        except PydanticSerializationError as error:
+            raise DefinitionError(
+                f"samples({split!r})[{index!r}] of task {self._task!r} cannot be sent as JSON: {error}"
+            ) from None
+        return sample
 
     def _data(self, samples: Samples, split: str, index: int | str) -> dict[str, Any]:
         size = _length(samples)

@@ -22,7 +22,7 @@ from agentrl_env.errors import (
     SessionExpired,
 )
 from agentrl_env.runner import AUTHOR_ERRORS, AuthorTimeout, Runner, Threads
-from agentrl_env.tools import TimeOver, Turn, as_messages, toolset
+from agentrl_env.tools import TimeOver, Turn, as_messages, clean, toolset
 from agentrl_env.types import (
     Message,
     SessionInfo,
@@ -337,4 +337,4 @@ def _all_sync(environment: type[Environment], tools_sync: bool) -> bool:
 
 def describe(error: BaseException) -> str:
     """Return an exception's class and text, cut to a readable length."""
-    return f"{type(error).__name__}: {error}"[:500]
+    return clean(f"{type(error).__name__}: {error}"[:500])

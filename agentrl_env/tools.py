@@ -10,6 +10,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
+from pydantic_core import PydanticSerializationError
 
 from agentrl_env.errors import DefinitionError, ToolError
 from agentrl_env.schema import ArgumentError, Arguments, echo
@@ -171,7 +172,7 @@ class Turn:
         """
         if not isinstance(scores, Mapping):
             raise DefinitionError(f"score() returned {type(scores).__name__}; return a dict")
-        self.metrics.update({name: _finite(value, name) for name, value in scores.items()})
+        self.metrics.update(_numbers(scores))
         earned = episode_return + self.reward >= SUCCESS_REWARD
         self.metrics["success"] = float(self.metrics.get("success", float(earned)) >= 0.5)
 
@@ -190,7 +191,7 @@ class Turn:
         try:
             value = await call(getattr(environment, found.attribute), found.timeout, **arguments)
         except ToolError as error:
-            self.messages.append(_answer(request, str(error)))
+            self.messages.append(_answer(request, clean(str(error))))
             return
         self.messages += tool_messages(self._take(value), request.id, name)
 
@@ -199,8 +200,8 @@ class Turn:
         if not isinstance(value, Reply):
             return value
         self.reward += _finite(value.reward, "reward")
-        for name, number in value.metrics.items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + _finite(number, name)
+        for name, number in _numbers(value.metrics).items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + number
         self.done = self.done or isinstance(value, Done)
         return value.content
 
@@ -218,7 +219,7 @@ def tool_messages(content: object, call_id: str, name: str) -> list[Message]:
     Raises DefinitionError where the content is none of ``str | Message | list[Message]``.
     """
     if isinstance(content, str):
-        return [Message(role="tool", tool_call_id=call_id, content=content)]
+        return [Message(role="tool", tool_call_id=call_id, content=clean(content))]
     messages = as_messages(content, f"{name}()")
     answers = [message for message in messages if message.role == "tool"]
     if not answers:
@@ -231,17 +232,29 @@ def tool_messages(content: object, call_id: str, name: str) -> list[Message]:
     ]
 
 
-def as_messages(content: object, where: str, role: str = "user") -> list[Message]:
-    """Turn ``str | Message | list[Message]`` into messages; text speaks as ``role``."""
+def as_messages(content: object, where: str) -> list[Message]:
+    """Turn ``str | Message | list[Message]`` into messages; text speaks as the user.
+
+    Raises DefinitionError where it is something else, or cannot be sent as JSON.
+    """
     if isinstance(content, str):
-        return [Message(role=role, content=content)]  # type: ignore[arg-type]
-    if isinstance(content, Message):
-        return [content]
-    if isinstance(content, list) and all(isinstance(item, Message) for item in content):
-        return content
-    raise DefinitionError(
-        f"{where} returned {type(content).__name__}; return a str, a Message or a list of them"
-    )
+        return [Message(role="user", content=clean(content))]
+    messages = [content] if isinstance(content, Message) else content
+    if not isinstance(messages, list) or not all(isinstance(item, Message) for item in messages):
+        raise DefinitionError(
+            f"{where} returned {type(content).__name__}; return a str, a Message or a list of them"
+        )
+    try:
+        for message in messages:
+            message.model_dump_json()
+    except PydanticSerializationError as error:
+        raise DefinitionError(f"{where} returned a message that cannot be sent as JSON: {error}") from None
+    return messages
+
+
+def clean(text: str) -> str:
+    """Replace what UTF-8 cannot carry: lone surrogates, as undecodable file names have them."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _attributes(environment: type) -> list[str]:
@@ -260,6 +273,11 @@ def _text(message: Message) -> str:
     if isinstance(message.content, list):
         return "".join(str(part.get("text", "")) for part in message.content)
     return message.content or ""
+
+
+def _numbers(metrics: Mapping[Any, object]) -> dict[str, float]:
+    """Return metrics with names and values that can be sent."""
+    return {clean(str(name)): _finite(value, f"metric {name}") for name, value in metrics.items()}
 
 
 def _finite(value: object, what: str) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl_env.types import Message, TaskInfo
 
 PROTOCOL_VERSION = 1
+_INT64 = 2**63
 PROTOCOL_HEADER = "x-agentrl-protocol"
 
 
@@ -25,8 +26,8 @@ class OpenRequest(_Request):
 
     task: str
     split: str = "train"
-    index: int | str | None = None
-    seed: int | None = Field(default=None, ge=0)
+    index: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | str | None = None
+    seed: int | None = Field(default=None, ge=0, lt=_INT64)
     sample: dict[str, Any] | None = None
     wait_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     request_id: str | None = Field(default=None, max_length=128)

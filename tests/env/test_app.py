@@ -3,6 +3,8 @@ import json
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agentrl_env import Message, ToolCall
 from agentrl_env.server.app import create_app
@@ -303,3 +305,52 @@ async def test_a_caller_that_hangs_up_while_it_waits_leaves_the_queue(serving):
     }
     await app(scope, receive, send)
     assert pool.gauges()["agentrl_sessions_waiting"] == 0
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+STEP = st.fixed_dictionaries(
+    {},
+    optional={
+        "seq": JSON | st.integers(1, 2),
+        "message": JSON | st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"])}),
+        "session_id": JSON | st.just("known"),
+    },
+)
+OPEN = st.fixed_dictionaries(
+    {"task": JSON | st.just("quick")},
+    optional={
+        "split": JSON | st.sampled_from(["train", "dev", "empty"]),
+        "index": JSON | st.integers(0, 9),
+        "seed": JSON,
+        "sample": JSON,
+        "request_id": JSON,
+    },
+)
+REQUESTS = st.one_of(
+    st.tuples(st.just("/v1/sessions"), OPEN | JSON),
+    st.tuples(st.sampled_from(["/v1/sessions/known/step", "/v1/sessions/other/step"]), STEP | JSON),
+    st.tuples(st.just("/v1/step"), st.fixed_dictionaries({"steps": st.lists(STEP | JSON)}) | JSON),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(REQUESTS, max_size=8), st.binary(max_size=30))
+def test_no_body_is_a_bug_in_the_server(requests, garbage):
+    async def run():
+        pool = SessionPool([Quick])
+        transport = httpx.ASGITransport(create_app(pool))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            known = (await opened(http))["session_id"]
+            for path, content in requests:
+                text = json.dumps(content).replace('"known"', json.dumps(known))
+                answer = await http.post(path.replace("known", known), content=text)
+                assert answer.status_code in (200, 201, 404, 409, 422)
+            for path in ("/v1/sessions", "/v1/step", f"/v1/sessions/{known}/step"):
+                assert error_of(await http.post(path, content=garbage)) == (422, "invalid_request")
+        await pool.aclose()
+
+    asyncio.run(run())

@@ -121,3 +121,13 @@ def test_the_size_of_each_split_is_known_where_there_is_one():
         "empty": 0,
     }
     assert ENDLESS.info()["train"].num_samples is None
+
+
+def test_sample_data_must_be_json():
+    class Odd(Books):
+        @classmethod
+        def samples(cls, split):
+            return [{"when": object()}]
+
+    with pytest.raises(DefinitionError, match=r"samples\('train'\)\[0\] .* cannot be sent as JSON"):
+        Dataset(Odd).sample("train", 0)

@@ -9,6 +9,7 @@ from agentrl_env import (
     Done,
     Environment,
     Message,
+    Reply,
     Session,
     SessionStatus,
     TaskSample,
@@ -530,3 +531,39 @@ async def test_an_expert_that_breaks_is_an_error_and_no_end():
     with pytest.raises(EnvironmentFailed, match="ZeroDivisionError"):
         await session.expert()
     assert not (await session.step(says("note", text="x"))).final
+
+
+class Unsendable(Quick):
+    @tool
+    def surrogate(self):
+        return "caf\udce9 ☃"
+
+    @tool
+    def complain(self):
+        raise ToolError("\udce9")
+
+    @tool
+    def alien(self):
+        return Message(role="tool", content=[{"type": "text", "text": object()}])
+
+    @tool
+    def named(self):
+        return Reply("x", metrics={1: 2.0, "\ud800": True})
+
+    @tool
+    def lost(self):
+        raise OSError("\ud800")
+
+
+async def test_text_that_utf8_cannot_carry_is_replaced():
+    session = await started(Unsendable)
+    assert (await session.step(says("surrogate"))).messages[0].content == "caf? ☃"
+    assert (await session.step(says("complain"))).messages[0].content == "?"
+    assert (await session.step(says("named"))).metrics == {"invalid_calls": 0.0, "1": 2.0, "?": 1.0}
+    assert (await session.step(says("lost"))).info["error"]["message"] == "OSError: ?"
+
+
+async def test_a_message_that_is_no_json_is_the_authors_mistake():
+    result = await (await started(Unsendable)).step(says("alien"))
+    assert result.status is SessionStatus.FAILED_ENVIRONMENT
+    assert "cannot be sent as JSON" in result.info["error"]["message"]
