@@ -45,18 +45,21 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     table = Table(title=f"success on held-out samples, {summary['seconds']:.0f} s")
     for heading in ("task", "before", "after", "change", "episodes"):
         table.add_column(heading, justify="left" if heading == "task" else "right")
-    tasks: Mapping[str, Mapping[str, float]] = summary["tasks"]
+    tasks: Mapping[str, Mapping[str, Any]] = summary["tasks"]
     for name, row in tasks.items():
         _add_row(table, name, row["before"], row["after"], f"{row['episodes']:.0f}")
-    if len(tasks) > 1:
-        before, after = (sum(row[key] for row in tasks.values()) / len(tasks) for key in ("before", "after"))
+    known = [row for row in tasks.values() if row["before"] is not None and row["after"] is not None]
+    if len(known) > 1:
+        before, after = (sum(row[key] for row in known) / len(known) for key in ("before", "after"))
         table.add_section()
         _add_row(table, "mean", before, after, "")
     return table
 
 
-def _add_row(table: Table, name: str, before: float, after: float, episodes: str) -> None:
-    table.add_row(name, f"{before:.1%}", f"{after:.1%}", f"{100 * (after - before):+.1f}", episodes)
+def _add_row(table: Table, name: str, before: float | None, after: float | None, episodes: str) -> None:
+    shares = ["-" if share is None else f"{share:.1%}" for share in (before, after)]
+    change = "-" if before is None or after is None else f"{100 * (after - before):+.1f}"
+    table.add_row(name, *shares, change, episodes)
 
 
 def evaluate_policy(config: RunConfig, *, model: str | None) -> int:

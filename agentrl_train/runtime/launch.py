@@ -106,7 +106,7 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
         ready = await stack.enter_async_context(policy(config, path=config.model.path))
         journal = Journal(folder / "journal", step=checkpoint.step if checkpoint else 0)
         stack.callback(journal.close)
-        log = make_log(config, step=checkpoint.step if checkpoint else 0)
+        log = make_log(config, checkpoint)
         stack.callback(log.close)
         run = Run(
             folder=folder,
@@ -145,14 +145,16 @@ def make_loop(
     )
 
 
-def make_log(config: RunConfig, *, step: int) -> MetricsLog:
-    """Return the log of a run that has trained ``step`` steps."""
+def make_log(config: RunConfig, checkpoint: Checkpoint | None) -> MetricsLog:
+    """Return the log of a run, from the checkpoint on or from the beginning."""
+    step = checkpoint.step if checkpoint else 0
+    elapsed_s = float(checkpoint.loop["seconds"]) if checkpoint else 0.0
     return MetricsLog(
         config.run_folder,
         first_step=step,
         tensorboard=config.metrics.tensorboard,
         trajectories=config.metrics.trajectories,
-        progress=Progress(total_steps=config.run.steps),
+        progress=Progress(total_steps=config.run.steps, first_step=step, elapsed_s=elapsed_s),
     )
 
 
