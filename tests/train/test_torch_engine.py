@@ -216,3 +216,28 @@ def test_temperature_zero_takes_the_likeliest_token() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 1.0, 0.0]])
     tokens, _ = sample(logits, temperatures=torch.zeros(2), uniforms=torch.tensor([0.99, 0.99]))
     assert tokens.tolist() == [1, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+async def test_on_a_gpu_logprobs_are_those_of_the_model_through_turns_and_weight_changes() -> None:
+    engine = TorchEngine(
+        {"current": make_model().to("cuda")}, stop_token_ids=[2], max_sequences=4, max_context=128
+    )
+
+    async def session(number: int) -> float:
+        context, worst = prompt(number, 5 + 3 * number), 0.0
+        for turn in range(3):
+            done = await engine.generate(
+                context, sampling=SamplingParams(max_new_tokens=6, seed=turn), session_key=str(number)
+            )
+            assert len(set(done.versions)) == 1
+            expected = reference_logprobs(make_model(seed=done.versions[0]), context, done)
+            worst = max(worst, float((expected - torch.tensor(done.logprobs)).abs().max()))
+            context = [*context, *done.token_ids, *prompt(turn, 4)]
+        return worst
+
+    assert max(await asyncio.gather(*(session(n) for n in range(9)))) < 1e-3
+    engine.publish(dict(make_model(seed=1).to("cuda").named_parameters()), policy_version=1)
+    assert max(await asyncio.gather(*(session(n) for n in range(9)))) < 1e-3
+    await engine.close()
