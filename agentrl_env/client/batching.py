@@ -9,16 +9,16 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic_core import to_json
+from pydantic_core import PydanticSerializationError, to_json
 
-from agentrl_env.errors import AgentRLError, StepPending, WireError
+from agentrl_env.errors import InvalidRequest, StepPending, WireError
 from agentrl_env.types import Message, StepResult
 
-MAX_STEPS = 128
+MAX_STEPS = 64
 MAX_BYTES = 1024 * 1024
 MAX_UNDER_WAY = 4
 """Batches under way at once; meanwhile the next ones fill."""
-EARLY_ANSWER_S = 0.1
+EARLY_ANSWER_S = 0.25
 """A batch is answered after this long at the latest; who is not ready asks again alone."""
 MAX_SLOW = 4096
 
@@ -61,16 +61,19 @@ class Batcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def step(self, session_id: str, seq: int, message: Message) -> StepResult:
-        """Send one step, together with others where that helps."""
+        """Send one step, together with others where that helps.
+
+        Raises what the senders raise, and InvalidRequest where the message cannot be sent as JSON.
+        """
         loop = asyncio.get_running_loop()
-        body = b'{"session_id":%b,"seq":%d,"message":%b}' % (
-            to_json(session_id),
-            seq,
-            message.model_dump_json().encode(),
-        )
+        try:
+            text = message.model_dump_json().encode()
+        except PydanticSerializationError as error:
+            raise InvalidRequest(f"the message cannot be sent as JSON: {error}") from error
+        body = b'{"session_id":%b,"seq":%d,"message":%b}' % (to_json(session_id), seq, text)
         item = QueuedStep(session_id, body, loop.create_future())
         if session_id in self._slow:
-            return await self._alone(item)
+            return await self._step_alone(item)
         self._queue.append(item)
         if not self._scheduled:
             self._scheduled = True
@@ -97,33 +100,37 @@ class Batcher:
 
     async def _deliver(self, items: list[QueuedStep]) -> None:
         try:
-            for item, result in zip(items, await self._send_batch(items), strict=True):
-                if isinstance(result, StepPending):
-                    self._spawn(self._deliver_alone(item))
+            results = await self._send_batch(items)
+            pending = [isinstance(result, StepPending) for result in results]
+            # Where most are late the server is busy, and that says nothing about a session.
+            some_are_slow = 2 * sum(pending) < len(items)
+            for item, result, late in zip(items, results, pending, strict=True):
+                if late:
+                    self._spawn(self._deliver_alone(item, some_are_slow))
                 else:
                     _settle(item, result)
-        except AgentRLError as error:
+        except Exception as error:  # whatever it is, whoever waits must hear of it
             for item in items:
                 _settle(item, error)
         finally:
             self._under_way -= 1
             self._flush()
 
-    async def _deliver_alone(self, item: QueuedStep) -> None:
+    async def _deliver_alone(self, item: QueuedStep, slow: bool) -> None:
+        if slow:
+            self._slow[item.session_id] = None
+            if len(self._slow) > MAX_SLOW:
+                del self._slow[next(iter(self._slow))]
         try:
-            _settle(item, await self._alone(item))
-        except AgentRLError as error:
+            _settle(item, await self._send_alone(item))
+        except Exception as error:
             _settle(item, error)
 
-    async def _alone(self, item: QueuedStep) -> StepResult:
+    async def _step_alone(self, item: QueuedStep) -> StepResult:
         begin = self._clock()
         result = await self._send_alone(item)
         if result.final or self._clock() - begin < EARLY_ANSWER_S:
             self._slow.pop(item.session_id, None)
-        else:
-            self._slow[item.session_id] = None
-            if len(self._slow) > MAX_SLOW:
-                del self._slow[next(iter(self._slow))]
         return result
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -132,7 +139,7 @@ class Batcher:
         task.add_done_callback(self._tasks.discard)
 
 
-def _settle(item: QueuedStep, result: StepResult | AgentRLError) -> None:
+def _settle(item: QueuedStep, result: StepResult | Exception) -> None:
     if item.answer.done():
         return  # its caller has gone
     if isinstance(result, StepResult):

@@ -155,12 +155,12 @@ class HttpBackend:
 
         Raises the WireError that was answered, ServerUnreachable, CallTimeout, ProtocolError.
         """
-        begin = time.monotonic()
+        transport, begin = self._lane().transport, time.monotonic()
         end, pause = begin + self._timeout + extra_s, FIRST_PAUSE_S
         while True:
             left = end - time.monotonic()
             try:
-                response = await self._lane().transport.request(method, path, body, timeout=left)
+                response = await transport.request(method, path, body, timeout=left)
             except TimeoutError as error:
                 raise CallTimeout(
                     f"{self.url} did not answer {method} {path} within {self._timeout:g} s"

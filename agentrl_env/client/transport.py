@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
-from agentrl_env.errors import ProtocolError
+from agentrl_env.errors import ProtocolError, ServerUnreachable
 from agentrl_env.runner import FairSlots
 
 CONNECT_TIMEOUT_S = 5.0
@@ -139,13 +140,17 @@ class Http1Transport:
         self._head = ("\r\n".join(lines) + "\r\ncontent-length: ").encode("latin-1")
         self._slots = FairSlots(max_connections)
         self._free: list[Connection] = []
+        self._connections: WeakSet[Connection] = WeakSet()
+        self._closed = False
 
     async def request(self, method: str, path: str, body: bytes = b"", *, timeout: float) -> HttpResponse:
         """Send one request and return its answer.
 
         Raises TimeoutError after ``timeout`` seconds, OSError where there is no connection or it
-        broke, ProtocolError where the answer is not HTTP.
+        broke, ProtocolError where the answer is not HTTP, ServerUnreachable after ``aclose``.
         """
+        if self._closed:
+            raise ServerUnreachable("this client is closed")
         start = f"{method} {self._prefix}{path} HTTP/1.1\r\n".encode("ascii")
         data = b"%b%b%d\r\n\r\n%b" % (start, self._head, len(body), body)
         if not await self._slots.acquire(timeout):
@@ -157,9 +162,11 @@ class Http1Transport:
             self._slots.release()
 
     async def aclose(self) -> None:
-        """Hang up every idle connection."""
-        while self._free:
-            self._free.pop().close()
+        """Hang up every connection; whoever still waits for an answer gets a ConnectionError."""
+        self._closed = True
+        for connection in list(self._connections):
+            connection.close()
+        self._free.clear()
         await asyncio.sleep(0)
 
     async def _exchange(self, data: bytes) -> HttpResponse:
@@ -184,6 +191,7 @@ class Http1Transport:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             _, connection = await loop.create_connection(Connection, self._host, self._port, ssl=self._tls)
+        self._connections.add(connection)
         return connection
 
 

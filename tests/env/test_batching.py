@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from agentrl_env import Message, StepResult
+from agentrl_env import Message, SessionStatus, StepResult
 from agentrl_env.client import batching
 from agentrl_env.client.batching import MAX_STEPS, MAX_UNDER_WAY, Batcher
 from agentrl_env.errors import ServerUnreachable, StepPending, UnknownSession
@@ -19,6 +19,7 @@ class Server:
         self.batches, self.alone = [], []
         self.errors = {}
         self.pending = set()
+        self.final = set()
         self.free = asyncio.Event()
         self.free.set()
         self.most = self.under_way = 0
@@ -41,14 +42,22 @@ class Server:
         answer = self.errors.get(item.session_id)
         if answer is not None:
             raise answer
-        return StepResult(session_id=item.session_id, seq=json.loads(item.body)["seq"])
+        return self.result(item)
 
     def answer(self, item):
         if item.session_id in self.pending:
             return StepPending("wait")
         if item.session_id in self.errors:
             return self.errors[item.session_id]
-        return StepResult(session_id=item.session_id, seq=json.loads(item.body)["seq"])
+        return self.result(item)
+
+    def result(self, item):
+        ended = item.session_id in self.final
+        return StepResult(
+            session_id=item.session_id,
+            seq=json.loads(item.body)["seq"],
+            status=SessionStatus.COMPLETED if ended else SessionStatus.RUNNING,
+        )
 
 
 @pytest.fixture
@@ -113,13 +122,31 @@ async def test_a_step_that_is_not_ready_asks_again_alone(server, batcher):
 
 async def test_a_slow_session_stays_out_of_batches_until_it_is_quick_again(server, batcher):
     server.pending, server.seconds_alone = {"slow"}, 3.0
-    await batcher.step("slow", 1, HELLO)
+    await step_all(batcher, ["slow", "a", "b"])
     await batcher.step("slow", 2, HELLO)
-    assert (server.batches, server.alone) == ([["slow"]], ["slow", "slow"])
+    assert (server.batches, server.alone) == ([["slow", "a", "b"]], ["slow"] * 2)
     server.pending, server.seconds_alone = set(), 0.01
     await batcher.step("slow", 3, HELLO)
     await batcher.step("slow", 4, HELLO)
-    assert (server.batches, server.alone) == ([["slow"], ["slow"]], ["slow"] * 3)
+    assert server.batches[1:] == [["slow"]]
+    assert server.alone == ["slow"] * 3
+
+
+async def test_when_most_are_late_no_session_is_held_to_be_slow(server, batcher):
+    server.pending = {"a", "b"}
+    for _ in range(2):
+        await step_all(batcher, "abc")
+    assert server.batches == [["a", "b", "c"]] * 2
+    assert server.alone == ["a", "b"] * 2
+
+
+async def test_a_session_that_ends_is_no_longer_remembered_as_slow(server, batcher):
+    server.pending, server.seconds_alone = {"slow"}, 3.0
+    await step_all(batcher, ["slow", "a", "b"])
+    server.final = {"slow"}
+    await batcher.step("slow", 2, HELLO)
+    await batcher.step("slow", 2, HELLO)
+    assert server.batches[1:] == [["slow"]]
 
 
 async def test_an_error_of_a_step_that_asked_alone_arrives(server, batcher):

@@ -10,6 +10,7 @@ from agentrl_env.client.http import HttpBackend
 from agentrl_env.errors import (
     CallTimeout,
     EnvironmentFailed,
+    InvalidRequest,
     ProtocolError,
     SeqConflict,
     ServerFull,
@@ -415,3 +416,23 @@ def test_a_client_works_from_one_event_loop_after_another():
         port = free.getsockname()[1]
     client = EnvClient.connect(f"http://127.0.0.1:{port}")
     assert asyncio.run(play(client)) == asyncio.run(play(client)) == {"quick"}
+
+
+async def test_closing_the_client_ends_calls_under_way(serving):
+    server = await serving(Slow)
+    client = EnvClient.connect(server.url)
+    session = await client.open("slow")
+    step = asyncio.create_task(session.step(ToolCall.of("wait")))
+    await until(Slow.started.is_set)
+    await client.aclose()
+    with pytest.raises(ServerUnreachable, match="this client is closed"):
+        await step
+
+
+async def test_a_message_that_is_no_json_is_refused_before_it_is_sent(serving):
+    server = await serving(Quick)
+    async with EnvClient.connect(server.url) as client:
+        session = await client.open("quick")
+        with pytest.raises(InvalidRequest, match="cannot be sent as JSON"):
+            await session.step("\ud800")
+        assert (await session.step("hello")).seq == 1
