@@ -1,0 +1,25 @@
+"""The trivial task of the serving benchmark: say something, have it said back. It never ends by itself."""
+
+from __future__ import annotations
+
+from agentrl_env import Environment, tool
+
+
+class Echo(Environment):
+    """Say everything back; a plain method, so that each call runs on a thread."""
+
+    max_turns = 10**9
+
+    def reset(self, sample, rng):
+        return "say something"
+
+    @tool
+    def echo(self, text: str):
+        """Say it back."""
+        return text
+
+
+class EchoInline(Echo):
+    """Say everything back, on the event loop."""
+
+    blocking = False
