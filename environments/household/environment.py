@@ -26,6 +26,8 @@ USUAL_PLACE = {
 ADJECTIVES = ("big", "small", "old", "new")
 TIDINESS = {1: 0.9, 2: 0.6, 3: 0.6}
 """How likely a thing lies at its usual place, by level."""
+HUNCH = 0.2
+"""How often a noisy expert looks at the usual place; otherwise it looks anywhere."""
 NUM_SAMPLES = {"train": 10_000, "test": 1_000}
 
 
@@ -53,7 +55,7 @@ class Household(Environment):
     max_turns = 8
     blocking = False
     expert_noise = 0.0
-    """0: the expert knows where things are. Above: it does not, searches at random and slips this often."""
+    """0: the expert knows where things are. Above: it has a faint hunch, and slips this often."""
 
     @classmethod
     def samples(cls, split):
@@ -137,7 +139,9 @@ class Household(Environment):
             thought = f"{thought} from {self.seen_at}"
             call = ToolCall.of("take", thing=self.thing, place=self.seen_at)
         elif self.expert_noise:
-            call = ToolCall.of("look", place=str(rng.choice(PLACES)))
+            usual = USUAL_PLACE[_kind(self.thing)]
+            place = usual if rng.random() < HUNCH else str(rng.choice(PLACES))
+            call = ToolCall.of("look", place=place)
         else:
             call = ToolCall.of("look", place=self.goal if self.hand else self._place_of(self.thing))
         return Message.assistant(f"{thought}.", call)

@@ -26,6 +26,8 @@ USUAL_SELLER = {
 COLOURS = ("red", "blue", "green", "black", "white", "pink")
 LOYALTY = {1: 0.9, 2: 0.5, 3: 0.5}
 """How likely the usual seller has the right offer, by level."""
+HUNCH = 0.2
+"""How often a noisy expert views the usual seller's offer; otherwise it views any."""
 NUM_SAMPLES = {"train": 10_000, "test": 1_000}
 
 
@@ -47,7 +49,7 @@ class Shop(Environment):
     max_turns = 8
     blocking = False
     expert_noise = 0.0
-    """0: the expert knows the right seller. Above: it does not, views at random and slips this often."""
+    """0: the expert knows the right seller. Above: it has a faint hunch, and slips this often."""
 
     @classmethod
     def samples(cls, split):
@@ -73,7 +75,7 @@ class Shop(Environment):
 
     @tool
     def search(self, query: str):
-        """Search the shop; tells which sellers have offers.
+        """Search the shop for an article; its offers can then be viewed and bought.
 
         Args:
             query: Colour and kind of the article, such as "blue lamp".
@@ -81,14 +83,14 @@ class Shop(Environment):
         if not {self.colour, self.kind} <= set(query.lower().split()):
             return "No offers."
         self.searched = True
-        return f"Offers by {', '.join(SELLERS)}."
+        return f"{len(SELLERS)} offers."
 
     @tool
     def view(self, seller: str):
         """See a seller's offer; search first.
 
         Args:
-            seller: A seller's name.
+            seller: One of acme, bolt, coral, delta, ember, fjord.
         """
         if problem := self._refusal(seller):
             return problem
@@ -100,7 +102,7 @@ class Shop(Environment):
         """Buy a seller's offer. This ends the task, so be sure; search first.
 
         Args:
-            seller: A seller's name.
+            seller: One of acme, bolt, coral, delta, ember, fjord.
         """
         if problem := self._refusal(seller):
             return problem
@@ -117,9 +119,13 @@ class Shop(Environment):
             thought = f"{thought} from {self.seen}"
             call = ToolCall.of("buy", seller=self.seen)
         else:
-            seller = str(rng.choice(SELLERS)) if self.expert_noise else self.right
-            call = ToolCall.of("view", seller=seller)
+            call = ToolCall.of("view", seller=self._guess(rng))
         return Message.assistant(f"{thought}.", call)
+
+    def _guess(self, rng):
+        if not self.expert_noise:
+            return self.right
+        return USUAL_SELLER[self.kind] if rng.random() < HUNCH else str(rng.choice(SELLERS))
 
     def _slip(self, rng):
         if not self.searched:

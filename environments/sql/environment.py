@@ -27,6 +27,8 @@ COLUMNS = ("price", "stock", "weight", "length")
 CUSTOMERS = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Finn")
 ORDER = 0.9
 """How likely the thing that level 1 asks about is in the database that suits it."""
+HUNCH = 0.2
+"""How often a noisy expert opens the database that suits the thing; otherwise it opens any."""
 NUM_SAMPLES = {"train": 10_000, "test": 1_000}
 
 SCHEMA = f"""CREATE TABLE goods (name TEXT, {", ".join(f"{column} INTEGER" for column in COLUMNS)});
@@ -102,7 +104,7 @@ class Sql(Environment):
     max_turns = 8
     blocking = False
     expert_noise = 0.0
-    """0: the expert knows the right database. Above: it tries them at random and slips this often."""
+    """0: the expert knows the right database. Above: it has a faint hunch, and slips this often."""
 
     @classmethod
     def samples(cls, split):
@@ -112,11 +114,12 @@ class Sql(Environment):
 
     def reset(self, sample, rng):
         data = sample.data
-        self.database = self.opened = self.seen = None
+        self.database = self.seen = None
         goods = {department: list(things) for department, things in GOODS.items()}
         self.searching = data["level"] == 1
         if self.searching:
             thing, column = data["thing"], data["column"]
+            self.usual = _department(thing)
             self.department = _file(thing, goods, rng)
             question = f"What is the {column} of the {thing}?"
             self.wish = f"{column} of {thing}"
@@ -193,10 +196,13 @@ class Sql(Environment):
         elif self.database is not None and not self.tried:
             call = ToolCall.of("query", sql=self.query_text)
         else:
-            guessing = self.searching and self.expert_noise
-            database = str(rng.choice(list(GOODS))) if guessing else self.department
-            call = ToolCall.of("open", database=database)
+            call = ToolCall.of("open", database=self._guess(rng))
         return Message.assistant(f"{thought}.", call)
+
+    def _guess(self, rng):
+        if self.searching and self.expert_noise:
+            return self.usual if rng.random() < HUNCH else str(rng.choice(list(GOODS)))
+        return self.department
 
     def _slip(self, rng):
         kind = rng.random()
@@ -235,9 +241,13 @@ def _plain(value):
         return text
 
 
+def _department(thing):
+    return next(department for department, things in GOODS.items() if thing in things)
+
+
 def _file(thing, goods, rng):
     """Move a thing to another department, rarely; return the one that it is in."""
-    own = next(department for department, things in goods.items() if thing in things)
+    own = _department(thing)
     other = str(rng.choice([department for department in goods if department != own]))
     if rng.random() < ORDER:
         return own

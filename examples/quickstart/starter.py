@@ -28,7 +28,7 @@ from agentrl_train.runtime.imitation import expert_sequences, imitate
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[1] / "environments"
-EXPERT_NOISE = {"household": 0.4, "shop": 0.3, "sql": 0.25}
+EXPERT_NOISE = {"household": 0.55, "shop": 0.45, "sql": 0.4}
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
@@ -111,7 +111,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCausa
 
 async def make(arguments: argparse.Namespace) -> None:
     """Play, train the tokenizer, imitate, save."""
-    clients = {name: EnvClient.local(clumsy(name), max_sessions=1024) for name in EXPERT_NOISE}
+    clients = {name: EnvClient.local(clumsy(name), max_sessions=arguments.traces) for name in EXPERT_NOISE}
     split = dict.fromkeys(clients, "train")
     letters = ChatFormat(new_tokenizer([], vocab_size=0))
     heard, success = await expert_sequences(clients, letters, split=split, count=arguments.traces // 10)

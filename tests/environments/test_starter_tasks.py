@@ -45,7 +45,7 @@ async def test_a_noiseless_expert_always_succeeds_in_three_to_eight_turns(task, 
 
 @every_task
 async def test_a_noisy_expert_leaves_headroom_at_level_1(task):
-    async with EnvClient.local(noisy(task, 0.3)) as client:
+    async with EnvClient.local(noisy(task, 0.5)) as client:
         rewards = [
             (await play_by_expert(client, task, split="train", index=index))[1] for index in range(200)
         ]
