@@ -73,7 +73,7 @@ async def policy(config: RunConfig, *, path: str) -> AsyncIterator[Policy]:
         learning_rate=train.learning_rate,
         betas=train.betas,
         weight_decay=train.weight_decay,
-        warmup_steps=train.warmup_steps,
+        warmup_steps=train.warmup_steps * train.minibatches,
         total_steps=config.run.steps * train.minibatches,
         final_lr_fraction=train.final_lr_fraction,
         max_grad_norm=train.max_grad_norm,

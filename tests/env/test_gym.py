@@ -32,14 +32,23 @@ class Guess(Environment):
     @tool
     def guess(self, n: int):
         """Guess the number."""
-        if n == 13:
-            raise RuntimeError("unlucky")
         if n == self.secret:
             return Done("Correct!", reward=1.0)
         return "higher" if n < self.secret else "lower"
 
     def expert(self, rng):
         return ToolCall.of("guess", n=self.secret)
+
+
+class Unlucky(Guess):
+    """Guess, but 13 breaks it."""
+
+    @tool
+    def guess(self, n: int):
+        """Guess the number."""
+        if n == 13:
+            raise RuntimeError("unlucky")
+        return "lower"
 
 
 class Pages(Guess):
@@ -153,7 +162,7 @@ def test_the_observation_is_a_conversation_for_a_chat_model(env):
 
 def test_an_episode_ends_terminated_at_its_goal(env):
     env.reset(seed=1)
-    secret = next(n for n in range(1, 21) if n != 13 and env.reset(seed=1) and env.step(call(n))[1])
+    secret = next(n for n in range(1, 21) if env.reset(seed=1) and env.step(call(n))[1])
     env.reset(seed=1)
     _, reward, terminated, truncated, info = env.step(call(secret))
     assert (reward, terminated, truncated) == (1.0, True, False)
@@ -247,7 +256,8 @@ def test_calls_are_taken_in_every_usual_form(action):
     assert json.loads(taken.function.arguments) == {"n": 3}
 
 
-def test_a_broken_environment_is_an_error_and_never_a_reward_of_zero(env):
+def test_a_broken_environment_is_an_error_and_never_a_reward_of_zero():
+    env = Unlucky.gym()
     env.reset(seed=1)
     with pytest.raises(EnvironmentFailed, match="unlucky"):
         env.step(call(13))
@@ -255,6 +265,7 @@ def test_a_broken_environment_is_an_error_and_never_a_reward_of_zero(env):
         env.step(call(1))
     env.reset(seed=1)
     env.step(call(1))
+    env.close()
 
 
 def test_an_expired_session_is_an_error():
