@@ -126,7 +126,11 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     allow_many_sockets()
     app = APPS[sys.argv[1]]()
-    bound = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    # Of a socket that does not name its protocol asyncio does not know that it is TCP, and leaves Nagle's
+    # algorithm on.
+    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    bound.bind(("127.0.0.1", 0))
+    bound.listen(2048)
     print(f"http://127.0.0.1:{bound.getsockname()[1]}", flush=True)
     config = uvicorn.Config(app, log_level="warning", access_log=False)
     uvicorn.Server(config).run(sockets=[bound])
