@@ -67,11 +67,22 @@ class Environment(ABC):
         raise NotSupported(f"task {self.name!r} has no expert")
 
     def snapshot(self) -> Any:
-        """Return the whole state of the episode, for ``restore``."""
+        """Return the state of the episode between two turns: any value that can be deep-copied.
+
+        With ``restore`` it lets a session be forked. It must hold all that later turns depend on,
+        the random generator too where they draw from it, and nothing that several sessions cannot
+        share (a connection, a process): hold what such a thing is made from instead. It must not
+        change the episode, which goes on. The SDK copies the value at once, one for each fork, so
+        most tasks can write ``return vars(self)``. Same deadline as a tool.
+        """
         raise NotSupported(f"task {self.name!r} has no snapshot")
 
     def restore(self, state: Any) -> Any:
-        """Continue from what ``snapshot`` returned, in a fresh instance."""
+        """Continue from what ``snapshot`` returned; called on a new instance instead of ``reset``.
+
+        ``state`` is this instance's own copy: ``vars(self).update(state)`` undoes
+        ``return vars(self)``. The return value is not used. Same deadline as ``reset``.
+        """
         raise NotSupported(f"task {self.name!r} has no snapshot")
 
     @classmethod

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -35,8 +36,8 @@ from agentrl_env.types import (
 if TYPE_CHECKING:
     from agentrl_env.environment import Environment
 
+T = TypeVar("T")
 logger = logging.getLogger("agentrl_env")
-
 
 SETTLE_S = 10.0
 """How long author code that outlived its deadline is waited for before `close()`."""
@@ -68,11 +69,14 @@ class Session:
         self.opening: tuple[Message, ...] = ()
         self._class = environment
         self._tools = toolset(environment)
+        self._threads = threads
         self._runner = Runner(blocking=environment.blocking, threads=threads)
         self._clock = clock
         self._on_step = on_step
         self._begin = clock()
         self._environment: Environment | None = None
+        self._restored: Callable[[Environment], Any] | None = None
+        """How a fork begins, instead of with ``reset``."""
         self.turn = 0
         """Number of steps taken."""
         self._results: deque[StepResult] = deque(maxlen=KEPT_RESULTS)
@@ -96,29 +100,30 @@ class Session:
         )
 
     async def start(self) -> SessionInfo:
-        """Create the environment and reset it; where that fails the session is closed.
+        """Create the environment and reset it, in a fork restore it; where that fails it is closed.
 
         Raises EnvironmentFailed.
         """
-        rng = np.random.default_rng(self.sample.seed)
+        first = self._restored or self._reset
 
         def begin() -> Any:
             self._environment = self._class()
-            # A copy, so that author code cannot change the dataset under other sessions.
-            return self._environment.reset(self.sample.model_copy(deep=True), rng)
+            return first(self._environment)
 
         try:
             content = await self._runner.call(begin, self._class.reset_timeout)
-            self.opening = tuple(as_messages(content, "reset()"))
+            if self._restored is None:
+                self.opening = tuple(as_messages(content, "reset()"))
         except AUTHOR_ERRORS as error:
-            logger.warning("reset of task %s failed", self.sample.task, exc_info=error)
+            what = "reset" if self._restored is None else "restore"
+            logger.warning("%s of task %s failed", what, self.sample.task, exc_info=error)
             self.begin_close(SessionStatus.FAILED_ENVIRONMENT)
-            raise EnvironmentFailed(
-                f"reset of task {self.sample.task!r} failed: {describe(error)}"
-            ) from error
+            reason = f"{what} of task {self.sample.task!r} failed: {describe(error)}"
+            raise EnvironmentFailed(reason) from error
         except asyncio.CancelledError:
             self.begin_close()
             raise
+        self._restored = None
         return self.info()
 
     async def step(self, message: Message, seq: int | None = None) -> StepResult:
@@ -150,16 +155,22 @@ class Session:
 
         Raises NotSupported where the task has none, EnvironmentFailed where it breaks.
         """
-        while self._task is not None:
-            await asyncio.wait((self._task,))
+        return await self._between_steps(self._ask_expert)
+
+    async def fork(self, session_ids: Sequence[str]) -> list[Session]:
+        """Return sessions, to be started, that stand where this one stands between two steps.
+
+        Raises NotSupported where the task cannot, EnvironmentFailed where ``snapshot`` breaks,
+        SessionEnded, SessionExpired.
+        """
+        self.refuse_fork()
+        return await self._between_steps(lambda: self._fork(session_ids))
+
+    def refuse_fork(self) -> None:
+        """Raise NotSupported, SessionEnded or SessionExpired where no fork is possible."""
+        if not can_fork(self._class):
+            raise NotSupported(f"task {self.sample.task!r} cannot fork: it has no snapshot() and restore()")
         self.refuse_ended()
-        rng = np.random.default_rng([self.sample.seed, self.turn, 1])
-        task = self._begin_task(self._ask_expert(rng))
-        await asyncio.wait((task,))
-        if task.cancelled():
-            self.refuse_ended()
-        message: Message = task.result()
-        return message
 
     async def close(self, status: SessionStatus = SessionStatus.CANCELLED) -> None:
         """End the session and release its environment; a step under way is cancelled. Idempotent.
@@ -181,6 +192,18 @@ class Session:
     def released(self) -> asyncio.Task[None] | None:
         """The closing of the environment, once begun; None where nothing needs closing."""
         return self._closing
+
+    async def _between_steps(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run author code that takes no step, while no step runs."""
+        while self._task is not None:
+            await asyncio.wait((self._task,))
+        self.refuse_ended()
+        task = self._begin_task(ask())
+        await asyncio.wait((task,))
+        if task.cancelled():
+            self.refuse_ended()
+        result: T = task.result()
+        return result
 
     def _begin_task(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = self._task = asyncio.create_task(coroutine)
@@ -279,16 +302,16 @@ class Session:
             return {}
         return await self._runner.call(self._alive().score, self._class.tool_timeout)
 
-    async def _ask_expert(self, rng: np.random.Generator) -> Message:
+    async def _ask_expert(self) -> Message:
         environment = self._alive()
+        rng = np.random.default_rng([self.sample.seed, self.turn, 1])
         try:
             move = await self._runner.call(environment.expert, self._class.tool_timeout, rng)
         except NotSupported:
             raise
         except AUTHOR_ERRORS as error:
-            raise EnvironmentFailed(
-                f"expert of task {self.sample.task!r} failed: {describe(error)}"
-            ) from error
+            reason = f"expert of task {self.sample.task!r} failed: {describe(error)}"
+            raise EnvironmentFailed(reason) from error
         if isinstance(move, ToolCall):
             return Message.assistant(None, move)
         if isinstance(move, str):
@@ -299,6 +322,38 @@ class Session:
             f"expert of task {self.sample.task!r} returned {type(move).__name__}; "
             "return a ToolCall, a str or an assistant Message"
         )
+
+    def _reset(self, environment: Environment) -> Any:
+        # A copy, so that author code cannot change the dataset under other sessions.
+        return environment.reset(self.sample.model_copy(deep=True), np.random.default_rng(self.sample.seed))
+
+    async def _fork(self, session_ids: Sequence[str]) -> list[Session]:
+        call, seconds = self._runner.call, self._class.tool_timeout
+        try:
+            state = await call(self._alive().snapshot, seconds)
+            # Copied before the next step, which may change what the state holds.
+            states = await call(lambda: [copy.deepcopy(state) for _ in session_ids], seconds)
+        except AUTHOR_ERRORS as error:
+            logger.warning("snapshot of task %s failed", self.sample.task, exc_info=error)
+            reason = f"snapshot of task {self.sample.task!r} failed: {describe(error)}"
+            raise EnvironmentFailed(reason) from error
+        return [self._twin(*pair) for pair in zip(session_ids, states, strict=True)]
+
+    def _twin(self, session_id: str, state: Any) -> Session:
+        """Return a session that has come as far as this one, and begins from a snapshot."""
+        twin = Session(
+            self._class,
+            self.sample,
+            session_id=session_id,
+            threads=self._threads,
+            clock=self._clock,
+            on_step=self._on_step,
+        )
+        twin._restored = lambda environment: environment.restore(state)
+        twin.opening, twin.turn, twin._return = self.opening, self.turn, self._return
+        twin._begin = self._begin
+        twin._results.extend(r.model_copy(update={"session_id": session_id}) for r in self._results)
+        return twin
 
     async def _release(self, step: asyncio.Task[Any] | None) -> None:
         """Cancel a step under way, then close the environment exactly once."""
@@ -333,6 +388,11 @@ class Session:
 def _all_sync(environment: type[Environment], tools_sync: bool) -> bool:
     methods = (environment.respond, environment.score)
     return tools_sync and not any(inspect.iscoroutinefunction(method) for method in methods)
+
+
+def can_fork(environment: type[Environment]) -> bool:
+    """Return whether sessions of a task can be forked: it has both ``snapshot`` and ``restore``."""
+    return environment.overrides("snapshot") and environment.overrides("restore")
 
 
 def describe(error: BaseException) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentrl_env.types import Message, TaskInfo
+from agentrl_env.types import Message, SessionInfo, TaskInfo
 
 PROTOCOL_VERSION = 1
 _INT64 = 2**63
@@ -55,6 +55,22 @@ class StepBatch(_Request):
 
     steps: list[StepRequest]
     wait_s: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+
+
+class ForkRequest(_Request):
+    """Body of ``POST /v1/sessions/{id}/fork``.
+
+    ``request_id`` makes the call idempotent: the same id again gives the same sessions.
+    """
+
+    n: int = Field(default=1, ge=1)
+    request_id: str | None = Field(default=None, max_length=128)
+
+
+class ForkAnswer(_Request):
+    """Answer of ``POST /v1/sessions/{id}/fork``: the new sessions, where they stand."""
+
+    sessions: tuple[SessionInfo, ...]
 
 
 class TaskList(_Request):

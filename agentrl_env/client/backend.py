@@ -35,6 +35,9 @@ class SessionBackend(Protocol):
     async def expert(self, session_id: str) -> Message:
         """Return the oracle's next move."""
 
+    async def fork(self, session_id: str, n: int = 1, request_id: str | None = None) -> list[SessionInfo]:
+        """Open ``n`` sessions that stand where a session stands."""
+
     async def close_session(self, session_id: str) -> None:
         """End a session; idempotent."""
 

@@ -164,6 +164,17 @@ class ClientSession:
         """Return the oracle's next assistant message; it takes no step. Raises NotSupported."""
         return await self._backend.expert(self.session_id)
 
+    async def fork(self, n: int = 1) -> list[ClientSession]:
+        """Return ``n`` new sessions that stand where this one stands and go on apart from it.
+
+        Each takes a session of the server's capacity, and is closed like one that was opened.
+
+        Raises NotSupported where the task has no ``snapshot`` (capability ``fork``), ServerFull
+        where there is no room for all of them, SessionEnded, InvalidRequest.
+        """
+        forks = await self._backend.fork(self.session_id, n, secrets.token_urlsafe(12))
+        return [ClientSession(self._backend, info) for info in forks]
+
     async def close(self) -> None:
         """End the session; idempotent, and free where the episode has ended by itself."""
         if not self.status.final:

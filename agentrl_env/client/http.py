@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
@@ -12,7 +13,7 @@ from urllib.parse import quote, urlsplit
 from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel, Field, ValidationError
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from agentrl_env.client.batching import EARLY_ANSWER_S, Batcher, QueuedStep
 from agentrl_env.client.transport import Http1Transport, HttpResponse
@@ -24,7 +25,7 @@ from agentrl_env.errors import (
     from_wire,
 )
 from agentrl_env.types import Message, SessionInfo, StepResult, TaskInfo
-from agentrl_env.wire import PROTOCOL_VERSION, ExpertAnswer, OpenRequest, StepRequest, TaskList
+from agentrl_env.wire import PROTOCOL_VERSION, ExpertAnswer, ForkAnswer, OpenRequest, StepRequest, TaskList
 
 M = TypeVar("M", bound=BaseModel)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
@@ -123,6 +124,12 @@ class HttpBackend:
         """Return the oracle's next move."""
         answer = await self._call("POST", _path(session_id, "/expert"))
         return _read(ExpertAnswer, answer, self.url).message
+
+    async def fork(self, session_id: str, n: int = 1, request_id: str | None = None) -> list[SessionInfo]:
+        """Open ``n`` sessions that stand where a session stands."""
+        body = to_json({"n": n, "request_id": request_id or secrets.token_urlsafe(12)})
+        answer = await self._call("POST", _path(session_id, "/fork"), body)
+        return list(_read(ForkAnswer, answer, self.url).sessions)
 
     async def close_session(self, session_id: str) -> None:
         """End a session; idempotent."""

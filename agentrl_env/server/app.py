@@ -22,7 +22,16 @@ from agentrl_env.errors import (
 from agentrl_env.server.gate import MAX_BODY_BYTES, Gate
 from agentrl_env.server.pool import SessionPool
 from agentrl_env.types import StepResult
-from agentrl_env.wire import ExpertAnswer, OpenRequest, StepBatch, StepBody, StepRequest, TaskList
+from agentrl_env.wire import (
+    ExpertAnswer,
+    ForkAnswer,
+    ForkRequest,
+    OpenRequest,
+    StepBatch,
+    StepBody,
+    StepRequest,
+    TaskList,
+)
 
 M = TypeVar("M", bound=BaseModel)
 Handler = Callable[[Request], Awaitable[Response]]
@@ -93,6 +102,11 @@ def _routes(pool: SessionPool) -> list[tuple[str, str, Handler]]:
         message = await pool.expert(request.path_params["id"])
         return _json(ExpertAnswer(message=message).model_dump_json())
 
+    async def fork(request: Request) -> Response:
+        wanted = _read(ForkRequest, await request.body())
+        forks = await pool.fork(request.path_params["id"], wanted.n, wanted.request_id)
+        return _json(ForkAnswer(sessions=tuple(forks)).model_dump_json(), status=201)
+
     return [  # looked through from the top: the busy ones first
         ("/v1/step", "POST", step_many),
         ("/v1/sessions/{id}/step", "POST", step),
@@ -103,6 +117,7 @@ def _routes(pool: SessionPool) -> list[tuple[str, str, Handler]]:
         ("/v1/sessions/{id}", "GET", get_session),
         ("/v1/sessions/{id}", "DELETE", close_session),
         ("/v1/sessions/{id}/expert", "POST", expert),
+        ("/v1/sessions/{id}/fork", "POST", fork),
     ]
 
 

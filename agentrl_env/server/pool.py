@@ -5,46 +5,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from agentrl_env.dataset import Dataset
 from agentrl_env.errors import (
-    DefinitionError,
-    EnvironmentFailed,
+    InvalidRequest,
     NotSupported,
     ServerDraining,
     ServerFull,
     StepPending,
-    UnknownTask,
     WireError,
 )
-from agentrl_env.runner import AUTHOR_ERRORS, FairSlots, Runner, Threads
+from agentrl_env.runner import FairSlots, Threads
+from agentrl_env.server.catalog import Catalog
 from agentrl_env.server.metrics import Metrics
+from agentrl_env.server.once import Once
 from agentrl_env.server.table import Entry, SessionTable
-from agentrl_env.session import Session, describe
-from agentrl_env.tools import toolset
+from agentrl_env.session import Session
 from agentrl_env.types import Message, SessionInfo, SessionStatus, StepResult, TaskInfo, TaskSample
 from agentrl_env.wire import OpenRequest, StepRequest
 
 if TYPE_CHECKING:
     from agentrl_env.environment import Environment
 
-logger = logging.getLogger("agentrl_env")
-
 SWEEP_S = 1.0
 """How often expired leases are looked for."""
 MAX_THREADS = 256
-
-
-@dataclass(slots=True)
-class _Opening:
-    task: asyncio.Task[SessionInfo]
-    callers: int = 0
 
 
 class SessionPool:
@@ -70,24 +58,17 @@ class SessionPool:
         threads: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._datasets: dict[str, Dataset] = {}
-        self._classes: dict[str, type[Environment]] = {}
-        for environment in environments:
-            if environment.name in self._classes:
-                raise DefinitionError(f"two tasks are named {environment.name!r}; rename one")
-            toolset(environment)
-            self._classes[environment.name] = environment
-            self._datasets[environment.name] = Dataset(environment)
         self.metrics = Metrics()
         self.draining = False
         self._oracle = oracle
         self._lease_s = lease_s
         self._clock = clock
         self._threads = Threads(threads or min(max_sessions, MAX_THREADS))
+        self._catalog = Catalog(environments, threads=self._threads, oracle=oracle)
         self._slots = FairSlots(max_sessions)
         self._table = SessionTable(clock)
-        self._openings: dict[str, _Opening] = {}
-        self._starting: asyncio.Task[tuple[TaskInfo, ...]] | None = None
+        self._openings: Once[SessionInfo] = Once()
+        self._forkings: Once[list[SessionInfo]] = Once()
         self._sweeper: asyncio.Task[None] | None = None
         self._quiet: asyncio.Event | None = None
 
@@ -106,9 +87,7 @@ class SessionPool:
 
     async def tasks(self) -> tuple[TaskInfo, ...]:
         """Return what is served; the first call opens what sessions share (``startup``)."""
-        if self._starting is None:
-            self._starting = asyncio.create_task(self._startup())
-        return await asyncio.shield(self._starting)
+        return await self._catalog.tasks()
 
     async def open(self, request: OpenRequest) -> SessionInfo:
         """Open a session; the same ``request_id`` again gives the same one.
@@ -119,18 +98,7 @@ class SessionPool:
         known = self._table.opened_as(key)
         if known is not None:
             return await self.info(known)
-        opening = self._openings.get(key)
-        if opening is None:
-            opening = _Opening(asyncio.create_task(self._open(request)))
-            self._openings[key] = opening
-            opening.task.add_done_callback(lambda _: self._openings.pop(key, None))
-        opening.callers += 1
-        try:
-            return await asyncio.shield(opening.task)
-        finally:
-            opening.callers -= 1
-            if opening.callers == 0 and not opening.task.done():
-                opening.task.cancel()  # whoever asked is gone
+        return await self._openings.do(key, lambda: self._open(request))
 
     async def step(self, session_id: str, seq: int | None, message: Message) -> StepResult:
         """Play one assistant message. Raises what ``Session.step`` does, and UnknownSession."""
@@ -184,6 +152,24 @@ class SessionPool:
         finally:
             self._leave(session_id, entry)
 
+    async def fork(self, session_id: str, n: int = 1, request_id: str | None = None) -> list[SessionInfo]:
+        """Open ``n`` sessions that stand where a session stands; it may go on meanwhile.
+
+        All of them open, or none. The same ``request_id`` again gives the same ones. A fork never
+        waits for room: who forks holds a session, so two that waited might wait for one another.
+
+        Raises UnknownSession, SessionEnded, SessionExpired, NotSupported, InvalidRequest,
+        ServerFull, ServerDraining, EnvironmentFailed.
+        """
+        if n < 1:
+            raise InvalidRequest(f"n must be at least 1, got {n}")
+        key = f"{session_id}/{request_id or secrets.token_urlsafe(12)}"
+        known = self._table.opened_as(_nth(key, 0))
+        if known is None:
+            return await self._forkings.do(key, lambda: self._fork(session_id, n, key))
+        others = (self._table.opened_as(_nth(key, number)) for number in range(1, n))
+        return [await self.info(fork) for fork in (known, *others) if fork is not None]
+
     async def close_session(self, session_id: str) -> None:
         """End a session and release what it holds; idempotent."""
         await self._end([session_id], SessionStatus.CANCELLED)
@@ -218,63 +204,58 @@ class SessionPool:
         for session in self._table.ended():
             if session.released is not None:
                 await session.close()
-        if self._starting is not None:
-            self._starting = None
-            for environment in self._classes.values():
-                await self._shutdown(environment)
+        await self._catalog.aclose()
         self._threads.stop()
 
-    async def _startup(self) -> tuple[TaskInfo, ...]:
-        infos: list[TaskInfo] = []
-        for environment in self._classes.values():
-            try:
-                await self._run(environment, environment.startup)
-                infos.append(await self._describe(environment))
-            except AUTHOR_ERRORS as error:
-                logger.warning("startup of task %s failed", environment.name, exc_info=error)
-                raise EnvironmentFailed(
-                    f"startup of task {environment.name!r} failed: {describe(error)}"
-                ) from error
-        return tuple(infos)
-
-    async def _shutdown(self, environment: type[Environment]) -> None:
-        try:
-            await self._run(environment, environment.shutdown)
-        except AUTHOR_ERRORS as error:
-            logger.warning("shutdown of task %s failed", environment.name, exc_info=error)
-
-    async def _describe(self, environment: type[Environment]) -> TaskInfo:
-        expert = self._oracle and environment.overrides("expert")
-        return TaskInfo(
-            name=environment.name,
-            description=environment.description(),
-            splits=await self._run(environment, self._datasets[environment.name].info),
-            tools=environment.tool_specs(),
-            max_turns=environment.max_turns,
-            capabilities=("expert",) if expert else (),
-        )
-
-    async def _run(self, environment: type[Environment], function: Callable[..., Any], *args: Any) -> Any:
-        """Run author code that belongs to no session."""
-        runner = Runner(blocking=environment.blocking, threads=self._threads)
-        return await runner.call(function, environment.reset_timeout, *args)
-
     async def _open(self, request: OpenRequest) -> SessionInfo:
-        if request.task not in self._classes:
-            known = ", ".join(self._classes) or "none"
-            raise UnknownTask(f"no task {request.task!r} here; tasks: {known}")
+        environment = self._catalog.environment(request.task)
         await self.tasks()
         self._keep_sweeping()
         await self._take_slot(request.wait_s)
         session = None
         try:
-            session = self._session(request, await self._choose(request))
+            session = self._session(environment, await self._catalog.sample(request))
             await session.start()
         except BaseException:
             self._free_slot(session)
             raise
         self._table.add(session, request.request_id)
         return session.info()
+
+    async def _fork(self, session_id: str, n: int, key: str) -> list[SessionInfo]:
+        entry = self._table.find(session_id)
+        entry.session.refuse_fork()
+        await self._take_slots(n)
+        forks: list[Session] = []
+        self._table.enter(session_id, entry)
+        try:
+            forks = await entry.session.fork([secrets.token_urlsafe(16) for _ in range(n)])
+            started = await asyncio.gather(*(fork.start() for fork in forks), return_exceptions=True)
+            for outcome in started:
+                if isinstance(outcome, BaseException):
+                    raise outcome
+        except BaseException:
+            for fork in forks:
+                fork.begin_close()
+                self._free_slot(fork)
+            for _ in range(n - len(forks)):
+                self._slots.release()
+            raise
+        finally:
+            self._leave(session_id, entry)
+        for number, fork in enumerate(forks):
+            self._table.add(fork, _nth(key, number))
+        return [fork.info() for fork in forks]
+
+    async def _take_slots(self, n: int) -> None:
+        """Take n slots or none, without waiting. Raises ServerFull, ServerDraining."""
+        for taken in range(n):
+            try:
+                await self._take_slot(0.0)
+            except WireError:
+                for _ in range(taken):
+                    self._slots.release()
+                raise
 
     async def _take_slot(self, wait_s: float) -> None:
         taken = not self.draining and await self._slots.acquire(wait_s)
@@ -294,26 +275,14 @@ class SessionPool:
         else:
             closing.add_done_callback(lambda _: self._slots.release())
 
-    async def _choose(self, request: OpenRequest) -> TaskSample:
-        environment, dataset = self._classes[request.task], self._datasets[request.task]
-        wanted = (request.split, request.index, request.seed, request.sample)
-        try:
-            sample: TaskSample = await self._run(environment, dataset.sample, *wanted)
-        except WireError:
-            raise
-        except AUTHOR_ERRORS as error:
-            logger.warning("samples of task %s failed", request.task, exc_info=error)
-            raise EnvironmentFailed(f"samples of task {request.task!r} failed: {describe(error)}") from error
-        return sample
-
-    def _session(self, request: OpenRequest, sample: TaskSample) -> Session:
+    def _session(self, environment: type[Environment], sample: TaskSample) -> Session:
         return Session(
-            self._classes[request.task],
+            environment,
             sample,
             session_id=secrets.token_urlsafe(16),
             threads=self._threads,
             clock=self._clock,
-            on_step=functools.partial(self.metrics.step_taken, request.task),
+            on_step=functools.partial(self.metrics.step_taken, environment.name),
         )
 
     async def _step_group(
@@ -369,3 +338,8 @@ class SessionPool:
         while True:
             await asyncio.sleep(min(SWEEP_S, self._lease_s / 2))
             await self.expire_idle()
+
+
+def _nth(key: str, number: int) -> str:
+    """Return the name under which a fork's n-th session was opened."""
+    return f"{key}/{number}"

@@ -74,6 +74,13 @@ class Probe:
         self._open.append(session)
         return session
 
+    async def fork(self, session: ClientSession, n: int) -> list[ClientSession]:
+        """Fork a session; the forks are closed like those that were opened."""
+        self.doing = f"fork of a session after turn {session.turn}"
+        forks = await session.fork(n)
+        self._open += forks
+        return forks
+
     async def play(
         self, policy: Policy, index: int | None, seed: int | None = None, split: str = "train"
     ) -> Transcript:

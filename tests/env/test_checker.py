@@ -49,6 +49,12 @@ class Guess(Environment):
     def expert(self, rng):
         return ToolCall.of("guess", n=self.secret)
 
+    def snapshot(self):
+        return self.secret
+
+    def restore(self, state):
+        self.secret = state
+
 
 def report_on(environment, deadline=20.0, **options):
     (report,) = run_checks(environment.local, deadline=deadline, **options)

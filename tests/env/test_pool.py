@@ -269,7 +269,7 @@ async def test_only_so_many_ended_sessions_are_remembered():
     table = SessionTable(Clock(), kept_sessions=2)
     ids = []
     for _ in range(3):
-        session = pool._session(OpenRequest(task="quick"), await pool._choose(OpenRequest(task="quick")))
+        session = pool._session(Quick, await pool._catalog.sample(OpenRequest(task="quick")))
         table.add(session, None)
         table.retire(session.session_id)
         ids.append(session.session_id)

@@ -14,9 +14,10 @@ from agentrl_env.testing.checks.behaviour import (
     seed_replay,
 )
 from agentrl_env.testing.checks.description import samples, schema
+from agentrl_env.testing.checks.forking import fork
 from agentrl_env.testing.checks.protocol import close, limits, results, retry
 
 CHECKS = (
     schema, samples, random_play, limits, retry, close, seed_replay, seed_effect, order, isolation,
-    fuzz, oracle, results,
+    fork, fuzz, oracle, results,
 )  # fmt: skip
