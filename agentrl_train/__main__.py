@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from agentrl_env.errors import AgentRLError
 from agentrl_train.errors import TrainError
 from agentrl_train.runtime.config import RunConfig, load_config
 
@@ -41,7 +42,7 @@ def run_command(
     _quiet_threads(loaded)
     from agentrl_train.runtime.commands import run
 
-    raise typer.Exit(run(loaded, resume=resume, config_path=config))
+    raise typer.Exit(run(loaded, resume=resume))
 
 
 @app.command("sft")
@@ -96,7 +97,7 @@ def _quiet_threads(config: RunConfig) -> None:
 def _guarded(command: Callable[[], Any]) -> int:
     try:
         command()
-    except TrainError as error:
+    except (TrainError, AgentRLError) as error:
         print(f"agentrl-train: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

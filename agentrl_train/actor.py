@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,10 @@ _ENDS = {
 }
 
 
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 5.0
+"""Longest wait for a session to be closed."""
 _numbers = itertools.count()
 
 
@@ -68,7 +73,7 @@ class Play:
 
 
 class Actor:
-    """Plays episodes: at most ``max_sessions`` at a time, first come first served."""
+    """Plays episodes, each in one of ``places``, first come first served."""
 
     def __init__(
         self,
@@ -77,19 +82,21 @@ class Actor:
         chat: ChatFormat,
         clients: Mapping[str, EnvClient],
         play: Play,
-        max_sessions: int,
+        places: asyncio.Semaphore,
     ) -> None:
         self._engine = engine
         self._chat = chat
         self._clients = clients
         self._play = play
-        self._places = asyncio.Semaphore(max_sessions)
+        self._places = places
 
     async def group(
         self, episode: Episode, *, size: int, group_id: int, admitted_version: int
     ) -> tuple[TrajectoryGroup, list[Trajectory]]:
         """Play ``size`` siblings; return the group, and beside it the episodes that failed to the last."""
-        siblings = await asyncio.gather(*(self.sibling(episode, number=number) for number in range(size)))
+        async with asyncio.TaskGroup() as playing:
+            tasks = [playing.create_task(self.sibling(episode, number=number)) for number in range(size)]
+        siblings = [task.result() for task in tasks]
         group = TrajectoryGroup(
             group_id=group_id,
             task=episode.task,
@@ -100,22 +107,19 @@ class Actor:
 
     async def sibling(self, episode: Episode, *, number: int = 0) -> Trajectory:
         """Play one episode, again in a fresh session where infrastructure failed it."""
-        for attempt in range(self._play.retries + 1):
-            trajectory = await self._place(episode, draw_seed=(*episode.draw_seed, number, attempt))
-            if not trajectory.end.failed:
-                break
-        return trajectory
-
-    async def _place(self, episode: Episode, *, draw_seed: tuple[int, ...]) -> Trajectory:
         async with self._places:
-            return await _Episode(
-                episode,
-                engine=self._engine,
-                chat=self._chat,
-                client=self._clients[episode.task],
-                play=self._play,
-                draw_seed=draw_seed,
-            ).run()
+            for attempt in range(self._play.retries + 1):
+                trajectory = await _Episode(
+                    episode,
+                    engine=self._engine,
+                    chat=self._chat,
+                    client=self._clients[episode.task],
+                    play=self._play,
+                    draw_seed=(*episode.draw_seed, number, attempt),
+                ).run()
+                if not trajectory.end.failed:
+                    break
+        return trajectory
 
 
 class _Episode:
@@ -185,7 +189,7 @@ class _Episode:
             self._sample, self._opening = session.info.sample, session.messages
             return await self._converse(session)
         finally:
-            await session.close()
+            await _close(session)
 
     async def _converse(self, session: ClientSession) -> EpisodeEnd:
         new_ids = self._chat.opening(session.messages, session.tools)
@@ -219,6 +223,15 @@ class _Episode:
             session_key=self._key,
             policy="stale" if stale else "current",
         )
+
+
+async def _close(session: ClientSession) -> None:
+    """End a session; one that does not hear of it ends with its lease. Never hides why it is closed."""
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            await session.close()
+    except (AgentRLError, TimeoutError) as error:
+        logger.debug("session %s was not closed: %s", session.session_id, error)
 
 
 def _turn(new_ids: Sequence[int], completion: Completion, message: Message, result: StepResult) -> Turn:

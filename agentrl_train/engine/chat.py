@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from agentrl_env.types import FunctionCall, Message, ToolCall, ToolSpec
@@ -36,7 +37,18 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.stop_token_ids: tuple[int, ...] = (int(tokenizer.eos_token_id),)
         self._stop_text: str = tokenizer.eos_token
-        self.reply([Message(role="user", content="hello")], stopped=True)
+        self._try_out()
+
+    def _try_out(self) -> None:
+        answers = [
+            Message(role="user", content="hello"),
+            Message(role="tool", content="done", tool_call_id="call_1"),
+        ]
+        for answer in answers:
+            try:
+                self.reply([answer], stopped=True)
+            except TemplateError as error:
+                raise ConfigError(f"the chat template refuses a {answer.role} message: {error}") from error
 
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """Render the opening messages and the tools, ending where the assistant speaks."""
@@ -101,7 +113,7 @@ def _for_template(message: Message) -> dict[str, Any]:
     for call in data.get("tool_calls", ()):
         try:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        except json.JSONDecodeError:
+        except ValueError:
             continue
     return data
 
@@ -109,12 +121,16 @@ def _for_template(message: Message) -> dict[str, Any]:
 def _tool_call(text: str, *, call_id: str) -> ToolCall:
     try:
         call = json.loads(text)
-        name, arguments = call["name"], call["arguments"]
-    except (json.JSONDecodeError, KeyError, TypeError, RecursionError):
-        return ToolCall(id=call_id, function=FunctionCall(name="", arguments=text))
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments)
-    return ToolCall(id=call_id, function=FunctionCall(name=str(name), arguments=arguments))
+        name, arguments = str(call["name"]), call["arguments"]
+        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    except (ValueError, KeyError, TypeError, RecursionError):  # ValueError: no JSON, or a number too long
+        name, arguments = "", text
+    return ToolCall(id=call_id, function=FunctionCall(name=_sendable(name), arguments=_sendable(arguments)))
+
+
+def _sendable(text: str) -> str:
+    """Replace halves of characters, which JSON escapes can make and no wire can carry."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _call_text(call: ToolCall) -> str:

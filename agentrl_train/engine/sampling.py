@@ -23,7 +23,7 @@ def sample(
     greedy = temperatures == 0
     scaled = logits.float() / torch.where(greedy, 1.0, temperatures)[:, None]
     logprobs = torch.log_softmax(scaled, dim=-1)
-    cumulative = logprobs.exp().cumsum(dim=-1)
+    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)  # float32 loses the far tail
     targets = uniforms[:, None] * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, targets, right=True).clamp_(max=logits.shape[-1] - 1)[:, 0]
     tokens = torch.where(greedy, scaled.argmax(dim=-1), drawn)

@@ -8,11 +8,13 @@ if need be, and every token says which version sampled it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +72,7 @@ class TorchEngine:
         self._wake = threading.Condition()
         self._closed = False
         self._failure: BaseException | None = None
-        self._waiting: set[Future[Completion]] = set()
+        self._waiting: set[Future[Any]] = set()
         self._busy_s = 0.0
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
@@ -104,20 +106,21 @@ class TorchEngine:
         )
         self._waiting.add(future)
         future.add_done_callback(self._waiting.discard)
-        self._post(lambda: replica.submit(request))
         try:
+            self._post(partial(replica.submit, request))
             return await asyncio.wait_for(asyncio.wrap_future(future), self._deadline_s)
         except TimeoutError as error:
-            self._post(lambda: replica.abandon(session_key))
+            self.release(session_key)
             raise EngineError(f"the engine gave no completion within {self._deadline_s:g} s") from error
         except asyncio.CancelledError:
-            self._post(lambda: replica.abandon(session_key))
+            self.release(session_key)
             raise
 
     def release(self, session_key: str) -> None:
         """Forget what is cached for a session; idempotent."""
-        for replica in self._replicas.values():
-            self._post(lambda replica=replica: replica.abandon(session_key))  # type: ignore[misc]
+        with contextlib.suppress(EngineError):  # a closed or broken engine keeps nothing
+            for replica in self._replicas.values():
+                self._post(partial(replica.abandon, session_key))
 
     def publish(
         self,
@@ -138,14 +141,14 @@ class TorchEngine:
                 self._replicas[name].load(state, policy_version=policy_version)
             loaded.set_result(None)
 
-        self._post(load)
-        limit = time.monotonic() + self._deadline_s
-        while not loaded.done():
-            if self._failure is not None:
-                raise EngineError(f"the engine broke: {self._failure}") from self._failure
-            if self._closed or time.monotonic() > limit:
-                raise EngineError("the engine did not take the new weights in time")
-            _wait_for(loaded, 0.5)
+        self._waiting.add(loaded)
+        try:
+            self._post(load)
+            loaded.result(timeout=self._deadline_s)
+        except TimeoutError as error:
+            raise EngineError(f"the engine did not take new weights within {self._deadline_s:g} s") from error
+        finally:
+            self._waiting.discard(loaded)
 
     def parameters(self, policy: str = "current") -> dict[str, torch.Tensor]:
         """Return the engine's own parameters, to compare with the trainer's."""
@@ -181,7 +184,7 @@ class TorchEngine:
             if self._failure is not None:
                 raise EngineError(f"the engine broke: {self._failure}") from self._failure
             if self._closed:
-                return
+                raise EngineError("the engine was closed")
             self._inbox.append(command)
             self._wake.notify()
 
@@ -216,29 +219,23 @@ class TorchEngine:
 
     def _fail_waiting(self, error: EngineError) -> None:
         for future in list(self._waiting):
-            if not future.done():
+            with contextlib.suppress(InvalidStateError):
                 future.set_exception(error)
 
 
 def _resolver(future: Future[Completion]) -> Callable[[Completion], None]:
     def done(completion: Completion) -> None:
-        if not future.done():
+        with contextlib.suppress(InvalidStateError):  # cancelled in this very moment
             future.set_result(completion)
 
     return done
 
 
-def _wait_for(future: Future[Any], seconds: float) -> None:
-    try:
-        future.result(timeout=seconds)
-    except TimeoutError:
-        return
-
-
 def _refuse_unsupported(model: PreTrainedModel, max_context: int) -> None:
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None)
+    default = "full_attention" if window is None else "sliding_attention"
+    kinds = set(getattr(config, "layer_types", None) or [default])
     if "sliding_attention" in kinds and window is not None and max_context > window:
         raise EngineError(
             f"this model attends over a window of {window} tokens and engine.max_context is {max_context}: "

@@ -264,6 +264,7 @@ class WorkWindow:
         """Return everything as JSON values; a batch that is being trained counts as not trained."""
         unfinished = [*self._waiting.values(), *self._in_flight.values()]
         return {
+            "per_step": self._per_step,
             "steps": self._steps,
             "next_id": self._next_id,
             "behind": self._behind,
@@ -283,9 +284,14 @@ class WorkWindow:
         before any new sample is. A group dropped since ``state()`` is tried again too; only groups behind it
         may then be trained later than the bound, by a step for each P of them.
 
-        Raises ``ValueError`` if a group that was finished is not there.
+        Raises ``ValueError`` if a group that was finished is not there, or ``groups_per_step`` is another.
         """
         if state is not None:
+            if state["per_step"] != self._per_step:
+                raise ValueError(
+                    f"the run was begun with {state['per_step']} groups a step, not {self._per_step}: "
+                    "set rollout.groups_per_step back to it."
+                )
             self._steps = int(state["steps"])
             self._next_id = int(state["next_id"])
             self._behind = int(state["behind"])

@@ -27,12 +27,12 @@ from agentrl_train.runtime.models import load_policy
 INTERRUPTED = 130
 
 
-def run(config: RunConfig, *, resume: bool, config_path: Path) -> int:
+def run(config: RunConfig, *, resume: bool) -> int:
     """Train to the end and print what came of it."""
     console = Console()
     outcome = asyncio.run(train(config, resume=resume))
     if outcome.summary is None:
-        again = f"agentrl-train run {config_path} --resume"
+        again = f"agentrl-train run {outcome.folder / 'config.toml'} --resume"
         console.print(f"Stopped after step {outcome.step}; go on with: {again}", soft_wrap=True)
         return INTERRUPTED
     console.print(summary_table(outcome.summary))
@@ -74,7 +74,8 @@ async def _evaluate(config: RunConfig, *, path: str) -> dict[str, Evaluation]:
         environments(config.environments, max_sessions=config.engine.max_sessions) as served,
         policy(config, path=path) as ready,
     ):
-        evaluator = make_evaluator(config, served=served, policy=ready)
+        places = asyncio.Semaphore(config.engine.max_sessions)
+        evaluator = make_evaluator(config, served=served, policy=ready, places=places)
         if evaluator is None:
             raise ConfigError("eval.samples is 0: there is nothing to evaluate")
         return await evaluator()
@@ -123,6 +124,7 @@ async def _sft(config: RunConfig, *, output: Path) -> None:
             ChatFormat(tokenizer),
             split={source.task: source.split for source in served.sources},
             count=settings.traces,
+            max_sessions=config.engine.max_sessions,
         )
     shares = ", ".join(f"{task} {share:.0%}" for task, share in success.items())
     console.print(f"{len(sequences)} expert episodes; success: {shares}", soft_wrap=True)

@@ -8,10 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from agentrl_env.client import EnvClient
+from agentrl_env.errors import AgentRLError
+from agentrl_env.types import SessionStatus, StepResult
 from agentrl_train.batch import pack
 from agentrl_train.engine.chat import ChatFormat
 from agentrl_train.learner import Learner
 from agentrl_train.types import TokenSequence
+
+ENDED = (SessionStatus.COMPLETED, SessionStatus.TRUNCATED_TURNS, SessionStatus.TRUNCATED_TIME)
+"""Ends of an episode that mean something; any other is a failure."""
 
 
 async def expert_sequence(
@@ -37,6 +42,7 @@ async def expert_sequence(
             mask += [0.0] * len(new_ids) + [1.0] * len(said)
             result = await session.step(message)
             if result.final:
+                _require_ended(result)
                 break
             new_ids = chat.reply(result.messages, stopped=True)
     finally:
@@ -54,19 +60,34 @@ async def expert_sequence(
     return sequence, result.metrics.get("success", 0.0) >= 0.5
 
 
+def _require_ended(result: StepResult) -> None:
+    if result.status not in ENDED:
+        raise AgentRLError(f"the expert's session ended as {result.status}: {result.info.get('error')}")
+
+
 async def expert_sequences(
-    clients: Mapping[str, EnvClient], chat: ChatFormat, *, split: Mapping[str, str], count: int
+    clients: Mapping[str, EnvClient],
+    chat: ChatFormat,
+    *,
+    split: Mapping[str, str],
+    count: int,
+    max_sessions: int = 64,
 ) -> tuple[list[TokenSequence], dict[str, float]]:
-    """Play ``count`` episodes of every task; return all sequences and the experts' success by task."""
+    """Play ``count`` episodes of every task; return all sequences and the experts' success by task.
+
+    Raises:
+        AgentRLError: a session failed, or a task has no expert.
+    """
+    places = asyncio.Semaphore(max_sessions)
+
+    async def play(task: str, index: int) -> tuple[TokenSequence, bool]:
+        async with places:
+            return await expert_sequence(clients[task], chat, task=task, split=split[task], index=index)
+
     sequences: list[TokenSequence] = []
     success: dict[str, float] = {}
-    for task, client in clients.items():
-        traces = await asyncio.gather(
-            *(
-                expert_sequence(client, chat, task=task, split=split[task], index=index)
-                for index in range(count)
-            )
-        )
+    for task in clients:
+        traces = await asyncio.gather(*(play(task, index) for index in range(count)))
         sequences += [sequence for sequence, _ in traces]
         success[task] = sum(ok for _, ok in traces) / count
     return sequences, success

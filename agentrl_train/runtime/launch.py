@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
-import signal
-import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -97,52 +96,47 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
         TrainError: whatever is wrong, in one sentence.
     """
     folder = config.run_folder
-    claim_folder(folder, config, resume=resume)
-    checkpoint = load_latest(folder / "checkpoints") if resume else None
     async with AsyncExitStack() as stack:
+        stack.enter_context(claimed(folder, config, resume=resume))
+        checkpoint = load_latest(folder / "checkpoints") if resume else None
         served = await stack.enter_async_context(
             environments(config.environments, max_sessions=config.engine.max_sessions)
         )
         ready = await stack.enter_async_context(policy(config, path=config.model.path))
-        journal = Journal(folder / "journal", step=checkpoint.step if checkpoint else 0)
+        step = checkpoint.step if checkpoint else 0
+        journal = Journal(folder / "journal", step=step)
         stack.callback(journal.close)
+        saved = {group.group_id: group for group in journal.read(step)}
+        saved |= {group.group_id: group for group in (checkpoint.groups if checkpoint else ())}
         log = make_log(config, checkpoint)
         stack.callback(log.close)
+        places = asyncio.Semaphore(config.engine.max_sessions)
         run = Run(
             folder=folder,
             policy=ready,
-            trainer=StepTrainer(learner=ready.learner, publisher=ready.publisher, recipe=make_recipe(config)),
+            trainer=StepTrainer(
+                learner=ready.learner,
+                publisher=ready.publisher,
+                recipe=make_recipe(config),
+                inherited=saved.keys(),
+            ),
             journal=journal,
             log=log,
-            evaluate=make_evaluator(config, served=served, policy=ready),
+            evaluate=make_evaluator(config, served=served, policy=ready, places=places),
             cadence=make_cadence(config),
             checkpoint=checkpoint,
         )
-        run.loop = make_loop(config, served=served, policy=ready, run=run, checkpoint=checkpoint)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, run.interrupt)
+        run.loop = Loop(
+            actor=make_actor(config, served=served, policy=ready, places=places),
+            window=(window := make_window(config, served.sources, checkpoint, saved.keys())),
+            journal=journal,
+            train=run.train_step,
+            pace=make_pace(config),
+            policy_version=int(checkpoint.loop["policy_version"]) if checkpoint else 0,
+            finished=[saved[group_id] for group_id in window.finished],
+            failed=run.count_failed,
+        )
         return await run.run()
-
-
-def make_loop(
-    config: RunConfig, *, served: Served, policy: Policy, run: Run, checkpoint: Checkpoint | None
-) -> Loop:
-    """Return the loop where the checkpoint and the journal left it, or at its beginning."""
-    state = checkpoint.loop if checkpoint else {}
-    groups = {g.group_id: g for g in run.journal.read(checkpoint.step if checkpoint else 0)}
-    groups |= {g.group_id: g for g in (checkpoint.groups if checkpoint else ())}
-    window = make_window(config, served.sources)
-    window.restore(state.get("window"), finished=groups.keys())
-    return Loop(
-        actor=make_actor(config, served=served, policy=policy),
-        window=window,
-        journal=run.journal,
-        train=run.train_step,
-        pace=make_pace(config),
-        policy_version=int(state.get("policy_version", 0)),
-        finished=[groups[i] for i in window.finished],
-        failed=run.count_failed,
-    )
 
 
 def make_log(config: RunConfig, checkpoint: Checkpoint | None) -> MetricsLog:
@@ -158,13 +152,15 @@ def make_log(config: RunConfig, checkpoint: Checkpoint | None) -> MetricsLog:
     )
 
 
-def make_evaluator(config: RunConfig, *, served: Served, policy: Policy) -> Evaluator | None:
+def make_evaluator(
+    config: RunConfig, *, served: Served, policy: Policy, places: asyncio.Semaphore
+) -> Evaluator | None:
     """Return what plays the held-out samples with the current policy, or None if it is off."""
     if not config.eval.samples:
         return None
     return partial(
         evaluate,
-        make_actor(config, served=served, policy=policy, evaluation=True),
+        make_actor(config, served=served, policy=policy, places=places, evaluation=True),
         samples=held_out_samples(served.held_out, config.eval.samples),
         split={task: source.split for task, source in served.held_out.items()},
         seed=EVALUATION_SEED,
@@ -180,22 +176,44 @@ def make_cadence(config: RunConfig) -> Cadence:
         checkpoint_every=config.checkpoint.every,
         keep=config.checkpoint.keep,
         evaluate_every=config.eval.every,
+        temperature=config.engine.temperature,
         tolerance=tolerance(config),
     )
 
 
-def make_window(config: RunConfig, sources: Sequence[TaskSource]) -> WorkWindow:
-    """Return the work window of a run, at its beginning."""
-    return WorkWindow(
+def make_window(
+    config: RunConfig,
+    sources: Sequence[TaskSource],
+    checkpoint: Checkpoint | None,
+    saved: Collection[int],
+) -> WorkWindow:
+    """Return the work window where the checkpoint and the journal left it, or at its beginning.
+
+    Raises:
+        ConfigError: the configuration does not fit the run that is resumed.
+    """
+    window = WorkWindow(
         Mixer(sources, seed=config.run.seed),
         groups_per_step=config.rollout.groups_per_step,
         max_staleness=config.rollout.max_staleness,
         window=config.rollout.window,
         total_steps=config.run.steps,
     )
+    try:
+        window.restore(checkpoint.loop["window"] if checkpoint else None, finished=saved)
+    except ValueError as error:
+        raise ConfigError(f"the run cannot be resumed: {error}") from error
+    return window
 
 
-def make_actor(config: RunConfig, *, served: Served, policy: Policy, evaluation: bool = False) -> Actor:
+def make_actor(
+    config: RunConfig,
+    *,
+    served: Served,
+    policy: Policy,
+    places: asyncio.Semaphore,
+    evaluation: bool = False,
+) -> Actor:
     """Return the actor of a run; for evaluation it samples from the current policy alone."""
     return Actor(
         engine=policy.engine,
@@ -209,7 +227,7 @@ def make_actor(config: RunConfig, *, served: Served, policy: Policy, evaluation:
             episode_s=config.rollout.episode_seconds,
             retries=config.rollout.environment_retries,
         ),
-        max_sessions=config.engine.max_sessions,
+        places=places,
     )
 
 
@@ -240,7 +258,7 @@ def make_pace(config: RunConfig) -> Pace:
         seed=config.run.seed,
         minimum_siblings=min(2, rollout.group_size),
         stall_s=rollout.episode_seconds * (rollout.environment_retries + 1) + 60.0,
-        deadline=time.monotonic() + 60.0 * minutes if minutes else None,
+        limit_s=60.0 * minutes if minutes else None,
     )
 
 
@@ -255,8 +273,9 @@ def held_out_samples(sources: Mapping[str, TaskSource], count: int) -> dict[str,
     return {task: list(range(min(count, source.num_samples or count))) for task, source in sources.items()}
 
 
-def claim_folder(folder: Path, config: RunConfig, *, resume: bool) -> None:
-    """Make the run folder, or take it up again.
+@contextmanager
+def claimed(folder: Path, config: RunConfig, *, resume: bool) -> Iterator[None]:
+    """Make the run folder, or take it up again, and keep other processes out of it.
 
     Raises:
         ConfigError: it is taken, or there is nothing to resume.
@@ -272,4 +291,12 @@ def claim_folder(folder: Path, config: RunConfig, *, resume: bool) -> None:
         raise ConfigError(f"{folder} holds no run to resume: start it without --resume")
     with run_folder_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        write_file(folder / "config.toml", config.to_toml().encode())
+        lock = open(folder / ".lock", "w")  # noqa: SIM115 (held until the run ends)
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another process is running in {folder}: wait for it, or stop it") from None
+        with run_folder_errors(folder):
+            write_file(folder / "config.toml", config.to_toml().encode())
+        yield

@@ -19,7 +19,9 @@ loop is synchronous. Every wait has a deadline; when nothing moves, the run ends
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -30,7 +32,7 @@ from agentrl_train.runtime.journal import Journal
 from agentrl_train.types import Trajectory, TrajectoryGroup
 
 MAX_FAILED_GROUPS = 8
-"""Groups that may fail one after another, none finishing between them, before the run gives up."""
+"""Groups of one task that may fail, none of it finishing between them, before the run gives up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +46,8 @@ class Pace:
     """A group with fewer trajectories left is dropped: there is nothing to compare."""
     stall_s: float = 900.0
     """Longest time without a group finishing."""
-    deadline: float | None = None
-    """``time.monotonic()`` at which the run stops cleanly, whatever the number of steps."""
+    limit_s: float | None = None
+    """Time after which the loop stops cleanly, whatever the number of steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +95,10 @@ class Loop:
         self._failed = failed
         self._finished = {group.group_id: group for group in finished}
         self._playing: dict[asyncio.Task[None], AdmittedGroup] = {}
+        self._deadline = math.inf
         self._changed = asyncio.Event()
         self._stopping = asyncio.Event()
-        self._failed_in_a_row = 0
+        self._failed_in_a_row: Counter[str] = Counter()
 
     @property
     def untrained(self) -> list[TrajectoryGroup]:
@@ -115,6 +118,8 @@ class Loop:
             Stalled: nothing finished for too long.
             TrainError: whatever ``train`` raises.
         """
+        if self._pace.limit_s is not None:
+            self._deadline = time.monotonic() + self._pace.limit_s
         try:
             while not self._over():
                 started = time.monotonic()
@@ -131,8 +136,11 @@ class Loop:
             await self._cancel_playing()
 
     def _over(self) -> bool:
-        late = self._pace.deadline is not None and time.monotonic() >= self._pace.deadline
-        return late or self._stopping.is_set() or self.window.steps >= self._pace.steps
+        return (
+            time.monotonic() >= self._deadline
+            or self._stopping.is_set()
+            or self.window.steps >= self._pace.steps
+        )
 
     async def _train_step(self, step: Step) -> None:
         for group in step.groups:
@@ -156,9 +164,7 @@ class Loop:
             self._raise_broken()
 
     async def _wait(self) -> None:
-        limit = self._pace.stall_s
-        if self._pace.deadline is not None:
-            limit = min(limit, max(0.0, self._pace.deadline - time.monotonic()))
+        limit = min(self._pace.stall_s, max(0.0, self._deadline - time.monotonic()))
         try:
             async with asyncio.timeout(limit):
                 await self._changed.wait()
@@ -203,16 +209,16 @@ class Loop:
             return
         # Blocking on purpose: between the journal and ``_finished`` no checkpoint may be taken.
         self._journal.append(group)
-        self._failed_in_a_row = 0
+        self._failed_in_a_row[group.task] = 0
         self._finished[group.group_id] = group
         self.window.finish(group.group_id)
 
     def _drop(self, admitted: AdmittedGroup, failures: Sequence[Trajectory]) -> None:
-        self._failed_in_a_row += 1
-        if self._failed_in_a_row >= MAX_FAILED_GROUPS:
+        self._failed_in_a_row[admitted.task] += 1
+        if self._failed_in_a_row[admitted.task] >= MAX_FAILED_GROUPS:
             raise EnvironmentUnavailable(
-                f"{self._failed_in_a_row} groups failed one after another, the last of task "
-                f"{admitted.task} with: {failures[-1].error}"
+                f"{MAX_FAILED_GROUPS} groups of task {admitted.task} failed one after another, "
+                f"the last with: {failures[-1].error}"
             )
         self.window.drop(admitted.group_id)
 

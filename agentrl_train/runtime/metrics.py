@@ -25,10 +25,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tensorboardX import SummaryWriter
-
 from agentrl_train.runtime.disk import run_folder_errors, write_file
 from agentrl_train.runtime.progress import Progress
+from agentrl_train.runtime.tensorboard import ScalarWriter
 from agentrl_train.types import Trajectory, TrajectoryGroup, Turn
 
 SHOWN_PER_TASK = 8
@@ -84,12 +83,11 @@ class MetricsLog:
         self._folder = folder
         self._num_trajectories = trajectories
         self._progress = progress
-        self._writer: SummaryWriter | None = None
+        self._scalars = ScalarWriter(folder / "tensorboard") if tensorboard else None
         with run_folder_errors(folder):
             (folder / "trajectories").mkdir(parents=True, exist_ok=True)
-            _drop_later_lines(folder / "metrics.jsonl", after_step=first_step)
-            if tensorboard:
-                self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
+            _drop_later_lines(folder / "metrics.jsonl", after="step", last=first_step)
+            _drop_later_lines(folder / "evaluations.jsonl", after="policy_version", last=first_step)
 
     def log_step(
         self,
@@ -114,10 +112,8 @@ class MetricsLog:
         chosen = _one_of_each(groups, self._num_trajectories)
         if chosen:
             self._write_trajectories(f"step_{step:06d}", chosen)
-        if self._writer is not None:
-            for name, value in _flat(metrics, tasks):
-                if math.isfinite(value):
-                    self._writer.add_scalar(name, value, step)
+        if self._scalars is not None:
+            self._scalars.write(_flat(metrics, tasks), step=step)
         if self._progress is not None:
             self._progress.step(step, elapsed_s=elapsed_s, metrics=metrics, tasks=tasks)
 
@@ -164,9 +160,8 @@ class MetricsLog:
 
     def close(self) -> None:
         """Close the files and the display; idempotent."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._scalars is not None:
+            self._scalars.close()
         if self._progress is not None:
             self._progress.close()
 
@@ -286,8 +281,8 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _drop_later_lines(path: Path, *, after_step: int) -> None:
+def _drop_later_lines(path: Path, *, after: str, last: int) -> None:
     """Forget steps whose weights were lost with an interrupted run, and a torn last line."""
     if path.exists():
-        kept = [line for line in read_jsonl(path) if line["step"] <= after_step]
+        kept = [line for line in read_jsonl(path) if line[after] <= last]
         write_file(path, "".join(json.dumps(line) + "\n" for line in kept).encode())

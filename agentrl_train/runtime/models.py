@@ -36,7 +36,8 @@ def load_policy(path: str, *, device: str = "cpu") -> tuple[PreTrainedModel, Pre
 def copy_of(model: PreTrainedModel, *, dtype: str = "float32") -> PreTrainedModel:
     """Return a copy that an engine can own."""
     copied = copy.deepcopy(model)
-    copied.to(DTYPES[dtype])  # type: ignore[arg-type]
+    for parameter in copied.parameters():  # not the buffers: rotary frequencies need float32
+        parameter.data = parameter.data.to(DTYPES[dtype])
     return copied
 
 
@@ -44,5 +45,8 @@ def _check_place(path: str, device: str) -> None:
     looks_local = path.startswith((".", "/", "~")) or Path(path).exists()
     if looks_local and not (Path(path) / "config.json").is_file():
         raise ConfigError(f"model.path = {path!r} is no model folder: it holds no config.json")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"engine.device = {device!r}, but PyTorch sees no CUDA device: use 'cpu'")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"engine.device = {device!r} cannot be used here: {reason}") from error

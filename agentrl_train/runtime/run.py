@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from agentrl_train.types import SamplingParams, Trajectory
 from agentrl_train.weights import Publisher, disagreement, probe_sequence, require_agreement
 
 logger = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 Evaluator = Callable[[], Awaitable[dict[str, Evaluation]]]
 
@@ -51,6 +55,7 @@ class Cadence:
     checkpoint_every: int
     keep: int
     evaluate_every: int
+    temperature: float
     tolerance: float
 
 
@@ -99,9 +104,11 @@ class Run:
             policy.learner.load_state_dict(checkpoint.learner)
 
     def interrupt(self) -> None:
-        """End the run after the step under way, with a checkpoint to resume from."""
+        """End the run after the step under way, with a checkpoint; a second signal ends it at once."""
         self._interrupted = True
         self.loop.stop()
+        for number in STOP_SIGNALS:
+            asyncio.get_running_loop().remove_signal_handler(number)
 
     def count_failed(self, trajectory: Trajectory) -> None:
         """Note an episode that infrastructure failed to the last."""
@@ -109,6 +116,16 @@ class Run:
         logger.warning("an episode of %s failed: %s", trajectory.sample.task, trajectory.error)
 
     async def run(self) -> Outcome:
+        """Run to the end, or until a signal to stop."""
+        for number in STOP_SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self.interrupt)
+        try:
+            return await self._run()
+        finally:
+            for number in STOP_SIGNALS:
+                asyncio.get_running_loop().remove_signal_handler(number)
+
+    async def _run(self) -> Outcome:
         """Check the weights, evaluate, train, evaluate again, and sum up."""
         version = self.loop.policy_version
         await asyncio.to_thread(
@@ -120,11 +137,11 @@ class Run:
         await self._probe(version)
         if self._fresh:
             await self._evaluate("before")
-            self._checkpoint(step=0)
+            await self._checkpoint(step=0)
         self._mark = time.monotonic()
         await self.loop.run()
         step = self.loop.window.steps
-        self._checkpoint(step=step)
+        await self._checkpoint(step=step)
         summary = None if self._interrupted else await self._sum_up()
         await asyncio.to_thread(write_report, self._folder)
         return Outcome(folder=self._folder, step=step, summary=summary)
@@ -147,6 +164,7 @@ class Run:
         self._trained_tokens += int(told.get("loss_tokens", 0))
         metrics = {**told, **self._speeds(told, waited_s=step.waited_s)}
         metrics["failed_episodes"] = float(self._failed_episodes)
+        metrics["dropped_groups"] = float(self.loop.window.dropped)
         metrics["train_seconds"] = time.monotonic() - started
         self._log.log_step(
             number,
@@ -157,7 +175,7 @@ class Run:
             groups=step.groups,
         )
         if self._due(number, self._cadence.checkpoint_every):
-            self._checkpoint(step=number)
+            await self._checkpoint(step=number)
         if self._due(number, self._cadence.evaluate_every):
             await self._evaluate(f"step {number}")
             self._mark = time.monotonic()
@@ -180,10 +198,14 @@ class Run:
             "engine_idle": max(0.0, 1.0 - spent["busy_s"] / seconds),
         }
 
-    def _checkpoint(self, *, step: int) -> None:
-        """Save everything at this step's boundary: the snapshot and the journal's cut in one breath."""
+    async def _checkpoint(self, *, step: int) -> None:
+        """Save everything at this step's boundary: the snapshot and the journal's cut in one breath.
+
+        Episodes go on while it is written; the parameters do not change, because training waits.
+        """
         self.journal.rotate(step)
-        oldest = save_checkpoint(
+        write = partial(
+            save_checkpoint,
             self._folder / "checkpoints",
             step=step,
             model=(self._policy.learner.model, self._policy.tokenizer),
@@ -198,7 +220,7 @@ class Run:
             groups=self.loop.untrained,
             keep=self._cadence.keep,
         )
-        self.journal.prune(oldest)
+        self.journal.prune(await asyncio.to_thread(write))
 
     async def _evaluate(self, name: str) -> None:
         if self._evaluate_held_out is None:
@@ -214,7 +236,9 @@ class Run:
         """Compare one short completion of the engine with the trainer before anything is played."""
         context = self._policy.chat.opening([Message(role="user", content="probe")], ())
         completion = await self._policy.engine.generate(
-            context, sampling=SamplingParams(max_new_tokens=8), session_key="probe"
+            context,
+            sampling=SamplingParams(max_new_tokens=8, temperature=self._cadence.temperature),
+            session_key="probe",
         )
         self._policy.engine.release("probe")
         sequence = probe_sequence(context, completion)

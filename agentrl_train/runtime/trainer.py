@@ -6,7 +6,7 @@ This is where the pure steps meet; it also takes the measurements that a step's 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,10 +42,23 @@ class Recipe:
 class StepTrainer:
     """Trains on finished groups and publishes the result. Blocking: the loop calls it in a thread."""
 
-    def __init__(self, *, learner: Learner, publisher: Publisher, recipe: Recipe) -> None:
+    def __init__(
+        self,
+        *,
+        learner: Learner,
+        publisher: Publisher,
+        recipe: Recipe,
+        inherited: Collection[int] = frozenset(),
+    ) -> None:
+        """Take what a step needs.
+
+        ``inherited`` are the groups that a resumed run brings along: the versions they name may be of weights
+        that were lost, so their log-probabilities cannot be compared.
+        """
         self.learner = learner
         self._publisher = publisher
         self._recipe = recipe
+        self._inherited = inherited
         self._checked_all = False
 
     def step(self, groups: Sequence[TrajectoryGroup], *, policy_version: int) -> dict[str, float]:
@@ -78,6 +91,8 @@ class StepTrainer:
             skip_zero_advantages=recipe.skip_zero_advantages,
         )
         metrics = self.learner.step(batches) if batches else {}
+        # The learning rate follows steps: a batch with nothing to learn from counts as well.
+        self.learner.num_updates += recipe.minibatches - len(batches)
         started = time.perf_counter()
         self._publisher.publish(self.learner.weights(), policy_version=policy_version)
         return {
@@ -89,14 +104,15 @@ class StepTrainer:
 
     def _check(self, rows: Sequence[TokenSequence], *, version: int) -> float:
         """Compare log-probabilities: all sequences at the first step, afterwards the freshest one."""
-        fresh = [(int((row.versions == version).sum()), row) for row in rows]
+        own = [row for row in rows if row.group_id not in self._inherited]
+        fresh = [(int((row.versions == version).sum()), row) for row in own]
         fresh = [(count, row) for count, row in fresh if count]
+        if not fresh:
+            return 0.0
         if self._checked_all:
             fresh = sorted(fresh, key=lambda pair: -pair[0])[:1]
         self._checked_all = True
         chosen = [row for _, row in fresh]
-        if not chosen:
-            return 0.0
         difference = disagreement(self.learner.logprobs(chosen), chosen, version=version)
         require_agreement(difference, tolerance=self._recipe.tolerance, version=version)
         return difference

@@ -1,5 +1,8 @@
 """A task that a random policy gets different rewards in, for runs that must really train."""
 
+import asyncio
+import random
+
 from agentrl_env import Environment, Reply, tool
 
 
@@ -17,6 +20,7 @@ class Babble(Environment):
         """Do nothing."""
         return "fine"
 
-    def respond(self, text: str) -> Reply:
-        """Reward what is said by its length."""
+    async def respond(self, text: str) -> Reply:
+        """Reward what is said by its length, after a while that differs."""
+        await asyncio.sleep(random.random() * 0.05)
         return Reply("go on", reward=float(len(text) % 3))

@@ -1,3 +1,4 @@
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 
@@ -25,7 +26,7 @@ def make_actor(engine: ScriptedEngine, client: EnvClient, **play: float) -> Acto
         chat=CHAT,
         clients={"countdown": client},
         play=Play(**settings),  # type: ignore[arg-type]
-        max_sessions=4,
+        places=asyncio.Semaphore(4),
     )
 
 
@@ -92,7 +93,6 @@ async def test_an_episode_that_keeps_failing_is_left_out_and_never_a_zero(client
     Countdown.broken_resets = 3
     engine = ScriptedEngine(CHAT, always(DOWN))
     actor = make_actor(engine, client, retries=2)
-    actor._places._value = 1  # one at a time, so that the first sibling meets all three breaks
     group, failures = await actor.group(EPISODE, size=3, group_id=1, admitted_version=0)
     assert [t.reward for t in group.trajectories] == [1.0] * len(group.trajectories)
     assert len(group.trajectories) + len(failures) == 3

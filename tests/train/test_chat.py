@@ -63,7 +63,17 @@ def test_several_calls_get_ids_of_their_own() -> None:
     assert [call.id for call in calls] == ["call_3_0", "call_3_1"]
 
 
-@pytest.mark.parametrize("body", ["{broken", "[1, 2]", '{"name": "a"}', '"text"', "[" * 5000])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{broken",
+        "[1, 2]",
+        '{"name": "a"}',
+        '"text"',
+        "[" * 5000,
+        '{"name": "a", "arguments": {"n": ' + "1" * 5000 + "}}",
+    ],
+)
 def test_a_call_that_cannot_be_read_keeps_its_text_and_has_no_name(body: str) -> None:
     ids = CHAT.tokenizer(f"<tool_call>\n{body}\n</tool_call><|im_end|>", add_special_tokens=False).input_ids
     calls = CHAT.parse(ids, turn=1).tool_calls
@@ -94,4 +104,22 @@ def test_a_template_that_does_not_end_turns_with_eos_is_refused() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }};{% endfor %}"
     with pytest.raises(ConfigError, match="does not end an assistant turn"):
+        ChatFormat(tokenizer)
+
+
+def test_half_a_character_in_a_call_is_replaced_so_that_it_can_be_sent() -> None:
+    text = r'<tool_call>{"name": "\ud83d", "arguments": "\ud83d"}</tool_call>'
+    parsed = CHAT.parse(CHAT.tokenizer(text, add_special_tokens=False).input_ids, turn=1)
+    assert parsed.tool_calls is not None
+    assert parsed.tool_calls[0].function.name == "?"
+    assert parsed.model_dump_json()
+
+
+def test_a_template_that_refuses_tool_messages_is_refused() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+        "<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    with pytest.raises(ConfigError, match="refuses a tool message: no tools"):
         ChatFormat(tokenizer)

@@ -175,7 +175,14 @@ async def test_a_group_with_some_failures_is_trained_with_the_rest(tmp_path: Pat
 
 async def test_an_environment_that_fails_every_group_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     loop = make_loop(tmp_path, FakeActor(survivors=lambda i: 0), Recorder())
-    with pytest.raises(EnvironmentUnavailable, match="8 groups failed one after another.*broken"):
+    with pytest.raises(EnvironmentUnavailable, match=r"8 groups of task a failed one after another.*broken"):
+        await play(loop)
+
+
+async def test_a_task_that_always_fails_is_not_hidden_by_one_that_works(tmp_path: Path) -> None:
+    actor = FakeActor(survivors=lambda i: 4 * (i % 2))  # tasks take turns
+    loop = make_loop(tmp_path, actor, Recorder(), steps=100)
+    with pytest.raises(EnvironmentUnavailable, match="8 groups of task a failed"):
         await play(loop)
 
 
@@ -213,6 +220,6 @@ async def test_stopping_ends_after_the_step_under_way_and_keeps_what_is_finished
 async def test_time_that_is_up_ends_the_run_cleanly(tmp_path: Path) -> None:
     actor = FakeActor(delay=lambda i: 10**9)
     loop = make_loop(tmp_path, actor, Recorder())
-    loop._pace = Pace(steps=10, group_size=4, seed=0, deadline=0.0)
+    loop._pace = Pace(steps=10, group_size=4, seed=0, limit_s=0.0)
     await play(loop)
     assert loop.window.steps == 0

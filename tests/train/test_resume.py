@@ -32,7 +32,8 @@ max_new_tokens = 12
 [rollout]
 groups_per_step = {per_step}
 group_size = 3
-window = 2
+max_staleness = 2
+window = 5
 [train]
 learning_rate = 1e-3
 [checkpoint]

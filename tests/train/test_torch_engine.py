@@ -164,6 +164,14 @@ async def test_closing_fails_what_is_under_way() -> None:
         await task
 
 
+async def test_a_closed_engine_refuses_at_once() -> None:
+    engine = make_engine()
+    await engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        await engine.generate(prompt(1), sampling=SamplingParams(max_new_tokens=2), session_key="a")
+    engine.release("a")
+
+
 async def test_weights_that_lack_a_parameter_break_the_engine_loudly() -> None:
     engine = make_engine()
     with pytest.raises(EngineError, match="lack"):
