@@ -14,6 +14,7 @@ the steps a second it hardly depends on what else the machine does.
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -96,6 +97,9 @@ async def measure(players: Sequence[Player], *, sessions: int, steps: int, secon
             await player.play(warm_up)
         fitting = int(seconds / (perf_counter() - begin) * warm_up)  # opening counted, so rather fewer
         turns = max(1, min(turns, fitting))
+        gc.collect()
+        gc.freeze()  # else a player's own client is collected over and over for the sessions of the others
+        stack.callback(gc.unfreeze)
         order = list(zip(players, tallies, strict=True))
         for _ in range(MAX_ROUNDS):
             begin = perf_counter()
