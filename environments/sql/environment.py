@@ -191,7 +191,7 @@ class Sql(Environment):
         if rng.random() < self.expert_noise:
             call = self._slip(rng)
         elif self.seen is not None:
-            thought = f"{thought}: {self.seen}"
+            thought = f"{thought} in {self.opened}: {self.seen}"
             call = ToolCall.of("answer", value=self.seen)
         elif self.database is not None and not self.tried:
             call = ToolCall.of("query", sql=self.query_text)
@@ -214,7 +214,7 @@ class Sql(Environment):
 
     def _open(self, department):
         self.close()
-        self.database, self.tried = _database(*self.rows[department]), False
+        self.database, self.opened, self.tried = _database(*self.rows[department]), department, False
         self.database.set_progress_handler(self._tick, 1000)
 
     def _run(self, sql):
