@@ -43,6 +43,10 @@ class LoopThread:
             future.cancel()
             raise
 
+    async def arun(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Await a coroutine that runs on the private loop; being cancelled cancels it."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._started()))
+
     def stop(self, grace: float = 2.0) -> None:
         """Cancel what still runs and end the thread, waiting ``grace`` seconds at most."""
         with self._lock:

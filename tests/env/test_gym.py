@@ -12,7 +12,8 @@ from gymnasium.error import ResetNeeded
 from gymnasium.utils.env_checker import check_env
 
 from agentrl_env import Done, EnvClient, Environment, Message, ToolCall, tool
-from agentrl_env.client.gym import GymEnv, as_message
+from agentrl_env.client.gym import GymEnv
+from agentrl_env.client.gym_actions import as_message
 from agentrl_env.errors import EnvironmentFailed, SessionExpired, UnknownSample, UnknownTask
 from agentrl_env.launch.process import ServerProcess
 from agentrl_env.server.pool import SessionPool
@@ -274,7 +275,7 @@ def test_an_expired_session_is_an_error():
     env = GymEnv(client=lambda: EnvClient(pool))
     env.reset(seed=1)
     now[0] = 60.0
-    env._loop.run(pool.expire_idle())
+    env._connection.run(pool.expire_idle())
     with pytest.raises(SessionExpired):
         env.step(call(1))
     env.close()

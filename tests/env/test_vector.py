@@ -1,0 +1,883 @@
+import asyncio
+import json
+import math
+import pickle
+import subprocess
+import sys
+import threading
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.error import AlreadyPendingCallError, ResetNeeded
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl_env import Done, EnvClient, Environment, GymEnv, tool
+from agentrl_env.client.gym_infos import stack_infos
+from agentrl_env.client.vector import GymVectorEnv
+from agentrl_env.errors import (
+    AgentRLError,
+    EnvironmentFailed,
+    ServerUnreachable,
+    SessionExpired,
+    UnknownSample,
+    UnknownTask,
+)
+from agentrl_env.launch.process import ServerProcess
+from agentrl_env.server.pool import SessionPool
+
+ID = "agentrl_env:agentrl/Env-v0"
+MODES = list(AutoresetMode)
+BREAKS = 13
+
+
+class Pick(Environment):
+    """Pick the lucky number, 1 to 3; 13 breaks the environment."""
+
+    max_turns = 3
+    blocking = False
+
+    def reset(self, sample, rng):
+        self.lucky = int(rng.integers(1, 4))
+        return sample.data.get("word", f"Pick. (My word for today: {rng.integers(1000)}.)")
+
+    @tool
+    def pick(self, n: int):
+        """Pick a number."""
+        if n == BREAKS:
+            raise RuntimeError("unlucky")
+        return Done("Yes!", reward=1.0) if n == self.lucky else "No."
+
+
+class Pages(Pick):
+    """Pick, with a data set."""
+
+    @classmethod
+    def samples(cls, split):
+        return [{"word": f"{split}{i}"} for i in range(5)]
+
+
+class Unwilling(Pick):
+    """Pick, unless it does not want to begin."""
+
+    willing = True
+
+    def reset(self, sample, rng):
+        if not Unwilling.willing:
+            raise RuntimeError("not today")
+        return super().reset(sample, rng)
+
+
+class Offline(SessionPool):
+    """A pool that nobody can reach once ``away`` is set."""
+
+    away = False
+
+    async def step(self, *args):
+        if self.away:
+            raise ServerUnreachable("nobody answers")
+        return await super().step(*args)
+
+    async def open(self, request):
+        if self.away:
+            raise ServerUnreachable("nobody answers")
+        return await super().open(request)
+
+
+def call(n):
+    return {"name": "pick", "arguments": {"n": n}}
+
+
+def assert_same(left, right):
+    """Assert that two results are equal, types of arrays included."""
+    assert type(left) is type(right)
+    if isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_same(left[key], right[key])
+    elif isinstance(left, tuple | list):
+        assert len(left) == len(right)
+        for one, other in zip(left, right, strict=True):
+            assert_same(one, other)
+    elif isinstance(left, np.ndarray):
+        assert (left.dtype, left.shape) == (right.dtype, right.shape)
+        assert_same(left.tolist(), right.tolist())
+    else:
+        assert left == right
+
+
+@pytest.fixture(scope="module")
+def server():
+    with ServerProcess(f"{__file__}:Pick", f"{__file__}:Pages", token="s3cret") as server:
+        yield server
+
+
+@pytest.fixture
+def make():
+    """Make vector environments that are closed in the end."""
+    made = []
+
+    def make(num_envs=3, environment=Pick, **options):
+        options = options if {"url", "client"} & options.keys() else {**options, "client": environment.local}
+        made.append(GymVectorEnv(num_envs, **options))
+        return made[-1]
+
+    yield make
+    for env in made:
+        env.close()
+
+
+class Pairs:
+    """For each number and mode, our environment beside Gymnasium's own vector of single ones."""
+
+    def __init__(self, **where):
+        self._where = where
+        self._made = {}
+
+    def get(self, num_envs, mode):
+        if (num_envs, mode) not in self._made:
+            singles = [lambda: GymEnv(**self._where)] * num_envs
+            ours = GymVectorEnv(num_envs, autoreset_mode=mode, **self._where)
+            self._made[num_envs, mode] = ours, SyncVectorEnv(singles, autoreset_mode=mode)
+        return self._made[num_envs, mode]
+
+    def close(self):
+        for env in sum(self._made.values(), ()):
+            env.close()
+
+
+@pytest.fixture(scope="module")
+def local_pairs():
+    pairs = Pairs(client=Pick.local)
+    yield pairs
+    pairs.close()
+
+
+@pytest.fixture(scope="module")
+def remote_pairs(server):
+    pairs = Pairs(url=server.url, token=server.token, task="pick")
+    yield pairs
+    pairs.close()
+
+
+actions = st.one_of(st.integers(0, 4).map(call), st.sampled_from(["Let me think.", {"name": "fly"}, None]))
+SEEDS = st.integers(0, 2**40)
+
+
+@st.composite
+def runs(draw):
+    num_envs = draw(st.integers(1, 3))
+    each = st.lists(SEEDS | st.none(), min_size=num_envs, max_size=num_envs)
+    turns = st.lists(
+        st.tuples(st.tuples(*[actions] * num_envs), st.none() | SEEDS | each), min_size=1, max_size=9
+    )
+    return num_envs, draw(st.sampled_from(MODES)), draw(SEEDS), draw(turns)
+
+
+def assert_runs_are_the_same(pairs, run):
+    num_envs, mode, seed, turns = run
+    ours, theirs = pairs.get(num_envs, mode)
+    assert_same(ours.reset(seed=seed), theirs.reset(seed=seed))
+    for each, next_seed in turns:
+        left, right = ours.step(each), theirs.step(each)
+        assert_same(left, right)
+        over = left[2] | left[3]
+        if mode is AutoresetMode.DISABLED and over.any():
+            left, right = (
+                env.reset(seed=next_seed, options={"reset_mask": over.copy()}) for env in (ours, theirs)
+            )
+            assert_same(left, right)
+        assert ours.np_random_seed == theirs.np_random_seed
+
+
+@settings(max_examples=150, deadline=None)
+@given(runs())
+def test_it_does_what_gymnasiums_own_vector_of_single_environments_does(local_pairs, run):
+    assert_runs_are_the_same(local_pairs, run)
+
+
+@settings(max_examples=25, deadline=None)
+@given(runs())
+def test_it_does_the_same_over_http(remote_pairs, run):
+    assert_runs_are_the_same(remote_pairs, run)
+
+
+def test_local_and_remote_episodes_are_the_same(server, make):
+    local, remote = make(), make(url=server.url, token=server.token, task="pick")
+    assert_same(local.reset(seed=4), remote.reset(seed=4))
+    assert_same(local.step([call(0)] * 3), remote.step([call(0)] * 3))
+
+
+@pytest.mark.parametrize("where", ["local", "remote"])
+def test_256_sessions_are_played_at_once(where, server, make):
+    remote = {"url": server.url, "token": server.token, "task": "pick"}
+    env = make(256, **(remote if where == "remote" else {}))
+    conversations, infos = env.reset(seed=0)
+    assert infos["seed"].tolist() == list(range(256))
+    first = env.step([call(1)] * 256)
+    assert conversations == env.reset(seed=0)[0]
+    assert_same(first, env.step([call(1)] * 256))
+    assert 0 < first[1].sum() < 256
+
+
+def test_all_steps_of_a_call_leave_together(make):
+    class Gathering(SessionPool):
+        """A pool whose steps wait until 100 have been asked for."""
+
+        barrier = asyncio.Barrier(100)
+
+        async def step(self, *args):
+            async with asyncio.timeout(10):
+                await self.barrier.wait()
+            return await super().step(*args)
+
+    env = make(100, client=lambda: EnvClient(Gathering([Pick])))
+    env.reset(seed=0)
+    assert env.step([call(0)] * 100)[1].tolist() == [0.0] * 100
+
+
+def test_the_types_are_gymnasiums(make):
+    env = make(2)
+    assert isinstance(env, VectorEnv)
+    conversations, _ = env.reset(seed=0)
+    assert conversations in env.observation_space
+    conversations, rewards, terminated, truncated, infos = env.step(env.action_space.sample())
+    assert conversations in env.observation_space
+    assert isinstance(conversations, tuple)
+    assert (rewards.dtype, terminated.dtype, truncated.dtype) == (np.float64, np.bool_, np.bool_)
+    assert rewards.shape == terminated.shape == truncated.shape == (2,)
+    assert infos["metrics"]["_invalid_calls"].tolist() == [True, True]
+
+
+def test_the_spaces_are_those_of_the_single_environment(make):
+    env, single = make(2), Pick.gym()
+    assert env.single_action_space == single.action_space
+    assert env.single_observation_space == single.observation_space
+    assert [space == single.action_space for space in env.action_space] == [True, True]
+    env.action_space.seed(1)
+    assert env.action_space.sample() in env.action_space
+    single.close()
+
+
+def test_what_is_returned_is_the_callers_to_keep(make):
+    env = make(1)
+    conversations, _ = env.reset(seed=0)
+    kept = json.dumps(conversations)
+    _, rewards, terminated, *_ = env.step([call(0)])
+    assert json.dumps(conversations) == kept
+    conversations[0][0]["content"] = "changed"
+    rewards[0], terminated[0] = 9.0, True
+    conversations, rewards, terminated, *_ = env.step([call(0)])
+    assert conversations[0][0]["content"] != "changed"
+    assert (rewards[0], terminated[0]) == (0.0, False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("form", [lambda mode: mode, lambda mode: mode.value])
+def test_make_vec_finds_it(mode, form, server):
+    env = gymnasium.make_vec(
+        ID,
+        num_envs=8,
+        url=server.url,
+        token=server.token,
+        task="pick",
+        autoreset_mode=form(mode),
+        vectorization_mode="vector_entry_point",
+    )
+    assert isinstance(env, GymVectorEnv)
+    assert env.metadata["autoreset_mode"] is mode
+    assert len(env.reset(seed=1)[0]) == 8
+    env.close()
+
+
+def test_make_vec_takes_it_by_default_and_its_autoreset_is_disabled():
+    env = gymnasium.make_vec(ID, num_envs=2, url="http://127.0.0.1:9", task="pick")
+    assert isinstance(env, GymVectorEnv)
+    assert env.metadata["autoreset_mode"] is AutoresetMode.DISABLED
+    assert "http://127.0.0.1:9" in env.spec.to_json()
+    assert "autoreset_mode" not in GymVectorEnv.metadata
+    env.close()
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_gymnasiums_vector_wrappers_work(mode, make):
+    env = RecordEpisodeStatistics(make(2, autoreset_mode=mode))
+    env.reset(seed=0)
+    for _ in range(3):
+        infos = env.step([call(0)] * 2)[-1]
+    assert infos["episode"]["l"].tolist() == [3, 3]
+
+
+# Seeds
+
+
+def words(conversations):
+    return [conversation[0]["content"] for conversation in conversations]
+
+
+def test_an_int_seeds_environment_i_with_seed_plus_i(make):
+    env = make(3)
+    first = words(env.reset(seed=7)[0])
+    assert env.np_random_seed == (7, 8, 9)
+    for i in range(3):
+        assert words(make(1).reset(seed=7 + i)[0]) == [first[i]]
+
+
+@pytest.mark.parametrize("form", [list, tuple, np.array])
+def test_a_list_seeds_each(form, make):
+    env = make(3)
+    assert env.reset(seed=form([5, 3, 5]))[1]["seed"].tolist() == [5, 3, 5]
+
+
+def test_none_goes_on_with_each_stream(make):
+    def run(env):
+        first = env.reset(seed=7)[1]["seed"].tolist()
+        return [first] + [env.reset()[1]["seed"].tolist() for _ in range(2)]
+
+    env = make(2)
+    assert run(env) == run(env) == run(make(2))
+    assert len({seed for seeds in run(env) for seed in seeds}) == 6
+
+
+def test_none_in_a_list_leaves_that_stream_alone(make):
+    env, other = make(2), make(2)
+    env.reset(seed=[1, 2])
+    other.reset(seed=[1, 9])
+    assert env.reset(seed=[None, 5])[1]["seed"][0] == other.reset()[1]["seed"][0]
+    assert env.np_random_seed == (1, 5)
+
+
+def test_the_stream_of_one_is_not_moved_by_resets_of_another(make):
+    env, other = make(2), make(2)
+    for vector in (env, other):
+        vector.reset(seed=3)
+    for _ in range(3):
+        env.reset(options={"reset_mask": np.array([True, False])})
+    only_second = {"reset_mask": np.array([False, True])}
+    assert env.reset(options=only_second)[1]["seed"][1] == other.reset(options=only_second)[1]["seed"][1]
+
+
+@pytest.mark.parametrize("seed", [[1, 2], [1, 2, 3, 4], [1, 2, "3"], 1.5, -1, [0, 0, -1]])
+def test_bad_seeds_are_refused_and_change_nothing(seed, make):
+    env = make(3)
+    before = env.reset(seed=1)
+    with pytest.raises((ValueError, TypeError, gymnasium.error.Error)):
+        env.reset(seed=seed)
+    assert env.np_random_seed == (1, 2, 3)
+    assert env.running.all()
+    assert_same(env.reset(seed=1), before)
+
+
+# Choosing what to reset, and to what
+
+
+def test_a_mask_resets_those_alone(make):
+    env = make(3)
+    env.reset(seed=0)
+    before, *_ = env.step([call(0)] * 3)
+    after, infos = env.reset(seed=[None, 5, None], options={"reset_mask": np.array([False, True, False])})
+    assert (after[0], after[2]) == (before[0], before[2])
+    assert len(after[1]) == 1
+    assert infos["_seed"].tolist() == [False, True, False]
+    assert infos["seed"][1] == 5
+    assert [len(conversation) for conversation in env.step([call(0)] * 3)[0]] == [5, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("mask", "error"),
+    [
+        ([True, False, False], TypeError),
+        (np.array([1, 0, 0]), TypeError),
+        (np.array([True, False]), ValueError),
+        (np.array([[True, False, False]]), ValueError),
+        (np.zeros(3, dtype=bool), ValueError),
+    ],
+)
+def test_a_bad_mask_is_refused(mask, error, make):
+    env = make(3)
+    env.reset(seed=0)
+    with pytest.raises(error, match="reset_mask"):
+        env.reset(options={"reset_mask": mask})
+    assert env.running.all()
+
+
+def test_options_choose_the_sample_for_all_or_for_each(make):
+    env = make(3, Pages, split="test")
+    assert words(env.reset(options={"index": 2})[0]) == ["test2"] * 3
+    assert words(env.reset(options={"index": [0, 0, 4]})[0]) == ["test0", "test0", "test4"]
+    assert words(env.reset(options={"index": np.array([1, 2, 3])})[0]) == ["test1", "test2", "test3"]
+    assert words(env.reset(options={"index": 1, "split": ["train", "test", None]})[0]) == [
+        "train1",
+        "test1",
+        "test1",
+    ]
+    assert words(env.reset(options={"sample": {"word": "own"}})[0]) == ["own"] * 3
+    mine = [{"word": "a"}, None, {"word": "c"}]
+    first, chosen, third = words(env.reset(seed=1, options={"sample": mine})[0])
+    assert (first, third) == ("a", "c")
+    assert chosen.startswith("test")
+    mask = np.array([False, False, True])
+    options = {"reset_mask": mask, "index": [0, 0, 4]}
+    assert words(env.reset(options=options)[0]) == [first, chosen, "test4"]
+    assert options == {"reset_mask": mask, "index": [0, 0, 4]}, "the caller's options were changed"
+
+
+def test_siblings_of_one_sample_see_the_same_problem(make):
+    env = make(4)
+    first, second, third, fourth = words(env.reset(options={"index": [1, 1, 2, 2]})[0])
+    assert first == second != third == fourth
+
+
+@pytest.mark.parametrize("options", [{"indx": 3}, {"index": [0, 1]}, {"index": np.zeros(4, dtype=int)}])
+def test_bad_options_are_refused(options, make):
+    env = make(3, Pages)
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match="option"):
+        env.reset(options=options)
+    assert env.running.all()
+
+
+def test_a_reset_that_fails_for_one_says_for_which_and_leaves_the_others_running(make):
+    env = make(3, Pages)
+    with pytest.raises(UnknownSample) as raised:
+        env.reset(options={"index": [0, 9, 1]})
+    assert raised.value.__notes__ == ["This is environment 1 of 3."]
+    assert env.running.tolist() == [True, False, True]
+    with pytest.raises(ResetNeeded, match=r"\[1\]"):
+        env.step([call(0)] * 3)
+    conversations, _ = env.reset(options={"reset_mask": ~env.running, "index": 2})
+    assert words(conversations) == ["train0", "train2", "train1"]
+    env.step([call(0)] * 3)
+
+
+# Autoreset
+
+
+def test_with_autoreset_disabled_an_ended_episode_must_be_reset(make):
+    env = make(2)
+    env.reset(seed=0)
+    for _ in range(3):
+        *_, truncated, _ = env.step([call(0)] * 2)
+    assert truncated.all()
+    env.reset(options={"reset_mask": np.array([True, False])})
+    with pytest.raises(ResetNeeded, match=r"\[1\]"):
+        env.step([call(0)] * 2)
+    conversations, _ = env.reset(options={"reset_mask": ~env.running})
+    assert [len(conversation) for conversation in conversations] == [1, 1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_before_the_first_reset_is_refused(mode, make):
+    env = make(2, autoreset_mode=mode)
+    with pytest.raises(ResetNeeded, match=r"\[0, 1\]"):
+        env.step([call(0)] * 2)
+
+
+@pytest.mark.parametrize("given", [[], [call(0)], [call(0)] * 3, call(0), "ab", b"ab"])
+def test_there_must_be_one_action_for_each(given, make):
+    env = make(2)
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match="one action for each of 2"):
+        env.step(given)
+    assert env.running.all()
+    assert len(env.step([call(0)] * 2)[0][0]) == 3
+
+
+# Failures
+
+
+def assert_lost(results, i, kind):
+    _, rewards, terminated, truncated, infos = results
+    assert math.isnan(rewards[i])
+    assert (terminated[i], truncated[i]) == (False, True)
+    assert infos["failed"][i]
+    assert isinstance(infos["error"][i], kind)
+
+
+@pytest.mark.parametrize("where", ["local", "remote"])
+def test_a_lost_episode_has_no_reward_and_leaves_the_others_alone(where, server, make):
+    remote = {"url": server.url, "token": server.token, "task": "pick"}
+    env = make(3, **(remote if where == "remote" else {}))
+    before, _ = env.reset(seed=0)
+    results = env.step([call(0), call(BREAKS), call(0)])
+    assert_lost(results, 1, EnvironmentFailed)
+    conversations, rewards, terminated, truncated, infos = results
+    assert conversations[1] == before[1]
+    assert rewards[[0, 2]].tolist() == [0.0, 0.0]
+    assert not terminated.any()
+    assert truncated.tolist() == infos["failed"].tolist() == infos["_error"].tolist() == [False, True, False]
+    assert infos["status"].tolist() == ["running", "failed_environment", "running"]
+    assert infos["metrics"]["_invalid_calls"].tolist() == [True, False, True]
+    assert "unlucky" in str(infos["error"][1])
+    with pytest.raises(ResetNeeded, match=r"\[1\]"):
+        env.step([call(0)] * 3)
+    env.reset(options={"reset_mask": truncated})
+    assert "failed" not in env.step([call(0)] * 3)[-1]
+
+
+def test_all_episodes_may_break_without_an_exception(make):
+    env = make(2)
+    env.reset(seed=0)
+    results = env.step([call(BREAKS)] * 2)
+    for i in range(2):
+        assert_lost(results, i, EnvironmentFailed)
+
+
+def test_next_step_goes_on_after_a_lost_episode(make):
+    env = make(2, autoreset_mode="NextStep")
+    env.reset(seed=0)
+    assert_lost(env.step([call(BREAKS), call(0)]), 0, EnvironmentFailed)
+    conversations, rewards, terminated, truncated, infos = env.step([call(0)] * 2)
+    assert [len(conversation) for conversation in conversations] == [1, 5]
+    assert rewards.tolist() == [0.0, 0.0]
+    assert not (terminated | truncated).any()
+    assert infos["_seed"].tolist() == [True, False]
+
+
+def test_same_step_goes_on_after_a_lost_episode(make):
+    env = make(2, autoreset_mode="SameStep")
+    before, _ = env.reset(seed=0)
+    conversations, rewards, _, truncated, infos = env.step([call(BREAKS), call(0)])
+    assert [len(conversation) for conversation in conversations] == [1, 3]
+    assert np.isnan(rewards).tolist() == truncated.tolist() == [True, False]
+    assert infos["final_obs"][0] == before[0]
+    assert infos["final_info"]["failed"].tolist() == [True, False]
+    assert isinstance(infos["final_info"]["error"][0], EnvironmentFailed)
+    assert "failed" not in infos
+    env.step([call(0)] * 2)
+
+
+@pytest.fixture
+def unwilling():
+    yield Unwilling
+    Unwilling.willing = True
+
+
+def test_next_step_tries_again_where_no_episode_can_be_opened(unwilling, make):
+    env = make(2, unwilling, autoreset_mode="NextStep")
+    env.reset(seed=0)
+    env.step([call(BREAKS), call(0)])
+    unwilling.willing = False
+    for _ in range(2):
+        results = env.step([call(0)] * 2)
+        assert_lost(results, 0, EnvironmentFailed)
+        assert results[0][0] == ()
+    unwilling.willing = True
+    conversations, rewards, *_, infos = env.step([call(0)] * 2)
+    assert len(conversations[0]) == 1
+    assert rewards[0] == 0.0
+    assert infos["_seed"].tolist() == [True, True]
+
+
+def test_same_step_keeps_the_outcome_of_an_episode_whose_successor_cannot_be_opened(unwilling, make):
+    env = make(2, unwilling, autoreset_mode="SameStep")
+    env.reset(seed=0)
+    for _ in range(2):
+        env.step([call(0)] * 2)
+    unwilling.willing = False
+    conversations, rewards, _, truncated, infos = env.step([call(0)] * 2)
+    assert rewards.tolist() == [0.0, 0.0]
+    assert truncated.all()
+    assert infos["final_info"]["status"].tolist() == ["truncated_turns"] * 2
+    assert conversations == ((), ())
+    assert infos["failed"].all()
+    unwilling.willing = True
+    conversations, rewards, _, truncated, infos = env.step([call(0)] * 2)
+    assert np.isnan(rewards).all()
+    assert truncated.all()
+    assert all(isinstance(error, EnvironmentFailed) for error in infos["final_info"]["error"])
+    assert [len(conversation) for conversation in conversations] == [1, 1]
+    assert not np.isnan(env.step([call(0)] * 2)[1]).any()
+
+
+def test_an_expired_session_is_lost():
+    now = [0.0]
+    pool = SessionPool([Pick], lease_s=5.0, clock=lambda: now[0])
+    env = GymVectorEnv(2, client=lambda: EnvClient(pool))
+    env.reset(seed=0)
+    now[0] = 60.0
+    env._connection.run(pool.expire_idle())
+    results = env.step([call(0)] * 2)
+    for i in range(2):
+        assert_lost(results, i, SessionExpired)
+    assert results[-1]["status"].tolist() == ["expired", "expired"]
+    env.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_where_nobody_answers_at_all_it_is_raised(mode, make):
+    pool = Offline([Pick])
+    env = make(2, client=lambda: EnvClient(pool), autoreset_mode=mode)
+    first = env.reset(seed=0)
+    pool.away = True
+    with pytest.raises(ServerUnreachable):
+        env.step([call(0)] * 2)
+    assert not env.running.any()
+    with pytest.raises(ResetNeeded):
+        env.step([call(0)] * 2)
+    with pytest.raises(ServerUnreachable):
+        env.reset(seed=0)
+    pool.away = False
+    assert_same(env.reset(seed=0), first)
+
+
+def test_a_lost_answer_ends_the_episode_so_that_no_action_gets_the_answer_of_another():
+    class Forgetful(SessionPool):
+        """A pool whose second answer is lost."""
+
+        async def step(self, session_id, seq, message):
+            result = await super().step(session_id, seq, message)
+            if self.metrics.steps["pick"] == 2:
+                raise ServerUnreachable("the connection broke")
+            return result
+
+    env = GymVectorEnv(2, client=lambda: EnvClient(Forgetful([Pick])))
+    env.reset(seed=0)
+    assert_lost(env.step([call(0)] * 2), 1, ServerUnreachable)
+    assert env.running.tolist() == [True, False]
+    env.close()
+
+
+def test_closing_does_not_depend_on_a_server_that_is_gone(make):
+    class Gone(SessionPool):
+        async def close_session(self, session_id):
+            raise ServerUnreachable("nobody answers")
+
+    env = make(2, client=lambda: EnvClient(Gone([Pick])))
+    env.reset(seed=0)
+    env.close()
+    assert not env.running.any()
+
+
+# Life and death
+
+
+def test_nothing_connects_before_the_first_use():
+    env = GymVectorEnv(2, "http://127.0.0.1:9", "pick")
+    assert env.render() is None
+    env.close()
+
+
+def test_close_is_idempotent_and_reset_connects_again(make):
+    env = make(2)
+    env.close()
+    first = env.reset(seed=1)
+    assert not env.closed
+    env.close()
+    env.close()
+    assert env.closed
+    with pytest.raises(ResetNeeded):
+        env.step([call(0)] * 2)
+    assert_same(env.reset(seed=1), first)
+
+
+def test_close_ends_the_sessions(server):
+    async def open_sessions():
+        pool = SessionPool([Pick])
+        env = GymVectorEnv(4, client=lambda: EnvClient(pool))
+        await env.areset(seed=0)
+        before = pool.open_sessions
+        await env.areset(seed=0)
+        again = pool.open_sessions
+        await env.aclose()
+        return before, again, pool.open_sessions
+
+    assert asyncio.run(open_sessions()) == (4, 4, 0)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_it_can_be_pickled_before_and_after_use(used, server, make):
+    env = make(2, url=server.url, token=server.token, task="pick", autoreset_mode="SameStep")
+    env.reset(seed=1)
+    if used:
+        env.action_space.sample()
+        env.step([call(0)] * 2)
+    copy = pickle.loads(pickle.dumps(env))
+    assert copy.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+    with pytest.raises(ResetNeeded):
+        copy.step([call(0)] * 2)
+    assert_same(copy.reset(), env.reset())
+    copy.close()
+
+
+def test_a_forked_process_connects_for_itself(server):
+    code = f"""
+import os, warnings
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+from agentrl_env.client.vector import GymVectorEnv
+env = GymVectorEnv(2, {server.url!r}, "pick", token={server.token!r})
+first, _ = env.reset(seed=1)
+calls = [{{"name": "pick", "arguments": {{"n": 0}}}}] * 2
+child = os.fork()
+if child == 0:
+    try:
+        env.step(calls)
+    except Exception as error:
+        print(type(error).__name__, env.reset(seed=1)[0] == first, flush=True)
+    env.close()
+    os._exit(0)
+os.waitpid(child, 0)
+print(env.step(calls)[0][0][-1]["content"])
+env.close()
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "ResetNeeded True\nNo.\n", ran.stderr
+    assert ran.stderr == ""
+
+
+def test_bad_constructor_arguments_are_refused(server):
+    with pytest.raises(ValueError, match="either url="):
+        GymVectorEnv(2)
+    with pytest.raises(ValueError, match="at least 1"):
+        GymVectorEnv(0, client=Pick.local)
+    with pytest.raises(ValueError, match="render mode 'human'"):
+        GymVectorEnv(2, client=Pick.local, render_mode="human")
+    with pytest.raises(ValueError, match="'Never'"):
+        GymVectorEnv(2, client=Pick.local, autoreset_mode="Never")
+    env = GymVectorEnv(2, server.url, token=server.token)
+    with pytest.raises(UnknownTask, match="pick, pages"):
+        env.reset()
+    env.close()
+
+
+def test_render_gives_each_conversation_as_text(make):
+    env = make(2, render_mode="ansi")
+    env.reset(seed=0)
+    env.step([call(0), "Hm."])
+    first, second = env.render()
+    assert first.splitlines()[1:] == ["assistant: pick(n=0)", "tool: No."]
+    assert second.splitlines()[1] == "assistant: Hm."
+
+
+# On an event loop
+
+
+def test_coroutines_do_what_the_methods_do(server, make):
+    env, other = make(3), make(3)
+
+    async def trainer():
+        reset = await env.areset(seed=3)
+        return reset, await env.astep([call(1), call(2), call(3)])
+
+    assert_same(asyncio.run(trainer()), (other.reset(seed=3), other.step([call(1), call(2), call(3)])))
+
+
+def test_it_works_where_an_event_loop_runs_already(make):
+    env = make(2)
+
+    async def cell_of_a_notebook():
+        env.reset(seed=1)
+        return env.step([call(0)] * 2)
+
+    assert len(asyncio.run(cell_of_a_notebook())[0]) == 2
+
+
+class Stalling(SessionPool):
+    """A pool whose steps do not end."""
+
+    def __init__(self):
+        super().__init__([Pick])
+        self.stepping = threading.Event()
+
+    async def step(self, *args):
+        self.stepping.set()
+        await asyncio.Event().wait()
+
+
+@pytest.fixture
+def stalling(make):
+    """Return an environment, and a function that has a step under way."""
+    pool = Stalling()
+    env = make(2, client=lambda: EnvClient(pool))
+
+    async def begin():
+        await env.areset(seed=0)
+        step = asyncio.create_task(env.astep([call(0)] * 2))
+        await asyncio.to_thread(pool.stepping.wait, 10)
+        return step
+
+    return env, begin
+
+
+def test_a_second_call_while_one_is_under_way_is_refused(stalling):
+    env, begin = stalling
+
+    async def trainer():
+        step = await begin()
+        with pytest.raises(AlreadyPendingCallError, match=r"reset\(\) was called while step"):
+            await env.areset(seed=1)
+        with pytest.raises(AlreadyPendingCallError, match=r"step\(\) was called while step"):
+            await env.astep([call(0)] * 2)
+        assert not step.done()
+        step.cancel()
+        await asyncio.wait([step])
+
+    asyncio.run(trainer())
+
+
+def test_a_cancelled_step_ends_the_episodes_and_reset_goes_on(stalling):
+    env, begin = stalling
+
+    async def trainer():
+        step = await begin()
+        step.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        with pytest.raises(ResetNeeded):
+            await env.astep([call(0)] * 2)
+        return await env.areset(seed=1)
+
+    assert asyncio.run(trainer())[1]["seed"].tolist() == [1, 2]
+
+
+# Infos
+
+
+values = st.recursive(
+    st.sampled_from([1, 2**62, 2.5, True, "word", None]) | st.just([1, 2]),
+    lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from("abcd"), values, max_size=4), min_size=1, max_size=4))
+def test_stacked_infos_lose_nothing(infos):
+    def one(stacked, i):
+        return {
+            key: one(array, i) if isinstance(array, dict) else array[i]
+            for key, array in stacked.items()
+            if f"_{key}" in stacked and stacked[f"_{key}"][i]
+        }
+
+    stacked = stack_infos(infos)
+    assert [one(stacked, i) for i in range(len(infos))] == infos
+
+
+def schema_like(kind):
+    return st.fixed_dictionaries({"count": kind, "inner": st.fixed_dictionaries({"word": st.text()})})
+
+
+@pytest.mark.parametrize("kind", [st.integers(-9, 9), st.floats(allow_nan=False), st.booleans(), st.text()])
+def test_infos_of_one_form_are_stacked_as_gymnasium_does(kind):
+    @settings(max_examples=20)
+    @given(st.lists(schema_like(kind) | st.just({}), min_size=1, max_size=4))
+    def check(infos):
+        env, theirs = VectorEnv(), {}
+        env.num_envs = len(infos)
+        for i, info in enumerate(infos):
+            theirs = env._add_info(theirs, info, i)
+        assert_same(stack_infos(infos), theirs)
+
+    check()
+
+
+def test_every_loss_is_one_of_the_packages_errors(make):
+    env = make(1)
+    env.reset(seed=0)
+    infos = env.step([call(BREAKS)])[-1]
+    with pytest.raises(AgentRLError, match="unlucky"):
+        raise infos["error"][0]
