@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-NAME ?= quickstart
 ARGS ?=
+# The first of quickstart, quickstart-2, quickstart-3 ... that is not taken.
+NAME ?= $(shell name=quickstart; i=2; while [ -e runs/$$name ]; do name=quickstart-$$i; i=$$((i+1)); done; echo $$name)
 
 .PHONY: setup train test lint bench clean
 
