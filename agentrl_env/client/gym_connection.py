@@ -99,6 +99,11 @@ class Connection:
         """Return the task's name. Raises UnknownTask where none was given and there are several."""
         return self._task or (await self.task_info()).name
 
+    async def ready(self) -> None:
+        """Do once what many would do at the same time: make the client, find the task."""
+        await self.client()
+        await self.task()
+
     async def _disconnect(self, client: EnvClient, goodbye: Callable[[], Awaitable[None]]) -> None:
         try:
             await goodbye()

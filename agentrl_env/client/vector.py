@@ -216,6 +216,7 @@ class GymVectorEnv(VectorEnv[Conversations, Sequence[Any], npt.NDArray[Any]]):
         async with self._alone("reset"):
             choices = self._choices(seed, dict(options or {}))
             self.closed = False
+            await self._connection.ready()
             for i in choices:
                 self._due.pop(i, None)
             begun = await _all_of(self._begin(i, choice) for i, choice in choices.items())

@@ -2,6 +2,7 @@ import asyncio
 import json
 import math
 import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -17,13 +18,16 @@ from hypothesis import strategies as st
 
 from agentrl_env import Done, EnvClient, Environment, GymEnv, tool
 from agentrl_env.client.gym_infos import stack_infos
+from agentrl_env.client.http import HttpBackend
 from agentrl_env.client.vector import GymVectorEnv
 from agentrl_env.errors import (
     AgentRLError,
     EnvironmentFailed,
+    ServerFull,
     ServerUnreachable,
     SessionExpired,
     UnknownSample,
+    UnknownSession,
     UnknownTask,
 )
 from agentrl_env.launch.process import ServerProcess
@@ -652,7 +656,69 @@ def test_closing_does_not_depend_on_a_server_that_is_gone(make):
     assert not env.running.any()
 
 
+def test_it_goes_on_after_a_restart_of_the_server():
+    server = ServerProcess(f"{__file__}:Pick", port=free_port())
+    with server:
+        env = GymVectorEnv(2, client=lambda: EnvClient(HttpBackend(server.url, patience=0.1)))
+        first = env.reset(seed=0)
+        server.stop()
+        with pytest.raises(ServerUnreachable):
+            env.step([call(0)] * 2)
+        server.start()
+        assert_same(env.reset(seed=0), first)
+        server.stop()
+        server.start()
+        results = env.step([call(0)] * 2)
+        for i in range(2):
+            assert_lost(results, i, UnknownSession)
+        assert_same(env.reset(seed=0), first)
+        env.close()
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def test_a_server_with_exactly_as_many_places_is_enough(make):
+    env = make(4, client=lambda: Pick.local(max_sessions=4))
+    for _ in range(3):
+        env.reset(seed=0)
+        env.step([call(0)] * 4)
+    assert env.running.any()
+
+
+def test_a_server_with_too_few_places_is_an_error(make):
+    env = make(4, client=lambda: Pick.local(max_sessions=3), wait=0.0)
+    with pytest.raises(ServerFull):
+        env.reset(seed=0)
+    assert env.running.sum() == 3
+
+
 # Life and death
+
+
+def test_many_environments_make_one_client_and_ask_once_for_the_task(make):
+    made, asked = [], []
+
+    class Asked(EnvClient):
+        async def __aenter__(self):
+            await asyncio.sleep(0)
+            return self
+
+        async def tasks(self):
+            asked.append(self)
+            await asyncio.sleep(0)
+            return await super().tasks()
+
+    def client():
+        made.append(Asked(SessionPool([Pick])))
+        return made[-1]
+
+    env = make(8, client=client)
+    env.reset(seed=0)
+    env.reset()
+    assert (len(made), len(asked)) == (1, 1)
 
 
 def test_nothing_connects_before_the_first_use():
@@ -708,6 +774,7 @@ def test_a_forked_process_connects_for_itself(server):
 import os, warnings
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+from agentrl_env.client.http import HttpBackend
 from agentrl_env.client.vector import GymVectorEnv
 env = GymVectorEnv(2, {server.url!r}, "pick", token={server.token!r})
 first, _ = env.reset(seed=1)
