@@ -1,6 +1,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -36,6 +37,12 @@ async def test_a_port_in_use_is_one_clear_sentence():
 def test_an_impossible_port_is_refused(port):
     with pytest.raises(ServeError, match="cannot listen"):
         EnvServer([Quick], port=port)
+
+
+async def test_asyncio_knows_the_socket_for_tcp_so_that_answers_are_not_held_back():
+    server = EnvServer([Quick], port=0)
+    assert server._socket.proto == socket.IPPROTO_TCP
+    await server.stop()
 
 
 def test_targets_are_loaded_before_the_port_is_taken():
