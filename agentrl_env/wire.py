@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -84,3 +84,72 @@ class ExpertAnswer(_Request):
     """Answer of ``POST /v1/sessions/{id}/expert``."""
 
     message: Message
+
+
+SOCKET_PROTOCOL = "agentrl.v1"
+"""The subprotocol of ``/v1/ws``."""
+
+
+class _Call(_Request):
+    """One call over ``/v1/ws``: its fields are those of the HTTP call, with ``id`` and ``call``."""
+
+    id: Annotated[int, Field(strict=True, ge=-_INT64, lt=_INT64)] | Annotated[str, Field(max_length=128)]
+    """Chosen by the caller; the answer carries it: ``{"id", "result"}`` or ``{"id", "error"}``."""
+
+
+class _SessionCall(_Call):
+    session_id: str
+
+
+class TasksCall(_Call):
+    """``GET /v1/tasks``."""
+
+    call: Literal["tasks"]
+
+
+class OpenCall(OpenRequest, _Call):
+    """``POST /v1/sessions``."""
+
+    call: Literal["open"]
+
+
+class StepCall(StepRequest, _Call):
+    """``POST /v1/sessions/{id}/step``."""
+
+    call: Literal["step"]
+
+
+class StepManyCall(StepBatch, _Call):
+    """``POST /v1/step``."""
+
+    call: Literal["step_many"]
+
+
+class InfoCall(_SessionCall):
+    """``GET /v1/sessions/{id}``."""
+
+    call: Literal["info"]
+
+
+class CloseCall(_SessionCall):
+    """``DELETE /v1/sessions/{id}``; the result is null."""
+
+    call: Literal["close"]
+
+
+class ExpertCall(_SessionCall):
+    """``POST /v1/sessions/{id}/expert``."""
+
+    call: Literal["expert"]
+
+
+class ForkCall(ForkRequest, _SessionCall):
+    """``POST /v1/sessions/{id}/fork``."""
+
+    call: Literal["fork"]
+
+
+SocketCall = Annotated[
+    TasksCall | OpenCall | StepCall | StepManyCall | InfoCall | CloseCall | ExpertCall | ForkCall,
+    Field(discriminator="call"),
+]

@@ -1,4 +1,4 @@
-"""Sessions over HTTP: retries that cannot step twice, and steps that travel together."""
+"""Sessions over HTTP or a WebSocket: retries that cannot step twice, steps that travel together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import from_json, to_json
 
 from agentrl_env.client.batching import EARLY_ANSWER_S, Batcher, QueuedStep
-from agentrl_env.client.transport import Http1Transport, HttpResponse
+from agentrl_env.client.socket import SocketTransport
+from agentrl_env.client.transport import Call, Http1Transport, HttpResponse, Transport
 from agentrl_env.errors import (
     CallTimeout,
     ProtocolError,
@@ -47,11 +48,11 @@ class HttpBackend:
     numbers steps, ``request_id`` names openings), so lost answers and restarts are retried.
 
     Args:
-        url: where the server is.
+        url: where the server is; with ``ws://`` or ``wss://`` all calls share one WebSocket.
         token: what it wants to see; the variable AGENTRL_TOKEN by default.
         timeout: seconds any one call may take, retries included.
         patience: seconds a server may be out of reach before a call gives up.
-        max_connections: how many requests may be under way at once.
+        max_connections: how many HTTP requests may be under way at once.
     """
 
     def __init__(
@@ -64,8 +65,8 @@ class HttpBackend:
         max_connections: int = 128,
     ) -> None:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ServerUnreachable(f"{url!r} is not an http:// or https:// URL")
+        if parts.scheme not in ("http", "https", "ws", "wss") or not parts.hostname:
+            raise ServerUnreachable(f"{url!r} is not an http://, https://, ws:// or wss:// URL")
         self.url = url.rstrip("/")
         self._token = token if token is not None else os.environ.get("AGENTRL_TOKEN")
         self._timeout = timeout
@@ -81,7 +82,9 @@ class HttpBackend:
 
     async def tasks(self) -> tuple[TaskInfo, ...]:
         """Return what is served. Raises ProtocolError where the server speaks another version."""
-        served = _read(TaskList, await self._call("GET", "/v1/tasks"), self.url)
+        served = _read(
+            TaskList, await self._call(Call(name="tasks", method="GET", path="/v1/tasks")), self.url
+        )
         if served.protocol != PROTOCOL_VERSION:
             raise ProtocolError(
                 f"{self.url} speaks protocol {served.protocol}, this client {PROTOCOL_VERSION}"
@@ -91,7 +94,9 @@ class HttpBackend:
     async def open(self, request: OpenRequest) -> SessionInfo:
         """Open a session, waiting in the server's fair queue for ``wait_s``."""
         body = request.model_dump_json().encode()
-        answer = await self._call("POST", "/v1/sessions", body, extra_s=request.wait_s)
+        answer = await self._call(
+            Call(name="open", method="POST", path="/v1/sessions", body=body), request.wait_s
+        )
         return _read(SessionInfo, answer, self.url)
 
     async def step(self, session_id: str, seq: int, message: Message) -> StepResult:
@@ -118,22 +123,22 @@ class HttpBackend:
 
     async def info(self, session_id: str) -> SessionInfo:
         """Return how a session stands."""
-        return _read(SessionInfo, await self._call("GET", _path(session_id)), self.url)
+        return _read(SessionInfo, await self._call(_of_session("info", "GET", session_id)), self.url)
 
     async def expert(self, session_id: str) -> Message:
         """Return the oracle's next move."""
-        answer = await self._call("POST", _path(session_id, "/expert"))
+        answer = await self._call(_of_session("expert", "POST", session_id, "/expert"))
         return _read(ExpertAnswer, answer, self.url).message
 
     async def fork(self, session_id: str, n: int = 1, request_id: str | None = None) -> list[SessionInfo]:
         """Open ``n`` sessions that stand where a session stands."""
         body = to_json({"n": n, "request_id": request_id or secrets.token_urlsafe(12)})
-        answer = await self._call("POST", _path(session_id, "/fork"), body)
+        answer = await self._call(_of_session("fork", "POST", session_id, "/fork", body))
         return list(_read(ForkAnswer, answer, self.url).sessions)
 
     async def close_session(self, session_id: str) -> None:
         """End a session; idempotent."""
-        await self._call("DELETE", _path(session_id))
+        await self._call(_of_session("close", "DELETE", session_id))
 
     async def aclose(self) -> None:
         """Hang up the connections of this event loop."""
@@ -145,7 +150,9 @@ class HttpBackend:
         """Send queued steps in one request; the results in order."""
         head = b'{"wait_s":%a,"steps":[' % EARLY_ANSWER_S
         body = head + b",".join(item.body for item in items) + b"]}"
-        answer = _read(_BatchAnswer, await self._call("POST", "/v1/step", body), self.url)
+        answer = _read(
+            _BatchAnswer, await self._call(_whole("step_many", "POST", "/v1/step", body)), self.url
+        )
         if len(answer.results) != len(items):
             raise ProtocolError(f"{self.url} answered {len(answer.results)} of {len(items)} steps")
         return [
@@ -154,11 +161,11 @@ class HttpBackend:
         ]
 
     async def _send_alone(self, item: QueuedStep) -> StepResult:
-        answer = await self._call("POST", _path(item.session_id, "/step"), item.body)
+        answer = await self._call(_of_session("step", "POST", item.session_id, "/step", item.body))
         return _read(StepResult, answer, self.url)
 
-    async def _call(self, method: str, path: str, body: bytes = b"", *, extra_s: float = 0.0) -> bytes:
-        """Send a request until it is answered; return the body of a good answer.
+    async def _call(self, call: Call, extra_s: float = 0.0) -> bytes:
+        """Make a call until it is answered; return the body of a good answer.
 
         Raises the WireError that was answered, ServerUnreachable, CallTimeout, ProtocolError.
         """
@@ -167,10 +174,10 @@ class HttpBackend:
         while True:
             left = end - time.monotonic()
             try:
-                response = await transport.request(method, path, body, timeout=left)
+                response = await transport.send(call, timeout=left)
             except TimeoutError as error:
                 raise CallTimeout(
-                    f"{self.url} did not answer {method} {path} within {self._timeout:g} s"
+                    f"{self.url} did not answer {call.method} {call.path} within {self._timeout:g} s"
                 ) from error
             except OSError as error:
                 if time.monotonic() - begin > self._patience:
@@ -179,7 +186,7 @@ class HttpBackend:
                     ) from error
             else:
                 if not _worth_another_try(response) or time.monotonic() + pause > end:
-                    return self._good(response, f"{method} {path}")
+                    return self._good(response, f"{call.method} {call.path}")
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
@@ -200,8 +207,10 @@ class HttpBackend:
             lane = self._lanes[loop] = _Lane(self)
         return lane
 
-    def _transport(self) -> Http1Transport:
+    def _transport(self) -> Transport:
         headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
+        if self.url.startswith("ws"):
+            return SocketTransport(self.url, headers=headers)
         return Http1Transport(self.url, headers=headers, max_connections=self._max_connections)
 
 
@@ -213,8 +222,14 @@ class _Lane:
         self.batcher = Batcher(backend._send_batch, backend._send_alone)
 
 
-def _path(session_id: str, rest: str = "") -> str:
-    return f"/v1/sessions/{quote(session_id, safe='')}{rest}"
+def _of_session(name: str, method: str, session_id: str, rest: str = "", body: bytes = b"") -> Call:
+    path = f"/v1/sessions/{quote(session_id, safe='')}{rest}"
+    return Call(name=name, method=method, path=path, body=body, session_id=session_id)
+
+
+def _whole(name: str, method: str, path: str, body: bytes = b"") -> Call:
+    """Return a call that is not about one session."""
+    return Call(name=name, method=method, path=path, body=body)
 
 
 def _read(model: type[M], body: bytes, url: str) -> M:

@@ -10,7 +10,7 @@ import asyncio
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
@@ -18,6 +18,27 @@ from agentrl_env.errors import ProtocolError, ServerUnreachable
 from agentrl_env.runner import FairSlots
 
 CONNECT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of the wire, in the words of HTTP and in those of the WebSocket."""
+
+    name: str
+    method: str
+    path: str
+    body: bytes = b""
+    session_id: str | None = None
+
+
+class Transport(Protocol):
+    """What carries calls to one server, from one event loop."""
+
+    async def send(self, call: Call, *, timeout: float) -> HttpResponse:
+        """Make one call. Raises TimeoutError, OSError, ProtocolError, ServerUnreachable."""
+
+    async def aclose(self) -> None:
+        """Hang up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +163,10 @@ class Http1Transport:
         self._free: list[Connection] = []
         self._connections: WeakSet[Connection] = WeakSet()
         self._closed = False
+
+    async def send(self, call: Call, *, timeout: float) -> HttpResponse:
+        """Make one call. Raises what ``request`` does."""
+        return await self.request(call.method, call.path, call.body, timeout=timeout)
 
     async def request(self, method: str, path: str, body: bytes = b"", *, timeout: float) -> HttpResponse:
         """Send one request and return its answer.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ValidationError
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
+from starlette.routing import WebSocketRoute
 
 from agentrl_env.errors import (
     InternalError,
@@ -19,21 +19,19 @@ from agentrl_env.errors import (
     UnknownRoute,
     WireError,
 )
+from agentrl_env.server.bodies import read, step_many_json
 from agentrl_env.server.gate import MAX_BODY_BYTES, Gate
 from agentrl_env.server.pool import SessionPool
-from agentrl_env.types import StepResult
+from agentrl_env.server.socket import socket_endpoint
 from agentrl_env.wire import (
     ExpertAnswer,
     ForkAnswer,
     ForkRequest,
     OpenRequest,
-    StepBatch,
     StepBody,
-    StepRequest,
     TaskList,
 )
 
-M = TypeVar("M", bound=BaseModel)
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -61,6 +59,7 @@ def create_app(
     app.add_exception_handler(WireError, _on_wire_error(pool))
     app.add_exception_handler(HTTPException, _on_http_error(pool))
     app.add_exception_handler(Exception, _on_bug(pool))
+    app.router.routes.append(WebSocketRoute("/v1/ws", socket_endpoint(pool, max_body_bytes)))
     for path, method, handler in _routes(pool):
         # Plain routes: each handler reads its body once, straight from JSON to the model.
         app.add_route(path, handler, methods=[method])
@@ -78,7 +77,7 @@ def _routes(pool: SessionPool) -> list[tuple[str, str, Handler]]:
         return _json(TaskList(tasks=await pool.tasks()).model_dump_json())
 
     async def open_session(request: Request) -> Response:
-        wanted = _read(OpenRequest, await request.body())
+        wanted = read(OpenRequest, await request.body())
         opening = asyncio.ensure_future(pool.open(wanted))
         await _unless_gone(request, opening)
         return _json(opening.result().model_dump_json(), status=201)
@@ -91,19 +90,19 @@ def _routes(pool: SessionPool) -> list[tuple[str, str, Handler]]:
         return Response(status_code=204)
 
     async def step(request: Request) -> Response:
-        body = _read(StepBody, await request.body())
+        body = read(StepBody, await request.body())
         result = await pool.step(request.path_params["id"], body.seq, body.message)
         return _json(result.model_dump_json())
 
     async def step_many(request: Request) -> Response:
-        return _json(await _step_many(pool, await request.body()))
+        return _json(await step_many_json(pool, await request.body()))
 
     async def expert(request: Request) -> Response:
         message = await pool.expert(request.path_params["id"])
         return _json(ExpertAnswer(message=message).model_dump_json())
 
     async def fork(request: Request) -> Response:
-        wanted = _read(ForkRequest, await request.body())
+        wanted = read(ForkRequest, await request.body())
         forks = await pool.fork(request.path_params["id"], wanted.n, wanted.request_id)
         return _json(ForkAnswer(sessions=tuple(forks)).model_dump_json(), status=201)
 
@@ -119,47 +118,6 @@ def _routes(pool: SessionPool) -> list[tuple[str, str, Handler]]:
         ("/v1/sessions/{id}/expert", "POST", expert),
         ("/v1/sessions/{id}/fork", "POST", fork),
     ]
-
-
-async def _step_many(pool: SessionPool, body: bytes) -> bytes:
-    """Play a batch; an item that is malformed is answered with its error, the others are played."""
-    try:
-        batch = StepBatch.model_validate_json(body)
-    except ValidationError:
-        return await _step_many_mixed(pool, body)
-    return _results(pool, await pool.step_many(batch.steps, batch.wait_s))
-
-
-async def _step_many_mixed(pool: SessionPool, body: bytes) -> bytes:
-    try:
-        raw = from_json(body)
-    except ValueError as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from error
-    items = raw.get("steps") if isinstance(raw, dict) else None
-    if not isinstance(items, list):
-        raise InvalidRequest('the body must be {"steps": [...]}')
-    wait_s = _validate(StepBatch, {**raw, "steps": []}).wait_s
-    good: list[StepRequest] = []
-    answers: list[StepResult | WireError | None] = []
-    for item in items:
-        try:
-            good.append(_validate(StepRequest, item))
-            answers.append(None)
-        except InvalidRequest as error:
-            answers.append(error)
-    results = iter(await pool.step_many(good, wait_s))
-    return _results(pool, [next(results) if answer is None else answer for answer in answers])
-
-
-def _results(pool: SessionPool, results: list[StepResult | WireError]) -> bytes:
-    parts: list[bytes] = []
-    for result in results:
-        if isinstance(result, WireError):
-            pool.metrics.errors[result.type] += 1
-            parts.append(to_json(result.wire()))
-        else:
-            parts.append(result.model_dump_json().encode())
-    return b'{"results":[' + b",".join(parts) + b"]}"
 
 
 async def _unless_gone(request: Request, work: asyncio.Future[Any]) -> None:
@@ -180,26 +138,6 @@ async def _unless_gone(request: Request, work: asyncio.Future[Any]) -> None:
 async def _hung_up(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         continue
-
-
-def _read(model: type[M], body: bytes) -> M:
-    try:
-        return model.model_validate_json(body)
-    except ValidationError as error:
-        raise InvalidRequest(_explain(error)) from error
-
-
-def _validate(model: type[M], data: object) -> M:
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        raise InvalidRequest(_explain(error)) from error
-
-
-def _explain(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return f"{where}: {first['msg']}" if where else first["msg"]
 
 
 def _json(body: bytes | str, status: int = 200) -> Response:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hmac
+from base64 import urlsafe_b64decode
+from collections.abc import Iterable
 
 from pydantic_core import to_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -11,6 +13,9 @@ from agentrl_env.errors import BodyTooLarge, Unauthorized, WireError
 from agentrl_env.wire import PROTOCOL_HEADER, PROTOCOL_VERSION
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
+TOKEN_PREFIX = "agentrl.token."
+"""What comes before the token, in base64url without padding, where it is shown as a subprotocol."""
+_STAMPED = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 _PROTOCOL = (PROTOCOL_HEADER.encode(), str(PROTOCOL_VERSION).encode())
 
 
@@ -24,16 +29,19 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
 
         async def stamped(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], _PROTOCOL]
+            if message["type"] in _STAMPED:
+                message["headers"] = [*message.get("headers", ()), _PROTOCOL]
             await send(message)
 
         headers = dict(scope["headers"])
+        if scope["type"] == "websocket":
+            await self._open_socket(scope, headers, receive, stamped)
+            return
         if not self._allowed(scope["path"], headers.get(b"authorization", b"")):
             await _refuse(Unauthorized("this server needs a token: Authorization: Bearer"), stamped)
             return
@@ -45,6 +53,21 @@ class Gate:
             await self._app(scope, receive, stamped)
         else:
             await self._app(scope, self._counted(receive), stamped)
+
+    async def _open_socket(
+        self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send
+    ) -> None:
+        """Let a WebSocket in: who cannot set headers, a browser, shows the token as a subprotocol."""
+        shown = headers.get(b"authorization") or _token_of(scope["subprotocols"])
+        if not self._allowed(scope["path"], shown):
+            words = f"this server needs a token: Authorization: Bearer, or a subprotocol {TOKEN_PREFIX}..."
+            await _refuse(Unauthorized(words), send, "websocket.http.response")
+        elif not _same_origin(headers):
+            # Without a token, any web page could otherwise reach a server on its reader's machine.
+            words = "this server takes no WebSocket from web pages of other origins"
+            await _refuse(Unauthorized(words), send, "websocket.http.response")
+        else:
+            await self._app(scope, receive, send)
 
     def _allowed(self, path: str, shown: bytes) -> bool:
         if self._expected is None or path == "/health":
@@ -69,8 +92,26 @@ class Gate:
         return f"the body is over the limit of {self._max} bytes"
 
 
-async def _refuse(error: WireError, send: Send) -> None:
+def _token_of(subprotocols: Iterable[str]) -> bytes:
+    """Return the token among a handshake's subprotocols, in the form of the header."""
+    for name in subprotocols:
+        if name.startswith(TOKEN_PREFIX):
+            text = name.removeprefix(TOKEN_PREFIX)
+            try:
+                return b"Bearer " + urlsafe_b64decode(text + "=" * (-len(text) % 4))
+            except ValueError:
+                return b""
+    return b""
+
+
+def _same_origin(headers: dict[bytes, bytes]) -> bool:
+    """Return whether a handshake comes from a page of this server, or from no page at all."""
+    origin = headers.get(b"origin")
+    return origin is None or origin.rpartition(b"://")[2] == headers.get(b"host")
+
+
+async def _refuse(error: WireError, send: Send, kind: str = "http.response") -> None:
     body = to_json(error.wire())
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": f"{kind}.start", "status": error.status, "headers": headers})
+    await send({"type": f"{kind}.body", "body": body})

@@ -125,7 +125,7 @@ class SessionPool:
         waiting: list[asyncio.Task[None]] = []
         for session_id, positions in groups.items():
             group = self._step_group(steps, positions, results)
-            if self._never_waits(session_id):
+            if self.never_waits(session_id):
                 await group
             else:
                 waiting.append(asyncio.create_task(group))
@@ -133,6 +133,11 @@ class SessionPool:
             await asyncio.wait(waiting, timeout=wait_s)
         pending = StepPending("the step is still under way; ask again with the same seq")
         return [pending if result is None else result for result in results]
+
+    def never_waits(self, session_id: str) -> bool:
+        """Return whether ``step`` would be done without giving the event loop a turn."""
+        entry = self._table.live.get(session_id)
+        return entry is None or entry.session.inline
 
     async def info(self, session_id: str) -> SessionInfo:
         """Return how a session stands. Raises UnknownSession, SessionExpired."""
@@ -297,10 +302,6 @@ class SessionPool:
                 results[position] = await self.step(step.session_id, step.seq, step.message)
             except WireError as error:
                 results[position] = error
-
-    def _never_waits(self, session_id: str) -> bool:
-        entry = self._table.live.get(session_id)
-        return entry is None or entry.session.inline
 
     def _leave(self, session_id: str, entry: Entry) -> None:
         self._table.leave(session_id, entry)

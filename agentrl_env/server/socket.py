@@ -1,0 +1,193 @@
+"""Wire v1 over one WebSocket: the calls of HTTP with correlation ids, many sessions on one socket.
+
+A caller sends ``{"id": 7, "call": "step", "session_id": ..., "seq": ..., "message": ...}`` and gets
+``{"id": 7, "result": ...}`` or ``{"id": 7, "error": ...}``. Calls run at the same time and are
+answered as they end; the steps of one session are played and answered in order. Sessions are leases
+and outlive the socket: whoever comes back sends the same ``seq`` again and gets its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json, to_json
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from agentrl_env.errors import BodyTooLarge, InternalError, InvalidRequest, WireError
+from agentrl_env.server.bodies import explain, step_many_json
+from agentrl_env.server.pool import SessionPool
+from agentrl_env.wire import (
+    SOCKET_PROTOCOL,
+    CloseCall,
+    ExpertAnswer,
+    ExpertCall,
+    ForkAnswer,
+    ForkCall,
+    InfoCall,
+    OpenCall,
+    SocketCall,
+    StepCall,
+    StepManyCall,
+    TaskList,
+    TasksCall,
+)
+
+MAX_CALLS = 1024
+"""Calls of one socket that may be under way or wait to be answered; beyond that none is read."""
+MAX_UNSENT_BYTES = 8 * 1024 * 1024
+"""Answers that may wait for a slow reader; beyond that no call is read."""
+_CALLS: TypeAdapter[Any] = TypeAdapter(SocketCall)
+
+
+def socket_endpoint(pool: SessionPool, max_bytes: int) -> Callable[[WebSocket], Awaitable[None]]:
+    """Return what serves ``/v1/ws``; ``max_bytes`` is the largest message it takes."""
+
+    async def endpoint(websocket: WebSocket) -> None:
+        wanted = SOCKET_PROTOCOL in websocket.scope["subprotocols"]
+        await websocket.accept(SOCKET_PROTOCOL if wanted else None)
+        await _Socket(pool, websocket, max_bytes).serve()
+
+    return endpoint
+
+
+class _Socket:
+    """One WebSocket and the calls that it carries."""
+
+    def __init__(self, pool: SessionPool, websocket: WebSocket, max_bytes: int) -> None:
+        self._pool = pool
+        self._websocket = websocket
+        self._max_bytes = max_bytes
+        self._calls: set[asyncio.Task[None]] = set()
+        self._sending = asyncio.Lock()
+        self._unsent = 0
+        self._room = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Read calls until the caller is gone; what then waits for an answer is given up."""
+        try:
+            while True:
+                await self._wait_for_room()
+                message = await self._websocket.receive()
+                if message["type"] == "websocket.disconnect":
+                    return
+                text = message.get("text")
+                await self._take(message["bytes"] if text is None else text)
+        except WebSocketDisconnect:
+            return
+        finally:
+            for call in self._calls:
+                call.cancel()
+
+    async def _wait_for_room(self) -> None:
+        while len(self._calls) >= MAX_CALLS or self._unsent >= MAX_UNSENT_BYTES:
+            self._room.clear()
+            await self._room.wait()
+
+    async def _take(self, text: str | bytes) -> None:
+        """Begin one call; answer it right here where that takes no waiting."""
+        if len(text) > self._max_bytes:
+            too_large = BodyTooLarge(f"the message is over the limit of {self._max_bytes} bytes")
+            await self._send_error(_id_at_begin(text), too_large)
+            return
+        try:
+            call = _CALLS.validate_json(text)
+        except ValidationError as error:
+            await self._take_malformed(text, error)
+        else:
+            if isinstance(call, StepCall) and self._pool.never_waits(call.session_id):
+                await self._answer(call.id, partial(self._run, call, text))
+            else:
+                self._begin(call.id, partial(self._run, call, text))
+
+    async def _take_malformed(self, text: str | bytes, error: ValidationError) -> None:
+        """Refuse a call, by its id where it has one; of a batch the sound items are played."""
+        try:
+            raw = from_json(text)
+        except ValueError:
+            raw = None
+        fields = raw if isinstance(raw, dict) else {}
+        call_id = fields.get("id")
+        if isinstance(call_id, bool) or not isinstance(call_id, int | str):
+            await self._send_error(None, InvalidRequest(explain(error)))
+        elif fields.get("call") == "step_many" and isinstance(fields.get("steps"), list):
+            self._begin(call_id, partial(self._step_many, text))
+        else:
+            await self._send_error(call_id, InvalidRequest(explain(error)))
+
+    def _begin(self, call_id: int | str, work: Callable[[], Awaitable[str]]) -> None:
+        task = asyncio.create_task(self._answer(call_id, work))
+        self._calls.add(task)
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._calls.discard(task)
+        self._room.set()
+
+    async def _run(self, call: Any, text: str | bytes) -> str:
+        """Make one call; return its result as JSON."""
+        pool = self._pool
+        match call:
+            case StepCall():
+                return (await pool.step(call.session_id, call.seq, call.message)).model_dump_json()
+            case StepManyCall():
+                return await self._step_many(text)
+            case OpenCall():
+                return (await pool.open(call)).model_dump_json()
+            case InfoCall():
+                return (await pool.info(call.session_id)).model_dump_json()
+            case CloseCall():
+                await pool.close_session(call.session_id)
+                return "null"
+            case ExpertCall():
+                return ExpertAnswer(message=await pool.expert(call.session_id)).model_dump_json()
+            case ForkCall():
+                forks = await pool.fork(call.session_id, call.n, call.request_id)
+                return ForkAnswer(sessions=tuple(forks)).model_dump_json()
+            case TasksCall():
+                return TaskList(tasks=await pool.tasks()).model_dump_json()
+        raise InvalidRequest(f"no such call: {type(call).__name__}")
+
+    async def _step_many(self, text: str | bytes) -> str:
+        return (await step_many_json(self._pool, text)).decode()
+
+    async def _answer(self, call_id: int | str, work: Callable[[], Awaitable[str]]) -> None:
+        try:
+            result = await work()
+        except WireError as error:
+            await self._send_error(call_id, error)
+        except Exception as error:
+            await self._send_error(call_id, InternalError(f"a bug in the server: {type(error).__name__}"))
+        else:
+            await self._send(f'{{"id":{_id(call_id)},"result":{result}}}')
+
+    async def _send_error(self, call_id: int | str | None, error: WireError) -> None:
+        self._pool.metrics.errors[error.type] += 1
+        await self._send(f'{{"id":{_id(call_id)},{to_json(error.wire())[1:].decode()}')
+
+    async def _send(self, text: str) -> None:
+        """Send an answer once the caller has read enough of those before it, in their order."""
+        self._unsent += len(text)
+        try:
+            async with self._sending:
+                await self._websocket.send({"type": "websocket.send", "text": text})
+        except (WebSocketDisconnect, RuntimeError):
+            return  # the caller is gone: serve() hears of it too
+        finally:
+            self._unsent -= len(text)
+            self._room.set()
+
+
+def _id_at_begin(text: str | bytes) -> int | None:
+    """Return the id of a call that is too large to be read, where it comes first."""
+    head = text[:64].encode() if isinstance(text, str) else text[:64]
+    match = re.match(rb'\s*\{\s*"id"\s*:\s*(\d{1,18})\s*,', head)
+    return int(match[1]) if match else None
+
+
+def _id(call_id: int | str | None) -> str:
+    return str(call_id) if isinstance(call_id, int) else to_json(call_id).decode()

@@ -1,0 +1,355 @@
+"""The client over one WebSocket: as over HTTP, and it comes back when the socket is cut."""
+
+import asyncio
+import pickle
+import socket
+from contextlib import asynccontextmanager
+
+import pytest
+
+from agentrl_env import EnvClient, Message, ToolCall
+from agentrl_env.client import socket as socket_module
+from agentrl_env.client.socket import _read
+from agentrl_env.errors import (
+    BodyTooLarge,
+    CallTimeout,
+    InvalidRequest,
+    ProtocolError,
+    SeqConflict,
+    ServerFull,
+    ServerUnreachable,
+    SessionEnded,
+    Unauthorized,
+    UnknownSession,
+    UnknownTask,
+)
+from agentrl_env.server.serve import EnvServer
+from agentrl_env.wire import StepRequest
+from tests.env.tasks import Guess, Quick, Slow, until
+from tests.env.test_fork import Walk
+
+
+@pytest.fixture(autouse=True)
+def slow():
+    Slow.prepare()
+    yield
+    Slow.blocker.set()
+    Slow.gate.set()
+
+
+@pytest.fixture
+async def serving():
+    servers = []
+
+    async def start(*environments, port=0, **options):
+        servers.append(EnvServer(environments, port=port, drain_s=0.0, **options))
+        await servers[-1].start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        await server.stop()
+
+
+def over_socket(url, **options):
+    return EnvClient.connect(url.replace("http://", "ws://"), **options)
+
+
+NOTE = ToolCall.of("note", text="x")
+
+
+class Wire:
+    """A relay that can be cut, before an answer gets through or at any time."""
+
+    def __init__(self, server):
+        self.port = int(server.url.rpartition(":")[2])
+        self.writers = set()
+        self.connections = 0
+        self.swallow_next = False
+
+    async def relay(self, reader, writer):
+        self.connections += 1
+        there, back = await asyncio.open_connection("127.0.0.1", self.port)
+        self.writers |= {writer, back}
+        try:
+            await asyncio.gather(self.pump(reader, back), self.pump(there, writer, answers=True))
+        except ConnectionError:
+            return
+        finally:
+            writer.close()
+            back.close()
+
+    async def pump(self, reader, writer, answers=False):
+        while data := await reader.read(65536):
+            if answers and self.swallow_next:
+                self.swallow_next = False
+                self.cut()
+            writer.write(data)
+        writer.close()
+
+    def cut(self):
+        for writer in self.writers:
+            writer.transport.abort()
+        self.writers.clear()
+
+
+@asynccontextmanager
+async def relayed(server):
+    wire = Wire(server)
+    tasks = set()
+
+    async def handle(reader, writer):
+        tasks.add(asyncio.current_task())
+        await wire.relay(reader, writer)
+
+    listener = await asyncio.start_server(handle, "127.0.0.1", 0)
+    try:
+        yield wire, f"ws://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    finally:
+        listener.close()
+        wire.cut()
+        await asyncio.gather(*tasks)
+
+
+async def test_an_episode_is_played_to_its_end(serving):
+    server = await serving(Guess, oracle=True)
+    async with over_socket(server.url) as client:
+        assert (await client.tasks())["guess"].max_turns == 8
+        async with await client.open("guess", seed=7) as session:
+            result = await session.step(await session.expert())
+            assert (result.reward, result.terminated) == (1.0, True)
+            assert (await client.resume(session.session_id)).last == result
+
+
+async def test_closing_and_forking_go_over_the_socket_as_well(serving):
+    server = await serving(Walk)
+    async with over_socket(server.url) as client:
+        session = await client.open("walk", seed=7)
+        forks = await session.fork(2)
+        assert server.pool.open_sessions == 3
+        for one in (session, *forks):
+            await one.close()
+        assert server.pool.open_sessions == 0
+
+
+async def test_many_sessions_share_one_socket(serving):
+    server = await serving(Quick)
+    async with relayed(server) as (wire, url), EnvClient.connect(url) as client:
+        sessions = await asyncio.gather(*(client.open("quick", index=n % 10) for n in range(100)))
+        for turn in range(1, 4):
+            results = await asyncio.gather(*(session.step(NOTE) for session in sessions))
+            assert [result.seq for result in results] == [turn] * 100
+            assert {result.messages[0].content.split()[0] for result in results} == {str(turn)}
+        assert wire.connections == 1
+
+
+async def test_a_slow_session_delays_no_other(serving):
+    server = await serving(Slow, Quick)
+    async with over_socket(server.url) as client:
+        late, quick = await client.open("slow"), await client.open("quick")
+        waiting = asyncio.create_task(late.step(ToolCall.of("wait")))
+        await until(Slow.started.is_set)
+        await quick.step(NOTE)
+        assert not waiting.done()
+        Slow.gate.set()
+        assert (await waiting).messages[0].content == "waited 1"
+
+
+async def test_errors_arrive_as_the_classes_they_left_as(serving):
+    server = await serving(Quick, max_sessions=1)
+    async with over_socket(server.url) as client:
+        with pytest.raises(UnknownTask):
+            await client.open("nope")
+        session = await client.open("quick")
+        with pytest.raises(ServerFull) as caught:
+            await client.open("quick")
+        assert caught.value.details["retry_after"] == 1
+        with pytest.raises(SeqConflict):
+            await client.backend.step(session.session_id, 5, Message.assistant("x"))
+        with pytest.raises(InvalidRequest):
+            await session.step(Message(role="user", content="x"))
+        with pytest.raises(UnknownSession):
+            await client.backend.info("nope")
+        await session.close()
+        session.status = session.info.status
+        with pytest.raises(SessionEnded):
+            await session.step(NOTE)
+
+
+async def test_a_batch_gives_results_and_errors_in_order(serving):
+    server = await serving(Quick)
+    async with over_socket(server.url) as client:
+        session = await client.open("quick")
+        message = Message.assistant(None, NOTE)
+        steps = [StepRequest(session_id=id_, seq=1, message=message) for id_ in ("nope", session.session_id)]
+        first, second = await client.backend.step_many(steps)
+        assert isinstance(first, UnknownSession)
+        assert second.seq == 1
+
+
+async def test_a_cut_socket_is_opened_again_and_no_step_is_lost_or_doubled(serving):
+    server = await serving(Quick)
+    async with relayed(server) as (wire, url), EnvClient.connect(url) as client:
+        session = await client.open("quick")
+        for turn in range(1, 5):
+            result = await session.step(NOTE)
+            assert result.messages[0].content.split()[0] == str(turn)
+            wire.cut()
+        assert wire.connections >= 4
+
+
+async def test_a_lost_answer_is_asked_for_again(serving):
+    server = await serving(Quick)
+    async with relayed(server) as (wire, url), EnvClient.connect(url) as client:
+        sessions = [await client.open("quick") for _ in range(3)]
+        for turn in range(1, 4):
+            wire.swallow_next = True
+            results = await asyncio.gather(*(session.step(NOTE) for session in sessions))
+            assert {result.messages[0].content.split()[0] for result in results} == {str(turn)}
+        assert server.pool.metrics.steps["quick"] == 9
+
+
+async def test_a_lost_answer_to_an_opening_or_a_fork_leaves_no_session_behind(serving):
+    server = await serving(Walk)
+    async with relayed(server) as (wire, url), EnvClient.connect(url) as client:
+        await client.tasks()
+        wire.swallow_next = True
+        session = await client.open("walk")
+        assert server.pool.open_sessions == 1
+        wire.swallow_next = True
+        assert len(await session.fork(2)) == 2
+        assert server.pool.open_sessions == 3
+        assert wire.connections == 3
+
+
+async def test_a_server_that_comes_back_is_found_again(serving):
+    first = await serving(Quick)
+    port = int(first.url.rpartition(":")[2])
+    async with over_socket(first.url) as client:
+        await client.open("quick")
+        await first.stop()
+        opening = asyncio.create_task(client.open("quick"))
+        await asyncio.sleep(0.02)
+        await serving(Quick, port=port)
+        assert (await (await opening).step(NOTE)).seq == 1
+
+
+async def test_nobody_there_is_said_so():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"ws://127.0.0.1:{free.getsockname()[1]}"
+    client = EnvClient.connect(url)
+    client.backend._patience = 0.1
+    with pytest.raises(ServerUnreachable, match="no environment server answers"):
+        await client.tasks()
+    await client.aclose()
+
+
+async def test_a_wrong_token_is_refused(serving):
+    server = await serving(Quick, token="sesame")
+    async with over_socket(server.url, token="simsim") as client:
+        with pytest.raises(Unauthorized):
+            await client.tasks()
+    async with over_socket(server.url, token="sesame") as client:
+        assert "quick" in await client.tasks()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\nno",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok",
+        b"220 mail.example\r\n\r\n",
+    ],
+)
+async def test_a_server_without_a_socket_is_said_to_be_none(answer):
+    async def handle(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    listener = await asyncio.start_server(handle, "127.0.0.1", 0)
+    url = f"ws://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    async with EnvClient.connect(url) as client:
+        client.backend._patience = 0.0
+        with pytest.raises(ProtocolError, match="no WebSocket of an environment server"):
+            await client.tasks()
+    listener.close()
+
+
+async def test_an_answer_that_does_not_come_is_a_timeout(serving):
+    server = await serving(Slow)
+    async with over_socket(server.url, timeout=0.2) as client:
+        session = await client.open("slow")
+        with pytest.raises(CallTimeout):
+            await session.step(ToolCall.of("wait"))
+        Slow.gate.set()
+        assert (await session.step(ToolCall.of("wait"))).messages[0].content == "waited 1"
+
+
+async def test_closing_the_client_ends_its_calls(serving):
+    server = await serving(Slow)
+    client = over_socket(server.url)
+    session = await client.open("slow")
+    step = asyncio.create_task(session.step(ToolCall.of("wait")))
+    await until(Slow.started.is_set)
+    await client.aclose()
+    with pytest.raises(ServerUnreachable):
+        await asyncio.wait_for(step, 5)
+
+
+async def test_a_client_can_be_pickled(serving):
+    server = await serving(Quick)
+    client = pickle.loads(pickle.dumps(over_socket(server.url)))
+    assert "quick" in await client.tasks()
+    await client.aclose()
+
+
+async def test_a_silent_connection_is_dropped_and_a_live_one_kept(serving, monkeypatch):
+    monkeypatch.setattr(socket_module, "PING_S", 0.01)
+    server = await serving(Quick)
+    async with relayed(server) as (wire, url), EnvClient.connect(url) as client:
+        await client.tasks()
+        connection = client.backend._lane().transport._connection
+        await asyncio.sleep(0.1)
+        assert not connection.closed
+        connection._silent = 3
+        connection._look_after()
+        assert connection.closed
+        assert "quick" in await client.tasks()
+        assert wire.connections == 2
+
+
+async def test_a_message_over_the_servers_limit_is_told_to_its_caller_alone(serving):
+    server = await serving(Quick, Slow)
+    server._server.config.ws_max_size = 10_000
+    async with over_socket(server.url) as client:
+        slow, quick = await client.open("slow"), await client.open("quick")
+        waiting = asyncio.create_task(slow.step(ToolCall.of("wait")))
+        await until(Slow.started.is_set)
+        with pytest.raises(BodyTooLarge):
+            await quick.step(ToolCall.of("note", text="x" * 20_000))
+        Slow.gate.set()
+        assert (await waiting).messages[0].content == "waited 1"
+        assert (await quick.step(NOTE)).seq == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "status", "body"),
+    [
+        (b'{"id":3,"result":{"a":"}"}}', 3, 200, b'{"a":"}"}'),
+        (b'{"id":3,"result":null}', 3, 200, b"null"),
+        (b'{"result": [1], "id": 3}', 3, 200, b"[1]"),
+        (b'{"id":3,"error":{"type":"server_full","message":"m"}}', 3, 503, None),
+        (b'{"error":{"type":"server_full","message":"m"}, "id":3}', 3, 503, None),
+        (b'{"id":null,"error":{"type":"invalid_request","message":"m"}}', None, 500, b""),
+        (b"nonsense", None, 500, b""),
+        (b"[]", None, 500, b""),
+    ],
+)
+def test_answers_are_read_in_any_order_of_their_fields(text, number, status, body):
+    got, response = _read(text)
+    assert (got, response.status) == (number, status)
+    if body is not None:
+        assert response.body == body
