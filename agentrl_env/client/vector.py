@@ -178,7 +178,7 @@ class GymVectorEnv(VectorEnv[Conversations, Sequence[Any], npt.NDArray[Any]]):
     async def areset(
         self, *, seed: Seeds = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Conversations, dict[str, Any]]:
-        """Do as ``reset``, from any event loop."""
+        """Do as ``reset``, from any event loop. Cancelled, it leaves no new episode running."""
         return await self._connection.arun(self._reset(seed, options))
 
     def step(self, actions: Iterable[Any]) -> Steps:
@@ -219,7 +219,11 @@ class GymVectorEnv(VectorEnv[Conversations, Sequence[Any], npt.NDArray[Any]]):
             await self._connection.ready()
             for i in choices:
                 self._due.pop(i, None)
-            begun = await _all_of(self._begin(i, choice) for i, choice in choices.items())
+            try:
+                begun = await _all_of(self._begin(i, choice) for i, choice in choices.items())
+            except asyncio.CancelledError:
+                self._lose(choices)  # nobody will see how they begin
+                raise
             infos = dict(zip(choices, begun, strict=True))
             return self._observations(), stack_infos([infos.get(i, {}) for i in range(self.num_envs)])
 
@@ -254,8 +258,7 @@ class GymVectorEnv(VectorEnv[Conversations, Sequence[Any], npt.NDArray[Any]]):
                 turns = await _all_of(self._turn(i, action, due) for i, action in enumerate(each))
                 self._raise_if_all_failed(turns)
             except BaseException:
-                for episode in self._episodes:  # nobody will hear what the others answered
-                    episode.lose()
+                self._lose(range(self.num_envs))  # nobody will hear what the others answered
                 raise
             if self.autoreset_mode is not AutoresetMode.DISABLED:
                 over = np.flatnonzero(~self.running).tolist()
@@ -313,6 +316,10 @@ class GymVectorEnv(VectorEnv[Conversations, Sequence[Any], npt.NDArray[Any]]):
             for error in errors:
                 if not isinstance(error, LOSSES):
                     raise error
+
+    def _lose(self, indices: Iterable[int]) -> None:
+        for i in indices:
+            self._episodes[i].lose()
 
     def _observations(self) -> Conversations:
         return tuple(episode.observation() for episode in self._episodes)

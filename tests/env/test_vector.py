@@ -248,6 +248,7 @@ def test_the_types_are_gymnasiums(make):
     assert isinstance(env, VectorEnv)
     conversations, _ = env.reset(seed=0)
     assert conversations in env.observation_space
+    env.action_space.seed(0)
     conversations, rewards, terminated, truncated, infos = env.step(env.action_space.sample())
     assert conversations in env.observation_space
     assert isinstance(conversations, tuple)
@@ -901,6 +902,37 @@ def test_a_cancelled_step_ends_the_episodes_and_reset_goes_on(stalling):
         return await env.areset(seed=1)
 
     assert asyncio.run(trainer())[1]["seed"].tolist() == [1, 2]
+
+
+def test_a_cancelled_reset_leaves_no_new_episode_running(make):
+    class Stalling(SessionPool):
+        """A pool that does not get seed 11 open."""
+
+        def __init__(self):
+            super().__init__([Pick])
+            self.opening = threading.Event()
+
+        async def open(self, request):
+            if request.seed == 11:
+                self.opening.set()
+                await asyncio.Event().wait()
+            return await super().open(request)
+
+    pool = Stalling()
+    env = make(3, client=lambda: EnvClient(pool))
+
+    async def trainer():
+        await env.areset(seed=0)
+        mask = np.array([True, True, False])
+        reset = asyncio.create_task(env.areset(seed=10, options={"reset_mask": mask}))
+        await asyncio.to_thread(pool.opening.wait, 10)
+        reset.cancel()
+        await asyncio.wait([reset])
+        with pytest.raises(ResetNeeded, match=r"\[0, 1\]"):
+            await env.astep([call(0)] * 3)
+
+    asyncio.run(trainer())
+    assert env.running.tolist() == [False, False, True]
 
 
 # Infos
