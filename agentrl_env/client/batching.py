@@ -39,9 +39,10 @@ class Batcher:
     """Gathers the steps of one event loop.
 
     What is asked for in one tick goes out together; while ``MAX_UNDER_WAY`` batches are under way
-    the rest gathers. A batch is answered early: steps that take longer are asked for again one by
-    one (the same ``seq`` waits for the first), and their sessions stay out of batches until they
-    are quick again, so that a slow tool delays nobody else.
+    the rest gathers; a step that nothing travels with goes as it is. A batch is answered early:
+    steps that take longer are asked for again one by one (the same ``seq`` waits for the first),
+    and their sessions stay out of batches until they are quick again, so that a slow tool delays
+    nobody else.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Batcher:
             items = self._take()
             if items:
                 self._under_way += 1
-                self._spawn(self._deliver(items))
+                self._spawn(self._deliver(items) if len(items) > 1 else self._deliver_single(items[0]))
 
     def _take(self) -> list[QueuedStep]:
         items: list[QueuedStep] = []
@@ -115,6 +116,25 @@ class Batcher:
         finally:
             self._under_way -= 1
             self._flush()
+
+    async def _deliver_single(self, item: QueuedStep) -> None:
+        """Send a step that nothing travels with; late, it no longer counts as a batch under way."""
+        counted = [True]
+
+        def end() -> None:
+            if counted:
+                counted.clear()
+                self._under_way -= 1
+                self._flush()
+
+        late = asyncio.get_running_loop().call_later(EARLY_ANSWER_S, end)
+        try:
+            _settle(item, await self._send_alone(item))
+        except Exception as error:
+            _settle(item, error)
+        finally:
+            late.cancel()
+            end()
 
     async def _deliver_alone(self, item: QueuedStep, slow: bool) -> None:
         if slow:

@@ -94,9 +94,40 @@ async def test_a_batch_has_a_limit_and_so_have_batches_under_way(server, batcher
 
 
 async def test_large_steps_go_out_in_smaller_batches(server, batcher):
-    big = Message.assistant("x" * batching.MAX_BYTES)
-    await asyncio.gather(*(batcher.step(name, 1, big) for name in "abc"))
-    assert server.batches == [["a"], ["b"], ["c"]]
+    big = Message.assistant("x" * (batching.MAX_BYTES // 2))
+    await asyncio.gather(*(batcher.step(name, 1, big) for name in "abcdef"))
+    assert server.batches == [["a", "b"], ["c", "d"], ["e", "f"]]
+
+
+async def test_a_step_that_nothing_travels_with_goes_as_it_is(server, batcher):
+    assert (await batcher.step("a", 1, HELLO)).session_id == "a"
+    assert (server.batches, server.alone) == ([], ["a"])
+
+
+async def test_single_steps_count_as_under_way_until_they_are_late(server, batcher, monkeypatch):
+    monkeypatch.setattr(batching, "EARLY_ANSWER_S", 0.15)
+    answer = asyncio.Event()
+    send_alone = batcher._send_alone
+
+    async def slowly(item):
+        await answer.wait()
+        return await send_alone(item)
+
+    batcher._send_alone = slowly
+    late = []
+    for name in "abcd":
+        late.append(asyncio.create_task(batcher.step(name, 1, HELLO)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    rest = asyncio.create_task(step_all(batcher, "xyz"))
+    await asyncio.sleep(0)
+    assert server.batches == []  # four are under way
+    await rest
+    assert server.batches == [["x", "y", "z"]]
+    assert not any(task.done() for task in late)
+    answer.set()
+    assert [(await task).session_id for task in late] == list("abcd")
+    assert batcher._under_way == 0
 
 
 async def test_a_failed_item_fails_alone(server, batcher):
@@ -127,8 +158,8 @@ async def test_a_slow_session_stays_out_of_batches_until_it_is_quick_again(serve
     assert (server.batches, server.alone) == ([["slow", "a", "b"]], ["slow"] * 2)
     server.pending, server.seconds_alone = set(), 0.01
     await batcher.step("slow", 3, HELLO)
-    await batcher.step("slow", 4, HELLO)
-    assert server.batches[1:] == [["slow"]]
+    await step_all(batcher, ["slow", "a"])
+    assert server.batches[1:] == [["slow", "a"]]
     assert server.alone == ["slow"] * 3
 
 
@@ -145,8 +176,8 @@ async def test_a_session_that_ends_is_no_longer_remembered_as_slow(server, batch
     await step_all(batcher, ["slow", "a", "b"])
     server.final = {"slow"}
     await batcher.step("slow", 2, HELLO)
-    await batcher.step("slow", 2, HELLO)
-    assert server.batches[1:] == [["slow"]]
+    await step_all(batcher, ["slow", "a"])
+    assert server.batches[1:] == [["slow", "a"]]
 
 
 async def test_an_error_of_a_step_that_asked_alone_arrives(server, batcher):
