@@ -11,6 +11,9 @@ from agentrl_env.types import Message, SessionInfo, TaskInfo
 PROTOCOL_VERSION = 1
 _INT64 = 2**63
 PROTOCOL_HEADER = "x-agentrl-protocol"
+SOCKET_HEADER = "x-agentrl-socket"
+"""On answers over HTTP: the path of the WebSocket that takes the same calls."""
+SOCKET_PATH = "/v1/ws"
 
 
 class _Request(BaseModel):

@@ -42,8 +42,8 @@ class EnvClient:
         """Return a client of the server at ``url``.
 
         Args:
-            url: where the server is, such as ``http://127.0.0.1:8000``; with ``ws://`` all calls
-                share one WebSocket, which saves a lone session some of its time for each step.
+            url: where the server is, such as ``http://127.0.0.1:8000``. What carries a call is
+                picked by itself; with ``ws://`` all calls share one WebSocket.
             token: its token, if it has one; the variable AGENTRL_TOKEN by default.
             timeout: seconds any one call may take, retries included.
         """

@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import from_json, to_json
 
 from agentrl_env.client.batching import EARLY_ANSWER_S, Batcher, QueuedStep
+from agentrl_env.client.picking import PickingTransport
 from agentrl_env.client.socket import SocketTransport
 from agentrl_env.client.transport import Call, Http1Transport, HttpResponse, Transport
 from agentrl_env.errors import (
@@ -48,7 +49,8 @@ class HttpBackend:
     numbers steps, ``request_id`` names openings), so lost answers and restarts are retried.
 
     Args:
-        url: where the server is; with ``ws://`` or ``wss://`` all calls share one WebSocket.
+        url: where the server is. With ``http://`` or ``https://`` lone steps take its WebSocket, once
+            it has offered one; with ``ws://`` or ``wss://`` everything does.
         token: what it wants to see; the variable AGENTRL_TOKEN by default.
         timeout: seconds any one call may take, retries included.
         patience: seconds a server may be out of reach before a call gives up.
@@ -209,9 +211,11 @@ class HttpBackend:
 
     def _transport(self) -> Transport:
         headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
+        socket = SocketTransport(self.url, headers=headers)
         if self.url.startswith("ws"):
-            return SocketTransport(self.url, headers=headers)
-        return Http1Transport(self.url, headers=headers, max_connections=self._max_connections)
+            return socket
+        http = Http1Transport(self.url, headers=headers, max_connections=self._max_connections)
+        return PickingTransport(http, socket)
 
 
 class _Lane:

@@ -20,7 +20,7 @@ from websockets.uri import parse_uri
 
 from agentrl_env.client.transport import CONNECT_TIMEOUT_S, Call, HttpResponse
 from agentrl_env.errors import BodyTooLarge, ProtocolError, ServerUnreachable, from_wire
-from agentrl_env.wire import SOCKET_PROTOCOL
+from agentrl_env.wire import SOCKET_PATH, SOCKET_PROTOCOL
 
 PING_S = 20.0
 """How often a connection is asked for a sign of life; one that gives none until the third is dropped."""
@@ -165,7 +165,7 @@ class SocketTransport:
         secure = parts.scheme in ("wss", "https")
         scheme = "wss" if secure else "ws"
         self._tls = ssl.create_default_context() if secure else None
-        self._url = f"{scheme}://{parts.netloc}{parts.path.rstrip('/')}/v1/ws"
+        self._url = f"{scheme}://{parts.netloc}{parts.path.rstrip('/')}{SOCKET_PATH}"
         self._host, self._port = parts.hostname or "", parts.port or (443 if secure else 80)
         self._headers = headers
         self._numbers = itertools.count(1)
@@ -188,7 +188,7 @@ class SocketTransport:
         async with asyncio.timeout(timeout):
             connection = self._connection
             if connection is None or connection.closed or self._closed:
-                connection = await self._connect()
+                connection = await self.connect()
             return await connection.ask(number, frame)
 
     async def aclose(self) -> None:
@@ -198,7 +198,13 @@ class SocketTransport:
             self._connection.close()
         await asyncio.sleep(0)
 
-    async def _connect(self) -> SocketConnection:
+    @property
+    def connected(self) -> bool:
+        """Whether a call could be sent right now."""
+        return self._connection is not None and not self._connection.closed
+
+    async def connect(self) -> SocketConnection:
+        """Open the connection where it is not; raises what ``send`` does."""
         async with self._connecting:
             if self._closed:
                 raise ServerUnreachable("this client is closed")

@@ -57,6 +57,8 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._answer: asyncio.Future[HttpResponse] | None = None
         self._buffer = bytearray()
+        self.offers_socket = False
+        """Whether the server has said that it answers a WebSocket too."""
         self._status = 0
         self._length: int | None = None
         self._chunked = False
@@ -121,6 +123,8 @@ class Connection(asyncio.Protocol):
                     self._length = int(value)
                 case b"transfer-encoding":
                     self._chunked = b"chunked" in value.lower()
+                case b"x-agentrl-socket":
+                    self.offers_socket = True
                 case b"connection":
                     self._keep = self._keep and value.strip().lower() != b"close"
         return True
@@ -163,6 +167,8 @@ class Http1Transport:
         self._free: list[Connection] = []
         self._connections: WeakSet[Connection] = WeakSet()
         self._closed = False
+        self.offers_socket = False
+        """Whether the server has said that it answers a WebSocket too."""
 
     async def send(self, call: Call, *, timeout: float) -> HttpResponse:
         """Make one call. Raises what ``request`` does."""
@@ -201,6 +207,7 @@ class Http1Transport:
         except BaseException:
             connection.close()  # a late answer must not meet the next request
             raise
+        self.offers_socket = connection.offers_socket
         if not connection.closed:
             self._free.append(connection)
         return answer

@@ -24,6 +24,7 @@ from agentrl_env.server.gate import MAX_BODY_BYTES, Gate
 from agentrl_env.server.pool import SessionPool
 from agentrl_env.server.socket import socket_endpoint
 from agentrl_env.wire import (
+    SOCKET_PATH,
     ExpertAnswer,
     ForkAnswer,
     ForkRequest,
@@ -59,7 +60,7 @@ def create_app(
     app.add_exception_handler(WireError, _on_wire_error(pool))
     app.add_exception_handler(HTTPException, _on_http_error(pool))
     app.add_exception_handler(Exception, _on_bug(pool))
-    app.router.routes.append(WebSocketRoute("/v1/ws", socket_endpoint(pool, max_body_bytes)))
+    app.router.routes.append(WebSocketRoute(SOCKET_PATH, socket_endpoint(pool, max_body_bytes)))
     for path, method, handler in _routes(pool):
         # Plain routes: each handler reads its body once, straight from JSON to the model.
         app.add_route(path, handler, methods=[method])

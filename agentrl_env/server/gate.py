@@ -10,13 +10,14 @@ from pydantic_core import to_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentrl_env.errors import BodyTooLarge, Unauthorized, WireError
-from agentrl_env.wire import PROTOCOL_HEADER, PROTOCOL_VERSION
+from agentrl_env.wire import PROTOCOL_HEADER, PROTOCOL_VERSION, SOCKET_HEADER, SOCKET_PATH
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 TOKEN_PREFIX = "agentrl.token."
 """What comes before the token, in base64url without padding, where it is shown as a subprotocol."""
 _STAMPED = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 _PROTOCOL = (PROTOCOL_HEADER.encode(), str(PROTOCOL_VERSION).encode())
+_SOCKET = (SOCKET_HEADER.encode(), SOCKET_PATH.encode())
 
 
 class Gate:
@@ -35,7 +36,7 @@ class Gate:
 
         async def stamped(message: Message) -> None:
             if message["type"] in _STAMPED:
-                message["headers"] = [*message.get("headers", ()), _PROTOCOL]
+                message["headers"] = [*message.get("headers", ()), _PROTOCOL, _SOCKET]
             await send(message)
 
         headers = dict(scope["headers"])
