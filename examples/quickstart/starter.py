@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--output", type=Path, default=HERE / "starter")
     parser.add_argument("--traces", type=int, default=5000, help="expert episodes a task")
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=4500)
     parser.add_argument("--seed", type=int, default=0)
     torch.set_num_threads(1)
     asyncio.run(make(parser.parse_args(arguments)))
