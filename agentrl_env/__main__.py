@@ -166,7 +166,7 @@ def _connect(target: str, token: str | None, timeout: float = 120.0) -> Callable
     """Return what makes a client: of the server at a URL, or of a class in this process."""
     from agentrl_env.server.targets import load_target
 
-    if target.startswith(("http://", "https://")):
+    if target.startswith(("http://", "https://", "ws://", "wss://")):
         return partial(EnvClient.connect, target, token=token, timeout=timeout)
     return load_target(target).local
 

@@ -102,7 +102,7 @@ class _Socket:
             if isinstance(call, StepCall) and self._pool.never_waits(call.session_id):
                 await self._answer(call.id, partial(self._run, call, text))
             else:
-                self._begin(call.id, partial(self._run, call, text))
+                await self._begin(call.id, partial(self._run, call, text))
 
     async def _take_malformed(self, text: str | bytes, error: ValidationError) -> None:
         """Refuse a call, by its id where it has one; of a batch the sound items are played."""
@@ -115,14 +115,15 @@ class _Socket:
         if isinstance(call_id, bool) or not isinstance(call_id, int | str):
             await self._send_error(None, InvalidRequest(explain(error)))
         elif fields.get("call") == "step_many" and isinstance(fields.get("steps"), list):
-            self._begin(call_id, partial(self._step_many, text))
+            await self._begin(call_id, partial(self._step_many, text))
         else:
             await self._send_error(call_id, InvalidRequest(explain(error)))
 
-    def _begin(self, call_id: int | str, work: Callable[[], Awaitable[str]]) -> None:
+    async def _begin(self, call_id: int | str, work: Callable[[], Awaitable[str]]) -> None:
         task = asyncio.create_task(self._answer(call_id, work))
         self._calls.add(task)
         task.add_done_callback(self._end)
+        await asyncio.sleep(0)  # a quick one's answer counts before the next call is read
 
     def _end(self, task: asyncio.Task[None]) -> None:
         self._calls.discard(task)
@@ -157,13 +158,13 @@ class _Socket:
 
     async def _answer(self, call_id: int | str, work: Callable[[], Awaitable[str]]) -> None:
         try:
-            result = await work()
+            text = f'{{"id":{_id(call_id)},"result":{await work()}}}'
         except WireError as error:
             await self._send_error(call_id, error)
         except Exception as error:
             await self._send_error(call_id, InternalError(f"a bug in the server: {type(error).__name__}"))
         else:
-            await self._send(f'{{"id":{_id(call_id)},"result":{result}}}')
+            await self._send(text)
 
     async def _send_error(self, call_id: int | str | None, error: WireError) -> None:
         self._pool.metrics.errors[error.type] += 1

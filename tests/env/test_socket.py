@@ -302,7 +302,6 @@ class FakeWebSocket:
         self.reading = asyncio.Event()
 
     async def receive(self):
-        await asyncio.sleep(0)  # a real one takes time
         message = await self.incoming.get()
         self.taken += 1
         return message
