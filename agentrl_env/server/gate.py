@@ -63,7 +63,7 @@ class Gate:
         if not self._allowed(scope["path"], shown):
             words = f"this server needs a token: Authorization: Bearer, or a subprotocol {TOKEN_PREFIX}..."
             await _refuse(Unauthorized(words), send, "websocket.http.response")
-        elif not _same_origin(headers):
+        elif self._expected is None and not _same_origin(headers):
             # Without a token, any web page could otherwise reach a server on its reader's machine.
             words = "this server takes no WebSocket from web pages of other origins"
             await _refuse(Unauthorized(words), send, "websocket.http.response")

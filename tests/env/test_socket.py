@@ -277,12 +277,15 @@ async def test_strangers_are_refused_before_the_socket_opens(serving, options):
         assert json.loads(caught.value.response.body)["error"]["type"] == "unauthorized"
 
 
-async def test_web_pages_of_other_origins_are_refused(serving, calling):
+async def test_without_a_token_web_pages_of_other_origins_are_refused(serving, calling):
     server = await serving()
     with pytest.raises(InvalidStatus) as caught:
         await connect(address(server), origin="https://elsewhere.example")
     assert caught.value.response.status_code == 401
     assert "result" in await (await calling(server, origin=server.url)).ask("tasks")
+    guarded = await serving(token="sesame")
+    shown = {"origin": "https://elsewhere.example", "subprotocols": subprotocols("sesame")}
+    assert "result" in await (await calling(guarded, **shown)).ask("tasks")
 
 
 async def test_the_handshake_names_the_protocol(serving, calling):
