@@ -109,7 +109,7 @@ def test_a_new_environment_passes_its_check_and_its_test_at_once(cli, tmp_path):
     assert names == {"environment.py", "README.md", "test_environment.py"}
     code, out, _ = cli("check", "number_game")
     assert code == 0
-    assert "number_game: 12 passed, 1 skipped" in out
+    assert "number_game: 12 passed, 2 skipped" in out
     code, out, _ = cli("play", "number_game", stdin="guess 99\n")
     assert code == 0
     assert "lower" in out
