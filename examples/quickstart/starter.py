@@ -4,7 +4,7 @@
 
 Nothing is downloaded. Experts who slip and search at random play the level-1 tasks; a tokenizer is trained on
 what they say; a random Qwen3 model imitates them. It ends up as good as they are, which leaves the rest to
-reinforcement learning. About fifteen minutes on one core.
+reinforcement learning. About ten minutes on one free core.
 """
 
 from __future__ import annotations
