@@ -1,4 +1,4 @@
-"""The rules of the layout: who may import whom, how long files and functions may be, which names are taken."""
+"""The rules of the layout: who may import whom, how long files and functions are, which names are taken."""
 
 import ast
 import re
