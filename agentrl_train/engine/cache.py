@@ -68,6 +68,12 @@ class SlotCache(Cache):
                 tensor[a, :, :length] = tensor[b, :, :length]
                 tensor[b, :, :length] = kept
 
+    def copy(self, source: int, target: int, *, length: int) -> None:
+        """Copy the first ``length`` columns of row ``source`` into row ``target``."""
+        for pair in self._storage:
+            for tensor in pair:
+                tensor[target, :, :length] = tensor[source, :, :length]
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: positions are always given."""
         return 0

@@ -16,6 +16,8 @@ from agentrl_train.types import Completion, SamplingParams
 
 DECODES_BETWEEN_ADMISSIONS = 3
 """New requests join every few decode steps: prefilling them one by one would cost a forward pass each."""
+SHARED_TOKENS = 16
+"""Sequences that begin with this many equal tokens share what is prefilled: siblings share their opening."""
 PREFILL_TOKENS = 8192
 """Most tokens, padding included, of one prefill pass."""
 
@@ -118,9 +120,7 @@ class Replica:
             self._admit()
             self._decodes = 0
         self._decodes += 1
-        behind = [s for s in self._rows[: self._active] if s is not None and self._num_new(s) > 1]
-        if behind:
-            self._prefill(behind)
+        self._catch_up()
         self._decode()
 
     def _num_new(self, sequence: _Sequence) -> int:
@@ -181,6 +181,32 @@ class Replica:
         sequence.row = row
 
     # Forward passes.
+
+    def _catch_up(self) -> None:
+        """Prefill what is behind; of sequences that begin alike, one first, for the others to copy from."""
+        behind = [s for s in self._rows[: self._active] if s is not None and self._num_new(s) > 1]
+        if not behind:
+            return
+        known = {_beginning(s.cached): s for s in self._sequences.values() if len(s.cached) >= SHARED_TOKENS}
+        leaders: list[_Sequence] = []
+        followers: list[tuple[_Sequence, _Sequence]] = []
+        for sequence in behind:
+            ahead = self._new_tokens(sequence)
+            if sequence.cached or len(ahead) <= SHARED_TOKENS:
+                leaders.append(sequence)
+                continue
+            source = known.setdefault(_beginning(ahead), sequence)
+            if source is sequence:
+                leaders.append(sequence)
+            else:
+                followers.append((sequence, source))
+        self._prefill(leaders)
+        for sequence, source in followers:
+            ahead = self._new_tokens(sequence)
+            length = min(_shared_prefix(source.cached, ahead), len(ahead) - 1)
+            self._cache.copy(source.row, sequence.row, length=length)
+            sequence.cached.extend(ahead[:length])
+        self._prefill([s for s, _ in followers if self._num_new(s) > 1])
 
     def _prefill(self, behind: list[_Sequence]) -> None:
         """Bring rows up to date but for their last token, which the next decode takes."""
@@ -258,6 +284,10 @@ class Replica:
                 policy=self.name,
             )
         )
+
+
+def _beginning(tokens: Sequence[int]) -> tuple[int, ...]:
+    return tuple(tokens[:SHARED_TOKENS])
 
 
 def _shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -89,6 +89,26 @@ async def test_a_prefix_is_kept_between_turns_and_dropped_when_weights_change(
     assert float((expected - torch.tensor(third.logprobs)).abs().max()) < 1e-4
 
 
+async def test_siblings_share_what_is_prefilled_of_their_opening(engine: TorchEngine) -> None:
+    sampling = [SamplingParams(max_new_tokens=4, seed=n) for n in range(4)]
+    opening = prompt(1, 60)
+    done = await asyncio.gather(
+        *(engine.generate(opening, sampling=sampling[n], session_key=str(n)) for n in range(4))
+    )
+    assert engine.statistics()["prefilled_tokens"] < 2 * len(opening)
+    engine.publish(dict(make_model(seed=1).named_parameters()), policy_version=1)
+    contexts = [[*opening, *first.token_ids, *prompt(n, 5)] for n, first in enumerate(done)]
+    again = await asyncio.gather(
+        *(engine.generate(contexts[n], sampling=sampling[n], session_key=str(n)) for n in range(4))
+    )
+    for context, completion, version in [
+        *((opening, completion, 0) for completion in done),
+        *((context, completion, 1) for context, completion in zip(contexts, again, strict=True)),
+    ]:
+        expected = reference_logprobs(make_model(seed=version), context, completion)
+        assert float((expected - torch.tensor(completion.logprobs)).abs().max()) < 1e-4
+
+
 async def test_weights_change_in_the_middle_of_a_completion_and_every_token_says_by_which() -> None:
     engine = make_engine(max_context=1024, stop_token_ids=[])
     context, params = prompt(1), SamplingParams(max_new_tokens=900)
