@@ -18,6 +18,9 @@ from agentrl_env.errors import AgentRLError
 from agentrl_train.errors import TrainError
 from agentrl_train.runtime.config import RunConfig, load_config
 
+EXTRA_MODULES = ("torch", "transformers", "safetensors", "tokenizers", "jinja2", "tensorboardX")
+"""What the extra ``[train]`` brings."""
+
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -99,6 +102,11 @@ def _guarded(command: Callable[[], Any]) -> int:
         command()
     except (TrainError, AgentRLError) as error:
         print(f"agentrl-train: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA_MODULES:
+            raise
+        print(f"agentrl-train: {error.name} is missing: pip install 'agentrl-kit[train]'", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("agentrl-train: interrupted", file=sys.stderr)
