@@ -201,7 +201,7 @@ class _Episode:
             self._turns.append(_turn(new_ids, completion, message, result))
             if result.final:
                 self._metrics = dict(result.metrics)
-                return _end(result)
+                return episode_end(result)
             new_ids = self._chat.reply(result.messages, stopped=completion.finish_reason == "stop")
             context = [*context, *completion.token_ids, *new_ids]
         if not self._turns:
@@ -245,7 +245,7 @@ def _turn(new_ids: Sequence[int], completion: Completion, message: Message, resu
     )
 
 
-def _end(result: StepResult) -> EpisodeEnd:
+def episode_end(result: StepResult) -> EpisodeEnd:
     """Say how a finished session ended.
 
     Raises:

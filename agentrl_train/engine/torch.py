@@ -150,19 +150,6 @@ class TorchEngine:
         finally:
             self._waiting.discard(loaded)
 
-    def parameters(self, policy: str = "current") -> dict[str, torch.Tensor]:
-        """Return the engine's own parameters, to compare with the trainer's."""
-        return {n: p.detach() for n, p in self._replicas[policy].model.named_parameters()}
-
-    def policy_version(self, policy: str = "current") -> int:
-        """Return the version of the weights in force."""
-        return self._replicas[policy].policy_version
-
-    @property
-    def policies(self) -> tuple[str, ...]:
-        """Names of the policies that can be asked for."""
-        return tuple(self._replicas)
-
     def statistics(self) -> dict[str, float]:
         """Return running totals: sampled tokens, prefilled tokens, seconds busy."""
         replicas = self._replicas.values()

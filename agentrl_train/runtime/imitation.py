@@ -8,15 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from agentrl_env.client import EnvClient
-from agentrl_env.errors import AgentRLError
-from agentrl_env.types import SessionStatus, StepResult
+from agentrl_train.actor import episode_end
 from agentrl_train.batch import pack
 from agentrl_train.engine.chat import ChatFormat
 from agentrl_train.learner import Learner
 from agentrl_train.types import TokenSequence
-
-ENDED = (SessionStatus.COMPLETED, SessionStatus.TRUNCATED_TURNS, SessionStatus.TRUNCATED_TIME)
-"""Ends of an episode that mean something; any other is a failure."""
 
 
 async def expert_sequence(
@@ -42,7 +38,7 @@ async def expert_sequence(
             mask += [0.0] * len(new_ids) + [1.0] * len(said)
             result = await session.step(message)
             if result.final:
-                _require_ended(result)
+                episode_end(result)
                 break
             new_ids = chat.reply(result.messages, stopped=True)
     finally:
@@ -58,11 +54,6 @@ async def expert_sequence(
         group_id=index,
     )
     return sequence, result.metrics.get("success", 0.0) >= 0.5
-
-
-def _require_ended(result: StepResult) -> None:
-    if result.status not in ENDED:
-        raise AgentRLError(f"the expert's session ended as {result.status}: {result.info.get('error')}")
 
 
 async def expert_sequences(

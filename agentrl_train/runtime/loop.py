@@ -6,11 +6,11 @@
       ^                                                                                            |
       +--------------------- slots of trained groups, policy_version + 1 --------------------------+
 
-| coroutine  | consumes        | waits for                            | is unblocked by              |
-|------------|-----------------|--------------------------------------|------------------------------|
-| `_admit`   | samples         | a free slot of the work window       | a step trained, a group dropped |
-| `_play`    | an admitted group | the actor: environments and engine | its own deadlines            |
-| `_train`   | P finished groups | a full step's worth in the window  | a group finished             |
+| part     | consumes          | waits for                          | is unblocked by                 |
+|----------|-------------------|------------------------------------|---------------------------------|
+| `_admit` | samples           | a free slot of the work window     | a step trained, a group dropped |
+| `_play`  | an admitted group | the actor: environments and engine | its own deadlines               |
+| `train`  | P finished groups | a full step's worth in the window  | a group finished                |
 
 With ``max_staleness = 0`` the window admits a step's groups only after the step before is trained, and the
 loop is synchronous. Every wait has a deadline; when nothing moves, the run ends with the table of slots.

@@ -107,8 +107,7 @@ class Run:
         """End the run after the step under way, with a checkpoint; a second signal ends it at once."""
         self._interrupted = True
         self.loop.stop()
-        for number in STOP_SIGNALS:
-            asyncio.get_running_loop().remove_signal_handler(number)
+        _leave_signals()
 
     def count_failed(self, trajectory: Trajectory) -> None:
         """Note an episode that infrastructure failed to the last."""
@@ -122,8 +121,7 @@ class Run:
         try:
             return await self._run()
         finally:
-            for number in STOP_SIGNALS:
-                asyncio.get_running_loop().remove_signal_handler(number)
+            _leave_signals()
 
     async def _run(self) -> Outcome:
         """Check the weights, evaluate, train, evaluate again, and sum up."""
@@ -247,3 +245,8 @@ class Run:
 
     def _elapsed(self) -> float:
         return self._seconds_before + time.monotonic() - self._started
+
+
+def _leave_signals() -> None:
+    for number in STOP_SIGNALS:
+        asyncio.get_running_loop().remove_signal_handler(number)
