@@ -1,4 +1,4 @@
-"""Wire v1 over HTTP: the FastAPI application in front of a ``SessionPool``."""
+"""Wire v1 over HTTP: the FastAPI application in front of a ``Service``."""
 
 from __future__ import annotations
 
@@ -21,91 +21,79 @@ from agentrl_env.errors import (
 )
 from agentrl_env.server.bodies import read, step_many_json
 from agentrl_env.server.gate import MAX_BODY_BYTES, Gate
-from agentrl_env.server.pool import SessionPool
+from agentrl_env.server.service import Service
 from agentrl_env.server.socket import socket_endpoint
-from agentrl_env.wire import (
-    SOCKET_PATH,
-    ExpertAnswer,
-    ForkAnswer,
-    ForkRequest,
-    OpenRequest,
-    StepBody,
-    TaskList,
-)
+from agentrl_env.wire import SOCKET_PATH, ForkRequest, OpenRequest, StepBody
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 def create_app(
-    pool: SessionPool, *, token: str | None = None, max_body_bytes: int = MAX_BODY_BYTES
+    service: Service, *, token: str | None = None, max_body_bytes: int = MAX_BODY_BYTES
 ) -> FastAPI:
-    """Return the application that serves a pool.
+    """Return the application that puts a service on the wire.
 
     Args:
-        pool: the sessions; closed with the application.
+        service: the sessions; closed with the application.
         token: what callers must show as ``Authorization: Bearer``, on everything but ``/health``.
         max_body_bytes: the largest request it reads.
     """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await pool.tasks()
+        await service.tasks()
         try:
             yield
         finally:
-            await pool.aclose()
+            await service.aclose()
 
     app = FastAPI(title="agentrl-env", lifespan=lifespan, openapi_url=None)
     app.add_middleware(Gate, token=token, max_body_bytes=max_body_bytes)
-    app.add_exception_handler(WireError, _on_wire_error(pool))
-    app.add_exception_handler(HTTPException, _on_http_error(pool))
-    app.add_exception_handler(Exception, _on_bug(pool))
-    app.router.routes.append(WebSocketRoute(SOCKET_PATH, socket_endpoint(pool, max_body_bytes)))
-    for path, method, handler in _routes(pool):
+    app.add_exception_handler(WireError, _on_wire_error(service))
+    app.add_exception_handler(HTTPException, _on_http_error(service))
+    app.add_exception_handler(Exception, _on_bug(service))
+    app.router.routes.append(WebSocketRoute(SOCKET_PATH, socket_endpoint(service, max_body_bytes)))
+    for path, method, handler in _routes(service):
         # Plain routes: each handler reads its body once, straight from JSON to the model.
         app.add_route(path, handler, methods=[method])
     return app
 
 
-def _routes(pool: SessionPool) -> list[tuple[str, str, Handler]]:
+def _routes(service: Service) -> list[tuple[str, str, Handler]]:
     async def health(_: Request) -> Response:
-        return _json(b'{"status":"draining"}' if pool.draining else b'{"status":"ok"}')
+        return _json(b'{"status":"draining"}' if service.draining else b'{"status":"ok"}')
 
     async def metrics(_: Request) -> Response:
-        return Response(pool.metrics.render(pool.gauges()), media_type="text/plain; version=0.0.4")
+        return Response(service.metrics.render(service.gauges()), media_type="text/plain; version=0.0.4")
 
     async def tasks(_: Request) -> Response:
-        return _json(TaskList(tasks=await pool.tasks()).model_dump_json())
+        return _json(await service.tasks())
 
     async def open_session(request: Request) -> Response:
         wanted = read(OpenRequest, await request.body())
-        opening = asyncio.ensure_future(pool.open(wanted))
+        opening = asyncio.ensure_future(service.open(wanted))
         await _unless_gone(request, opening)
-        return _json(opening.result().model_dump_json(), status=201)
+        return _json(opening.result(), status=201)
 
     async def get_session(request: Request) -> Response:
-        return _json((await pool.info(request.path_params["id"])).model_dump_json())
+        return _json(await service.info(request.path_params["id"]))
 
     async def close_session(request: Request) -> Response:
-        await pool.close_session(request.path_params["id"])
+        await service.close_session(request.path_params["id"])
         return Response(status_code=204)
 
     async def step(request: Request) -> Response:
-        body = read(StepBody, await request.body())
-        result = await pool.step(request.path_params["id"], body.seq, body.message)
-        return _json(result.model_dump_json())
+        return _json(await service.step(request.path_params["id"], read(StepBody, await request.body())))
 
     async def step_many(request: Request) -> Response:
-        return _json(await step_many_json(pool, await request.body()))
+        return _json(await step_many_json(service, await request.body()))
 
     async def expert(request: Request) -> Response:
-        message = await pool.expert(request.path_params["id"])
-        return _json(ExpertAnswer(message=message).model_dump_json())
+        return _json(await service.expert(request.path_params["id"]))
 
     async def fork(request: Request) -> Response:
         wanted = read(ForkRequest, await request.body())
-        forks = await pool.fork(request.path_params["id"], wanted.n, wanted.request_id)
-        return _json(ForkAnswer(sessions=tuple(forks)).model_dump_json(), status=201)
+        return _json(await service.fork(request.path_params["id"], wanted), status=201)
 
     return [  # looked through from the top: the busy ones first
         ("/v1/step", "POST", step_many),
@@ -145,35 +133,35 @@ def _json(body: bytes | str, status: int = 200) -> Response:
     return Response(body, status, media_type="application/json")
 
 
-def _answer(pool: SessionPool, error: WireError) -> Response:
-    pool.metrics.errors[error.type] += 1
+def _answer(service: Service, error: WireError) -> Response:
+    service.metrics.errors[error.type] += 1
     response = _json(to_json(error.wire()), error.status)
     if error.status == 503:
         response.headers["retry-after"] = str(error.details.get("retry_after", 1))
     return response
 
 
-def _on_wire_error(pool: SessionPool) -> Any:
+def _on_wire_error(service: Service) -> Any:
     async def answer(_: Request, error: WireError) -> Response:
-        return _answer(pool, error)
+        return _answer(service, error)
 
     return answer
 
 
-def _on_http_error(pool: SessionPool) -> Any:
+def _on_http_error(service: Service) -> Any:
     async def answer(request: Request, error: HTTPException) -> Response:
         where = f"{request.method} {request.url.path}"
         if error.status_code == 405:
-            return _answer(pool, MethodNotAllowed(f"{where}: this path has no such method"))
+            return _answer(service, MethodNotAllowed(f"{where}: this path has no such method"))
         if error.status_code == 404:
-            return _answer(pool, UnknownRoute(f"{where}: no such path in protocol 1"))
-        return _answer(pool, InvalidRequest(f"{where}: {error.detail}"))
+            return _answer(service, UnknownRoute(f"{where}: no such path in protocol 1"))
+        return _answer(service, InvalidRequest(f"{where}: {error.detail}"))
 
     return answer
 
 
-def _on_bug(pool: SessionPool) -> Any:
+def _on_bug(service: Service) -> Any:
     async def answer(_: Request, error: Exception) -> Response:
-        return _answer(pool, InternalError(f"a bug in the server: {type(error).__name__}"))
+        return _answer(service, InternalError(f"a bug in the server: {type(error).__name__}"))
 
     return answer

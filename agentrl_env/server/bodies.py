@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json, to_json
 
-from agentrl_env.errors import InvalidRequest, WireError
-from agentrl_env.server.pool import SessionPool
-from agentrl_env.types import StepResult
+from agentrl_env.errors import InvalidRequest
+from agentrl_env.server.service import Service
 from agentrl_env.wire import StepBatch, StepRequest
 
 M = TypeVar("M", bound=BaseModel)
@@ -38,16 +38,16 @@ def explain(error: ValidationError) -> str:
     return f"{where}: {first['msg']}" if where else first["msg"]
 
 
-async def step_many_json(pool: SessionPool, body: bytes | str) -> bytes:
+async def step_many_json(service: Service, body: bytes | str) -> bytes:
     """Play a batch; an item that is malformed is answered with its error, the others are played."""
     try:
         batch = StepBatch.model_validate_json(body)
     except ValidationError:
-        return await _step_many_mixed(pool, body)
-    return _results(pool, await pool.step_many(batch.steps, batch.wait_s))
+        return await _step_many_mixed(service, body)
+    return _joined(await service.step_many(batch.steps, batch.wait_s))
 
 
-async def _step_many_mixed(pool: SessionPool, body: bytes | str) -> bytes:
+async def _step_many_mixed(service: Service, body: bytes | str) -> bytes:
     try:
         raw = from_json(body)
     except ValueError as error:
@@ -57,23 +57,17 @@ async def _step_many_mixed(pool: SessionPool, body: bytes | str) -> bytes:
         raise InvalidRequest('the body must be {"steps": [...]}')
     wait_s = validate(StepBatch, {**raw, "steps": []}).wait_s
     good: list[StepRequest] = []
-    answers: list[StepResult | WireError | None] = []
+    parts: list[bytes | None] = []
     for item in items:
         try:
             good.append(validate(StepRequest, item))
-            answers.append(None)
+            parts.append(None)
         except InvalidRequest as error:
-            answers.append(error)
-    results = iter(await pool.step_many(good, wait_s))
-    return _results(pool, [next(results) if answer is None else answer for answer in answers])
+            service.metrics.errors[error.type] += 1
+            parts.append(to_json(error.wire()))
+    played = iter(await service.step_many(good, wait_s))
+    return _joined(next(played) if part is None else part for part in parts)
 
 
-def _results(pool: SessionPool, results: list[StepResult | WireError]) -> bytes:
-    parts: list[bytes] = []
-    for result in results:
-        if isinstance(result, WireError):
-            pool.metrics.errors[result.type] += 1
-            parts.append(to_json(result.wire()))
-        else:
-            parts.append(result.model_dump_json().encode())
+def _joined(parts: Iterable[bytes]) -> bytes:
     return b'{"results":[' + b",".join(parts) + b"]}"

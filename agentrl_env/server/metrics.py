@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Mapping
 
 BUCKETS_S = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
 
@@ -27,7 +28,7 @@ class Metrics:
         self._buckets[bisect_left(BUCKETS_S, seconds)] += 1
         self._seconds += seconds
 
-    def render(self, gauges: dict[str, float]) -> str:
+    def render(self, gauges: Mapping[str, float]) -> str:
         """Return everything as Prometheus text, after the given gauges."""
         lines: list[str] = []
         for name, value in gauges.items():

@@ -60,6 +60,8 @@ class SessionPool:
     ) -> None:
         self.metrics = Metrics()
         self.draining = False
+        self.server_id = secrets.token_hex(6)
+        """Begins every session's id, so that a controller can tell where a session lives."""
         self._oracle = oracle
         self._lease_s = lease_s
         self._clock = clock
@@ -234,7 +236,7 @@ class SessionPool:
         forks: list[Session] = []
         self._table.enter(session_id, entry)
         try:
-            forks = await entry.session.fork([secrets.token_urlsafe(16) for _ in range(n)])
+            forks = await entry.session.fork([self._new_id() for _ in range(n)])
             started = await asyncio.gather(*(fork.start() for fork in forks), return_exceptions=True)
             for outcome in started:
                 if isinstance(outcome, BaseException):
@@ -280,11 +282,14 @@ class SessionPool:
         else:
             closing.add_done_callback(lambda _: self._slots.release())
 
+    def _new_id(self) -> str:
+        return f"{self.server_id}.{secrets.token_urlsafe(16)}"
+
     def _session(self, environment: type[Environment], sample: TaskSample) -> Session:
         return Session(
             environment,
             sample,
-            session_id=secrets.token_urlsafe(16),
+            session_id=self._new_id(),
             threads=self._threads,
             clock=self._clock,
             on_step=functools.partial(self.metrics.step_taken, environment.name),

@@ -17,6 +17,7 @@ from agentrl_env.errors import EnvironmentFailed, ServeError
 from agentrl_env.server.app import create_app
 from agentrl_env.server.gate import MAX_BODY_BYTES
 from agentrl_env.server.pool import SessionPool
+from agentrl_env.server.service import PoolService
 from agentrl_env.server.targets import load_targets
 
 
@@ -71,7 +72,7 @@ class EnvServer:
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(
-            create_app(self.pool, token=token),
+            create_app(PoolService(self.pool), token=token),
             log_level="warning",
             access_log=False,
             server_header=False,

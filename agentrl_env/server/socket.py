@@ -20,20 +20,17 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from agentrl_env.errors import BodyTooLarge, InternalError, InvalidRequest, WireError
 from agentrl_env.server.bodies import explain, step_many_json
-from agentrl_env.server.pool import SessionPool
+from agentrl_env.server.service import Service
 from agentrl_env.wire import (
     SOCKET_PROTOCOL,
     CloseCall,
-    ExpertAnswer,
     ExpertCall,
-    ForkAnswer,
     ForkCall,
     InfoCall,
     OpenCall,
     SocketCall,
     StepCall,
     StepManyCall,
-    TaskList,
     TasksCall,
 )
 
@@ -44,13 +41,13 @@ MAX_UNSENT_BYTES = 8 * 1024 * 1024
 _CALLS: TypeAdapter[Any] = TypeAdapter(SocketCall)
 
 
-def socket_endpoint(pool: SessionPool, max_bytes: int) -> Callable[[WebSocket], Awaitable[None]]:
+def socket_endpoint(service: Service, max_bytes: int) -> Callable[[WebSocket], Awaitable[None]]:
     """Return what serves ``/v1/ws``; ``max_bytes`` is the largest message it takes."""
 
     async def endpoint(websocket: WebSocket) -> None:
         wanted = SOCKET_PROTOCOL in websocket.scope["subprotocols"]
         await websocket.accept(SOCKET_PROTOCOL if wanted else None)
-        await _Socket(pool, websocket, max_bytes).serve()
+        await _Socket(service, websocket, max_bytes).serve()
 
     return endpoint
 
@@ -58,8 +55,8 @@ def socket_endpoint(pool: SessionPool, max_bytes: int) -> Callable[[WebSocket], 
 class _Socket:
     """One WebSocket and the calls that it carries."""
 
-    def __init__(self, pool: SessionPool, websocket: WebSocket, max_bytes: int) -> None:
-        self._pool = pool
+    def __init__(self, service: Service, websocket: WebSocket, max_bytes: int) -> None:
+        self._service = service
         self._websocket = websocket
         self._max_bytes = max_bytes
         self._calls: set[asyncio.Task[None]] = set()
@@ -99,7 +96,7 @@ class _Socket:
         except ValidationError as error:
             await self._take_malformed(text, error)
         else:
-            if isinstance(call, StepCall) and self._pool.never_waits(call.session_id):
+            if isinstance(call, StepCall) and self._service.never_waits(call.session_id):
                 await self._answer(call.id, partial(self._run, call, text))
             else:
                 await self._begin(call.id, partial(self._run, call, text))
@@ -115,11 +112,11 @@ class _Socket:
         if isinstance(call_id, bool) or not isinstance(call_id, int | str):
             await self._send_error(None, InvalidRequest(explain(error)))
         elif fields.get("call") == "step_many" and isinstance(fields.get("steps"), list):
-            await self._begin(call_id, partial(self._step_many, text))
+            await self._begin(call_id, partial(step_many_json, self._service, text))
         else:
             await self._send_error(call_id, InvalidRequest(explain(error)))
 
-    async def _begin(self, call_id: int | str, work: Callable[[], Awaitable[str]]) -> None:
+    async def _begin(self, call_id: int | str, work: Callable[[], Awaitable[bytes]]) -> None:
         task = asyncio.create_task(self._answer(call_id, work))
         self._calls.add(task)
         task.add_done_callback(self._end)
@@ -129,36 +126,32 @@ class _Socket:
         self._calls.discard(task)
         self._room.set()
 
-    async def _run(self, call: Any, text: str | bytes) -> str:
+    async def _run(self, call: Any, text: str | bytes) -> bytes:
         """Make one call; return its result as JSON."""
-        pool = self._pool
+        service = self._service
         match call:
             case StepCall():
-                return (await pool.step(call.session_id, call.seq, call.message)).model_dump_json()
+                return await service.step(call.session_id, call)
             case StepManyCall():
-                return await self._step_many(text)
+                return await step_many_json(service, text)
             case OpenCall():
-                return (await pool.open(call)).model_dump_json()
+                return await service.open(call)
             case InfoCall():
-                return (await pool.info(call.session_id)).model_dump_json()
+                return await service.info(call.session_id)
             case CloseCall():
-                await pool.close_session(call.session_id)
-                return "null"
+                await service.close_session(call.session_id)
+                return b"null"
             case ExpertCall():
-                return ExpertAnswer(message=await pool.expert(call.session_id)).model_dump_json()
+                return await service.expert(call.session_id)
             case ForkCall():
-                forks = await pool.fork(call.session_id, call.n, call.request_id)
-                return ForkAnswer(sessions=tuple(forks)).model_dump_json()
+                return await service.fork(call.session_id, call)
             case TasksCall():
-                return TaskList(tasks=await pool.tasks()).model_dump_json()
+                return await service.tasks()
         raise InvalidRequest(f"no such call: {type(call).__name__}")
 
-    async def _step_many(self, text: str | bytes) -> str:
-        return (await step_many_json(self._pool, text)).decode()
-
-    async def _answer(self, call_id: int | str, work: Callable[[], Awaitable[str]]) -> None:
+    async def _answer(self, call_id: int | str, work: Callable[[], Awaitable[bytes]]) -> None:
         try:
-            text = f'{{"id":{_id(call_id)},"result":{await work()}}}'
+            text = f'{{"id":{_id(call_id)},"result":{(await work()).decode()}}}'
         except WireError as error:
             await self._send_error(call_id, error)
         except Exception as error:
@@ -167,7 +160,7 @@ class _Socket:
             await self._send(text)
 
     async def _send_error(self, call_id: int | str | None, error: WireError) -> None:
-        self._pool.metrics.errors[error.type] += 1
+        self._service.metrics.errors[error.type] += 1
         await self._send(f'{{"id":{_id(call_id)},{to_json(error.wire())[1:].decode()}')
 
     async def _send(self, text: str) -> None:

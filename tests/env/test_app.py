@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from agentrl_env import Message, ToolCall
 from agentrl_env.server.app import create_app
 from agentrl_env.server.pool import SessionPool
+from agentrl_env.server.service import PoolService
 from tests.env.tasks import Clock, Quick, Slow, until
 
 
@@ -25,7 +26,7 @@ async def serving():
 
     def make(*environments, app_options=None, **options):
         pool = SessionPool(environments or (Quick,), **options)
-        app = create_app(pool, **(app_options or {}))
+        app = create_app(PoolService(pool), **(app_options or {}))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         client = httpx.AsyncClient(transport=transport, base_url="http://test")
         stack.extend([client.aclose, pool.aclose])
@@ -196,7 +197,7 @@ class BrokenPool(SessionPool):
 
 async def test_a_bug_in_the_server_is_a_typed_error_without_details():
     pool = BrokenPool([Quick])
-    transport = httpx.ASGITransport(create_app(pool), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(create_app(PoolService(pool)), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         answer = await http.get("/v1/sessions/x")
     assert error_of(answer) == (500, "internal_error")
@@ -282,7 +283,7 @@ async def test_a_body_over_the_limit_is_refused(serving):
 async def test_a_caller_that_hangs_up_while_it_waits_leaves_the_queue(serving):
     http = serving(max_sessions=1)
     await opened(http)
-    pool, app = http.pool, create_app(http.pool)
+    pool, app = http.pool, create_app(PoolService(http.pool))
     body_sent = asyncio.Event()
 
     async def receive():
@@ -342,7 +343,7 @@ REQUESTS = st.one_of(
 def test_no_body_is_a_bug_in_the_server(requests, garbage):
     async def run():
         pool = SessionPool([Quick])
-        transport = httpx.ASGITransport(create_app(pool))
+        transport = httpx.ASGITransport(create_app(PoolService(pool)))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             known = (await opened(http))["session_id"]
             for path, content in requests:

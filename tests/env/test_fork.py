@@ -23,6 +23,7 @@ from agentrl_env.errors import (
 from agentrl_env.server.app import create_app
 from agentrl_env.server.pool import SessionPool
 from agentrl_env.server.serve import EnvServer
+from agentrl_env.server.service import PoolService
 from agentrl_env.testing import Verdict, run_checks
 from agentrl_env.testing.checks.forking import fork as fork_check
 from agentrl_env.wire import OpenRequest
@@ -470,7 +471,7 @@ def test_a_snapshot_that_changes_the_episode_is_caught():
 
 async def test_over_the_wire_a_fork_is_created_or_refused_with_a_typed_error():
     pool = SessionPool([Walk, Guess])
-    transport = httpx.ASGITransport(create_app(pool))
+    transport = httpx.ASGITransport(create_app(PoolService(pool)))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         opened = [(await http.post("/v1/sessions", json={"task": task})).json() for task in ("walk", "guess")]
         walk_path, guess_path = (f"/v1/sessions/{info['session_id']}/fork" for info in opened)
