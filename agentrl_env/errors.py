@@ -11,16 +11,20 @@ AgentRLError
 └── WireError                 crosses the wire: a ``type`` and one fixed HTTP status
 ├── InvalidRequest        422  malformed body or argument
 ├── Unauthorized          401  token missing or wrong
+├── Forbidden             403  an agent token where it needs the operator's, or another session's
 ├── UnknownRoute          404  no such path
 ├── MethodNotAllowed      405  no such method on this path
 ├── UnknownTask           404  no such task here
 ├── UnknownSample         404  no such split or index
 ├── UnknownSession        404  never existed, or ended too long ago
+├── RequestTimeout        408  the request did not arrive in time
 ├── SeqConflict           409  a gap in the numbering of steps
 ├── SessionEnded          409  a new step in a session that has ended
 ├── SessionExpired        410  idle past its lease
+├── SessionLost           410  its server died or left; what it last did is unknown
 ├── BodyTooLarge          413  over the size limit
 ├── StepPending           425  in a batch: not ready yet, ask again with the same seq
+├── RateLimited           429  more requests than the client may make, with ``Retry-After``
 ├── NotSupported          501  the task or the server does not offer it
 ├── EnvironmentFailed     500  the author's code broke outside a step (reset, expert)
 ├── InternalError         500  a bug in the server
@@ -95,6 +99,13 @@ class Unauthorized(WireError):
     status = 401
 
 
+class Forbidden(WireError):
+    """The token is good, but not for this call."""
+
+    type = "forbidden"
+    status = 403
+
+
 class UnknownRoute(WireError):
     """No such path."""
 
@@ -130,6 +141,13 @@ class UnknownSession(WireError):
     status = 404
 
 
+class RequestTimeout(WireError):
+    """The request did not arrive whole in time."""
+
+    type = "request_timeout"
+    status = 408
+
+
 class SeqConflict(WireError):
     """The step's ``seq`` leaves a gap."""
 
@@ -151,6 +169,13 @@ class SessionExpired(WireError):
     status = 410
 
 
+class SessionLost(WireError):
+    """The server that held the session died or left; a step under way may have happened or not."""
+
+    type = "session_lost"
+    status = 410
+
+
 class BodyTooLarge(WireError):
     """The request is over the server's size limit."""
 
@@ -163,6 +188,13 @@ class StepPending(WireError):
 
     type = "step_pending"
     status = 425
+
+
+class RateLimited(WireError):
+    """The client makes more requests than it may; ``retry_after`` is how many seconds to wait."""
+
+    type = "rate_limited"
+    status = 429
 
 
 class NotSupported(WireError):

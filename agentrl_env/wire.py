@@ -34,6 +34,8 @@ class OpenRequest(_Request):
     sample: dict[str, Any] | None = None
     wait_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     request_id: str | None = Field(default=None, max_length=128)
+    client: str = Field(default="", max_length=128)
+    """Who opens; a controller's limits count by it."""
 
 
 class StepBody(_Request):
@@ -156,3 +158,50 @@ SocketCall = Annotated[
     TasksCall | OpenCall | StepCall | StepManyCall | InfoCall | CloseCall | ExpertCall | ForkCall,
     Field(discriminator="call"),
 ]
+
+
+LINK_PATH = "/v1/link"
+"""Where a controller takes the WebSocket of a server that dials in; it carries calls the other way."""
+
+
+class SessionRow(_Request):
+    """One open session, as its server reports it to a controller."""
+
+    session_id: str
+    task: str
+    client: str = ""
+
+
+class Hello(_Request):
+    """What a server says first on a link: ``{"hello": {...}}``."""
+
+    server_id: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")
+    protocol: int = PROTOCOL_VERSION
+    tasks: tuple[TaskInfo, ...]
+    capacity: int = Field(ge=1)
+    sessions: tuple[SessionRow, ...] = ()
+    draining: bool = False
+    place: str = ""
+    """Host and process, for people."""
+
+
+class Beat(_Request):
+    """What a server says every second, and before an answer that a change led to: ``{"beat": {...}}``."""
+
+    opened: tuple[SessionRow, ...] = ()
+    ended: tuple[str, ...] = ()
+    draining: bool = False
+    leaving: bool = False
+    """The server is about to end in order; no session is left on it."""
+
+
+class Welcome(_Request):
+    """A controller's answer to a hello: ``{"welcome": {...}}``, or ``{"lost": true}``.
+
+    ``lost`` tells a server that it was away for too long: what it holds has been reported lost, so it
+    ends its sessions and comes back under another id.
+    """
+
+    beat_s: float
+    controllers: tuple[str, ...] = ()
+    """All controllers of the fleet; a server dials each."""

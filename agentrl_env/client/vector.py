@@ -38,7 +38,7 @@ from agentrl_env.client.gym_episode import LOST, Episode, Turn, choose
 from agentrl_env.client.gym_infos import stack_infos
 from agentrl_env.client.gym_resets import Seeds, options_of_each, seeds_of_each, whom_to_reset
 from agentrl_env.client.spaces import ChatMessage, Conversation, ToolCallSpace
-from agentrl_env.errors import AgentRLError, UnknownSession
+from agentrl_env.errors import AgentRLError, SessionLost, UnknownSession
 from agentrl_env.types import TaskInfo, ToolSpec
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ Conversations: TypeAlias = tuple[tuple[ChatMessage, ...], ...]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Steps: TypeAlias = tuple[Conversations, npt.NDArray[np.float64], Bools, Bools, dict[str, Any]]
 
-LOSSES = (*LOST.values(), UnknownSession)
+LOSSES = (*LOST.values(), SessionLost, UnknownSession)
 """What may befall one episode alone."""
 
 

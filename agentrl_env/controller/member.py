@@ -1,0 +1,169 @@
+"""One server, as a controller knows it: what it serves, what it holds, and the calls it is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pydantic_core import from_json
+
+from agentrl_env.errors import InternalError, SessionLost, WireError, from_wire
+from agentrl_env.types import TaskInfo
+from agentrl_env.wire import Beat, Hello, SessionRow
+
+_ANSWER = re.compile(rb'\{"id":(\d+),"(result|error)":')
+
+
+@dataclass(slots=True)
+class _Call:
+    frame: bytes
+    answer: asyncio.Future[bytes] = field(repr=False)
+
+
+class Outbox:
+    """Frames on their way to one server, over one link."""
+
+    def __init__(self) -> None:
+        self._frames: deque[bytes] = deque()
+        self._filled = asyncio.Event()
+
+    def put(self, frame: bytes) -> None:
+        """Add a frame."""
+        self._frames.append(frame)
+        self._filled.set()
+
+    async def take(self) -> bytes:
+        """Return the next frame, once there is one."""
+        while not self._frames:
+            self._filled.clear()
+            await self._filled.wait()
+        return self._frames.popleft()
+
+
+class Member:
+    """A server of the fleet. It outlives its links: calls under way are sent again over the next.
+
+    Sending twice is safe: openings and forks carry a ``request_id``, steps a ``seq``, and nothing
+    else changes anything.
+
+    Args:
+        hello: what the server said of itself.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, hello: Hello, clock: Callable[[], float] = time.monotonic) -> None:
+        self.server_id = hello.server_id
+        self.tasks: dict[str, TaskInfo] = {}
+        self.sessions: dict[str, SessionRow] = {}
+        self.held: Counter[tuple[str, str]] = Counter()
+        """How many sessions it holds, by task and client."""
+        self.opening = 0
+        """Sessions that it is being asked to open."""
+        self.full = False
+        """It refused a session for want of room; until its next beat."""
+        self.draining = False
+        self.leaving = False
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, _Call] = {}
+        self._outbox: Outbox | None = None
+        self._lost: WireError | None = None
+        self.greet(hello)
+
+    def greet(self, hello: Hello) -> None:
+        """Take in what the server says at the begin of a link."""
+        self.tasks = {task.name: task for task in hello.tasks}
+        self.capacity = hello.capacity
+        self.place = hello.place
+        self.draining = hello.draining
+        self.sessions = {row.session_id: row for row in hello.sessions}
+        self.held = Counter((row.task, row.client) for row in hello.sessions)
+        self.full = False
+        self.seen = self._clock()
+
+    @property
+    def linked(self) -> bool:
+        """Whether there is a link to it now."""
+        return self._outbox is not None
+
+    @property
+    def load(self) -> float:
+        """Share of its capacity that is taken or promised."""
+        return (len(self.sessions) + self.opening) / self.capacity
+
+    def has_room(self, task: str) -> bool:
+        """Whether a session of a task may be placed here."""
+        ready = self.linked and not (self.full or self.draining or self.leaving)
+        return ready and task in self.tasks and self.load < 1
+
+    def link(self, outbox: Outbox) -> None:
+        """Send over this link from now on, first what has no answer yet."""
+        self._outbox = outbox
+        for call in self._calls.values():
+            outbox.put(call.frame)
+
+    def unlink(self, outbox: Outbox) -> None:
+        """Take note that a link is gone; where it is still the present one, calls wait for the next."""
+        if self._outbox is outbox:
+            self._outbox = None
+
+    def hear_beat(self, beat: Beat) -> None:
+        """Take in what has changed on the server."""
+        self.seen = self._clock()
+        for row in beat.opened:
+            if row.session_id not in self.sessions:
+                self.sessions[row.session_id] = row
+                self.held[row.task, row.client] += 1
+        for session_id in beat.ended:
+            ended = self.sessions.pop(session_id, None)
+            if ended is not None:
+                self.held[ended.task, ended.client] -= 1
+        self.full = False
+        self.draining, self.leaving = beat.draining, beat.leaving
+
+    def hear_answer(self, frame: bytes) -> None:
+        """Hand an answer to whoever asked; raises ValueError where it is none."""
+        self.seen = self._clock()
+        match = _ANSWER.match(frame)
+        if match is None:
+            raise ValueError("not an answer")
+        call = self._calls.get(int(match[1]))
+        if call is None or call.answer.done():
+            return
+        body = frame[match.end() : -1]
+        if match[2] == b"result":
+            call.answer.set_result(body)
+        else:
+            error = from_wire({"error": from_json(body)})
+            call.answer.set_exception(error or InternalError("a server answered an error of no known form"))
+
+    async def ask(self, fields: bytes) -> bytes:
+        """Make a call, given as JSON fields without braces; return its result as JSON.
+
+        Raises the WireError that the server answers, SessionLost where it dies.
+        """
+        if self._lost is not None:
+            raise self._lost
+        number = next(self._numbers)
+        call = _Call(b'{"id":%d,%b}' % (number, fields), asyncio.get_running_loop().create_future())
+        self._calls[number] = call
+        if self._outbox is not None:
+            self._outbox.put(call.frame)
+        try:
+            return await call.answer
+        finally:
+            del self._calls[number]
+
+    def lose(self, reason: str) -> None:
+        """End every call under way, and all to come, as lost."""
+        self._lost = SessionLost(reason, server=self.server_id)
+        self.sessions.clear()
+        self.held.clear()
+        for call in self._calls.values():
+            if not call.answer.done():
+                call.answer.set_exception(self._lost)

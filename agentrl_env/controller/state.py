@@ -1,0 +1,127 @@
+"""What the controllers of one fleet must agree on."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Protocol
+
+CLAIM_S = 900.0
+"""How long it is remembered which server an opening was given to."""
+
+
+class FleetState(Protocol):
+    """The few facts that controllers share. Where sessions live is not among them: ids tell.
+
+    Methods raise StateUnavailable where what holds the state does not answer.
+    """
+
+    async def start(self, own_url: str) -> None:
+        """Join the controllers of the fleet, under the address that servers reach this one at."""
+
+    async def controllers(self) -> tuple[str, ...]:
+        """Return the addresses of all controllers that live; also says that this one does."""
+
+    async def claim(self, request_id: str, server_id: str) -> str:
+        """Give an opening to a server, unless another has it already; return who has it."""
+
+    async def unclaim(self, request_id: str, server_id: str) -> None:
+        """Take an opening back from a server that could not serve it."""
+
+    async def claimed(self, request_id: str) -> str | None:
+        """Return the server that an opening was given to."""
+
+    async def saw(self, server_id: str) -> None:
+        """Note that a server gave a sign of life to this controller."""
+
+    async def seen(self, server_id: str, within_s: float) -> bool:
+        """Return whether any controller had a sign of life of a server lately."""
+
+    async def lose(self, server_id: str) -> None:
+        """Note that a server's sessions are lost; for every controller, and for good."""
+
+    async def is_lost(self, server_id: str) -> bool:
+        """Return whether a server's sessions were declared lost."""
+
+    async def knows(self, server_id: str) -> bool:
+        """Return whether any controller has ever seen a server."""
+
+    async def aclose(self) -> None:
+        """Leave the controllers of the fleet."""
+
+
+class MemoryState:
+    """The state of a fleet with one controller; a ``FleetState``.
+
+    Args:
+        clock: seconds, monotonic.
+        kept: how many openings, and servers, are remembered.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, kept: int = 100_000) -> None:
+        self._clock = clock
+        self._kept = kept
+        self._own_url = ""
+        self._claims: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self._seen: OrderedDict[str, float] = OrderedDict()
+        self._lost: OrderedDict[str, None] = OrderedDict()
+
+    async def start(self, own_url: str) -> None:
+        """Remember the own address."""
+        self._own_url = own_url
+
+    async def controllers(self) -> tuple[str, ...]:
+        """Return the own address alone."""
+        return (self._own_url,) if self._own_url else ()
+
+    async def claim(self, request_id: str, server_id: str) -> str:
+        """Give an opening to a server, unless another has it already; return who has it."""
+        owner = await self.claimed(request_id)
+        if owner is None:
+            self._claims[request_id] = (server_id, self._clock())
+            self._forget()
+        return owner or server_id
+
+    async def unclaim(self, request_id: str, server_id: str) -> None:
+        """Take an opening back from a server that could not serve it."""
+        if await self.claimed(request_id) == server_id:
+            del self._claims[request_id]
+
+    async def claimed(self, request_id: str) -> str | None:
+        """Return the server that an opening was given to."""
+        claim = self._claims.get(request_id)
+        return claim[0] if claim is not None else None
+
+    async def saw(self, server_id: str) -> None:
+        """Note a sign of life."""
+        self._seen[server_id] = self._clock()
+        self._forget()
+
+    async def seen(self, server_id: str, within_s: float) -> bool:
+        """Return whether there was a sign of life lately."""
+        return self._clock() - self._seen.get(server_id, float("-inf")) < within_s
+
+    async def lose(self, server_id: str) -> None:
+        """Note that a server's sessions are lost."""
+        self._lost[server_id] = None
+        self._forget()
+
+    async def is_lost(self, server_id: str) -> bool:
+        """Return whether a server's sessions were declared lost."""
+        return server_id in self._lost
+
+    async def knows(self, server_id: str) -> bool:
+        """Return whether a server was ever seen."""
+        return server_id in self._seen
+
+    async def aclose(self) -> None:
+        """Do nothing: the state ends with the process."""
+
+    def _forget(self) -> None:
+        horizon = self._clock() - CLAIM_S
+        while self._claims and next(iter(self._claims.values()))[1] < horizon:
+            self._claims.popitem(last=False)
+        for table in (self._claims, self._seen, self._lost):
+            while len(table) > self._kept:
+                table.popitem(last=False)

@@ -1,0 +1,132 @@
+"""What the application puts on the wire: the sessions of this process, or of a whole fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from pydantic_core import to_json
+
+from agentrl_env.errors import WireError
+from agentrl_env.server.metrics import Metrics
+from agentrl_env.server.pool import SessionPool
+from agentrl_env.wire import (
+    ExpertAnswer,
+    ForkAnswer,
+    ForkRequest,
+    OpenRequest,
+    StepBody,
+    StepRequest,
+    TaskList,
+)
+
+
+class Service(Protocol):
+    """The calls of protocol 1, read and checked; their answers as JSON, ready to be sent.
+
+    Every method raises a WireError as the wire carries it.
+    """
+
+    metrics: Metrics
+
+    @property
+    def draining(self) -> bool:
+        """Whether it takes no new sessions."""
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return what ``/metrics`` shows of the present moment."""
+
+    async def tasks(self) -> bytes:
+        """Return a ``TaskList``; the first call makes ready what is served."""
+
+    async def open(self, request: OpenRequest) -> bytes:
+        """Return the ``SessionInfo`` of a new session."""
+
+    async def step(self, session_id: str, body: StepBody) -> bytes:
+        """Return a ``StepResult``."""
+
+    def never_waits(self, session_id: str) -> bool:
+        """Return whether ``step`` would be done without giving the event loop a turn."""
+
+    async def step_many(self, steps: Sequence[StepRequest], wait_s: float | None) -> list[bytes]:
+        """Return for each step its ``StepResult``, or the body of its error."""
+
+    async def info(self, session_id: str) -> bytes:
+        """Return a ``SessionInfo``."""
+
+    async def expert(self, session_id: str) -> bytes:
+        """Return an ``ExpertAnswer``."""
+
+    async def fork(self, session_id: str, request: ForkRequest) -> bytes:
+        """Return a ``ForkAnswer``."""
+
+    async def close_session(self, session_id: str) -> None:
+        """End a session; idempotent."""
+
+    async def aclose(self) -> None:
+        """Release everything."""
+
+
+class PoolService:
+    """The sessions of this process; a ``Service``."""
+
+    def __init__(self, pool: SessionPool) -> None:
+        self.pool = pool
+        self.metrics = pool.metrics
+
+    @property
+    def draining(self) -> bool:
+        """Whether the pool takes no new sessions."""
+        return self.pool.draining
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return what ``/metrics`` shows of the present moment."""
+        return self.pool.gauges()
+
+    async def tasks(self) -> bytes:
+        """Return a ``TaskList``; the first call opens what sessions share (``startup``)."""
+        return TaskList(tasks=await self.pool.tasks()).model_dump_json().encode()
+
+    async def open(self, request: OpenRequest) -> bytes:
+        """Return the ``SessionInfo`` of a new session."""
+        return (await self.pool.open(request)).model_dump_json().encode()
+
+    async def step(self, session_id: str, body: StepBody) -> bytes:
+        """Return a ``StepResult``."""
+        return (await self.pool.step(session_id, body.seq, body.message)).model_dump_json().encode()
+
+    def never_waits(self, session_id: str) -> bool:
+        """Return whether ``step`` would be done without giving the event loop a turn."""
+        return self.pool.never_waits(session_id)
+
+    async def step_many(self, steps: Sequence[StepRequest], wait_s: float | None) -> list[bytes]:
+        """Return for each step its ``StepResult``, or the body of its error."""
+        parts: list[bytes] = []
+        for result in await self.pool.step_many(steps, wait_s):
+            if isinstance(result, WireError):
+                self.metrics.errors[result.type] += 1
+                parts.append(to_json(result.wire()))
+            else:
+                parts.append(result.model_dump_json().encode())
+        return parts
+
+    async def info(self, session_id: str) -> bytes:
+        """Return a ``SessionInfo``."""
+        return (await self.pool.info(session_id)).model_dump_json().encode()
+
+    async def expert(self, session_id: str) -> bytes:
+        """Return an ``ExpertAnswer``."""
+        return ExpertAnswer(message=await self.pool.expert(session_id)).model_dump_json().encode()
+
+    async def fork(self, session_id: str, request: ForkRequest) -> bytes:
+        """Return a ``ForkAnswer``."""
+        forks = await self.pool.fork(session_id, request.n, request.request_id)
+        return ForkAnswer(sessions=tuple(forks)).model_dump_json().encode()
+
+    async def close_session(self, session_id: str) -> None:
+        """End a session; idempotent."""
+        await self.pool.close_session(session_id)
+
+    async def aclose(self) -> None:
+        """End every session and release what they shared."""
+        await self.pool.aclose()
