@@ -42,7 +42,7 @@ logger = logging.getLogger("agentrl_env")
 SETTLE_S = 10.0
 """How long author code that outlived its deadline is waited for before `close()`."""
 KEPT_RESULTS = 64
-"""How many answers a session keeps, to repeat them."""
+"""How many turns a session keeps: the message, to show it, and the answer, to repeat it."""
 
 
 class Session:
@@ -73,14 +73,15 @@ class Session:
         self._runner = Runner(blocking=environment.blocking, threads=threads)
         self._clock = clock
         self._on_step = on_step
-        self._begin = clock()
+        self.begin = clock()
         self._environment: Environment | None = None
         self._restored: Callable[[Environment], Any] | None = None
         """How a fork begins, instead of with ``reset``."""
         self.turn = 0
         """Number of steps taken."""
-        self._results: deque[StepResult] = deque(maxlen=KEPT_RESULTS)
-        self._return = 0.0
+        self.turns: deque[tuple[Message, StepResult]] = deque(maxlen=KEPT_RESULTS)
+        self.total = 0.0
+        """Sum of the rewards so far."""
         self._task: asyncio.Task[Any] | None = None
         self._closing: asyncio.Task[None] | None = None
         self.inline = not environment.blocking and _all_sync(environment, self._tools.all_sync)
@@ -96,7 +97,7 @@ class Session:
             tools=self._tools.specs,
             status=self.status,
             turn=self.turn,
-            last=self._results[-1] if self._results else None,
+            last=self.turns[-1][1] if self.turns else None,
         )
 
     async def start(self) -> SessionInfo:
@@ -217,9 +218,9 @@ class Session:
     def _stored(self, seq: int) -> StepResult:
         if seq < 1:
             raise InvalidRequest(f"seq counts from 1, got {seq}")
-        if self.turn - seq >= len(self._results):
+        if self.turn - seq >= len(self.turns):
             raise SeqConflict(f"the answer to seq {seq} is no longer kept", expected=self.turn + 1)
-        return self._results[seq - self.turn - 1]
+        return self.turns[seq - self.turn - 1][1]
 
     def refuse_ended(self) -> None:
         """Raise SessionExpired or SessionEnded where no further step is possible."""
@@ -236,13 +237,13 @@ class Session:
         try:
             status = await self._answer(message, turn)
             if status.final:
-                turn.score(await self._scores(), self._return)
+                turn.score(await self._scores(), self.total)
         except AUTHOR_ERRORS as error:
             logger.warning("task %s failed in a step", self.sample.task, exc_info=error)
             status = SessionStatus.FAILED_ENVIRONMENT
             info = {"error": {"type": type(error).__name__, "message": describe(error)}}
             turn.reward = 0.0
-        result = self._record(turn, status, info)
+        result = self._record(message, turn, status, info)
         self._on_step(self._clock() - begin)
         return result
 
@@ -259,7 +260,7 @@ class Session:
             return SessionStatus.TRUNCATED_TIME
         return SessionStatus.RUNNING
 
-    def _record(self, turn: Turn, status: SessionStatus, info: dict[str, Any]) -> StepResult:
+    def _record(self, said: Message, turn: Turn, status: SessionStatus, info: dict[str, Any]) -> StepResult:
         result = StepResult(
             session_id=self.session_id,
             seq=self.turn + 1,
@@ -271,9 +272,9 @@ class Session:
             metrics=turn.metrics,
             info=info,
         )
-        self._results.append(result)
+        self.turns.append((said, result))
         self.turn = result.seq
-        self._return += turn.reward
+        self.total += turn.reward
         if status.final:
             self.status = status
             if self._class.overrides("close"):
@@ -350,9 +351,8 @@ class Session:
             on_step=self._on_step,
         )
         twin._restored = lambda environment: environment.restore(state)
-        twin.opening, twin.turn, twin._return = self.opening, self.turn, self._return
-        twin._begin = self._begin
-        twin._results.extend(r.model_copy(update={"session_id": session_id}) for r in self._results)
+        twin.opening, twin.turn, twin.total, twin.begin = self.opening, self.turn, self.total, self.begin
+        twin.turns.extend((said, r.model_copy(update={"session_id": session_id})) for said, r in self.turns)
         return twin
 
     async def _release(self, step: asyncio.Task[Any] | None) -> None:
@@ -379,7 +379,7 @@ class Session:
         """Return the seconds until the session's time limit. Raises TimeOver."""
         if self._class.max_seconds is None:
             return math.inf
-        left = self._begin + self._class.max_seconds - self._clock()
+        left = self.begin + self._class.max_seconds - self._clock()
         if left <= 0:
             raise TimeOver
         return left
