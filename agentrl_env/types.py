@@ -166,3 +166,6 @@ class SessionInfo(_Frozen):
     """Number of steps taken; the next step has ``seq = turn + 1``."""
     last: StepResult | None = None
     info: Mapping[str, Any] = Field(default_factory=dict)
+    agent_token: str | None = Field(default=None, exclude_if=_absent)
+    """May step this session and read how it stands, and no more; in the answer that opened it alone,
+    where the server has a token."""
