@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import ipaddress
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,8 @@ from agentrl_env.server.gate import MAX_BODY_BYTES
 from agentrl_env.server.pool import SessionPool
 from agentrl_env.server.service import PoolService
 from agentrl_env.server.targets import load_targets
+
+_UNIX = "unix:"
 
 
 class _Server(uvicorn.Server):
@@ -34,7 +37,7 @@ class EnvServer:
 
     Args:
         targets: folders, ``file.py:Class``, ``module:Class``, or Environment classes.
-        host: the address to bind.
+        host: the address to bind, or ``unix:PATH`` for a socket in the file system.
         port: 0 picks a free one.
         max_sessions: how many sessions may be open at once.
         token: what callers must show; needed for an address that is not loopback.
@@ -69,8 +72,7 @@ class EnvServer:
         )
         self._drain_s = drain_s
         self._socket = _bind(host, port)
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self._socket.getsockname()[1]}"
+        self.url = _url(host, self._socket)
         config = uvicorn.Config(
             create_app(PoolService(self.pool), token=token),
             log_level="warning",
@@ -108,6 +110,9 @@ class EnvServer:
         await self.pool.drain(self._drain_s)
         self._server.should_exit = True
         await asyncio.wait((self._serving,))
+        if self.url.startswith(_UNIX):
+            with contextlib.suppress(OSError):  # not its folder: whoever made it removes it
+                os.unlink(self.url.removeprefix(_UNIX))
 
     def hurry(self) -> None:
         """End without waiting for open sessions."""
@@ -159,7 +164,16 @@ async def _serve(server: EnvServer, announce: Callable[[str], None]) -> None:
     await server.stop()
 
 
+def _url(host: str, bound: socket.socket) -> str:
+    if bound.family == socket.AF_UNIX:
+        return host
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{bound.getsockname()[1]}"
+
+
 def _bind(host: str, port: int) -> socket.socket:
+    if host.startswith(_UNIX):
+        return _bind_file(host.removeprefix(_UNIX))
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Named TCP, or asyncio does not know it for TCP and leaves Nagle's algorithm on: 40 ms a step.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -176,6 +190,20 @@ def _bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+def _bind_file(path: str) -> socket.socket:
+    """Listen on a socket in the file system, open to whoever may enter its folder."""
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        bound.bind(path)
+        os.chmod(path, 0o666)
+        bound.listen(2048)
+    except OSError as error:
+        bound.close()
+        raise ServeError(f"cannot listen on {path} ({error}); choose a path that is free") from error
+    bound.setblocking(False)
+    return bound
+
+
 def _refuse_open_door(host: str, token: str | None, insecure: bool) -> None:
     if token or insecure or _is_loopback(host):
         return
@@ -186,7 +214,7 @@ def _refuse_open_door(host: str, token: str | None, insecure: bool) -> None:
 
 
 def _is_loopback(host: str) -> bool:
-    if host == "localhost":
+    if host == "localhost" or host.startswith(_UNIX):
         return True
     try:
         return ipaddress.ip_address(host).is_loopback

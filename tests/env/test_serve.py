@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 
+import httpx
 import pytest
 
 from agentrl_env import EnvClient, ToolCall
@@ -126,3 +127,17 @@ def test_the_process_announces_itself_and_ends_in_order(number):
     finally:
         process.kill()
         process.wait()
+
+
+async def test_a_socket_in_the_file_system_needs_no_token_and_goes_with_the_server(tmp_path):
+    path = tmp_path / "server.sock"
+    server = EnvServer([Quick], host=f"unix:{path}")
+    await server.start()
+    transport = httpx.AsyncHTTPTransport(uds=str(path))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        assert (await client.get("/health")).json() == {"status": "ok"}
+    assert server.url == f"unix:{path}"
+    with pytest.raises(ServeError, match="choose a path that is free"):
+        EnvServer([Quick], host=f"unix:{path}")
+    await server.stop()
+    assert not path.exists()
