@@ -7,7 +7,7 @@ import contextlib
 import functools
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from agentrl_env.errors import (
@@ -147,6 +147,18 @@ class SessionPool:
         if session.status is SessionStatus.EXPIRED:
             session.refuse_ended()
         return session.info()
+
+    def session(self, session_id: str) -> Session:
+        """Return a session that is open or has ended lately. Raises UnknownSession."""
+        return self._table.find(session_id).session
+
+    def known(self) -> Iterator[tuple[Session, float | None]]:
+        """Go through all sessions, with the time of their last call; None while one is under way."""
+        return self._table.known()
+
+    def now(self) -> float:
+        """Return the time by the clock that sessions begin and last by, in seconds."""
+        return self._clock()
 
     async def expert(self, session_id: str) -> Message:
         """Return the oracle's next move. Raises NotSupported without ``oracle``."""

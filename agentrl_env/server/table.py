@@ -101,6 +101,13 @@ class SessionTable:
             self.forget_old()
         return entry
 
+    def known(self) -> Iterator[tuple[Session, float | None]]:
+        """Go through all sessions, with the time of their last call; None while one is under way."""
+        for session_id, entry in self.live.items():
+            yield entry.session, self._idle.get(session_id)
+        for entry, since in self._ended.values():
+            yield entry.session, since
+
     def ended(self) -> Iterator[Session]:
         """Go through the sessions that have ended and are remembered."""
         return (entry.session for entry, _ in self._ended.values())
