@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentrl_env.types import Message, SessionInfo, TaskInfo
+from agentrl_env.types import Message, SessionInfo, SessionStatus, StepResult, TaskInfo, TaskSample, ToolSpec
 
 PROTOCOL_VERSION = 1
 _INT64 = 2**63
@@ -91,6 +91,103 @@ class ExpertAnswer(_Request):
     message: Message
 
 
+class SessionQuery(_Request):
+    """Query of ``GET /v1/sessions``; ``after`` is the ``next`` of the page before."""
+
+    task: str | None = None
+    status: SessionStatus | None = None
+    limit: int = Field(default=100, ge=1, le=1000)
+    after: str | None = Field(default=None, max_length=256)
+
+
+class SessionSummary(_Request):
+    """One session, open or ended lately, as ``GET /v1/sessions`` lists it."""
+
+    session_id: str
+    server: str
+    task: str
+    split: str = "train"
+    index: int | str | None = None
+    seed: int = 0
+    status: SessionStatus = SessionStatus.RUNNING
+    turn: int = 0
+    reward: float = 0.0
+    """Sum of the rewards so far."""
+    began: float
+    """When it was opened, in seconds since 1970 by its server's clock; the list's order, newest first."""
+    age_s: float
+    idle_s: float | None = None
+    """Since its last call, or its end; null while a call is under way."""
+
+
+class SessionList(_Request):
+    """Answer of ``GET /v1/sessions``: one page, and how many sessions the query means in all."""
+
+    sessions: tuple[SessionSummary, ...] = ()
+    total: int = 0
+    next: str | None = None
+    """Where the next page begins; null on the last."""
+
+
+class TranscriptQuery(_Request):
+    """Query of ``GET /v1/sessions/{id}/transcript``: the turns after one; null: and how it began."""
+
+    after: int | None = Field(default=None, ge=0, lt=_INT64)
+
+
+class TranscriptTurn(_Request):
+    """One turn: what the agent said, and the environment's answer."""
+
+    message: Message
+    result: StepResult
+
+
+class Transcript(_Request):
+    """Answer of ``GET /v1/sessions/{id}/transcript``: the last turns that the server still keeps."""
+
+    session_id: str
+    sample: TaskSample
+    status: SessionStatus
+    turn: int
+    """Number of steps taken."""
+    reward: float
+    """Sum of the rewards so far."""
+    messages: tuple[Message, ...] = ()
+    """The opening messages, where asked for."""
+    tools: tuple[ToolSpec, ...] = ()
+    """The tools, where the opening messages are asked for."""
+    turns: tuple[TranscriptTurn, ...] = ()
+
+
+class ServerSummary(_Request):
+    """One server, as ``GET /v1/fleet`` lists it."""
+
+    server_id: str
+    place: str = ""
+    """Host and process, for people."""
+    tasks: tuple[str, ...] = ()
+    capacity: int
+    open: int
+    waiting: int = 0
+    """Openings that wait for room."""
+    draining: bool = False
+    heard_s: float = 0.0
+    """Seconds since its last sign of life."""
+    version: str = ""
+
+
+class FleetInfo(_Request):
+    """Answer of ``GET /v1/fleet``; a single server is a fleet of itself."""
+
+    kind: Literal["server", "controller"]
+    name: str = ""
+    version: str = ""
+    draining: bool = False
+    waiting: int = 0
+    """Openings that wait for room anywhere."""
+    servers: tuple[ServerSummary, ...] = ()
+
+
 SOCKET_PROTOCOL = "agentrl.v1"
 """The subprotocol of ``/v1/ws``."""
 
@@ -154,8 +251,29 @@ class ForkCall(ForkRequest, _SessionCall):
     call: Literal["fork"]
 
 
+class SessionsCall(SessionQuery, _Call):
+    """``GET /v1/sessions``."""
+
+    call: Literal["sessions"]
+
+
+class TranscriptCall(TranscriptQuery, _SessionCall):
+    """``GET /v1/sessions/{id}/transcript``."""
+
+    call: Literal["transcript"]
+
+
 SocketCall = Annotated[
-    TasksCall | OpenCall | StepCall | StepManyCall | InfoCall | CloseCall | ExpertCall | ForkCall,
+    TasksCall
+    | OpenCall
+    | StepCall
+    | StepManyCall
+    | InfoCall
+    | CloseCall
+    | ExpertCall
+    | ForkCall
+    | SessionsCall
+    | TranscriptCall,
     Field(discriminator="call"),
 ]
 
