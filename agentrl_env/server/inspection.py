@@ -1,0 +1,140 @@
+"""What an operator sees: the server, its sessions in pages, and one session's transcript."""
+
+from __future__ import annotations
+
+import heapq
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+
+from agentrl_env.errors import InvalidRequest
+from agentrl_env.server.pool import SessionPool
+from agentrl_env.session import Session
+from agentrl_env.wire import (
+    FleetInfo,
+    ServerSummary,
+    SessionList,
+    SessionQuery,
+    SessionSummary,
+    Transcript,
+    TranscriptTurn,
+)
+
+VERSION = version("agentrl-kit")
+Place = tuple[float, str]
+"""Where a session stands in a list: when it began, in seconds since 1970, and its id."""
+
+
+def list_sessions(
+    known: Iterable[tuple[Session, float | None]], query: SessionQuery, *, now: float, epoch: float
+) -> SessionList:
+    """Return one page of a process's sessions, the newest first.
+
+    Args:
+        known: the sessions, each with the time of its last call; None while one is under way.
+        query: which of them.
+        now: the time, by the clock of the sessions.
+        epoch: what makes seconds since 1970 of that clock's.
+
+    Raises InvalidRequest.
+    """
+    before = _place_of(query.after)
+    wanted = [row for row in known if _wanted(row[0], query)]
+    rest = [row for row in wanted if _key(row[0], epoch) < before] if before else wanted
+    page = heapq.nlargest(query.limit, rest, key=lambda row: _key(row[0], epoch))
+    rows = tuple(_summary(session, since, now, epoch) for session, since in page)
+    return SessionList(sessions=rows, total=len(wanted), next=_next(rows, len(rest)))
+
+
+def merge_lists(lists: Sequence[SessionList], query: SessionQuery) -> SessionList:
+    """Return the page that the same page of several servers' lists makes."""
+    found = [row for part in lists for row in part.sessions]
+    rows = tuple(heapq.nlargest(query.limit, found, key=lambda row: (row.began, row.session_id)))
+    further = len(found) + sum(part.next is not None for part in lists)
+    return SessionList(sessions=rows, total=sum(part.total for part in lists), next=_next(rows, further))
+
+
+def transcript(session: Session, after: int | None) -> Transcript:
+    """Return how a session stands and its kept turns after one; None: all, and how it began."""
+    first = after is None
+    return Transcript(
+        session_id=session.session_id,
+        sample=session.sample,
+        status=session.status,
+        turn=session.turn,
+        reward=session.total,
+        messages=session.opening if first else (),
+        tools=session.info().tools if first else (),
+        turns=tuple(
+            TranscriptTurn(message=said, result=result)
+            for said, result in session.turns
+            if after is None or result.seq > after
+        ),
+    )
+
+
+async def describe_server(pool: SessionPool) -> FleetInfo:
+    """Return the fleet that a server is by itself."""
+    gauges, place = pool.gauges(), f"{socket.gethostname()} {os.getpid()}"
+    server = ServerSummary(
+        server_id=pool.server_id,
+        place=place,
+        tasks=tuple(task.name for task in await pool.tasks()),
+        capacity=int(gauges["agentrl_sessions_capacity"]),
+        open=int(gauges["agentrl_sessions_open"]),
+        waiting=int(gauges["agentrl_sessions_waiting"]),
+        draining=pool.draining,
+        version=VERSION,
+    )
+    return FleetInfo(
+        kind="server",
+        name=place,
+        version=VERSION,
+        draining=pool.draining,
+        waiting=server.waiting,
+        servers=(server,),
+    )
+
+
+def _wanted(session: Session, query: SessionQuery) -> bool:
+    if query.task is not None and session.sample.task != query.task:
+        return False
+    return query.status is None or session.status is query.status
+
+
+def _key(session: Session, epoch: float) -> Place:
+    return epoch + session.begin, session.session_id
+
+
+def _summary(session: Session, since: float | None, now: float, epoch: float) -> SessionSummary:
+    sample = session.sample
+    return SessionSummary(
+        session_id=session.session_id,
+        server=session.session_id.partition(".")[0],
+        task=sample.task,
+        split=sample.split,
+        index=sample.index,
+        seed=sample.seed,
+        status=session.status,
+        turn=session.turn,
+        reward=session.total,
+        began=epoch + session.begin,
+        age_s=now - session.begin,
+        idle_s=None if since is None else now - since,
+    )
+
+
+def _next(rows: Sequence[SessionSummary], there: int) -> str | None:
+    """Return where the page after these rows begins, of so many that there are."""
+    return f"{rows[-1].began!r}/{rows[-1].session_id}" if rows and there > len(rows) else None
+
+
+def _place_of(after: str | None) -> Place | None:
+    if after is None:
+        return None
+    began, _, session_id = after.partition("/")
+    try:
+        return float(began), session_id
+    except ValueError:
+        raise InvalidRequest(f"after: {after!r} is not the 'next' of a page before") from None

@@ -1,0 +1,1 @@
+"""The page at ``/``: what an operator looks at, and tools called by hand."""
