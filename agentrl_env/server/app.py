@@ -21,6 +21,7 @@ from agentrl_env.errors import (
 )
 from agentrl_env.server.bodies import read, step_many_json
 from agentrl_env.server.gate import MAX_BODY_BYTES, Gate
+from agentrl_env.server.page.routes import page_routes
 from agentrl_env.server.service import Service
 from agentrl_env.server.socket import socket_endpoint
 from agentrl_env.wire import SOCKET_PATH, ForkRequest, OpenRequest, StepBody
@@ -53,7 +54,7 @@ def create_app(
     app.add_exception_handler(HTTPException, _on_http_error(service))
     app.add_exception_handler(Exception, _on_bug(service))
     app.router.routes.append(WebSocketRoute(SOCKET_PATH, socket_endpoint(service, max_body_bytes)))
-    for path, method, handler in _routes(service):
+    for path, method, handler in (*_routes(service), *page_routes(service)):
         # Plain routes: each handler reads its body once, straight from JSON to the model.
         app.add_route(path, handler, methods=[method])
     return app

@@ -10,11 +10,14 @@ from pydantic_core import to_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentrl_env.errors import BodyTooLarge, Unauthorized, WireError
+from agentrl_env.server.page.shell import SHELL
 from agentrl_env.wire import PROTOCOL_HEADER, PROTOCOL_VERSION, SOCKET_HEADER, SOCKET_PATH
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 TOKEN_PREFIX = "agentrl.token."
 """What comes before the token, in base64url without padding, where it is shown as a subprotocol."""
+_PUBLIC = frozenset({"/health", *SHELL})
+"""What needs no token: it tells nothing but that a server is here."""
 _STAMPED = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 _PROTOCOL = (PROTOCOL_HEADER.encode(), str(PROTOCOL_VERSION).encode())
 _SOCKET = (SOCKET_HEADER.encode(), SOCKET_PATH.encode())
@@ -71,7 +74,7 @@ class Gate:
             await self._app(scope, receive, send)
 
     def _allowed(self, path: str, shown: bytes) -> bool:
-        if self._expected is None or path == "/health":
+        if self._expected is None or path in _PUBLIC:
             return True
         return hmac.compare_digest(shown, self._expected)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from pydantic_core import to_json
 
 from agentrl_env.errors import WireError
+from agentrl_env.server.inspection import describe_server, list_sessions, transcript
 from agentrl_env.server.metrics import Metrics
 from agentrl_env.server.pool import SessionPool
 from agentrl_env.wire import (
@@ -15,9 +17,11 @@ from agentrl_env.wire import (
     ForkAnswer,
     ForkRequest,
     OpenRequest,
+    SessionQuery,
     StepBody,
     StepRequest,
     TaskList,
+    TranscriptQuery,
 )
 
 
@@ -54,6 +58,15 @@ class Service(Protocol):
     async def info(self, session_id: str) -> bytes:
         """Return a ``SessionInfo``."""
 
+    async def sessions(self, query: SessionQuery) -> bytes:
+        """Return a ``SessionList``: sessions that are open or have ended lately, the newest first."""
+
+    async def transcript(self, session_id: str, query: TranscriptQuery) -> bytes:
+        """Return a ``Transcript``."""
+
+    async def fleet(self) -> bytes:
+        """Return a ``FleetInfo``."""
+
     async def expert(self, session_id: str) -> bytes:
         """Return an ``ExpertAnswer``."""
 
@@ -73,6 +86,7 @@ class PoolService:
     def __init__(self, pool: SessionPool) -> None:
         self.pool = pool
         self.metrics = pool.metrics
+        self._epoch = time.time() - pool.now()
 
     @property
     def draining(self) -> bool:
@@ -113,6 +127,19 @@ class PoolService:
     async def info(self, session_id: str) -> bytes:
         """Return a ``SessionInfo``."""
         return (await self.pool.info(session_id)).model_dump_json().encode()
+
+    async def sessions(self, query: SessionQuery) -> bytes:
+        """Return a ``SessionList``: sessions that are open or have ended lately, the newest first."""
+        known, now = self.pool.known(), self.pool.now()
+        return list_sessions(known, query, now=now, epoch=self._epoch).model_dump_json().encode()
+
+    async def transcript(self, session_id: str, query: TranscriptQuery) -> bytes:
+        """Return a ``Transcript``."""
+        return transcript(self.pool.session(session_id), query.after).model_dump_json().encode()
+
+    async def fleet(self) -> bytes:
+        """Return a ``FleetInfo`` of this server alone."""
+        return (await describe_server(self.pool)).model_dump_json().encode()
 
     async def expert(self, session_id: str) -> bytes:
         """Return an ``ExpertAnswer``."""

@@ -28,10 +28,12 @@ from agentrl_env.wire import (
     ForkCall,
     InfoCall,
     OpenCall,
+    SessionsCall,
     SocketCall,
     StepCall,
     StepManyCall,
     TasksCall,
+    TranscriptCall,
 )
 
 MAX_CALLS = 1024
@@ -147,6 +149,10 @@ class _Socket:
                 return await service.fork(call.session_id, call)
             case TasksCall():
                 return await service.tasks()
+            case SessionsCall():
+                return await service.sessions(call)
+            case TranscriptCall():
+                return await service.transcript(call.session_id, call)
         raise InvalidRequest(f"no such call: {type(call).__name__}")
 
     async def _answer(self, call_id: int | str, work: Callable[[], Awaitable[bytes]]) -> None:
