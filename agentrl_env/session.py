@@ -23,15 +23,8 @@ from agentrl_env.errors import (
     SessionExpired,
 )
 from agentrl_env.runner import AUTHOR_ERRORS, AuthorTimeout, Runner, Threads
-from agentrl_env.tools import TimeOver, Turn, as_messages, clean, toolset
-from agentrl_env.types import (
-    Message,
-    SessionInfo,
-    SessionStatus,
-    StepResult,
-    TaskSample,
-    ToolCall,
-)
+from agentrl_env.tools import UNOBSERVED, Observer, TimeOver, Turn, as_messages, clean, tool_name, toolset
+from agentrl_env.types import Message, SessionInfo, SessionStatus, StepResult, TaskSample, ToolCall
 
 if TYPE_CHECKING:
     from agentrl_env.environment import Environment
@@ -61,7 +54,7 @@ class Session:
         session_id: str,
         threads: Threads,
         clock: Callable[[], float] = time.monotonic,
-        on_step: Callable[[float], None] = lambda seconds: None,
+        observer: Observer = UNOBSERVED,
     ) -> None:
         self.session_id = session_id
         self.sample = sample
@@ -72,7 +65,7 @@ class Session:
         self._threads = threads
         self._runner = Runner(blocking=environment.blocking, threads=threads)
         self._clock = clock
-        self._on_step = on_step
+        self._observer = observer
         self.begin = clock()
         self._environment: Environment | None = None
         self._restored: Callable[[Environment], Any] | None = None
@@ -117,7 +110,7 @@ class Session:
                 self.opening = tuple(as_messages(content, "reset()"))
         except AUTHOR_ERRORS as error:
             what = "reset" if self._restored is None else "restore"
-            logger.warning("%s of task %s failed", what, self.sample.task, exc_info=error)
+            self._log(what, error)
             self.begin_close(SessionStatus.FAILED_ENVIRONMENT)
             reason = f"{what} of task {self.sample.task!r} failed: {describe(error)}"
             raise EnvironmentFailed(reason) from error
@@ -239,12 +232,12 @@ class Session:
             if status.final:
                 turn.score(await self._scores(), self.total)
         except AUTHOR_ERRORS as error:
-            logger.warning("task %s failed in a step", self.sample.task, exc_info=error)
+            self._log(f"step {self.turn + 1}", error)
             status = SessionStatus.FAILED_ENVIRONMENT
             info = {"error": {"type": type(error).__name__, "message": describe(error)}}
             turn.reward = 0.0
         result = self._record(message, turn, status, info)
-        self._on_step(self._clock() - begin)
+        self._observer.stepped(self, message, result, self._clock() - begin)
         return result
 
     async def _answer(self, message: Message, turn: Turn) -> SessionStatus:
@@ -288,15 +281,16 @@ class Session:
     ) -> Any:
         """Call author code within its own deadline and the session's."""
         left = self._time_left()
-        if self.inline:
-            return function(*args, **kw)
         own = self._class.tool_timeout if timeout is None else timeout
-        try:
-            return await self._runner.call(function, min(own, left), *args, **kw)
-        except AuthorTimeout as error:
-            if left < own:
-                raise TimeOver from None
-            raise AuthorTimeout(f"{function.__name__}(): {error}") from None
+        with self._observer.tool(self, tool_name(function)):
+            if self.inline:
+                return function(*args, **kw)
+            try:
+                return await self._runner.call(function, min(own, left), *args, **kw)
+            except AuthorTimeout as error:
+                if left < own:
+                    raise TimeOver from None
+                raise AuthorTimeout(f"{function.__name__}(): {error}") from None
 
     async def _scores(self) -> object:
         if not self._class.overrides("score"):
@@ -335,7 +329,7 @@ class Session:
             # Copied before the next step, which may change what the state holds.
             states = await call(lambda: [copy.deepcopy(state) for _ in session_ids], seconds)
         except AUTHOR_ERRORS as error:
-            logger.warning("snapshot of task %s failed", self.sample.task, exc_info=error)
+            self._log("snapshot", error)
             reason = f"snapshot of task {self.sample.task!r} failed: {describe(error)}"
             raise EnvironmentFailed(reason) from error
         return [self._twin(*pair) for pair in zip(session_ids, states, strict=True)]
@@ -348,7 +342,7 @@ class Session:
             session_id=session_id,
             threads=self._threads,
             clock=self._clock,
-            on_step=self._on_step,
+            observer=self._observer,
         )
         twin._restored = lambda environment: environment.restore(state)
         twin.opening, twin.turn, twin.total, twin.begin = self.opening, self.turn, self.total, self.begin
@@ -367,8 +361,14 @@ class Session:
         try:
             await self._runner.call(self._environment.close, self._class.reset_timeout)
         except AUTHOR_ERRORS as error:
-            logger.warning("close of task %s failed", self.sample.task, exc_info=error)
+            self._log("close", error)
         self._environment = None
+
+    def _log(self, what: str, error: BaseException) -> None:
+        """Tell of author code that raised."""
+        facts = {"facts": {"session_id": self.session_id, "task": self.sample.task}}
+        words = "%s of task %s failed in session %s"
+        logger.warning(words, what, self.sample.task, self.session_id, exc_info=error, extra=facts)
 
     def _alive(self) -> Environment:
         if self._environment is None:

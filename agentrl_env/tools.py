@@ -6,18 +6,20 @@ import functools
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 import numpy as np
 from pydantic_core import PydanticSerializationError
 
 from agentrl_env.errors import DefinitionError, ToolError
 from agentrl_env.schema import ArgumentError, Arguments, echo
-from agentrl_env.types import FunctionSpec, Message, ToolCall, ToolSpec
+from agentrl_env.types import FunctionSpec, Message, StepResult, ToolCall, ToolSpec
 
 if TYPE_CHECKING:
     from agentrl_env.environment import Environment
+    from agentrl_env.session import Session
 
 SUCCESS_REWARD = 1.0 - 1e-9
 """An episode whose rewards sum to this is a success, unless ``score()`` says otherwise."""
@@ -122,10 +124,38 @@ class Toolset:
         )
 
 
+def tool_name(function: Callable[..., Any]) -> str:
+    """Return what the model calls a method; the method's own name where it is no tool."""
+    options: _Options | None = getattr(function, _MARK, None)
+    return function.__name__ if options is None else options.name
+
+
 @functools.cache
 def toolset(environment: type) -> Toolset:
     """Return the tools of an environment class. Raises DefinitionError."""
     return Toolset(environment)
+
+
+class Observer(Protocol):
+    """Is told what happens in sessions, to count, log and trace it."""
+
+    def tool(self, session: Session, name: str) -> AbstractContextManager[object]:
+        """Return what is entered while a tool, or ``respond``, runs."""
+
+    def stepped(self, session: Session, message: Message, result: StepResult, seconds: float) -> None:
+        """Take note of a step."""
+
+
+class _Unobserved:
+    def tool(self, session: Session, name: str) -> AbstractContextManager[object]:
+        return _NOTHING
+
+    def stepped(self, session: Session, message: Message, result: StepResult, seconds: float) -> None:
+        return
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+UNOBSERVED: Observer = _Unobserved()
 
 
 class TimeOver(Exception):

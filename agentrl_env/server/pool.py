@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,11 +20,12 @@ from agentrl_env.errors import (
 from agentrl_env.runner import FairSlots, Threads
 from agentrl_env.server.catalog import Catalog
 from agentrl_env.server.metrics import Metrics
+from agentrl_env.server.observe import SessionObserver
 from agentrl_env.server.once import Once
-from agentrl_env.server.table import Entry, SessionTable
+from agentrl_env.server.table import Entry, SessionTable, SessionWatcher
 from agentrl_env.session import Session
 from agentrl_env.types import Message, SessionInfo, SessionStatus, StepResult, TaskInfo, TaskSample
-from agentrl_env.wire import OpenRequest, StepRequest
+from agentrl_env.wire import OpenRequest, SessionRow, StepRequest
 
 if TYPE_CHECKING:
     from agentrl_env.environment import Environment
@@ -59,6 +59,7 @@ class SessionPool:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.metrics = Metrics()
+        self._observer = SessionObserver(self.metrics)
         self.draining = False
         self.server_id = secrets.token_hex(6)
         """Begins every session's id, so that a controller can tell where a session lives."""
@@ -215,6 +216,19 @@ class SessionPool:
         if self._quiet is not None:
             self._quiet.set()
 
+    def watch(self, watcher: SessionWatcher) -> tuple[SessionRow, ...]:
+        """Tell a watcher of every session that opens and ends; return those that are open now."""
+        return self._table.watch(watcher)
+
+    def unwatch(self, watcher: SessionWatcher) -> None:
+        """Tell a watcher no more."""
+        self._table.unwatch(watcher)
+
+    async def abandon(self) -> None:
+        """End every session, because they were reported lost, and go on under a new id."""
+        self.server_id = secrets.token_hex(6)
+        await self._end(list(self._table.live), SessionStatus.CANCELLED)
+
     async def aclose(self) -> None:
         """Close every session, and what they share. The pool is of no further use."""
         await self.drain(0.0)
@@ -238,7 +252,8 @@ class SessionPool:
         except BaseException:
             self._free_slot(session)
             raise
-        self._table.add(session, request.request_id)
+        self._table.add(session, request.request_id, request.client)
+        self._observer.opened(session, request.client)
         return session.info()
 
     async def _fork(self, session_id: str, n: int, key: str) -> list[SessionInfo]:
@@ -263,7 +278,8 @@ class SessionPool:
         finally:
             self._leave(session_id, entry)
         for number, fork in enumerate(forks):
-            self._table.add(fork, _nth(key, number))
+            self._table.add(fork, _nth(key, number), entry.client)
+            self._observer.opened(fork, entry.client)
         return [fork.info() for fork in forks]
 
     async def _take_slots(self, n: int) -> None:
@@ -304,7 +320,7 @@ class SessionPool:
             session_id=self._new_id(),
             threads=self._threads,
             clock=self._clock,
-            on_step=functools.partial(self.metrics.step_taken, environment.name),
+            observer=self._observer,
         )
 
     async def _step_group(
@@ -342,7 +358,7 @@ class SessionPool:
         if entry is None:
             return
         session = entry.session
-        self.metrics.ended[session.sample.task, session.status] += 1
+        self._observer.ended(session, entry.client, self._clock() - session.begin)
         self._free_slot(session)
         if self._quiet is not None and not self._table.live:
             self._quiet.set()

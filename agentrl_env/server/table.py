@@ -5,14 +5,26 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from agentrl_env.errors import UnknownSession
 from agentrl_env.session import Session
+from agentrl_env.wire import SessionRow
 
 KEPT_SESSIONS = 4096
 """How many ended sessions are remembered, so that a lost last answer can be asked for again."""
 KEPT_S = 600.0
 """For how many seconds they are."""
+
+
+class SessionWatcher(Protocol):
+    """Hears of every session that opens and ends."""
+
+    def opened(self, row: SessionRow) -> None:
+        """A session is open."""
+
+    def ended(self, session_id: str) -> None:
+        """A session has ended."""
 
 
 @dataclass(slots=True)
@@ -22,6 +34,8 @@ class Entry:
     session: Session
     request_id: str | None = None
     """The name its opening was asked for under."""
+    client: str = ""
+    """Who asked."""
     users: int = 0
     """Calls under way in the session; while there are any, its lease does not run."""
 
@@ -49,10 +63,22 @@ class SessionTable:
         self._idle: OrderedDict[str, float] = OrderedDict()
         self._ended: OrderedDict[str, tuple[Entry, float]] = OrderedDict()
         self._requests: dict[str, str] = {}
+        self._watchers: list[SessionWatcher] = []
 
-    def add(self, session: Session, request_id: str | None) -> None:
+    def watch(self, watcher: SessionWatcher) -> tuple[SessionRow, ...]:
+        """Tell a watcher from now on; return what is open now."""
+        self._watchers.append(watcher)
+        return tuple(_row(session_id, entry) for session_id, entry in self.live.items())
+
+    def unwatch(self, watcher: SessionWatcher) -> None:
+        """Tell a watcher no more."""
+        self._watchers.remove(watcher)
+
+    def add(self, session: Session, request_id: str | None, client: str = "") -> None:
         """Enter a session that has just opened; its lease begins."""
-        self.live[session.session_id] = Entry(session, request_id)
+        entry = self.live[session.session_id] = Entry(session, request_id, client)
+        for watcher in self._watchers:
+            watcher.opened(_row(session.session_id, entry))
         self._idle[session.session_id] = self._clock()
         if request_id is not None:
             self._requests[request_id] = session.session_id
@@ -99,6 +125,8 @@ class SessionTable:
             self._idle.pop(session_id, None)
             self._ended[session_id] = (entry, self._clock())
             self.forget_old()
+            for watcher in self._watchers:
+                watcher.ended(session_id)
         return entry
 
     def known(self) -> Iterator[tuple[Session, float | None]]:
@@ -122,3 +150,7 @@ class SessionTable:
             del self._ended[session_id]
             if entry.request_id is not None:
                 self._requests.pop(entry.request_id, None)
+
+
+def _row(session_id: str, entry: Entry) -> SessionRow:
+    return SessionRow(session_id=session_id, task=entry.session.sample.task, client=entry.client)

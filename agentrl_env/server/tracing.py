@@ -1,0 +1,76 @@
+"""OpenTelemetry spans of calls and tools, where tracing is switched on; else nothing at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from agentrl_env.errors import ServeError
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+
+Span = AbstractContextManager[Any]
+_NOTHING: Span = nullcontext()
+_active: ContextVar[Tracing | None] = ContextVar("agentrl_tracing", default=None)
+
+
+def span(name: str, /, **attributes: str) -> Span:
+    """Return a span under the one of the request that is being served; nothing where none is traced.
+
+    Args:
+        name: what is done.
+        attributes: shown as ``agentrl.NAME``.
+    """
+    tracing = _active.get()
+    return _NOTHING if tracing is None else tracing.span(name, None, **attributes)
+
+
+class Tracing:
+    """Makes the spans of one application.
+
+    Args:
+        provider: of the OpenTelemetry SDK. Raises ServeError where OpenTelemetry is not installed.
+    """
+
+    def __init__(self, provider: TracerProvider) -> None:
+        try:
+            from opentelemetry import propagate
+        except ModuleNotFoundError as error:
+            raise ServeError(_MISSING) from error
+        self._tracer = provider.get_tracer("agentrl_env")
+        self._extract = propagate.extract
+
+    def activate(self) -> None:
+        """Trace what the running task does, and whatever it starts."""
+        _active.set(self)
+
+    def span(self, name: str, carrier: Mapping[str, str] | None, /, **attributes: str) -> Span:
+        """Return a span; its parent is the current one, or the one that W3C headers name."""
+        context = None if carrier is None else self._extract(carrier)
+        shown = {f"agentrl.{key}": value for key, value in attributes.items()}
+        manager: Span = self._tracer.start_as_current_span(name, context=context, attributes=shown)
+        return manager
+
+
+def export_traces() -> tuple[Tracing, Any]:
+    """Return tracing to the collector that the standard OTEL_* variables name, and its provider.
+
+    Raises ServeError where the extra is not installed.
+    """
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ModuleNotFoundError as error:
+        raise ServeError(_MISSING) from error
+    resource = Resource.create({"service.name": "agentrl-env"})
+    provider = TracerProvider(resource=resource)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return Tracing(provider), provider
+
+
+_MISSING = "traces need OpenTelemetry: pip install 'agentrl-kit[otel]'"
