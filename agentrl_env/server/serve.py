@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
-import ipaddress
-import os
 import signal
-import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import uvicorn
 
 from agentrl_env.environment import Environment
 from agentrl_env.errors import EnvironmentFailed, ServeError
 from agentrl_env.server.app import create_app
-from agentrl_env.server.gate import MAX_BODY_BYTES
+from agentrl_env.server.dial import Dialer
+from agentrl_env.server.listen import Listener
 from agentrl_env.server.pool import SessionPool
 from agentrl_env.server.service import PoolService
 from agentrl_env.server.targets import load_targets
 
-_UNIX = "unix:"
-
-
-class _Server(uvicorn.Server):
-    """Uvicorn without its own signal handlers: a drained server must still answer steps."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+NOWHERE = "none"
+"""The host of a server that listens on no address and is reached through its controllers alone."""
 
 
 class EnvServer:
@@ -37,7 +28,7 @@ class EnvServer:
 
     Args:
         targets: folders, ``file.py:Class``, ``module:Class``, or Environment classes.
-        host: the address to bind, or ``unix:PATH`` for a socket in the file system.
+        host: the address to bind, ``unix:PATH`` for a socket in the file system, or ``none``.
         port: 0 picks a free one.
         max_sessions: how many sessions may be open at once.
         token: what callers must show; needed for an address that is not loopback.
@@ -46,6 +37,7 @@ class EnvServer:
         lease_s: seconds a session may be idle.
         drain_s: seconds that open sessions get to end when the server stops.
         threads: as for ``SessionPool``.
+        controllers: addresses of controllers to dial; they then call over the lines that this opens.
 
     Raises TargetError and ServeError with one clear sentence.
     """
@@ -63,61 +55,75 @@ class EnvServer:
         lease_s: float = 900.0,
         drain_s: float = 30.0,
         threads: int | None = None,
+        controllers: Sequence[str] = (),
     ) -> None:
-        _refuse_open_door(host, token, insecure)
         environments = load_targets(targets)
         self.names = [environment.name for environment in environments]
+        self._listener = None if host == NOWHERE else Listener(host, port, token=token, insecure=insecure)
+        self.url = self._listener.url if self._listener else ""
         self.pool = SessionPool(
             environments, max_sessions=max_sessions, lease_s=lease_s, oracle=oracle, threads=threads
         )
+        service = PoolService(self.pool)
+        self._app = create_app(service, token=token)
+        self._dialer = Dialer(self.pool, service, controllers, token) if controllers else None
+        if self._listener is None and self._dialer is None:
+            raise ServeError("a server that listens nowhere needs a controller to dial")
         self._drain_s = drain_s
-        self._socket = _bind(host, port)
-        self.url = _url(host, self._socket)
-        config = uvicorn.Config(
-            create_app(PoolService(self.pool), token=token),
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=5,
-            timeout_keep_alive=75,
-            ws_max_size=2 * MAX_BODY_BYTES,  # what is over the limit itself gets a typed answer
-            ws_ping_interval=20.0,
-            ws_ping_timeout=60.0,
-            ws_per_message_deflate=False,
-        )
-        self._server = _Server(config)
-        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def announcement(self) -> str:
+        """The line that says that the server is ready, and where."""
+        where = f" at {self.url}" if self.url else ""
+        through = " through its controller" if self._dialer is not None else ""
+        return f"serving {', '.join(self.names)}{where}{through}"
 
     async def start(self) -> None:
         """Return once requests are answered. Raises ServeError where a task's startup fails."""
         try:
             await self.pool.tasks()
         except EnvironmentFailed as error:
-            self._socket.close()
+            await self.stop()
             raise ServeError(error.message) from error
-        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
-        while not self._server.started:
-            if self._serving.done():
-                raise ServeError("the server did not start; see the log above")
-            await asyncio.sleep(0.01)
+        if self._listener is not None:
+            await self._listener.start(self._app)
+        if self._dialer is not None:
+            await self._dialer.start()
 
     async def stop(self) -> None:
         """Drain, then stop; idempotent."""
-        if self._serving is None:
-            self._socket.close()
-            return
-        await self.pool.drain(self._drain_s)
-        self._server.should_exit = True
-        await asyncio.wait((self._serving,))
-        if self.url.startswith(_UNIX):
-            with contextlib.suppress(OSError):  # not its folder: whoever made it removes it
-                os.unlink(self.url.removeprefix(_UNIX))
+        draining = asyncio.ensure_future(self.pool.drain(self._drain_s))
+        if self._dialer is not None:
+            await asyncio.sleep(0)  # the drain has begun
+            await self._dialer.say_draining()
+        await draining
+        if self._dialer is not None:
+            await self._dialer.stop()
+        if self._listener is not None:
+            await self._listener.stop()
+        await self.pool.aclose()
 
     def hurry(self) -> None:
         """End without waiting for open sessions."""
         self._drain_s = 0.0
         self.pool.hurry()
+
+
+class Running(Protocol):
+    """Something that serves until it is told to stop."""
+
+    @property
+    def announcement(self) -> str:
+        """The one line that says that it is ready."""
+
+    async def start(self) -> None:
+        """Return once requests are answered."""
+
+    async def stop(self) -> None:
+        """End in order."""
+
+    def hurry(self) -> None:
+        """End without waiting any longer."""
 
 
 def serve(
@@ -134,16 +140,22 @@ def serve(
         options: of ``EnvServer``.
     """
     server = EnvServer(targets, **options)  # type: ignore[arg-type]
-    factory = server._server.config.get_loop_factory()
+    run_until_stopped(server, announce or print_now)
+
+
+def run_until_stopped(server: Running, announce: Callable[[str], None]) -> None:
+    """Run a server on an event loop of its own until SIGINT or SIGTERM; a second one hurries."""
+    factory = uvicorn.Config("").get_loop_factory()  # uvloop's, where there is one
     with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(_serve(server, announce or _print_now))
+        runner.run(_serve(server, announce))
 
 
-def _print_now(line: str) -> None:
-    print(line, flush=True)  # whoever started the server waits for this line
+def print_now(line: str) -> None:
+    """Print a line for whoever started the server and waits for it."""
+    print(line, flush=True)
 
 
-async def _serve(server: EnvServer, announce: Callable[[str], None]) -> None:
+async def _serve(server: Running, announce: Callable[[str], None]) -> None:
     stop = asyncio.Event()
 
     def on_signal() -> None:
@@ -154,69 +166,18 @@ async def _serve(server: EnvServer, announce: Callable[[str], None]) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-    await server.start()
-    # Steps make many short-lived objects and few cycles: frequent full collections cost a third of
-    # the throughput and most of the tail latency.
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
-    announce(f"serving {', '.join(server.names)} at {server.url}")
-    await stop.wait()
+    starting = asyncio.ensure_future(server.start())
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():  # it may wait for a controller that never comes
+        starting.cancel()
+        await asyncio.wait((starting,))
+    else:
+        await starting
+        # Steps make many short-lived objects and few cycles: frequent full collections cost a third of
+        # the throughput and most of the tail latency.
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 100)
+        announce(server.announcement)
+    await stopping
     await server.stop()
-
-
-def _url(host: str, bound: socket.socket) -> str:
-    if bound.family == socket.AF_UNIX:
-        return host
-    shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{bound.getsockname()[1]}"
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    if host.startswith(_UNIX):
-        return _bind_file(host.removeprefix(_UNIX))
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Named TCP, or asyncio does not know it for TCP and leaves Nagle's algorithm on: 40 ms a step.
-    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-        bound.listen(2048)
-    except (OSError, OverflowError) as error:
-        bound.close()
-        raise ServeError(
-            f"cannot listen on {host}:{port} ({error}); choose another port, or 0 for a free one"
-        ) from error
-    bound.setblocking(False)
-    return bound
-
-
-def _bind_file(path: str) -> socket.socket:
-    """Listen on a socket in the file system, open to whoever may enter its folder."""
-    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        bound.bind(path)
-        os.chmod(path, 0o666)
-        bound.listen(2048)
-    except OSError as error:
-        bound.close()
-        raise ServeError(f"cannot listen on {path} ({error}); choose a path that is free") from error
-    bound.setblocking(False)
-    return bound
-
-
-def _refuse_open_door(host: str, token: str | None, insecure: bool) -> None:
-    if token or insecure or _is_loopback(host):
-        return
-    raise ServeError(
-        f"refusing to serve on {host} without a token; give --token (or AGENTRL_TOKEN), "
-        "or --insecure if everybody who can reach it may use it"
-    )
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost" or host.startswith(_UNIX):
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -9,10 +9,11 @@ and outlive the socket: whoever comes back sends the same ``seq`` again and gets
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json, to_json
@@ -36,6 +37,8 @@ from agentrl_env.wire import (
     TranscriptCall,
 )
 
+logger = logging.getLogger("agentrl_env")
+
 MAX_CALLS = 1024
 """Calls of one socket that may be under way or wait to be answered; beyond that none is read."""
 MAX_UNSENT_BYTES = 8 * 1024 * 1024
@@ -49,18 +52,29 @@ def socket_endpoint(service: Service, max_bytes: int) -> Callable[[WebSocket], A
     async def endpoint(websocket: WebSocket) -> None:
         wanted = SOCKET_PROTOCOL in websocket.scope["subprotocols"]
         await websocket.accept(SOCKET_PROTOCOL if wanted else None)
-        await _Socket(service, websocket, max_bytes).serve()
+        await CallSocket(service, websocket, max_bytes).serve()
 
     return endpoint
 
 
-class _Socket:
+class Line(Protocol):
+    """A WebSocket, or what looks like one: messages as ASGI has them."""
+
+    async def receive(self) -> Any:
+        """Return the next message."""
+
+    async def send(self, message: Any) -> None:
+        """Send one; RuntimeError where the caller is gone."""
+
+
+class CallSocket:
     """One WebSocket and the calls that it carries."""
 
-    def __init__(self, service: Service, websocket: WebSocket, max_bytes: int) -> None:
+    def __init__(self, service: Service, websocket: Line, max_bytes: int, max_calls: int = MAX_CALLS) -> None:
         self._service = service
         self._websocket = websocket
         self._max_bytes = max_bytes
+        self._max_calls = max_calls
         self._calls: set[asyncio.Task[None]] = set()
         self._sending = asyncio.Lock()
         self._unsent = 0
@@ -83,7 +97,7 @@ class _Socket:
                 call.cancel()
 
     async def _wait_for_room(self) -> None:
-        while len(self._calls) >= MAX_CALLS or self._unsent >= MAX_UNSENT_BYTES:
+        while len(self._calls) >= self._max_calls or self._unsent >= MAX_UNSENT_BYTES:
             self._room.clear()
             await self._room.wait()
 
@@ -161,6 +175,7 @@ class _Socket:
         except WireError as error:
             await self._send_error(call_id, error)
         except Exception as error:
+            logger.exception("a bug in the server")
             await self._send_error(call_id, InternalError(f"a bug in the server: {type(error).__name__}"))
         else:
             await self._send(text)

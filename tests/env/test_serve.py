@@ -42,7 +42,7 @@ def test_an_impossible_port_is_refused(port):
 
 async def test_asyncio_knows_the_socket_for_tcp_so_that_answers_are_not_held_back():
     server = EnvServer([Quick], port=0)
-    assert server._socket.proto == socket.IPPROTO_TCP
+    assert server._listener._socket.proto == socket.IPPROTO_TCP
     await server.stop()
 
 

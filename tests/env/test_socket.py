@@ -16,7 +16,7 @@ from agentrl_env.server import socket as socket_module
 from agentrl_env.server.pool import SessionPool
 from agentrl_env.server.serve import EnvServer
 from agentrl_env.server.service import PoolService
-from agentrl_env.server.socket import _Socket
+from agentrl_env.server.socket import CallSocket
 from agentrl_env.wire import OpenRequest
 from tests.env.tasks import Quick, Slow, until
 from tests.env.test_fork import Walk
@@ -337,7 +337,7 @@ async def test_a_slow_reader_stops_the_reading_of_its_calls(monkeypatch, name):
     pool = SessionPool([Quick])
     await pool.tasks()
     websocket = FakeWebSocket(*(call(n, "tasks") for n in range(100)))
-    serving = asyncio.create_task(_Socket(PoolService(pool), websocket, 10**6).serve())
+    serving = asyncio.create_task(CallSocket(PoolService(pool), websocket, 10**6).serve())
     await settled(lambda: websocket.taken)
     assert 1 <= websocket.taken <= 10
     assert websocket.sent == []
@@ -355,7 +355,7 @@ async def test_steps_that_never_wait_stop_at_a_slow_reader_too():
     websocket = FakeWebSocket(
         *(call(n, "step", session_id=session_id, seq=1, message=NOTE) for n in range(50))
     )
-    serving = asyncio.create_task(_Socket(PoolService(pool), websocket, 10**6).serve())
+    serving = asyncio.create_task(CallSocket(PoolService(pool), websocket, 10**6).serve())
     await settled(lambda: websocket.taken)
     assert websocket.taken == 1
     websocket.hang_up()
@@ -373,7 +373,7 @@ async def test_a_caller_that_is_gone_while_it_is_answered_ends_its_socket():
 
     pool = SessionPool([Quick])
     websocket = Gone(call(1, "tasks"), call(2, "info", session_id="x"))
-    await asyncio.wait_for(_Socket(PoolService(pool), websocket, 10**6).serve(), 5)
+    await asyncio.wait_for(CallSocket(PoolService(pool), websocket, 10**6).serve(), 5)
     await pool.aclose()
 
 
@@ -382,7 +382,7 @@ async def test_a_message_over_the_limit_is_refused_by_its_id():
     websocket = FakeWebSocket(call(7, "open", task="x" * 200), "x" * 300, call(8, "tasks"))
     websocket.reading.set()
     websocket.hang_up()
-    await _Socket(PoolService(pool), websocket, 100).serve()
+    await CallSocket(PoolService(pool), websocket, 100).serve()
     assert [(answer["id"], answer["error"]["type"]) for answer in websocket.sent[:2]] == [
         (7, "body_too_large"),
         (None, "body_too_large"),
@@ -416,7 +416,7 @@ def test_every_message_has_exactly_one_answer_and_none_is_a_bug(texts):
         pool = SessionPool([Quick], max_sessions=2)
         websocket = FakeWebSocket(*texts)
         websocket.reading.set()
-        socket = _Socket(PoolService(pool), websocket, 10**6)
+        socket = CallSocket(PoolService(pool), websocket, 10**6)
         serving = asyncio.create_task(socket.serve())
         await until(lambda: len(websocket.sent) == len(texts))
         websocket.hang_up()

@@ -1,0 +1,89 @@
+"""The controller's process: one address, many servers behind it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.routing import WebSocketRoute
+
+from agentrl_env.controller.fleet import Fleet
+from agentrl_env.controller.link import link_endpoint
+from agentrl_env.server.app import create_app
+from agentrl_env.server.listen import Listener
+from agentrl_env.server.serve import print_now, run_until_stopped
+from agentrl_env.wire import LINK_PATH
+
+
+class Controller:
+    """A fleet's address, served from the running event loop.
+
+    Stopping it ends no session: they live in the servers, which dial again.
+
+    Args:
+        fleet: the servers.
+        host: the address to bind.
+        port: 0 picks a free one.
+        token: what clients and servers must show; needed for an address that is not loopback.
+        insecure: allow such an address without a token.
+        advertise: the address that servers reach this controller at; by default where it listens.
+
+    Raises ServeError with one clear sentence.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 8100,
+        token: str | None = None,
+        insecure: bool = False,
+        advertise: str | None = None,
+    ) -> None:
+        self.fleet = fleet
+        self._listener = Listener(host, port, token=token, insecure=insecure)
+        self.url = self._listener.url
+        self._advertise = advertise or _reachable(self.url)
+        self._app = create_app(fleet, token=token)
+        self._app.router.routes.append(WebSocketRoute(LINK_PATH, link_endpoint(fleet)))
+
+    @property
+    def announcement(self) -> str:
+        """The line that says that the controller is ready, and where."""
+        return f"controlling a fleet at {self.url}"
+
+    async def start(self) -> None:
+        """Return once requests are answered."""
+        await self._listener.start(self._app)
+        await self.fleet.start(self._advertise)
+
+    async def stop(self) -> None:
+        """Take no new sessions, answer what is under way, and end; idempotent."""
+        self.fleet.draining = True
+        await self._listener.stop()
+        await self.fleet.aclose()
+
+    def hurry(self) -> None:
+        """Do nothing: a controller ends at once."""
+
+
+def control(fleet: Fleet, announce: Callable[[str], None] | None = None, **options: Any) -> None:
+    """Run a controller until SIGINT or SIGTERM.
+
+    Args:
+        fleet: the servers.
+        announce: is given the one line that says the controller is ready; printed by default.
+        options: of ``Controller``.
+    """
+    run_until_stopped(Controller(fleet, **options), announce or print_now)
+
+
+def _reachable(url: str) -> str:
+    """Return an address that listens everywhere in a form that other machines can dial."""
+    parts = urlsplit(url)
+    if parts.hostname in ("0.0.0.0", "::"):
+        return f"{parts.scheme}://{socket.gethostname()}:{parts.port}"
+    return url

@@ -1,0 +1,221 @@
+"""Links to controllers: a server dials out, says what it has, and answers calls on the line it opened."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import socket
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel
+from pydantic_core import from_json
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+
+from agentrl_env.errors import ServeError
+from agentrl_env.server.gate import MAX_BODY_BYTES
+from agentrl_env.server.pool import SessionPool
+from agentrl_env.server.service import Service
+from agentrl_env.server.socket import CallSocket
+from agentrl_env.wire import LINK_PATH, Beat, Hello, SessionRow, Welcome
+
+logger = logging.getLogger("agentrl_env")
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 3.0
+CONNECT_S = 10.0
+MAX_CALLS = 100_000
+"""Calls of a controller that may be under way: slow ones must not keep others from being read."""
+
+
+class _WelcomeFrame(BaseModel):
+    welcome: Welcome | None = None
+    lost: bool = False
+
+
+class Dialer:
+    """Keeps a link to every controller of a fleet, as long as the server runs.
+
+    Args:
+        pool: the sessions, whose openings and ends are reported.
+        service: what answers the controllers' calls.
+        urls: controllers; those that they name are dialled as well.
+        token: the fleet's token.
+    """
+
+    def __init__(self, pool: SessionPool, service: Service, urls: Sequence[str], token: str | None) -> None:
+        for url in urls:
+            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+                raise ServeError(f"{url!r} is not the http:// or https:// address of a controller")
+        self._pool = pool
+        self._service = service
+        self._urls = [url.rstrip("/") for url in urls]
+        self._headers = {"authorization": f"Bearer {token}"} if token else {}
+        self._links: dict[str, asyncio.Task[None]] = {}
+        self._open: set[_Link] = set()
+        self._joined = asyncio.Event()
+        self._abandoning: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to dial; return once a controller has answered. It goes on trying until one does."""
+        for url in self._urls:
+            self._dial(url)
+        await self._joined.wait()
+
+    async def say_draining(self) -> None:
+        """Tell the controllers at once that no session is to be placed here."""
+        for link in self._open:
+            await link.beat()
+
+    async def stop(self) -> None:
+        """Say good-bye and hang up; the pool has no session left."""
+        for link in list(self._open):
+            with contextlib.suppress(ConnectionClosed, TimeoutError):
+                async with asyncio.timeout(CONNECT_S):
+                    await link.beat(leaving=True)
+                    await link.websocket.close()
+        for task in self._links.values():
+            task.cancel()
+        await asyncio.gather(*self._links.values(), return_exceptions=True)
+
+    def _dial(self, url: str) -> None:
+        if url not in self._links:
+            self._links[url] = asyncio.create_task(self._keep(url))
+
+    async def _keep(self, url: str) -> None:
+        """Hold one link, opening it again whenever it breaks."""
+        pause, complained = FIRST_PAUSE_S, False
+        while True:
+            try:
+                await self._serve(url)
+                pause, complained = FIRST_PAUSE_S, False
+            except (OSError, InvalidHandshake, ConnectionClosed, TimeoutError, ValueError) as error:
+                if not complained:
+                    logger.warning("no link to the controller at %s: %s; trying on", url, _reason(error))
+                    complained = True
+            if url not in self._urls and pause >= LONGEST_PAUSE_S:
+                del self._links[url]  # one that others named, and that is gone
+                return
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    async def _serve(self, url: str) -> None:
+        """Dial once, and answer calls until the line breaks."""
+        if self._abandoning is not None:
+            await self._abandoning
+        parts = urlsplit(url)
+        scheme = "wss" if parts.scheme == "https" else "ws"
+        address = f"{scheme}://{parts.netloc}{parts.path}{LINK_PATH}"
+        async with connect(
+            address,
+            additional_headers=self._headers,
+            compression=None,
+            open_timeout=CONNECT_S,
+            ping_interval=20.0,
+            ping_timeout=60.0,
+            max_size=4 * MAX_BODY_BYTES,
+            proxy=None,
+        ) as websocket:
+            link = _Link(websocket, self._pool)
+            rows = self._pool.watch(link)
+            self._open.add(link)
+            try:
+                welcome = await self._greet(websocket, rows)
+                if welcome is None:
+                    self._abandon()
+                    return
+                self._joined.set()
+                for other in welcome.controllers:
+                    self._dial(other.rstrip("/"))
+                beating = asyncio.create_task(link.keep_beating(welcome.beat_s))
+                try:
+                    await CallSocket(self._service, link, 2 * MAX_BODY_BYTES, MAX_CALLS).serve()
+                finally:
+                    beating.cancel()
+            finally:
+                self._open.discard(link)
+                self._pool.unwatch(link)
+
+    async def _greet(self, websocket: ClientConnection, rows: tuple[SessionRow, ...]) -> Welcome | None:
+        """Say who this is; None where its sessions were reported lost meanwhile."""
+        gauges = self._pool.gauges()
+        hello = Hello(
+            server_id=self._pool.server_id,
+            tasks=await self._pool.tasks(),
+            capacity=int(gauges["agentrl_sessions_capacity"]),
+            sessions=rows,
+            draining=self._pool.draining,
+            place=f"{socket.gethostname()} {os.getpid()}",
+        )
+        await websocket.send('{"hello":' + hello.model_dump_json() + "}")
+        async with asyncio.timeout(CONNECT_S):
+            answer = _WelcomeFrame.model_validate(from_json(await websocket.recv()))
+        return answer.welcome
+
+    def _abandon(self) -> None:
+        """End all sessions once, and dial anew everywhere under the new id."""
+        if self._abandoning is None or self._abandoning.done():
+            logger.warning("this server was away for too long; its sessions were reported lost and end now")
+            self._abandoning = asyncio.create_task(self._pool.abandon())
+            for link in list(self._open):
+                link.websocket.transport.abort()
+
+
+class _Link:
+    """One line to a controller, in the form that a ``CallSocket`` reads and writes."""
+
+    def __init__(self, websocket: ClientConnection, pool: SessionPool) -> None:
+        self.websocket = websocket
+        self._pool = pool
+        self._opened: list[SessionRow] = []
+        self._ended: list[str] = []
+
+    def opened(self, row: SessionRow) -> None:
+        """Note a session to be told of."""
+        self._opened.append(row)
+
+    def ended(self, session_id: str) -> None:
+        """Note an end to be told of."""
+        self._ended.append(session_id)
+
+    async def receive(self) -> dict[str, Any]:
+        """Return the next frame, as ASGI would."""
+        try:
+            frame = await self.websocket.recv()
+        except ConnectionClosed:
+            return {"type": "websocket.disconnect"}
+        key = "text" if isinstance(frame, str) else "bytes"
+        return {"type": "websocket.receive", key: frame}
+
+    async def send(self, message: Any) -> None:
+        """Send an answer; what has changed is told before what it led to."""
+        try:
+            if self._opened or self._ended:
+                await self.beat()
+            await self.websocket.send(message["text"])
+        except ConnectionClosed as error:
+            raise RuntimeError("the line is closed") from error
+
+    async def beat(self, *, leaving: bool = False) -> None:
+        """Give a sign of life, and tell what has changed."""
+        opened, self._opened = self._opened, []
+        ended, self._ended = self._ended, []
+        beat = Beat(opened=tuple(opened), ended=tuple(ended), draining=self._pool.draining, leaving=leaving)
+        await self.websocket.send('{"beat":' + beat.model_dump_json() + "}")
+
+    async def keep_beating(self, every_s: float) -> None:
+        """Give a sign of life again and again."""
+        with contextlib.suppress(ConnectionClosed):
+            while True:
+                await self.beat()
+                await asyncio.sleep(every_s)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, InvalidStatus) and error.response.status_code == 401:
+        return "it does not accept this server's token"
+    return str(error) or type(error).__name__
