@@ -301,6 +301,7 @@ class Hello(_Request):
     draining: bool = False
     place: str = ""
     """Host and process, for people."""
+    version: str = ""
 
 
 class Beat(_Request):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
+import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
@@ -23,10 +25,24 @@ from agentrl_env.errors import (
     UnknownTask,
     WireError,
 )
+from agentrl_env.server.inspection import VERSION, merge_lists
 from agentrl_env.server.metrics import Metrics
 from agentrl_env.server.once import Once
 from agentrl_env.types import SessionInfo, TaskInfo
-from agentrl_env.wire import Beat, ForkRequest, Hello, OpenRequest, StepBody, StepRequest, TaskList, Welcome
+from agentrl_env.wire import (
+    Beat,
+    FleetInfo,
+    ForkRequest,
+    Hello,
+    OpenRequest,
+    SessionList,
+    SessionQuery,
+    StepBody,
+    StepRequest,
+    TaskList,
+    TranscriptQuery,
+    Welcome,
+)
 
 logger = logging.getLogger("agentrl_env")
 
@@ -148,6 +164,31 @@ class Fleet:
     async def info(self, session_id: str) -> bytes:
         """Return a ``SessionInfo``."""
         return await self._pass_on("info", session_id)
+
+    async def sessions(self, query: SessionQuery) -> bytes:
+        """Return a ``SessionList``: one page of all servers' sessions, the newest first."""
+        fields = b'"call":"sessions",' + query.model_dump_json().encode()[1:-1]
+        asking = [member.ask(fields) for member in self.members.values() if member.linked]
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        lists = [SessionList.model_validate_json(a) for a in answers if isinstance(a, bytes)]
+        return merge_lists(lists, query).model_dump_json().encode()
+
+    async def transcript(self, session_id: str, query: TranscriptQuery) -> bytes:
+        """Return a ``Transcript``."""
+        fields = query.model_dump_json().encode()[1:-1]
+        return await self._pass_on("transcript", session_id, b"," + fields)
+
+    async def fleet(self) -> bytes:
+        """Return a ``FleetInfo``."""
+        info = FleetInfo(
+            kind="controller",
+            name=f"{socket.gethostname()} {os.getpid()}",
+            version=VERSION,
+            draining=self.draining,
+            waiting=self._placement.waiting,
+            servers=tuple(member.summary() for member in self.members.values()),
+        )
+        return info.model_dump_json().encode()
 
     async def expert(self, session_id: str) -> bytes:
         """Return an ``ExpertAnswer``."""

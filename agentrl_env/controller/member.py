@@ -14,7 +14,7 @@ from pydantic_core import from_json
 
 from agentrl_env.errors import InternalError, SessionLost, WireError, from_wire
 from agentrl_env.types import TaskInfo
-from agentrl_env.wire import Beat, Hello, SessionRow
+from agentrl_env.wire import Beat, Hello, ServerSummary, SessionRow
 
 _ANSWER = re.compile(rb'\{"id":(\d+),"(result|error)":')
 
@@ -79,7 +79,7 @@ class Member:
         """Take in what the server says at the begin of a link."""
         self.tasks = {task.name: task for task in hello.tasks}
         self.capacity = hello.capacity
-        self.place = hello.place
+        self.place, self.version = hello.place, hello.version
         self.draining = hello.draining
         self.sessions = {row.session_id: row for row in hello.sessions}
         self.held = Counter((row.task, row.client) for row in hello.sessions)
@@ -100,6 +100,20 @@ class Member:
         """Whether a session of a task may be placed here."""
         ready = self.linked and not (self.full or self.draining or self.leaving)
         return ready and task in self.tasks and self.load < 1
+
+    def summary(self) -> ServerSummary:
+        """Return what an operator sees of it."""
+        return ServerSummary(
+            server_id=self.server_id,
+            place=self.place,
+            tasks=tuple(self.tasks),
+            capacity=self.capacity,
+            open=len(self.sessions),
+            waiting=self.opening,
+            draining=self.draining,
+            heard_s=self._clock() - self.seen,
+            version=self.version,
+        )
 
     def link(self, outbox: Outbox) -> None:
         """Send over this link from now on, first what has no answer yet."""

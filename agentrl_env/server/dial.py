@@ -19,6 +19,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 
 from agentrl_env.errors import ServeError
 from agentrl_env.server.gate import MAX_BODY_BYTES
+from agentrl_env.server.inspection import VERSION
 from agentrl_env.server.pool import SessionPool
 from agentrl_env.server.service import Service
 from agentrl_env.server.socket import CallSocket
@@ -150,6 +151,7 @@ class Dialer:
             sessions=rows,
             draining=self._pool.draining,
             place=f"{socket.gethostname()} {os.getpid()}",
+            version=VERSION,
         )
         await websocket.send('{"hello":' + hello.model_dump_json() + "}")
         async with asyncio.timeout(CONNECT_S):
