@@ -5,6 +5,7 @@ AgentRLError
 ├── DefinitionError           an Environment class that cannot work as written
 ├── TargetError               a TARGET that cannot be loaded
 ├── ServeError                a server that cannot start (port in use, no token, ...)
+├── LaunchError               an image, a container or a fleet that cannot be made as asked
 ├── ServerUnreachable         nobody answers at the URL
 ├── CallTimeout               the server is there, the answer did not come in time
 ├── ProtocolError             the peer speaks something else
@@ -55,6 +56,10 @@ class TargetError(AgentRLError):
 
 class ServeError(AgentRLError):
     """A server cannot start as asked."""
+
+
+class LaunchError(AgentRLError):
+    """An image, a container or a fleet of servers cannot be made as asked."""
 
 
 class ServerUnreachable(AgentRLError):
