@@ -5,8 +5,10 @@ from __future__ import annotations
 import heapq
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
+from typing import Any
 
 from agentrl_env.errors import InvalidRequest
 from agentrl_env.server.pool import SessionPool
@@ -22,8 +24,6 @@ from agentrl_env.wire import (
 )
 
 VERSION = version("agentrl-kit")
-Place = tuple[float, str]
-"""Where a session stands in a list: when it began, in seconds since 1970, and its id."""
 
 
 def list_sessions(
@@ -39,12 +39,17 @@ def list_sessions(
 
     Raises InvalidRequest.
     """
-    before = _place_of(query.after)
-    wanted = [row for row in known if _wanted(row[0], query)]
-    rest = [row for row in wanted if _key(row[0], epoch) < before] if before else wanted
-    page = heapq.nlargest(query.limit, rest, key=lambda row: _key(row[0], epoch))
-    rows = tuple(_summary(session, since, now, epoch) for session, since in page)
-    return SessionList(sessions=rows, total=len(wanted), next=_next(rows, len(rest)))
+    task, status = query.task, query.status
+    wanted = [
+        (epoch + session.begin, session.session_id, session, since)
+        for session, since in known
+        if (task is None or session.sample.task == task) and (status is None or session.status is status)
+    ]
+    wanted.sort(reverse=True)  # quick: what is known comes nearly in order
+    begin = bisect_left(wanted, True, key=_is_after(query.after))
+    page = wanted[begin : begin + query.limit]
+    rows = tuple(_summary(session, since, now, began) for began, _, session, since in page)
+    return SessionList(sessions=rows, total=len(wanted), next=_next(rows, len(wanted) - begin))
 
 
 def merge_lists(lists: Sequence[SessionList], query: SessionQuery) -> SessionList:
@@ -97,17 +102,7 @@ async def describe_server(pool: SessionPool) -> FleetInfo:
     )
 
 
-def _wanted(session: Session, query: SessionQuery) -> bool:
-    if query.task is not None and session.sample.task != query.task:
-        return False
-    return query.status is None or session.status is query.status
-
-
-def _key(session: Session, epoch: float) -> Place:
-    return epoch + session.begin, session.session_id
-
-
-def _summary(session: Session, since: float | None, now: float, epoch: float) -> SessionSummary:
+def _summary(session: Session, since: float | None, now: float, began: float) -> SessionSummary:
     sample = session.sample
     return SessionSummary(
         session_id=session.session_id,
@@ -119,7 +114,7 @@ def _summary(session: Session, since: float | None, now: float, epoch: float) ->
         status=session.status,
         turn=session.turn,
         reward=session.total,
-        began=epoch + session.begin,
+        began=began,
         age_s=now - session.begin,
         idle_s=None if since is None else now - since,
     )
@@ -130,11 +125,13 @@ def _next(rows: Sequence[SessionSummary], there: int) -> str | None:
     return f"{rows[-1].began!r}/{rows[-1].session_id}" if rows and there > len(rows) else None
 
 
-def _place_of(after: str | None) -> Place | None:
-    if after is None:
-        return None
-    began, _, session_id = after.partition("/")
+def _is_after(place: str | None) -> Callable[[tuple[Any, ...]], bool]:
+    """Return what tells whether a session comes after a place in the list: a time and an id."""
+    if place is None:
+        return lambda row: True
+    time, _, session_id = place.partition("/")
     try:
-        return float(began), session_id
+        last = (float(time), session_id)
     except ValueError:
-        raise InvalidRequest(f"after: {after!r} is not the 'next' of a page before") from None
+        raise InvalidRequest(f"after: {place!r} is not the 'next' of a page before") from None
+    return lambda row: row[:2] < last
