@@ -79,6 +79,11 @@ def serve(
     oracle: Annotated[bool, typer.Option("--oracle", help="Let clients ask the task's expert.")] = False,
     lease: Annotated[float, typer.Option(help="Seconds a session may be idle.")] = 900.0,
     drain: Annotated[float, typer.Option(help="Seconds open sessions get at the end.")] = 30.0,
+    workers: Annotated[int, typer.Option(min=1, help="Processes, each with its share of sessions.")] = 1,
+    controller: Annotated[
+        list[str] | None,
+        typer.Option(help="A controller's URL to dial; with --host none nothing listens here."),
+    ] = None,
     stop_with_stdin: Annotated[
         bool,
         typer.Option(
@@ -92,6 +97,23 @@ def serve(
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     if stop_with_stdin:
         threading.Thread(target=_stop_at_end_of_input, args=(drain,), daemon=True).start()
+    if workers > 1:
+        from agentrl_env.controller.serve import serve_with_workers
+
+        if controller:
+            raise AgentRLError("--workers brings a controller of its own; give --workers or --controller")
+        each = ["--max-sessions", str(-(-max_sessions // workers)), "--lease", str(lease)]
+        serve_with_workers(
+            targets,
+            workers=workers,
+            arguments=[*each, "--oracle"] if oracle else each,
+            drain_s=drain,
+            host=host,
+            port=port,
+            token=token,
+            insecure=insecure,
+        )
+        return
     run(
         targets,
         announce=partial(print, flush=True),
@@ -103,10 +125,57 @@ def serve(
         oracle=oracle,
         lease_s=lease,
         drain_s=drain,
+        controllers=controller or (),
     )
     if stop_with_stdin:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _signal_own_group(signal.SIGTERM)
+
+
+@app.command()
+def controller(
+    host: Annotated[str, typer.Option(help="The address to bind.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8100,
+    token: Token = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Serve beyond loopback without a token.")
+    ] = False,
+    advertise: Annotated[
+        str | None, typer.Option(help="The URL that servers reach this controller at.")
+    ] = None,
+    redis: Annotated[
+        str | None, typer.Option(envvar="AGENTRL_REDIS", help="Share the fleet with other controllers.")
+    ] = None,
+    fleet: Annotated[str, typer.Option(help="Its name; sets fleets in one Redis apart.")] = "fleet",
+    queue: Annotated[float, typer.Option(help="Seconds an opening waits for room at least.")] = 30.0,
+    lost_after: Annotated[
+        float, typer.Option(min=1, help="Seconds of silence until it is dead.")
+    ] = 5.0,
+    limit: Annotated[
+        list[str] | None, typer.Option(metavar="TASK=N", help="Sessions of a task in the whole fleet.")
+    ] = None,
+    client_limit: Annotated[int | None, typer.Option(min=1, help="Sessions of one client.")] = None,
+) -> None:
+    """Put one address in front of many servers; they dial in with ``serve --controller``."""
+    from agentrl_env.controller.fleet import Fleet
+    from agentrl_env.controller.redis import RedisState
+    from agentrl_env.controller.serve import control
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    control(
+        Fleet(
+            state=RedisState(redis, fleet=fleet) if redis else None,
+            lost_after_s=lost_after,
+            queue_s=queue,
+            task_limits=dict(map(_task_limit, limit or ())),
+            client_limit=client_limit,
+        ),
+        host=host,
+        port=port,
+        token=token,
+        insecure=insecure,
+        advertise=advertise,
+    )
 
 
 @app.command()
@@ -160,6 +229,13 @@ def play(
     client = _connect(target, token)()
     result = run(client, _read_line, Console(), task=task, split=split, index=index, seed=seed)
     raise typer.Exit(1 if result is not None and result.status == "failed_environment" else 0)
+
+
+def _task_limit(text: str) -> tuple[str, int]:
+    task, _, number = text.partition("=")
+    if not task or not number.isdecimal() or int(number) < 1:
+        raise AgentRLError(f"--limit {text}: say TASK=N, such as --limit shop=100")
+    return task, int(number)
 
 
 def _connect(target: str, token: str | None, timeout: float = 120.0) -> Callable[[], EnvClient]:

@@ -6,6 +6,8 @@ AgentRLError
 ├── TargetError               a TARGET that cannot be loaded
 ├── ServeError                a server that cannot start (port in use, no token, ...)
 ├── LaunchError               an image, a container or a fleet that cannot be made as asked
+├── SandboxUnavailable        a task wants a sandbox and this machine offers none
+├── SandboxFailed             a sandbox broke, which is not what a command in it did
 ├── ServerUnreachable         nobody answers at the URL
 ├── CallTimeout               the server is there, the answer did not come in time
 ├── ProtocolError             the peer speaks something else
@@ -30,7 +32,8 @@ AgentRLError
 ├── EnvironmentFailed     500  the author's code broke outside a step (reset, expert)
 ├── InternalError         500  a bug in the server
 ├── ServerFull            503  no free session, with ``Retry-After``
-└── ServerDraining        503  shutting down, takes no new sessions
+├── ServerDraining        503  shutting down, takes no new sessions
+└── StateUnavailable      503  what the controllers of a fleet share cannot be reached
 """
 
 from __future__ import annotations
@@ -60,6 +63,14 @@ class ServeError(AgentRLError):
 
 class LaunchError(AgentRLError):
     """An image, a container or a fleet of servers cannot be made as asked."""
+
+
+class SandboxUnavailable(AgentRLError):
+    """A task wants a sandbox and this machine offers none; the message says what to install or allow."""
+
+
+class SandboxFailed(AgentRLError):
+    """A sandbox broke or is closed: an infrastructure failure, not what a command in it did."""
 
 
 class ServerUnreachable(AgentRLError):
@@ -234,6 +245,13 @@ class ServerDraining(WireError):
     """The server is shutting down and takes no new sessions."""
 
     type = "server_draining"
+    status = 503
+
+
+class StateUnavailable(WireError):
+    """What the controllers of a fleet share cannot be reached; open sessions go on."""
+
+    type = "state_unavailable"
     status = 503
 
 

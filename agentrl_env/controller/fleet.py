@@ -8,18 +8,20 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from pydantic_core import from_json, to_json
 
 from agentrl_env.controller.member import Member, Outbox
+from agentrl_env.controller.opening import Opener
 from agentrl_env.controller.queue import Placement
 from agentrl_env.controller.state import FleetState, MemoryState
 from agentrl_env.errors import (
     InvalidRequest,
     ServerDraining,
-    ServerFull,
     SessionLost,
+    StateUnavailable,
     StepPending,
     UnknownSession,
     UnknownTask,
@@ -28,7 +30,7 @@ from agentrl_env.errors import (
 from agentrl_env.server.inspection import VERSION, merge_lists
 from agentrl_env.server.metrics import Metrics
 from agentrl_env.server.once import Once
-from agentrl_env.types import SessionInfo, TaskInfo
+from agentrl_env.types import TaskInfo
 from agentrl_env.wire import (
     Beat,
     FleetInfo,
@@ -48,6 +50,8 @@ logger = logging.getLogger("agentrl_env")
 
 BEAT_S = 1.0
 """How often a server gives a sign of life."""
+BLIND_PATIENCE = 3
+"""How many times as long a silent server is waited for where other controllers cannot be asked."""
 _RESULTS = b'{"results":['
 
 
@@ -83,8 +87,11 @@ class Fleet:
         self._begin = clock()
         self._tasks: dict[str, TaskInfo] = {}
         self._placement = Placement(self.members, task_limits=task_limits or {}, client_limit=client_limit)
+        self._opener = Opener(self.members, self._placement, self.state, clock)
         self._openings: Once[bytes] = Once()
         self._arrival = asyncio.Condition()
+        self._lost_here: set[str] = set()
+        """Servers declared dead while the shared state could not be told."""
         self._watching: asyncio.Task[None] | None = None
 
     def gauges(self) -> Mapping[str, float]:
@@ -209,10 +216,12 @@ class Fleet:
 
     async def join(self, hello: Hello, outbox: Outbox) -> bool:
         """Take in a server that dials; False where its sessions were reported lost before."""
-        if await self.state.is_lost(hello.server_id):
-            return False
-        await self.state.saw(hello.server_id)
-        controllers = await self.state.controllers()
+        controllers: tuple[str, ...] = ()
+        with suppress(StateUnavailable):  # what is open goes on without
+            if await self._is_lost(hello.server_id):
+                return False
+            await self.state.saw(hello.server_id)
+            controllers = await self.state.controllers()
         welcome = Welcome(beat_s=BEAT_S, controllers=controllers)
         outbox.put(b'{"welcome":%b}' % welcome.model_dump_json().encode())
         member = self.members.get(hello.server_id)
@@ -252,70 +261,37 @@ class Fleet:
     async def lose(self, server_id: str, why: str) -> None:
         """Declare a server dead: its sessions end as lost, for every controller."""
         member = self.members.get(server_id)
-        await self.state.lose(server_id)
+        self._lost_here.add(server_id)
+        with suppress(StateUnavailable):  # then it is told later
+            await self.state.lose(server_id)
+            self._lost_here.discard(server_id)
         if member is not None:
             logger.warning("server %s is lost with %d sessions: %s", server_id, len(member.sessions), why)
             self._drop(member, f"the server that held the session is lost ({why}); open a new one")
 
     async def look(self) -> None:
         """Declare the servers dead that no controller has heard of for too long."""
+        for server_id in list(self._lost_here):
+            await self.state.lose(server_id)
+            self._lost_here.discard(server_id)
         for member in list(self.members.values()):
-            if self._clock() - member.seen < self._lost_after_s:
+            silent_s = self._clock() - member.seen
+            if silent_s < self._lost_after_s:
                 await self.state.saw(member.server_id)
-            elif not await self.state.seen(member.server_id, self._lost_after_s):
+            elif not await self._seen_elsewhere(member, silent_s):
                 await self.lose(member.server_id, f"no sign of life for {self._lost_after_s:g} s")
 
-    async def _open(self, request: OpenRequest, name: str) -> bytes:
-        end = self._clock() + max(request.wait_s, self._queue_s)
-        owner = await self._owner(name)
-        while True:
-            if owner is not None:
-                try:
-                    return await self._open_at(owner, request)
-                except (SessionLost, ServerFull, ServerDraining):
-                    await self.state.unclaim(name, owner.server_id)
-            member = await self._place(request, end)
-            group = (request.task, request.client)
-            try:
-                chosen = await self.state.claim(name, member.server_id)
-                owner = member if chosen == member.server_id else self.members.get(chosen)
-                if owner is member:
-                    return await self._open_at(member, request)
-            except ServerFull:
-                member.full = True
-                await self.state.unclaim(name, member.server_id)
-            except ServerDraining:
-                member.draining = True
-                await self.state.unclaim(name, member.server_id)
-            except SessionLost:
-                await self.state.unclaim(name, member.server_id)
-            finally:
-                self._placement.release(group, member)
-            owner = None if owner is member else owner
-
-    async def _owner(self, name: str) -> Member | None:
-        """Return the server that an opening was given to before, where it lives."""
-        claimed = await self.state.claimed(name)
-        return self.members.get(claimed) if claimed is not None else None
-
-    async def _open_at(self, member: Member, request: OpenRequest) -> bytes:
-        fields = request.model_copy(update={"wait_s": 0.0}).model_dump_json().encode()[1:-1]
-        asking = asyncio.ensure_future(member.ask(b'"call":"open",' + fields))
+    async def _seen_elsewhere(self, member: Member, silent_s: float) -> bool:
+        """Return whether another controller hears a server; where nobody can say so, give it longer."""
         try:
-            return await asyncio.shield(asking)
-        except asyncio.CancelledError:
-            asking.add_done_callback(lambda done: self._close_orphan(member, done))
-            raise
+            return await self.state.seen(member.server_id, self._lost_after_s)
+        except StateUnavailable:
+            return silent_s < BLIND_PATIENCE * self._lost_after_s
 
-    def _close_orphan(self, member: Member, opened: asyncio.Future[bytes]) -> None:
-        """Close a session whose caller was gone before it was open."""
-        if not opened.cancelled() and opened.exception() is None:
-            session_id = SessionInfo.model_validate_json(opened.result()).session_id
-            closing = member.ask(b'"call":"close","session_id":' + to_json(session_id))
-            _keep(asyncio.create_task(_ignore_errors(closing)))
+    async def _is_lost(self, server_id: str) -> bool:
+        return server_id in self._lost_here or await self.state.is_lost(server_id)
 
-    async def _place(self, request: OpenRequest, end: float) -> Member:
-        """Return a server with a place kept for a session, once there is one."""
+    async def _open(self, request: OpenRequest, name: str) -> bytes:
         if self.draining:
             raise ServerDraining("the controller is shutting down; open sessions at another")
         if request.task not in self._tasks:
@@ -323,11 +299,7 @@ class Fleet:
         if request.task not in self._tasks:
             known = ", ".join(self._tasks) or "none"
             raise UnknownTask(f"no task {request.task!r} here; tasks: {known}")
-        member = await self._placement.take(request.task, request.client, end - self._clock())
-        if member is None:
-            words = f"no server has room for a session of {request.task!r}, or a limit is reached"
-            raise ServerFull(words, retry_after=1)
-        return member
+        return await self._opener.open(request, name, max(request.wait_s, self._queue_s))
 
     async def _play(self, steps: Sequence[StepRequest], wait_s: float | None) -> list[bytes]:
         """Play steps of one server's sessions."""
@@ -349,7 +321,7 @@ class Fleet:
         member = self.members.get(server_id)
         if member is not None:
             return member
-        if not await self.state.is_lost(server_id):
+        if not await self._is_lost(server_id):
             # It may be that the server has not dialled yet, after this controller began.
             await self._wait_for(lambda: server_id in self.members)
             member = self.members.get(server_id)
@@ -382,22 +354,11 @@ class Fleet:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(min(BEAT_S, self._lost_after_s / 4))
-            await self.look()
-
-
-_TASKS: set[asyncio.Task[None]] = set()
-
-
-def _keep(task: asyncio.Task[None]) -> None:
-    _TASKS.add(task)
-    task.add_done_callback(_TASKS.discard)
-
-
-async def _ignore_errors(asking: Awaitable[bytes]) -> None:
-    try:
-        await asking
-    except WireError:
-        return
+            try:
+                await self.look()
+                await self.state.controllers()
+            except StateUnavailable as error:
+                logger.warning("%s", error)
 
 
 def _server_of(session_id: str) -> str:

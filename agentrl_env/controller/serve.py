@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -11,6 +11,7 @@ from starlette.routing import WebSocketRoute
 
 from agentrl_env.controller.fleet import Fleet
 from agentrl_env.controller.link import link_endpoint
+from agentrl_env.controller.workers import Workers
 from agentrl_env.server.app import create_app
 from agentrl_env.server.listen import Listener
 from agentrl_env.server.serve import print_now, run_until_stopped
@@ -70,6 +71,60 @@ class Controller:
         """Do nothing: a controller ends at once."""
 
 
+class WorkerServer:
+    """Tasks served by several processes of this machine, behind one address.
+
+    Args:
+        targets: as on the command line.
+        workers: how many processes.
+        arguments: further options of ``agentrl-env serve`` for each.
+        drain_s: seconds that open sessions get to end when the server stops.
+        options: of ``Controller``.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[str],
+        *,
+        workers: int,
+        arguments: Sequence[str],
+        drain_s: float,
+        **options: Any,
+    ) -> None:
+        self._controller = Controller(Fleet(queue_s=0.0), **options)
+        self._number, self._drain_s = workers, drain_s
+        self._workers = Workers(
+            workers,
+            self._controller.fleet,
+            arguments=[*arguments, "--", *targets],
+            controller=_dialled(self._controller.url),
+            token=options.get("token"),
+            drain_s=drain_s,
+        )
+
+    @property
+    def announcement(self) -> str:
+        """The line that says that the server is ready, and where."""
+        tasks = {task for member in self._controller.fleet.members.values() for task in member.tasks}
+        number = f" with {self._number} workers"
+        return f"serving {', '.join(sorted(tasks))} at {self._controller.url}{number}"
+
+    async def start(self) -> None:
+        """Return once every worker serves."""
+        await self._controller.start()
+        await self._workers.start()
+
+    async def stop(self) -> None:
+        """Drain, then stop; idempotent."""
+        self._controller.fleet.draining = True
+        await self._workers.stop(self._drain_s)
+        await self._controller.stop()
+
+    def hurry(self) -> None:
+        """End without waiting for open sessions."""
+        self._workers.hurry()
+
+
 def control(fleet: Fleet, announce: Callable[[str], None] | None = None, **options: Any) -> None:
     """Run a controller until SIGINT or SIGTERM.
 
@@ -79,6 +134,27 @@ def control(fleet: Fleet, announce: Callable[[str], None] | None = None, **optio
         options: of ``Controller``.
     """
     run_until_stopped(Controller(fleet, **options), announce or print_now)
+
+
+def serve_with_workers(
+    targets: Sequence[str], announce: Callable[[str], None] | None = None, **options: Any
+) -> None:
+    """Serve tasks with several processes until SIGINT or SIGTERM; the first drains, a second hurries.
+
+    Args:
+        targets: as on the command line.
+        announce: is given the one line that says the server is ready; printed by default.
+        options: of ``WorkerServer``.
+    """
+    run_until_stopped(WorkerServer(targets, **options), announce or print_now)
+
+
+def _dialled(url: str) -> str:
+    """Return an address as a process of this machine dials it."""
+    parts = urlsplit(url)
+    if parts.hostname in ("0.0.0.0", "::"):
+        return f"{parts.scheme}://127.0.0.1:{parts.port}"
+    return url
 
 
 def _reachable(url: str) -> str:

@@ -1,0 +1,129 @@
+"""The state of a fleet with several controllers, in Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from agentrl_env.controller.state import CLAIM_S
+from agentrl_env.errors import ServeError, StateUnavailable
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+T = TypeVar("T")
+ANSWER_S = 2.0
+"""How long Redis may take to answer."""
+PRESENT_S = 10.0
+"""How long a controller counts as present after its last sign of life."""
+KEPT_S = 24 * 3600
+"""How long it is remembered that a server was there, and that it is lost."""
+_UNCLAIM = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end return 0"
+
+
+class RedisState:
+    """A ``FleetState`` that the controllers of a fleet share.
+
+    Redis may be away for a while: sessions that are open go on, since their ids tell where they live;
+    new ones are refused meanwhile, and nobody is declared dead.
+
+    Args:
+        url: such as ``redis://127.0.0.1:6379/0``.
+        fleet: sets several fleets in one Redis apart.
+
+    Raises ServeError where the extra ``[redis]`` is not installed.
+    """
+
+    def __init__(self, url: str, *, fleet: str = "fleet") -> None:
+        try:
+            from redis.asyncio import Redis
+            from redis.asyncio.retry import Retry
+            from redis.backoff import NoBackoff
+        except ImportError:
+            raise ServeError("a controller with --redis needs: pip install 'agentrl-kit[redis]'") from None
+        self._redis: Redis = Redis.from_url(
+            url,
+            socket_timeout=ANSWER_S,
+            socket_connect_timeout=ANSWER_S,
+            retry=Retry(NoBackoff(), 1),
+            decode_responses=True,
+        )
+        self._prefix = f"agentrl:{fleet}:"
+        self._own_url = ""
+
+    async def start(self, own_url: str) -> None:
+        """Join the controllers of the fleet. Raises ServeError where Redis does not answer."""
+        self._own_url = own_url
+        try:
+            await self.controllers()
+        except StateUnavailable as error:
+            raise ServeError(error.message) from error
+
+    async def controllers(self) -> tuple[str, ...]:
+        """Return the addresses of all controllers that live; also says that this one does."""
+        key, now = self._prefix + "controllers", time.time()
+        async with self._redis.pipeline() as pipe:
+            if self._own_url:
+                pipe.zadd(key, {self._own_url: now})
+            pipe.zremrangebyscore(key, "-inf", now - PRESENT_S)
+            pipe.zrange(key, 0, -1)
+            answers = await _answer(pipe.execute())
+        return tuple(answers[-1])
+
+    async def claim(self, request_id: str, server_id: str) -> str:
+        """Give an opening to a server, unless another has it already; return who has it."""
+        key = f"{self._prefix}claim:{request_id}"
+        owner = await _answer(self._redis.set(key, server_id, nx=True, get=True, ex=int(CLAIM_S)))
+        return str(owner) if owner is not None else server_id
+
+    async def unclaim(self, request_id: str, server_id: str) -> None:
+        """Take an opening back from a server that could not serve it."""
+        await _answer(self._redis.eval(_UNCLAIM, 1, f"{self._prefix}claim:{request_id}", server_id))
+
+    async def claimed(self, request_id: str) -> str | None:
+        """Return the server that an opening was given to."""
+        owner: str | None = await _answer(self._redis.get(f"{self._prefix}claim:{request_id}"))
+        return owner
+
+    async def saw(self, server_id: str) -> None:
+        """Note that a server gave a sign of life to this controller."""
+        await _answer(self._redis.set(f"{self._prefix}seen:{server_id}", f"{time.time():.3f}", ex=KEPT_S))
+
+    async def seen(self, server_id: str, within_s: float) -> bool:
+        """Return whether any controller had a sign of life of a server lately."""
+        last = await _answer(self._redis.get(f"{self._prefix}seen:{server_id}"))
+        return last is not None and time.time() - float(last) < within_s
+
+    async def lose(self, server_id: str) -> None:
+        """Note that a server's sessions are lost; for every controller, and for good."""
+        await _answer(self._redis.set(f"{self._prefix}lost:{server_id}", "1", ex=KEPT_S))
+
+    async def is_lost(self, server_id: str) -> bool:
+        """Return whether a server's sessions were declared lost."""
+        return bool(await _answer(self._redis.exists(f"{self._prefix}lost:{server_id}")))
+
+    async def knows(self, server_id: str) -> bool:
+        """Return whether any controller has ever seen a server."""
+        return bool(await _answer(self._redis.exists(f"{self._prefix}seen:{server_id}")))
+
+    async def aclose(self) -> None:
+        """Leave the controllers of the fleet."""
+        if self._own_url:
+            with suppress(StateUnavailable):  # the others forget it by themselves
+                await _answer(self._redis.zrem(self._prefix + "controllers", self._own_url))
+        await self._redis.aclose()
+
+
+async def _answer(asking: Awaitable[Any] | Any) -> Any:
+    """Return what Redis answers. Raises StateUnavailable."""
+    from redis.exceptions import RedisError
+
+    try:
+        async with asyncio.timeout(2 * ANSWER_S):
+            return await asking
+    except (RedisError, OSError, TimeoutError) as error:
+        words = f"the controller's Redis does not answer ({error or type(error).__name__}); try again"
+        raise StateUnavailable(words, retry_after=1) from error
