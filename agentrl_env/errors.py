@@ -26,6 +26,7 @@ AgentRLError
 ├── SessionExpired        410  idle past its lease
 ├── SessionLost           410  its server died or left; what it last did is unknown
 ├── BodyTooLarge          413  over the size limit
+├── HeadersTooLarge       431  over the limit of the headers
 ├── StepPending           425  in a batch: not ready yet, ask again with the same seq
 ├── RateLimited           429  more requests than the client may make, with ``Retry-After``
 ├── NotSupported          501  the task or the server does not offer it
@@ -197,6 +198,13 @@ class BodyTooLarge(WireError):
 
     type = "body_too_large"
     status = 413
+
+
+class HeadersTooLarge(WireError):
+    """The request line and the headers are over the server's limit."""
+
+    type = "headers_too_large"
+    status = 431
 
 
 class StepPending(WireError):

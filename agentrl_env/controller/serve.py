@@ -13,8 +13,11 @@ from agentrl_env.controller.fleet import Fleet
 from agentrl_env.controller.link import link_endpoint
 from agentrl_env.controller.workers import Workers
 from agentrl_env.server.app import create_app
+from agentrl_env.server.connections import Connections
+from agentrl_env.server.limits import Limits
 from agentrl_env.server.listen import Listener
 from agentrl_env.server.serve import print_now, run_until_stopped
+from agentrl_env.server.tracing import Tracing
 from agentrl_env.wire import LINK_PATH
 
 
@@ -30,6 +33,8 @@ class Controller:
         token: what clients and servers must show; needed for an address that is not loopback.
         insecure: allow such an address without a token.
         advertise: the address that servers reach this controller at; by default where it listens.
+        limits: of one caller.
+        tracing: makes OpenTelemetry spans.
 
     Raises ServeError with one clear sentence.
     """
@@ -43,12 +48,15 @@ class Controller:
         token: str | None = None,
         insecure: bool = False,
         advertise: str | None = None,
+        limits: Limits | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.fleet = fleet
         self._listener = Listener(host, port, token=token, insecure=insecure)
         self.url = self._listener.url
         self._advertise = advertise or _reachable(self.url)
-        self._app = create_app(fleet, token=token)
+        self._limits = limits or Limits()
+        self._app = create_app(fleet, token=token, limits=self._limits, tracing=tracing)
         self._app.router.routes.append(WebSocketRoute(LINK_PATH, link_endpoint(fleet)))
 
     @property
@@ -58,7 +66,7 @@ class Controller:
 
     async def start(self) -> None:
         """Return once requests are answered."""
-        await self._listener.start(self._app)
+        await self._listener.start(self._app, Connections(self._limits, self.fleet.metrics))
         await self.fleet.start(self._advertise)
 
     async def stop(self) -> None:

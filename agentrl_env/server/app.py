@@ -3,57 +3,78 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from math import ceil
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import WebSocketRoute
 
 from agentrl_env.errors import (
     InternalError,
     InvalidRequest,
     MethodNotAllowed,
+    ServerDraining,
     UnknownRoute,
     WireError,
 )
 from agentrl_env.server.bodies import read, step_many_json
-from agentrl_env.server.gate import MAX_BODY_BYTES, Gate
+from agentrl_env.server.gate import Gate
+from agentrl_env.server.guard import GuardedService
+from agentrl_env.server.limits import Limits
+from agentrl_env.server.metrics import CONTENT_TYPE, watch_loop
 from agentrl_env.server.page.routes import page_routes
 from agentrl_env.server.service import Service
 from agentrl_env.server.socket import socket_endpoint
+from agentrl_env.server.tracing import Tracing
 from agentrl_env.wire import SOCKET_PATH, ForkRequest, OpenRequest, StepBody
 
+logger = logging.getLogger("agentrl_env")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 def create_app(
-    service: Service, *, token: str | None = None, max_body_bytes: int = MAX_BODY_BYTES
+    service: Service,
+    *,
+    token: str | None = None,
+    limits: Limits | None = None,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     """Return the application that puts a service on the wire.
 
     Args:
         service: the sessions; closed with the application.
-        token: what callers must show as ``Authorization: Bearer``, on everything but ``/health``.
-        max_body_bytes: the largest request it reads.
+        token: what callers must show as ``Authorization: Bearer``, on everything but ``/health``. With one,
+            whoever opens a session is given a token for it alone.
+        limits: of one caller.
+        tracing: makes OpenTelemetry spans.
     """
+    limits = limits or Limits()
+    metrics = service.metrics
+    service = GuardedService(service, limits, token)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await service.tasks()
+        watching = asyncio.create_task(watch_loop(metrics))
         try:
             yield
         finally:
+            watching.cancel()
             await service.aclose()
 
     app = FastAPI(title="agentrl-env", lifespan=lifespan, openapi_url=None)
-    app.add_middleware(Gate, token=token, max_body_bytes=max_body_bytes)
+    app.add_middleware(Gate, token=token, limits=limits, metrics=metrics, tracing=tracing)
     app.add_exception_handler(WireError, _on_wire_error(service))
     app.add_exception_handler(HTTPException, _on_http_error(service))
+    app.add_exception_handler(ClientDisconnect, _on_hang_up)
     app.add_exception_handler(Exception, _on_bug(service))
-    app.router.routes.append(WebSocketRoute(SOCKET_PATH, socket_endpoint(service, max_body_bytes)))
+    app.router.routes.append(WebSocketRoute(SOCKET_PATH, socket_endpoint(service, limits.max_body_bytes)))
     for path, method, handler in (*_routes(service), *page_routes(service)):
         # Plain routes: each handler reads its body once, straight from JSON to the model.
         app.add_route(path, handler, methods=[method])
@@ -64,8 +85,13 @@ def _routes(service: Service) -> list[tuple[str, str, Handler]]:
     async def health(_: Request) -> Response:
         return _json(b'{"status":"draining"}' if service.draining else b'{"status":"ok"}')
 
+    async def ready(_: Request) -> Response:
+        if service.draining:
+            raise ServerDraining("the server is shutting down; open sessions elsewhere")
+        return _json(b'{"status":"ready"}')
+
     async def metrics(_: Request) -> Response:
-        return Response(service.metrics.render(service.gauges()), media_type="text/plain; version=0.0.4")
+        return Response(service.metrics.render(service.gauges()), headers={"content-type": CONTENT_TYPE})
 
     async def tasks(_: Request) -> Response:
         return _json(await service.tasks())
@@ -100,6 +126,7 @@ def _routes(service: Service) -> list[tuple[str, str, Handler]]:
         ("/v1/step", "POST", step_many),
         ("/v1/sessions/{id}/step", "POST", step),
         ("/health", "GET", health),
+        ("/ready", "GET", ready),
         ("/metrics", "GET", metrics),
         ("/v1/tasks", "GET", tasks),
         ("/v1/sessions", "POST", open_session),
@@ -137,8 +164,8 @@ def _json(body: bytes | str, status: int = 200) -> Response:
 def _answer(service: Service, error: WireError) -> Response:
     service.metrics.errors[error.type] += 1
     response = _json(to_json(error.wire()), error.status)
-    if error.status == 503:
-        response.headers["retry-after"] = str(error.details.get("retry_after", 1))
+    if error.status in (429, 503):
+        response.headers["retry-after"] = str(ceil(error.details.get("retry_after", 1)))
     return response
 
 
@@ -161,8 +188,15 @@ def _on_http_error(service: Service) -> Any:
     return answer
 
 
+async def _on_hang_up(_: Request, error: Exception) -> Response:
+    """Give an answer that nobody reads: the caller hung up before all of its request had come."""
+    return Response(status_code=400)
+
+
 def _on_bug(service: Service) -> Any:
-    async def answer(_: Request, error: Exception) -> Response:
+    async def answer(request: Request, error: Exception) -> Response:
+        facts = {"facts": {"method": request.method, "path": request.url.path}}
+        logger.error("a bug in the server: %s", type(error).__name__, extra=facts)
         return _answer(service, InternalError(f"a bug in the server: {type(error).__name__}"))
 
     return answer

@@ -1,82 +1,142 @@
-"""What every request passes first: the token, the size limit, the protocol header."""
+"""What every request passes first: tokens, the size limit, the rate; every answer is stamped and counted."""
 
 from __future__ import annotations
 
 import hmac
+import re
 from base64 import urlsafe_b64decode
 from collections.abc import Iterable
+from math import ceil
 
 from pydantic_core import to_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from agentrl_env.errors import BodyTooLarge, Unauthorized, WireError
+from agentrl_env.errors import BodyTooLarge, Forbidden, RateLimited, Unauthorized, WireError
+from agentrl_env.server.callers import CLIENT_HEADER, Caller, caller, client_name, refuse_hurry, session_of
+from agentrl_env.server.limits import Limits, Rates
+from agentrl_env.server.metrics import Metrics
 from agentrl_env.server.page.shell import SHELL
+from agentrl_env.server.tracing import Tracing
 from agentrl_env.wire import PROTOCOL_HEADER, PROTOCOL_VERSION, SOCKET_HEADER, SOCKET_PATH
 
-MAX_BODY_BYTES = 64 * 1024 * 1024
+MAX_BODY_BYTES = Limits().max_body_bytes
 TOKEN_PREFIX = "agentrl.token."
 """What comes before the token, in base64url without padding, where it is shown as a subprotocol."""
-_PUBLIC = frozenset({"/health", *SHELL})
+_PUBLIC = frozenset({"/health", "/ready", *SHELL})
 """What needs no token: it tells nothing but that a server is here."""
+_ROUTES = frozenset(
+    {*_PUBLIC, "/metrics", "/openapi.json", "/v1/tasks", "/v1/sessions", "/v1/step", "/v1/fleet"}
+)
+_OF_SESSION = re.compile(r"/v1/sessions/[^/]+(/step|/fork|/expert|/transcript)?$")
+_METHODS = frozenset({"GET", "POST", "DELETE", "HEAD", "PUT", "PATCH", "OPTIONS"})
 _STAMPED = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 _PROTOCOL = (PROTOCOL_HEADER.encode(), str(PROTOCOL_VERSION).encode())
 _SOCKET = (SOCKET_HEADER.encode(), SOCKET_PATH.encode())
+_CLIENT = CLIENT_HEADER.encode()
 
 
 class Gate:
-    """ASGI middleware: refuses strangers and oversized bodies, stamps every answer."""
+    """ASGI middleware: refuses strangers, oversized bodies and the hurried; stamps and counts every answer.
 
-    def __init__(self, app: ASGIApp, *, token: str | None, max_body_bytes: int) -> None:
+    Args:
+        app: what is behind it.
+        token: the operator's; None lets everybody in.
+        limits: of one caller.
+        metrics: where it counts.
+        tracing: makes a span of each request.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        token: str | None,
+        limits: Limits,
+        metrics: Metrics,
+        tracing: Tracing | None = None,
+    ) -> None:
         self._app = app
-        self._expected = f"Bearer {token}".encode() if token else None
-        self._max = max_body_bytes
+        self._token = token or None
+        self._max = limits.max_body_bytes
+        self._rates = Rates(limits.rate_per_s, limits.burst) if limits.rate_per_s else None
+        self._metrics = metrics
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
-        if scope["type"] not in ("http", "websocket"):
+        kind = scope["type"]
+        if kind not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
+        headers = dict(scope["headers"])
 
         async def stamped(message: Message) -> None:
             if message["type"] in _STAMPED:
                 message["headers"] = [*message.get("headers", ()), _PROTOCOL, _SOCKET]
+                self._count(scope, message)
             await send(message)
 
-        headers = dict(scope["headers"])
-        if scope["type"] == "websocket":
-            await self._open_socket(scope, headers, receive, stamped)
+        try:
+            if kind == "websocket":
+                caller.set(self._meet_socket(scope, headers))
+            else:
+                caller.set(self._meet(scope, headers))
+                receive = self._measured(scope, headers, receive)
+        except WireError as error:
+            self._metrics.errors[error.type] += 1
+            await _refuse(error, stamped, "http.response" if kind == "http" else "websocket.http.response")
             return
-        if not self._allowed(scope["path"], headers.get(b"authorization", b"")):
-            await _refuse(Unauthorized("this server needs a token: Authorization: Bearer"), stamped)
-            return
-        length = headers.get(b"content-length", b"")
-        if length.isdigit() and int(length) > self._max:
-            await _refuse(BodyTooLarge(self._too_large()), stamped)
-            return
-        if length.isdigit() or scope["method"] in ("GET", "DELETE", "HEAD"):
+        if self._tracing is None:
             await self._app(scope, receive, stamped)
         else:
-            await self._app(scope, self._counted(receive), stamped)
+            await self._traced(self._tracing, scope, headers, receive, stamped)
 
-    async def _open_socket(
-        self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send
-    ) -> None:
-        """Let a WebSocket in: who cannot set headers, a browser, shows the token as a subprotocol."""
-        shown = headers.get(b"authorization") or _token_of(scope["subprotocols"])
-        if not self._allowed(scope["path"], shown):
-            words = f"this server needs a token: Authorization: Bearer, or a subprotocol {TOKEN_PREFIX}..."
-            await _refuse(Unauthorized(words), send, "websocket.http.response")
-        elif self._expected is None and not _same_origin(headers):
+    def _meet(self, scope: Scope, headers: dict[bytes, bytes]) -> Caller:
+        """Return who makes a request. Raises Unauthorized, Forbidden, RateLimited."""
+        path = scope["path"]
+        name = client_name(headers.get(_CLIENT, b""), scope.get("client"))
+        if path in _PUBLIC:
+            return Caller(name=name)
+        session_id = self._session_of(headers.get(b"authorization", b""))
+        if session_id is not None:
+            name = session_id
+            if not _agent_may(scope["method"], path, session_id):
+                raise Forbidden("an agent's token may only step its own session and read how it stands")
+        if self._rates is not None:
+            refuse_hurry(self._rates, name)
+        return Caller(name=name, session_id=session_id)
+
+    def _meet_socket(self, scope: Scope, headers: dict[bytes, bytes]) -> Caller:
+        """Return who opens a WebSocket; a browser, which sets no headers, shows a token as a subprotocol."""
+        session_id = self._session_of(headers.get(b"authorization") or _token_of(scope["subprotocols"]))
+        if session_id is not None and scope["path"] != SOCKET_PATH:
+            raise Forbidden("an agent's token may only step its own session and read how it stands")
+        if self._token is None and not _same_origin(headers):
             # Without a token, any web page could otherwise reach a server on its reader's machine.
-            words = "this server takes no WebSocket from web pages of other origins"
-            await _refuse(Unauthorized(words), send, "websocket.http.response")
-        else:
-            await self._app(scope, receive, send)
+            raise Unauthorized("this server takes no WebSocket from web pages of other origins")
+        name = session_id or client_name(headers.get(_CLIENT, b""), scope.get("client"))
+        return Caller(name=name, session_id=session_id, rates=self._rates)
 
-    def _allowed(self, path: str, shown: bytes) -> bool:
-        if self._expected is None or path in _PUBLIC:
-            return True
-        return hmac.compare_digest(shown, self._expected)
+    def _session_of(self, shown: bytes) -> str | None:
+        """Return the session of an agent's token, None for an operator. Raises Unauthorized."""
+        if self._token is None:
+            return None
+        if hmac.compare_digest(shown, f"Bearer {self._token}".encode()):
+            return None
+        session_id = session_of(shown.removeprefix(b"Bearer ").decode("latin-1"), self._token)
+        if session_id is None:
+            words = f"a token: Authorization: Bearer, or of a WebSocket a subprotocol {TOKEN_PREFIX}..."
+            raise Unauthorized(f"this server needs {words}")
+        return session_id
+
+    def _measured(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> Receive:
+        """Return what gives a body within the limit. Raises BodyTooLarge where it says it is larger."""
+        length = headers.get(b"content-length", b"")
+        if not length.isdigit():
+            return receive if scope["method"] in ("GET", "DELETE", "HEAD") else self._counted(receive)
+        if int(length) > self._max:
+            raise BodyTooLarge(self._too_large())
+        return receive
 
     def _counted(self, receive: Receive) -> Receive:
         """Count a body without a declared length as it comes in."""
@@ -94,6 +154,38 @@ class Gate:
 
     def _too_large(self) -> str:
         return f"the body is over the limit of {self._max} bytes"
+
+    def _count(self, scope: Scope, message: Message) -> None:
+        method = scope.get("method", "WEBSOCKET")
+        method = method if method in _METHODS else "WEBSOCKET" if scope["type"] == "websocket" else "other"
+        self._metrics.requests[method, route_of(scope["path"]), message.get("status", 101)] += 1
+
+    async def _traced(
+        self, tracing: Tracing, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send
+    ) -> None:
+        """Serve under a span, whose parent is the one that the request's ``traceparent`` names."""
+        tracing.activate()
+        if scope["type"] == "websocket":  # its calls have a span each
+            await self._app(scope, receive, send)
+            return
+        carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
+        route = route_of(scope["path"])
+        with tracing.span(f"{scope['method']} {route}", carrier, client=caller.get().name):
+            await self._app(scope, receive, send)
+
+
+def route_of(path: str) -> str:
+    """Return the route of a path, of which there are few: what callers make up is ``other``."""
+    if path in _ROUTES or path == SOCKET_PATH:
+        return path
+    match = _OF_SESSION.match(path)
+    return "other" if match is None else f"/v1/sessions/{{id}}{match[1] or ''}"
+
+
+def _agent_may(method: str, path: str, session_id: str) -> bool:
+    """Return whether an agent may ask this; the items of a batch are looked at once they are read."""
+    own = f"/v1/sessions/{session_id}"
+    return (method, path) in (("POST", f"{own}/step"), ("GET", own), ("POST", "/v1/step"))
 
 
 def _token_of(subprotocols: Iterable[str]) -> bytes:
@@ -114,8 +206,10 @@ def _same_origin(headers: dict[bytes, bytes]) -> bool:
     return origin is None or origin.rpartition(b"://")[2] == headers.get(b"host")
 
 
-async def _refuse(error: WireError, send: Send, kind: str = "http.response") -> None:
+async def _refuse(error: WireError, send: Send, kind: str) -> None:
     body = to_json(error.wire())
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if isinstance(error, RateLimited):
+        headers.append((b"retry-after", b"%d" % ceil(error.details["retry_after"])))
     await send({"type": f"{kind}.start", "status": error.status, "headers": headers})
     await send({"type": f"{kind}.body", "body": body})

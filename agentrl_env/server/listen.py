@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import math
 import os
 import socket
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from agentrl_env.errors import ServeError
-from agentrl_env.server.gate import MAX_BODY_BYTES
+from agentrl_env.server.connections import Connections, allow_many_files, find_vanished
 
 _UNIX = "unix:"
 
@@ -44,23 +45,31 @@ class Listener:
         self.url = _url(host, self._socket)
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
-    async def start(self, app: ASGIApp) -> None:
+    async def start(self, app: ASGIApp, connections: Connections) -> None:
         """Return once requests are answered."""
+        allow_many_files()
+        find_vanished(self._socket)
         config = uvicorn.Config(
             app,
-            log_level="warning",
+            http=connections.http,  # type: ignore[arg-type]
+            ws=connections.websocket,  # type: ignore[arg-type]
+            log_config=None,
+            log_level="error",
             access_log=False,
             server_header=False,
             proxy_headers=False,
             timeout_graceful_shutdown=5,
-            timeout_keep_alive=75,
-            ws_max_size=2 * MAX_BODY_BYTES,  # what is over the limit itself gets a typed answer
+            timeout_keep_alive=math.ceil(connections.limits.idle_s),
+            ws_max_size=2
+            * connections.limits.max_body_bytes,  # what is over the limit itself gets a typed answer
             ws_ping_interval=20.0,
             ws_ping_timeout=60.0,
             ws_per_message_deflate=False,
         )
         self._server = _Server(config)
+        self._watching = asyncio.create_task(connections.watch())
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         while not self._server.started:
             if self._serving.done():
@@ -74,6 +83,8 @@ class Listener:
             return
         self._server.should_exit = True
         await asyncio.wait((self._serving,))
+        if self._watching is not None:
+            self._watching.cancel()
         if self.url.startswith(_UNIX):
             with contextlib.suppress(OSError):  # not its folder: whoever made it removes it
                 os.unlink(self.url.removeprefix(_UNIX))

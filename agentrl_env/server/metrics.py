@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from bisect import bisect_left
 from collections import Counter
@@ -10,6 +11,7 @@ from pathlib import Path
 
 BUCKETS_S = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+LAG_EVERY_S = 0.25
 _STATM = Path("/proc/self/statm")
 _FDS = Path("/proc/self/fd")
 
@@ -126,6 +128,15 @@ class Metrics:
         yield name, "Time of a call of a tool.", tools
         name = "agentrl_event_loop_lag_seconds"
         yield name, "How late the event loop came back.", self.loop_lag_seconds.lines(name)
+
+
+async def watch_loop(metrics: Metrics) -> None:
+    """Measure again and again how late the event loop comes back."""
+    loop = asyncio.get_running_loop()
+    while True:
+        asked = loop.time() + LAG_EVERY_S
+        await asyncio.sleep(LAG_EVERY_S)
+        metrics.loop_lag_seconds.observe(max(0.0, loop.time() - asked))
 
 
 def _process() -> dict[str, float]:

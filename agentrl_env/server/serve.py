@@ -13,11 +13,14 @@ import uvicorn
 from agentrl_env.environment import Environment
 from agentrl_env.errors import EnvironmentFailed, ServeError
 from agentrl_env.server.app import create_app
+from agentrl_env.server.connections import Connections
 from agentrl_env.server.dial import Dialer
+from agentrl_env.server.limits import Limits
 from agentrl_env.server.listen import Listener
 from agentrl_env.server.pool import SessionPool
 from agentrl_env.server.service import PoolService
 from agentrl_env.server.targets import load_targets
+from agentrl_env.server.tracing import Tracing
 
 NOWHERE = "none"
 """The host of a server that listens on no address and is reached through its controllers alone."""
@@ -38,6 +41,8 @@ class EnvServer:
         drain_s: seconds that open sessions get to end when the server stops.
         threads: as for ``SessionPool``.
         controllers: addresses of controllers to dial; they then call over the lines that this opens.
+        limits: of one caller.
+        tracing: makes OpenTelemetry spans.
 
     Raises TargetError and ServeError with one clear sentence.
     """
@@ -56,6 +61,8 @@ class EnvServer:
         drain_s: float = 30.0,
         threads: int | None = None,
         controllers: Sequence[str] = (),
+        limits: Limits | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         environments = load_targets(targets)
         self.names = [environment.name for environment in environments]
@@ -65,7 +72,8 @@ class EnvServer:
             environments, max_sessions=max_sessions, lease_s=lease_s, oracle=oracle, threads=threads
         )
         service = PoolService(self.pool)
-        self._app = create_app(service, token=token)
+        self._limits = limits or Limits()
+        self._app = create_app(service, token=token, limits=self._limits, tracing=tracing)
         self._dialer = Dialer(self.pool, service, controllers, token) if controllers else None
         if self._listener is None and self._dialer is None:
             raise ServeError("a server that listens nowhere needs a controller to dial")
@@ -86,7 +94,7 @@ class EnvServer:
             await self.stop()
             raise ServeError(error.message) from error
         if self._listener is not None:
-            await self._listener.start(self._app)
+            await self._listener.start(self._app, Connections(self._limits, self.pool.metrics))
         if self._dialer is not None:
             await self._dialer.start()
 

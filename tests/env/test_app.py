@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from agentrl_env import Message, ToolCall
 from agentrl_env.server.app import create_app
+from agentrl_env.server.limits import Limits
 from agentrl_env.server.pool import SessionPool
 from agentrl_env.server.service import PoolService
 from tests.env.tasks import Clock, Quick, Slow, until
@@ -269,12 +270,12 @@ async def test_a_token_protects_everything_but_health(serving):
 
 
 async def test_a_body_over_the_limit_is_refused(serving):
-    http = serving(app_options={"max_body_bytes": 100})
-    assert error_of(await http.post("/v1/sessions", content=b"x" * 101)) == (413, "body_too_large")
+    http = serving(app_options={"limits": Limits(max_body_bytes=1024)})
+    assert error_of(await http.post("/v1/sessions", content=b"x" * 1025)) == (413, "body_too_large")
 
     async def chunks():
         for _ in range(3):
-            yield b"x" * 50
+            yield b"x" * 500
 
     assert error_of(await http.post("/v1/sessions", content=chunks())) == (413, "body_too_large")
     assert (await http.post("/v1/sessions", json={"task": "quick"})).status_code == 201

@@ -1,0 +1,90 @@
+"""The log of a serving process: one line an event, as text or as JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Literal, TextIO
+
+from agentrl_env.server.callers import caller
+
+LogFormat = Literal["text", "json"]
+
+
+def configure_logs(
+    form: LogFormat = "text",
+    *,
+    level: str | None = None,
+    messages: bool = False,
+    stream: TextIO | None = None,
+) -> None:
+    """Write the process's log.
+
+    Args:
+        form: one readable line an event, or one JSON object.
+        level: the least that is written; by default ``info`` as JSON and ``warning`` as text.
+        messages: write what models and environments said, too.
+        stream: where to; standard error by default.
+    """
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel((level or ("info" if form == "json" else "warning")).upper())
+    said = logging.getLogger("agentrl_env.messages")
+    said.setLevel(logging.DEBUG if messages else logging.WARNING)
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a record: time, level, event, client, the facts, and a traceback where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record as one line."""
+        line: dict[str, object] = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            "logger": record.name,
+            **_facts(record),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class TextLines(logging.Formatter):
+    """Time, level and event, then each fact as ``name=value``; a traceback follows on lines of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record as a line."""
+        facts = "".join(f" {name}={_shown(value)}" for name, value in _facts(record).items())
+        line = f"{_time(record)} {record.levelname} {_one_line(record.getMessage())}{facts}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _facts(record: logging.LogRecord) -> dict[str, object]:
+    """Return what a record says beside its words, and for whom it was done."""
+    facts = getattr(record, "facts", None)
+    facts = facts if isinstance(facts, dict) else {}
+    return facts if facts.get("client") else {**facts, **({"client": name} if (name := _client()) else {})}
+
+
+def _client() -> str:
+    return caller.get().name
+
+
+def _time(record: logging.LogRecord) -> str:
+    return (
+        datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    )
+
+
+def _shown(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if text.isprintable() and " " not in text and text else json.dumps(text)
+
+
+def _one_line(text: str) -> str:
+    return text.replace("\n", "\\n").replace("\r", "\\r")
