@@ -7,7 +7,7 @@ ARGS ?=
 # The first of quickstart, quickstart-2, quickstart-3 ... that is not taken.
 NAME ?= $(shell name=quickstart; i=2; while [ -e runs/$$name ]; do name=quickstart-$$i; i=$$((i+1)); done; echo $$name)
 
-.PHONY: setup train test lint bench clean
+.PHONY: setup train test docker lint bench clean
 
 setup: $(VENV)/.train $(VENV)/.dev  ## install everything that development needs
 
@@ -30,6 +30,10 @@ train: $(VENV)/.train  ## train the starter policy on three tasks; SEED=1 NAME=a
 
 test: $(VENV)/.dev  ## all tests that need neither a GPU nor Docker
 	$(BIN)/python -m pytest $(ARGS)
+
+docker: $(VENV)/.dev  ## tests in containers; starts a Docker daemon of its own (root, on Debian)
+	.ci/system-packages docker.io iproute2 python3-venv python3-pip debian-archive-keyring
+	$(BIN)/python -m pytest -m docker tests/docker $(ARGS)
 
 lint: $(VENV)/.dev  ## style and types
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""The command line: ``agentrl-env new | serve | check | play``."""
+"""The command line: ``agentrl-env new | serve | build | check | play``."""
 
 from __future__ import annotations
 
@@ -148,9 +148,7 @@ def controller(
     ] = None,
     fleet: Annotated[str, typer.Option(help="Its name; sets fleets in one Redis apart.")] = "fleet",
     queue: Annotated[float, typer.Option(help="Seconds an opening waits for room at least.")] = 30.0,
-    lost_after: Annotated[
-        float, typer.Option(min=1, help="Seconds of silence until it is dead.")
-    ] = 5.0,
+    lost_after: Annotated[float, typer.Option(min=1, help="Seconds of silence until it is dead.")] = 5.0,
     limit: Annotated[
         list[str] | None, typer.Option(metavar="TASK=N", help="Sessions of a task in the whole fleet.")
     ] = None,
@@ -176,6 +174,41 @@ def controller(
         insecure=insecure,
         advertise=advertise,
     )
+
+
+@app.command()
+def build(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="TARGET", help="A folder with environment.py, file.py:Class, module:Class."),
+    ],
+    base: Annotated[
+        str, typer.Option(help="The image to build on, with Python 3.11 or newer.")
+    ] = "python:3.11-slim",
+    tag: Annotated[str | None, typer.Option(help="The image's name; agentrl-TASK:latest by default.")] = None,
+    extra: Annotated[
+        list[str] | None, typer.Option(help="A further package for pip; agentrl-kit[EXTRA] for our extras.")
+    ] = None,
+    wheelhouse: Annotated[
+        Path | None, typer.Option(help="A folder with every wheel needed; no index is asked then.")
+    ] = None,
+    ca: Annotated[Path | None, typer.Option(help="Certificates that pip trusts during the build.")] = None,
+    network: Annotated[str | None, typer.Option(help="The build's network, as of docker build.")] = None,
+) -> None:
+    """Build the image that serves a task on port 8000; its name is printed last."""
+    from agentrl_env.launch.image import build_image
+
+    image = build_image(
+        target,
+        base=base,
+        tag=tag,
+        requirements=extra or (),
+        wheelhouse=wheelhouse,
+        ca=ca,
+        network=network,
+        report=partial(print, file=sys.stderr, flush=True),
+    )
+    print(image.name)
 
 
 @app.command()

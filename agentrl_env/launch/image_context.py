@@ -1,0 +1,213 @@
+"""What an image is built from: a Dockerfile, this package, and a task's files, in one tar."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import re
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from agentrl_env.errors import LaunchError, TargetError
+from agentrl_env.launch.wheel import DISTRIBUTION, make_wheel, wheel_name
+
+USER = "65532:65532"
+"""Who the server runs as: numbers, so that Kubernetes can see that it is not root."""
+PORT = 8000
+_LEFT_OUT = (
+    *(".git", ".hg", ".svn", ".venv", "venv", ".env", ".mypy_cache", ".pytest_cache", ".ruff_cache"),
+    *("**/__pycache__", "**/*.pyc", "**/.DS_Store", ".hypothesis"),
+)
+_IS_NEW_ENOUGH = "import sys; sys.exit(sys.version_info < (3, 11))"
+_IS_HEALTHY = f"import urllib.request as u; u.urlopen('http://127.0.0.1:{PORT}/health', timeout=2)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFiles:
+    """Where a TARGET's files are here, and what they are called in the image."""
+
+    root: Path
+    name: str
+    target: str
+
+    @classmethod
+    def of(cls, target: str) -> TaskFiles:
+        """Find the files of a TARGET without importing it. Raises TargetError."""
+        place, _, attribute = target.rpartition(":")
+        if not place:
+            place, attribute = target, ""
+        path = Path(place)
+        if path.is_dir():
+            if not (path / "environment.py").is_file():
+                raise TargetError(f"{target}: the folder has no environment.py")
+            return cls._named(path, "", attribute)
+        if path.suffix == ".py":
+            if not path.is_file():
+                raise TargetError(f"{target}: no such file")
+            return cls._named(path.parent, path.name, attribute)
+        if not attribute:
+            raise TargetError(
+                f"{target}: no such folder; a target is a folder with an environment.py, "
+                "file.py:Class or module:Class"
+            )
+        return cls(root=_top_of(place, target), name=place.partition(".")[0], target=target)
+
+    @classmethod
+    def _named(cls, folder: Path, file: str, attribute: str) -> TaskFiles:
+        folder = folder.resolve()
+        name = re.sub(r"[^A-Za-z0-9_.-]", "_", folder.name).strip(".") or "task"
+        place = "/".join(part for part in ("/srv", name, file) if part)
+        return cls(root=folder, name=name, target=f"{place}:{attribute}" if attribute else place)
+
+    def lines(self, name: str) -> list[str]:
+        """Return the lines of a list such as requirements.txt, less comments; none without the file."""
+        file = self.root / name if self.root.is_dir() else self.root.parent / name
+        if not file.is_file():
+            return []
+        lines = (line.partition("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines())
+        return [line for line in lines if line]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What an image is made of.
+
+    Args:
+        task: the files.
+        base: an image with Python 3.11 or newer.
+        requirements: packages for pip beyond the task's requirements.txt.
+        wheelhouse: folder with every wheel needed; then no package index is asked.
+        ca: certificates that pip trusts during the build, as one PEM file.
+    """
+
+    task: TaskFiles
+    base: str
+    requirements: Sequence[str] = ()
+    wheelhouse: Path | None = None
+    ca: Path | None = None
+
+    def dockerfile(self) -> str:
+        """Return the Dockerfile: what changes seldom comes first, so that its layers are kept."""
+        entry = ["/opt/agentrl/bin/agentrl-env", "serve", self.task.target]
+        entry += ["--host", "0.0.0.0", "--port", str(PORT)]
+        packages = " ".join(self._system_packages())
+        index = "--no-index --find-links /install/wheels " if self.wheelhouse else ""
+        pip = f"/opt/agentrl/bin/python -m pip install {index}"
+        trust = [f"ENV {name}=/install/ca.crt" for name in ("PIP_CERT", "SSL_CERT_FILE")] if self.ca else []
+        lines = [
+            f"FROM {self.base} AS build",
+            f"RUN {json.dumps(['python3', '-c', _IS_NEW_ENOUGH])}",
+            "RUN python3 -m venv /opt/agentrl",
+            *(f"ARG {name}" for name in index_settings()),
+            "COPY install /install",
+            *trust,
+            "ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore",
+            f"RUN {pip}-r /install/requirements.txt",
+            "COPY package /package",
+            f"RUN {pip}--no-deps --no-index --force-reinstall /package/*.whl",
+            f"FROM {self.base}",
+            f"RUN {_apt_install(packages)}" if packages else "",
+            "ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp",
+            "WORKDIR /srv",
+            f"USER {USER}",
+            f"EXPOSE {PORT}",
+            "STOPSIGNAL SIGTERM",
+            "HEALTHCHECK --interval=30s --timeout=5s --start-period=60s "
+            f"CMD {json.dumps(['/opt/agentrl/bin/python', '-c', _IS_HEALTHY])}",
+            f"ENTRYPOINT {json.dumps(entry)}",
+            "COPY --from=build /opt/agentrl /opt/agentrl",
+            "COPY task /srv",
+        ]
+        return "\n".join(line for line in lines if line) + "\n"
+
+    def write(self, file: IO[bytes]) -> None:
+        """Write the build context as a tar. Raises LaunchError where a file cannot be in it."""
+        requirements = list(self.requirements)
+        extras = ",".join(filter(None, map(_own_extras, requirements)))
+        own = f"/install/{wheel_name()}" + (f"[{extras}]" if extras else "")
+        others = [line for line in requirements if _own_extras(line) is None]
+        pip_lines = [own, *others, *self.task.lines("requirements.txt")]
+        with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
+            _add_bytes(tar, "Dockerfile", self.dockerfile().encode())
+            _add_bytes(tar, "install/requirements.txt", "\n".join([*pip_lines, ""]).encode())
+            _add_bytes(tar, f"install/{wheel_name()}", make_wheel(files=False))
+            _add_bytes(tar, f"package/{wheel_name()}", make_wheel(files=True))
+            if self.ca is not None:
+                _add_bytes(tar, "install/ca.crt", self.ca.read_bytes())
+            for wheel in sorted(self.wheelhouse.iterdir()) if self.wheelhouse else []:
+                if wheel.is_file():
+                    tar.add(wheel, f"install/wheels/{wheel.name}", filter=_plain)
+            for path, name in _task_paths(self.task):
+                tar.add(path, name, recursive=False, filter=_plain)
+
+    def _system_packages(self) -> list[str]:
+        packages = self.task.lines("packages.txt")
+        for package in packages:
+            if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*(:[a-z0-9]+)?(=[\w.+:~-]+)?", package):
+                raise LaunchError(f"{self.task.root}/packages.txt: {package!r} is no Debian package's name")
+        return packages
+
+
+def index_settings() -> dict[str, str]:
+    """Return what this process says of package indexes, for the build to use and the image to forget."""
+    names = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST", "PIP_DEFAULT_TIMEOUT")
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
+
+
+def _apt_install(packages: str) -> str:
+    install = f"apt-get install --yes --no-install-recommends {packages}"
+    return f"apt-get update && DEBIAN_FRONTEND=noninteractive {install} && rm -rf /var/lib/apt/lists/*"
+
+
+def _top_of(module: str, target: str) -> Path:
+    """Return the folder or file of a module's outermost package."""
+    spec = importlib.util.find_spec(module.partition(".")[0])
+    if spec is None or (spec.origin is None and not spec.submodule_search_locations):
+        raise TargetError(f"{target}: there is no module {module!r}")
+    folders = list(spec.submodule_search_locations or ())
+    return Path(folders[0] if folders else str(spec.origin)).resolve()
+
+
+def _task_paths(task: TaskFiles) -> Iterator[tuple[Path, str]]:
+    """Yield the task's files in order, with their names in the context."""
+    from docker.utils.build import exclude_paths
+
+    if task.root.is_file():
+        yield task.root, f"task/{task.root.name}"
+        return
+    patterns = [*_LEFT_OUT, *task.lines(".dockerignore")]
+    yield task.root, f"task/{task.name}"
+    for name in sorted(exclude_paths(str(task.root), patterns)):
+        path = task.root / name
+        if path.is_symlink() and not path.resolve().is_relative_to(task.root):
+            raise LaunchError(
+                f"{path} links to {path.resolve()}, which would be missing in the image; "
+                "copy it into the task's folder, or name the link in .dockerignore"
+            )
+        yield path, f"task/{task.name}/{name}"
+
+
+def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Forget who owns a file and when it changed; the image's user may read it and not write it."""
+    info.uid = info.gid = info.mtime = 0
+    info.uname = info.gname = ""
+    info.pax_headers = {}
+    info.mode = 0o755 if info.isdir() or info.mode & 0o100 else 0o644
+    return info
+
+
+def _add_bytes(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = len(content), 0o644
+    tar.addfile(info, io.BytesIO(content))
+
+
+def _own_extras(requirement: str) -> str | None:
+    """Return the extras where a requirement means this package itself (``agentrl-kit[otel]``)."""
+    found = re.fullmatch(rf"{DISTRIBUTION}\s*(?:\[([^\]]*)\])?", requirement.strip())
+    return (found.group(1) or "").replace(" ", "") if found else None
