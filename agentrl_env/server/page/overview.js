@@ -1,0 +1,86 @@
+// The servers and their load; the tasks and their tools.
+
+import { call, poll } from "./api.js";
+import { count, duration, h, reconcile, table } from "./dom.js";
+
+const TASKS_S = 10;
+
+export function overview(root, { signal, onFleet }) {
+  const servers = table("Servers", [
+    ["Server"], ["Load"], ["State"], ["Tasks", "extra"], ["Last sign of life", "extra"], ["Version", "extra"],
+  ]);
+  const summary = h("p", { class: "faint" });
+  const tasks = h("div", { class: "cards" }, h("p", { class: "faint" }, "Loading …"));
+  root.append(h("h2", {}, "Servers"), summary, servers.element, h("h2", {}, "Tasks"), tasks);
+  onFleet((fleet) => {
+    const open = fleet.servers.reduce((sum, server) => sum + server.open, 0);
+    const capacity = fleet.servers.reduce((sum, server) => sum + server.capacity, 0);
+    const waiting = fleet.waiting ? `, ${count(fleet.waiting, "opening")} waiting for room` : "";
+    summary.textContent = fleet.servers.length
+      ? `${open} of ${count(capacity, "session")} open on ${count(fleet.servers.length, "server")}${waiting}.`
+      : "No server has dialled in yet.";
+    reconcile(servers.body, fleet.servers, (server) => server.server_id, serverCells);
+  });
+  let shown = "";
+  poll(async () => {
+    const answer = await call("v1/tasks", { signal });
+    const text = JSON.stringify(answer.tasks);
+    if (text !== shown) tasks.replaceChildren(...answer.tasks.map(taskCard));
+    if (!answer.tasks.length) tasks.replaceChildren(h("p", { class: "faint" }, "No task is served yet."));
+    shown = text;
+  }, TASKS_S, signal);
+  return "Overview";
+}
+
+function serverCells(server) {
+  const state = server.draining ? ["draining", "truncated_time"] : ["ok", "completed"];
+  const heard = server.heard_s < 1 ? "now" : `${duration(server.heard_s)} ago`;
+  const tasks = server.tasks.length > 4
+    ? `${server.tasks.slice(0, 3).join(", ")} and ${server.tasks.length - 3} more` : server.tasks.join(", ");
+  return [
+    h("th", { scope: "row" }, h("code", {}, server.server_id), h("div", { class: "faint" }, server.place)),
+    h("td", {}, load(server)),
+    h("td", {}, h("span", { class: `badge ${state[1]}` }, state[0])),
+    h("td", { class: "extra", title: server.tasks.join(", ") }, tasks),
+    h("td", { class: "extra" }, heard),
+    h("td", { class: "extra" }, server.version),
+  ];
+}
+
+function load({ open, capacity, waiting }) {
+  const share = capacity ? Math.min(1, open / capacity) : 1;
+  const fill = h("span", { class: share >= 0.9 ? "full" : "" });
+  fill.style.width = `${(share * 100).toFixed(1)}%`;
+  const text = `${open} / ${capacity}${waiting ? `, ${waiting} waiting` : ""}`;
+  return h("div", { class: "load" }, h("span", { class: "bar", "aria-hidden": "true" }, fill), h("span", {}, text));
+}
+
+function taskCard(task) {
+  const splits = Object.entries(task.splits).map(([name, { num_samples }]) =>
+    `${name} ${num_samples === null ? "(endless)" : `(${num_samples})`}`);
+  const facts = [
+    ["Splits", splits.join(", ")],
+    ["Turns", `at most ${task.max_turns}`],
+    ["Offers", task.capabilities.join(", ")],
+  ].filter(([, value]) => value);
+  const query = new URLSearchParams({ task: task.name });
+  return h("article", { class: "card" },
+    h("h3", {}, task.name),
+    h("p", { class: "description" }, task.description),
+    h("dl", {}, facts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
+    h("details", {}, h("summary", {}, count(task.tools.length, "tool")), task.tools.map(toolEntry)),
+    h("p", {},
+      h("a", { href: `#/play?${query}` }, "Play"), " · ", h("a", { href: `#/sessions?${query}` }, "Sessions")),
+  );
+}
+
+function toolEntry({ function: tool }) {
+  const required = tool.parameters.required ?? [];
+  const names = Object.keys(tool.parameters.properties ?? {});
+  const parameters = names.map((name) => (required.includes(name) ? name : `${name}?`)).join(", ");
+  return h("div", { class: "tool" },
+    h("code", {}, `${tool.name}(${parameters})`),
+    h("p", {}, tool.description),
+    names.length ? h("details", {}, h("summary", {}, "schema"),
+      h("pre", {}, JSON.stringify(tool.parameters, null, 2))) : null);
+}
