@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import queue
-import threading
+import math
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
+from agentrl_env.threads import AuthorTimeout, Threads
+
+T = TypeVar("T")
 AUTHOR_ERRORS = (Exception, SystemExit)
 """What authors' code may raise without harm to the process it runs in."""
-
-
-class AuthorTimeout(Exception):
-    """The author's code did not return in time."""
 
 
 class FairSlots:
@@ -39,17 +37,20 @@ class FairSlots:
             return True
         if wait_s <= 0 or self._refusing:
             return False
-        turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[bool] = loop.create_future()
         self._waiters.append(turn)
+        timer = loop.call_later(wait_s, self._time_out, turn)
         try:
-            await asyncio.wait((turn,), timeout=wait_s)
+            return await turn
         except asyncio.CancelledError:
-            self._give_up(turn)
+            if turn.cancelled():
+                self._waiters.remove(turn)
+            elif turn.result():  # it came just when its taker left
+                self.release()
             raise
-        if turn.done():
-            return turn.result()
-        self._give_up(turn)
-        return False
+        finally:
+            timer.cancel()
 
     def release(self) -> None:
         """Give one back: to the first who waits, else to the heap."""
@@ -68,67 +69,46 @@ class FairSlots:
             if not turn.done():
                 turn.set_result(False)
 
-    def _give_up(self, turn: asyncio.Future[bool]) -> None:
-        if turn.done():
-            if turn.result():
-                self.release()
-        else:
-            turn.cancel()
+    def _time_out(self, turn: asyncio.Future[bool]) -> None:
+        if not turn.done():
             self._waiters.remove(turn)
+            turn.set_result(False)
 
 
-class Threads:
-    """A bounded set of daemon threads: code that never returns cannot keep the process alive."""
+async def settled(future: asyncio.Future[Any], timeout: float = math.inf) -> bool:
+    """Wait until a future is done, at most ``timeout`` seconds, and return whether it is.
 
-    def __init__(self, limit: int = 64) -> None:
-        self._slots = FairSlots(limit)
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._started = 0
+    Nothing happens to the future: not when the waiting is cancelled either.
+    """
+    if future.done():
+        return True
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
 
-    async def submit(
-        self, function: Callable[[], Any], wait_s: float
-    ) -> asyncio.Future[tuple[Any, BaseException | None]]:
-        """Start ``function`` on a thread; the future gives (value, error) and is never cancelled.
+    def wake(_: object = None) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
 
-        Raises AuthorTimeout where no thread comes free within ``wait_s`` seconds.
-        """
-        if not await self._slots.acquire(wait_s):
-            raise AuthorTimeout(f"no thread came free within {wait_s:g} s")
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+    future.add_done_callback(wake)
+    timer = loop.call_later(timeout, wake) if timeout < math.inf else None
+    try:
+        await waiter
+    finally:
+        future.remove_done_callback(wake)
+        if timer is not None:
+            timer.cancel()
+    return future.done()
 
-        def settle(value: Any, error: BaseException | None) -> None:
-            self._slots.release()
-            if not done.done():
-                done.set_result((value, error))
 
-        def job() -> None:
-            value, error = None, None
-            try:
-                value = function()
-            except BaseException as raised:
-                error = raised
-            try:
-                loop.call_soon_threadsafe(settle, value, error)
-            except RuntimeError:
-                return  # the loop is closed: nobody is left to hear the answer
-
-        in_use = self._slots.total - self._slots.free
-        if self._started < in_use:
-            self._started += 1
-            threading.Thread(target=self._work, name="agentrl-env", daemon=True).start()
-        self._jobs.put(job)
-        return done
-
-    def stop(self) -> None:
-        """Let idle threads end; busy ones end after their job."""
-        for _ in range(self._started):
-            self._jobs.put(None)
-        self._started = 0
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
+def run_through(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that waits for nothing, and return what it returns."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        value: T = end.value
+        return value
+    coroutine.close()
+    raise RuntimeError(f"{coroutine!r} waits for something")
 
 
 class Runner:
@@ -152,16 +132,15 @@ class Runner:
 
     async def settle(self, timeout: float) -> None:
         """Wait until a call that outlived its deadline has ended, ``timeout`` seconds at most."""
-        if self._stray is not None and not self._stray.done():
-            await asyncio.wait((self._stray,), timeout=timeout)
+        if self._stray is not None:
+            await settled(self._stray, timeout)
 
     async def _on_thread(self, function: Callable[[], Any], timeout: float) -> Any:
-        job = await self._threads.submit(function, timeout)
-        self._stray = job
-        await asyncio.wait((job,), timeout=timeout)
-        if not job.done():
-            raise AuthorTimeout(f"still running after {timeout:g} s")
-        value, error = job.result()
+        job = self._threads.start(function, timeout)
+        try:
+            value, error = await job.answer
+        finally:
+            self._stray = None if job.ended else job.over
         if error is not None:
             raise error
         return value
@@ -176,7 +155,7 @@ class Runner:
         task = asyncio.ensure_future(run())
         self._stray = task
         try:
-            await asyncio.wait((task,), timeout=timeout)
+            await settled(task, timeout)
         finally:
             if not task.done():
                 task.cancel()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import inspect
 import logging
 import math
 import time
@@ -22,9 +21,20 @@ from agentrl_env.errors import (
     SessionEnded,
     SessionExpired,
 )
-from agentrl_env.runner import AUTHOR_ERRORS, AuthorTimeout, Runner, Threads
-from agentrl_env.tools import UNOBSERVED, Observer, TimeOver, Turn, as_messages, clean, tool_name, toolset
-from agentrl_env.types import Message, SessionInfo, SessionStatus, StepResult, TaskSample, ToolCall
+from agentrl_env.runner import AUTHOR_ERRORS, Runner, run_through, settled
+from agentrl_env.threads import AuthorTimeout, Threads
+from agentrl_env.tools import (
+    UNOBSERVED,
+    Observer,
+    TimeOver,
+    Turn,
+    as_messages,
+    as_move,
+    describe,
+    tool_name,
+    toolset,
+)
+from agentrl_env.types import Message, SessionInfo, SessionStatus, StepResult, TaskSample
 
 if TYPE_CHECKING:
     from agentrl_env.environment import Environment
@@ -77,7 +87,7 @@ class Session:
         """Sum of the rewards so far."""
         self._task: asyncio.Task[Any] | None = None
         self._closing: asyncio.Task[None] | None = None
-        self.inline = not environment.blocking and _all_sync(environment, self._tools.all_sync)
+        self.inline = not environment.blocking and self._tools.all_sync
         """Whether a step never suspends: it then needs no task, and no other can interleave."""
 
     def info(self) -> SessionInfo:
@@ -126,23 +136,39 @@ class Session:
         Raises SeqConflict on a gap, SessionEnded or SessionExpired where no step is possible,
         InvalidRequest where the message is not an assistant's.
         """
+        while True:
+            step = self.begin_step(message, seq)
+            if isinstance(step, StepResult):
+                return step
+            if step is not None:
+                await settled(step)
+                return self.finished(step)
+            await self._at_rest()
+
+    def begin_step(
+        self, message: Message, seq: int | None = None
+    ) -> StepResult | asyncio.Task[StepResult] | None:
+        """Return the answer where it is there at once, else the step that will give it to ``finished``.
+
+        None stands for a session in which another step is under way. Raises what ``step`` does.
+        """
         if message.role != "assistant":
             raise InvalidRequest(f"a step takes an assistant message, not one of {message.role!r}")
-        while True:
-            if seq is not None and seq <= self.turn:
-                return self._stored(seq)
-            if seq is not None and seq > self.turn + (1 if self._task is None else 2):
-                raise SeqConflict(
-                    f"seq {seq} leaves a gap: the next is {self.turn + 1}", expected=self.turn + 1
-                )
-            if self._task is None:
-                self.refuse_ended()
-                seq = self.turn + 1
-                if self.inline:
-                    return await self._play(message)
-                self._begin_task(self._play(message))
-            if self._task is not None:
-                await asyncio.wait((self._task,))
+        if seq is not None and seq <= self.turn:
+            return self._stored(seq)
+        if seq is not None and seq > self.turn + (1 if self._task is None else 2):
+            raise SeqConflict(f"seq {seq} leaves a gap: the next is {self.turn + 1}", expected=self.turn + 1)
+        if self._task is not None:
+            return None
+        self.refuse_ended()
+        play = self._play(message)
+        return run_through(play) if self.inline else self._begin_task(play)
+
+    def finished(self, step: asyncio.Task[StepResult]) -> StepResult:
+        """Return the answer of a step that has ended. Raises what ``step`` does."""
+        if step.cancelled():
+            self.refuse_ended()
+        return step.result()
 
     async def expert(self) -> Message:
         """Return the oracle's next assistant message, without taking a step.
@@ -189,17 +215,20 @@ class Session:
 
     async def _between_steps(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run author code that takes no step, while no step runs."""
-        while self._task is not None:
-            await asyncio.wait((self._task,))
+        await self._at_rest()
         self.refuse_ended()
         task = self._begin_task(ask())
-        await asyncio.wait((task,))
+        await settled(task)
         if task.cancelled():
             self.refuse_ended()
         result: T = task.result()
         return result
 
-    def _begin_task(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    async def _at_rest(self) -> None:
+        while self._task is not None:
+            await settled(self._task)
+
+    def _begin_task(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = self._task = asyncio.create_task(coroutine)
         task.add_done_callback(self._end_task)
         return task
@@ -254,17 +283,7 @@ class Session:
         return SessionStatus.RUNNING
 
     def _record(self, said: Message, turn: Turn, status: SessionStatus, info: dict[str, Any]) -> StepResult:
-        result = StepResult(
-            session_id=self.session_id,
-            seq=self.turn + 1,
-            messages=tuple(turn.messages),
-            reward=turn.reward,
-            terminated=status is SessionStatus.COMPLETED,
-            truncated=status in (SessionStatus.TRUNCATED_TURNS, SessionStatus.TRUNCATED_TIME),
-            status=status,
-            metrics=turn.metrics,
-            info=info,
-        )
+        result = turn.result(self.session_id, self.turn + 1, status, info)
         self.turns.append((said, result))
         self.turn = result.seq
         self.total += turn.reward
@@ -301,22 +320,12 @@ class Session:
         environment = self._alive()
         rng = np.random.default_rng([self.sample.seed, self.turn, 1])
         try:
-            move = await self._runner.call(environment.expert, self._class.tool_timeout, rng)
+            return as_move(await self._runner.call(environment.expert, self._class.tool_timeout, rng))
         except NotSupported:
             raise
         except AUTHOR_ERRORS as error:
             reason = f"expert of task {self.sample.task!r} failed: {describe(error)}"
             raise EnvironmentFailed(reason) from error
-        if isinstance(move, ToolCall):
-            return Message.assistant(None, move)
-        if isinstance(move, str):
-            return Message.assistant(move)
-        if isinstance(move, Message) and move.role == "assistant":
-            return move
-        raise EnvironmentFailed(
-            f"expert of task {self.sample.task!r} returned {type(move).__name__}; "
-            "return a ToolCall, a str or an assistant Message"
-        )
 
     def _reset(self, environment: Environment) -> Any:
         # A copy, so that author code cannot change the dataset under other sessions.
@@ -353,7 +362,7 @@ class Session:
         """Cancel a step under way, then close the environment exactly once."""
         if step is not None and not step.done():
             step.cancel()
-            await asyncio.wait((step,))
+            await settled(step)
         # Author code that outlived its deadline may still use what close() releases.
         await self._runner.settle(SETTLE_S)
         if self._environment is None or not self._class.overrides("close"):
@@ -385,16 +394,6 @@ class Session:
         return left
 
 
-def _all_sync(environment: type[Environment], tools_sync: bool) -> bool:
-    methods = (environment.respond, environment.score)
-    return tools_sync and not any(inspect.iscoroutinefunction(method) for method in methods)
-
-
 def can_fork(environment: type[Environment]) -> bool:
     """Return whether sessions of a task can be forked: it has both ``snapshot`` and ``restore``."""
     return environment.overrides("snapshot") and environment.overrides("restore")
-
-
-def describe(error: BaseException) -> str:
-    """Return an exception's class and text, cut to a readable length."""
-    return clean(f"{type(error).__name__}: {error}"[:500])

@@ -15,7 +15,7 @@ from pydantic_core import PydanticSerializationError
 
 from agentrl_env.errors import DefinitionError, ToolError
 from agentrl_env.schema import ArgumentError, Arguments, echo
-from agentrl_env.types import FunctionSpec, Message, StepResult, ToolCall, ToolSpec
+from agentrl_env.types import TRUNCATED, FunctionSpec, Message, SessionStatus, StepResult, ToolCall, ToolSpec
 
 if TYPE_CHECKING:
     from agentrl_env.environment import Environment
@@ -29,6 +29,9 @@ Content = str | Message | list[Message]
 Call = Callable[..., Awaitable[Any]]
 """Runs author code: ``await call(function, timeout_or_None, *args, **kwargs)``."""
 _MARK = "__agentrl_tool__"
+# What ``Message(...)`` calls in the end: a step makes one of each, at two thirds of the cost.
+_MESSAGE: Callable[[dict[str, Any]], Message] = Message.__pydantic_validator__.validate_python
+_RESULT: Callable[[dict[str, Any]], StepResult] = StepResult.__pydantic_validator__.validate_python
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,11 @@ class Toolset:
                 self._add(environment, attribute, function)
         self.specs = tuple(tool.spec for tool in self.tools.values())
         self.names = ", ".join(self.tools) or "none"
-        self.all_sync = not any(tool.is_async for tool in self.tools.values())
+        methods = [getattr(environment, name, None) for name in ("respond", "score")]
+        self.all_sync = not any(tool.is_async for tool in self.tools.values()) and not any(
+            inspect.iscoroutinefunction(method) for method in methods
+        )
+        """Whether nothing that a step calls is a coroutine."""
 
     def _add(self, environment: type, attribute: str, function: Callable[..., Any]) -> None:
         if not inspect.isfunction(function):
@@ -206,6 +213,22 @@ class Turn:
         earned = episode_return + self.reward >= SUCCESS_REWARD
         self.metrics["success"] = float(self.metrics.get("success", float(earned)) >= 0.5)
 
+    def result(self, session_id: str, seq: int, status: SessionStatus, info: dict[str, Any]) -> StepResult:
+        """Return what the turn has brought as the answer to step ``seq``."""
+        return _RESULT(
+            {
+                "session_id": session_id,
+                "seq": seq,
+                "messages": tuple(self.messages),
+                "reward": self.reward,
+                "terminated": status is SessionStatus.COMPLETED,
+                "truncated": status in TRUNCATED,
+                "status": status,
+                "metrics": self.metrics,
+                "info": info,
+            }
+        )
+
     async def _tool_call(self, environment: Environment, request: ToolCall, call: Call) -> None:
         name = request.function.name
         tools = toolset(type(environment))
@@ -249,11 +272,11 @@ def tool_messages(content: object, call_id: str, name: str) -> list[Message]:
     Raises DefinitionError where the content is none of ``str | Message | list[Message]``.
     """
     if isinstance(content, str):
-        return [Message(role="tool", tool_call_id=call_id, content=clean(content))]
+        return [_tool_message(call_id, clean(content))]
     messages = as_messages(content, f"{name}()")
     answers = [message for message in messages if message.role == "tool"]
     if not answers:
-        return [Message(role="tool", tool_call_id=call_id, content=""), *messages]
+        return [_tool_message(call_id, ""), *messages]
     if len(answers) > 1:
         raise DefinitionError(f"{name}() returned {len(answers)} tool messages for one call")
     return [
@@ -282,6 +305,19 @@ def as_messages(content: object, where: str) -> list[Message]:
     return messages
 
 
+def as_move(move: object) -> Message:
+    """Turn ``ToolCall | str | Message`` into an assistant message. Raises DefinitionError."""
+    if isinstance(move, ToolCall):
+        return Message.assistant(None, move)
+    if isinstance(move, str):
+        return Message.assistant(move)
+    if isinstance(move, Message) and move.role == "assistant":
+        return move
+    raise DefinitionError(
+        f"expert() returned {type(move).__name__}; return a ToolCall, a str or an assistant Message"
+    )
+
+
 def clean(text: str) -> str:
     """Replace what UTF-8 cannot carry: lone surrogates, as undecodable file names have them."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
@@ -296,7 +332,11 @@ def _attributes(environment: type) -> list[str]:
 
 
 def _answer(request: ToolCall, text: str) -> Message:
-    return Message(role="tool", tool_call_id=request.id, content=text)
+    return _tool_message(request.id, text)
+
+
+def _tool_message(call_id: str, text: str) -> Message:
+    return _MESSAGE({"role": "tool", "tool_call_id": call_id, "content": text})
 
 
 def _text(message: Message) -> str:
@@ -314,3 +354,8 @@ def _finite(value: object, what: str) -> float:
     if not isinstance(value, int | float | np.number | np.bool_) or not math.isfinite(value):
         raise DefinitionError(f"{what} must be a finite number, got {value!r}")
     return float(value)
+
+
+def describe(error: BaseException) -> str:
+    """Return an exception's class and text, cut to a readable length."""
+    return clean(f"{type(error).__name__}: {error}"[:500])

@@ -13,8 +13,10 @@ Example, one turn of a session::
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Mapping
 from enum import StrEnum
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -24,9 +26,8 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-def _absent(value: object) -> bool:
-    """Whether a field is left out of the dumped message, as OpenAI's format does."""
-    return value is None
+_absent = partial(operator.is_, None)
+"""Whether a field is left out of the dumped message, as OpenAI's format does."""
 
 
 class FunctionCall(_Frozen):
@@ -131,6 +132,9 @@ class SessionStatus(StrEnum):
     def final(self) -> bool:
         """Whether no further step is possible."""
         return self is not SessionStatus.RUNNING
+
+
+TRUNCATED = (SessionStatus.TRUNCATED_TURNS, SessionStatus.TRUNCATED_TIME)
 
 
 class StepResult(_Frozen):

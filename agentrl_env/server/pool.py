@@ -17,13 +17,14 @@ from agentrl_env.errors import (
     StepPending,
     WireError,
 )
-from agentrl_env.runner import FairSlots, Threads
+from agentrl_env.runner import FairSlots
 from agentrl_env.server.catalog import Catalog
 from agentrl_env.server.metrics import Metrics
 from agentrl_env.server.observe import SessionObserver
 from agentrl_env.server.once import Once
 from agentrl_env.server.table import Entry, SessionTable, SessionWatcher
 from agentrl_env.session import Session
+from agentrl_env.threads import Threads
 from agentrl_env.types import Message, SessionInfo, SessionStatus, StepResult, TaskInfo, TaskSample
 from agentrl_env.wire import OpenRequest, SessionRow, StepRequest
 

@@ -25,8 +25,8 @@ from agentrl_env.errors import (
     SessionEnded,
     SessionExpired,
 )
-from agentrl_env.runner import Threads
 from agentrl_env.session import KEPT_RESULTS
+from agentrl_env.threads import Threads
 from agentrl_env.types import FunctionCall
 from tests.env.tasks import Clock, Guess, Quick, Slow
 
