@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any, TypeVar
 
 from agentrl_env.threads import AuthorTimeout, Threads
@@ -98,6 +98,23 @@ async def settled(future: asyncio.Future[Any], timeout: float = math.inf) -> boo
         if timer is not None:
             timer.cancel()
     return future.done()
+
+
+async def all_settled(futures: Collection[asyncio.Future[Any]], timeout: float = math.inf) -> None:
+    """Wait until all futures are done, at most ``timeout`` seconds; nothing happens to them."""
+    left = len(futures)
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
+
+    def count(_: object) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0 and not waiter.done():
+            waiter.set_result(None)
+
+    for future in futures:
+        future.add_done_callback(count)
+    await settled(waiter, timeout)
 
 
 def run_through(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -168,6 +168,7 @@ class Session:
         """Return the answer of a step that has ended. Raises what ``step`` does."""
         if step.cancelled():
             self.refuse_ended()
+            raise SessionEnded("the step was cancelled", status=self.status)
         return step.result()
 
     async def expert(self) -> Message:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from pydantic_core import to_json
@@ -12,6 +12,7 @@ from agentrl_env.errors import WireError
 from agentrl_env.server.inspection import describe_server, list_sessions, transcript
 from agentrl_env.server.metrics import Metrics
 from agentrl_env.server.pool import SessionPool
+from agentrl_env.types import StepResult
 from agentrl_env.wire import (
     ExpertAnswer,
     ForkAnswer,
@@ -23,6 +24,9 @@ from agentrl_env.wire import (
     TaskList,
     TranscriptQuery,
 )
+
+# What ``model_dump_json`` calls in the end, without the way through a str.
+_to_json: Callable[[StepResult], bytes] = StepResult.__pydantic_serializer__.to_json
 
 
 class Service(Protocol):
@@ -107,7 +111,7 @@ class PoolService:
 
     async def step(self, session_id: str, body: StepBody) -> bytes:
         """Return a ``StepResult``."""
-        return (await self.pool.step(session_id, body.seq, body.message)).model_dump_json().encode()
+        return _to_json(await self.pool.step(session_id, body.seq, body.message))
 
     def never_waits(self, session_id: str) -> bool:
         """Return whether ``step`` would be done without giving the event loop a turn."""
@@ -121,7 +125,7 @@ class PoolService:
                 self.metrics.errors[result.type] += 1
                 parts.append(to_json(result.wire()))
             else:
-                parts.append(result.model_dump_json().encode())
+                parts.append(_to_json(result))
         return parts
 
     async def info(self, session_id: str) -> bytes:
