@@ -14,13 +14,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 
 from agentrl_env.client.client import EnvClient
 from agentrl_env.errors import AgentRLError
+
+if TYPE_CHECKING:
+    from agentrl_env.server.operations import Operations
 
 app = typer.Typer(
     name="agentrl-env",
@@ -46,6 +49,22 @@ Targets = Annotated[
 ]
 Token = Annotated[
     str | None, typer.Option(envvar="AGENTRL_TOKEN", help="The server's token.", show_envvar=True)
+]
+CallerLimit = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=VALUE", help="A limit of one caller, such as rate_per_s=100; repeatable."),
+]
+LogFormat = Annotated[Literal["text", "json"], typer.Option(help="Of the log on standard error.")]
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"] | None,
+    typer.Option(help="The least that is logged.", show_default="info with json, else warning"),
+]
+LogMessages = Annotated[
+    bool, typer.Option("--log-messages", help="Log what models and environments say, too.")
+]
+Traces = Annotated[
+    bool | None,
+    typer.Option(help="Send OpenTelemetry spans.", show_default="where OTEL_EXPORTER_OTLP_ENDPOINT is set"),
 ]
 Task = Annotated[str | None, typer.Option(help="Which task, where there are several.")]
 
@@ -90,11 +109,17 @@ def serve(
             "--stop-with-stdin", help="Stop when standard input closes, so as to die with a parent."
         ),
     ] = False,
+    slow_step: Annotated[float, typer.Option(help="Seconds after which a step is logged as slow.")] = 30.0,
+    caller_limit: CallerLimit = None,
+    log_format: LogFormat = "text",
+    log_level: LogLevel = None,
+    log_messages: LogMessages = False,
+    traces: Traces = None,
 ) -> None:
     """Serve tasks over HTTP until Ctrl-C; open sessions may end first, a second Ctrl-C hurries."""
     from agentrl_env.server.serve import serve as run
 
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    operations = _operations(caller_limit, log_format, log_level, log_messages, traces)
     if stop_with_stdin:
         threading.Thread(target=_stop_at_end_of_input, args=(drain,), daemon=True).start()
     if workers > 1:
@@ -103,30 +128,36 @@ def serve(
         if controller:
             raise AgentRLError("--workers brings a controller of its own; give --workers or --controller")
         each = ["--max-sessions", str(-(-max_sessions // workers)), "--lease", str(lease)]
-        serve_with_workers(
+        each += ["--slow-step", str(slow_step), *operations.arguments()]
+        with operations.begin() as begun:
+            serve_with_workers(
+                targets,
+                workers=workers,
+                arguments=[*each, "--oracle"] if oracle else each,
+                drain_s=drain,
+                host=host,
+                port=port,
+                token=token,
+                insecure=insecure,
+                **begun,
+            )
+        return
+    with operations.begin() as begun:
+        run(
             targets,
-            workers=workers,
-            arguments=[*each, "--oracle"] if oracle else each,
-            drain_s=drain,
+            announce=partial(print, flush=True),
             host=host,
             port=port,
+            max_sessions=max_sessions,
             token=token,
             insecure=insecure,
+            oracle=oracle,
+            lease_s=lease,
+            drain_s=drain,
+            controllers=controller or (),
+            slow_step_s=slow_step,
+            **begun,
         )
-        return
-    run(
-        targets,
-        announce=partial(print, flush=True),
-        host=host,
-        port=port,
-        max_sessions=max_sessions,
-        token=token,
-        insecure=insecure,
-        oracle=oracle,
-        lease_s=lease,
-        drain_s=drain,
-        controllers=controller or (),
-    )
     if stop_with_stdin:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _signal_own_group(signal.SIGTERM)
@@ -153,27 +184,33 @@ def controller(
         list[str] | None, typer.Option(metavar="TASK=N", help="Sessions of a task in the whole fleet.")
     ] = None,
     client_limit: Annotated[int | None, typer.Option(min=1, help="Sessions of one client.")] = None,
+    caller_limit: CallerLimit = None,
+    log_format: LogFormat = "text",
+    log_level: LogLevel = None,
+    log_messages: LogMessages = False,
+    traces: Traces = None,
 ) -> None:
     """Put one address in front of many servers; they dial in with ``serve --controller``."""
     from agentrl_env.controller.fleet import Fleet
     from agentrl_env.controller.redis import RedisState
     from agentrl_env.controller.serve import control
 
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
-    control(
-        Fleet(
-            state=RedisState(redis, fleet=fleet) if redis else None,
-            lost_after_s=lost_after,
-            queue_s=queue,
-            task_limits=dict(map(_task_limit, limit or ())),
-            client_limit=client_limit,
-        ),
-        host=host,
-        port=port,
-        token=token,
-        insecure=insecure,
-        advertise=advertise,
-    )
+    with _operations(caller_limit, log_format, log_level, log_messages, traces).begin() as begun:
+        control(
+            Fleet(
+                state=RedisState(redis, fleet=fleet) if redis else None,
+                lost_after_s=lost_after,
+                queue_s=queue,
+                task_limits=dict(map(_task_limit, limit or ())),
+                client_limit=client_limit,
+            ),
+            host=host,
+            port=port,
+            token=token,
+            insecure=insecure,
+            advertise=advertise,
+            **begun,
+        )
 
 
 @app.command()
@@ -269,6 +306,24 @@ def _task_limit(text: str) -> tuple[str, int]:
     if not task or not number.isdecimal() or int(number) < 1:
         raise AgentRLError(f"--limit {text}: say TASK=N, such as --limit shop=100")
     return task, int(number)
+
+
+def _operations(
+    caller_limit: list[str] | None,
+    log_format: Literal["text", "json"],
+    log_level: str | None,
+    log_messages: bool,
+    traces: bool | None,
+) -> Operations:
+    from agentrl_env.server.operations import Operations
+
+    return Operations(
+        caller_limits=tuple(caller_limit or ()),
+        log_format=log_format,
+        log_level=log_level,
+        log_messages=log_messages,
+        traces=traces,
+    )
 
 
 def _connect(target: str, token: str | None, timeout: float = 120.0) -> Callable[[], EnvClient]:

@@ -127,6 +127,14 @@ class ClientSession:
         return self.info.session_id
 
     @property
+    def agent_token(self) -> str | None:
+        """What lets an agent step this session and read how it stands, and no more.
+
+        None where the server has no token, and in a session that was not opened here but resumed.
+        """
+        return self.info.agent_token
+
+    @property
     def sample(self) -> TaskSample:
         """The problem of this session."""
         return self.info.sample

@@ -22,6 +22,7 @@ from agentrl_env.client.transport import Call, Http1Transport, HttpResponse, Tra
 from agentrl_env.errors import (
     CallTimeout,
     ProtocolError,
+    RateLimited,
     ServerUnreachable,
     WireError,
     from_wire,
@@ -174,7 +175,7 @@ class HttpBackend:
         transport, begin = self._lane().transport, time.monotonic()
         end, pause = begin + self._timeout + extra_s, FIRST_PAUSE_S
         while True:
-            left = end - time.monotonic()
+            left, asked = end - time.monotonic(), 0.0
             try:
                 response = await transport.send(call, timeout=left)
             except TimeoutError as error:
@@ -187,9 +188,11 @@ class HttpBackend:
                         f"no environment server answers at {self.url} ({error or 'hung up'}); is it running?"
                     ) from error
             else:
-                if not _worth_another_try(response) or time.monotonic() + pause > end:
+                asked = _asked_to_wait(response)
+                again = asked > 0 or _worth_another_try(response)
+                if not again or time.monotonic() + asked + pause > end:
                     return self._good(response, f"{call.method} {call.path}")
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            await asyncio.sleep(asked + pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def _good(self, response: HttpResponse, call: str) -> bytes:
@@ -255,6 +258,12 @@ def _error_of(response: HttpResponse) -> WireError | None:
         return from_wire(from_json(response.body))
     except ValueError:
         return None
+
+
+def _asked_to_wait(response: HttpResponse) -> float:
+    """Return for how many seconds a server wants to be left alone by a client that asks too much."""
+    error = _error_of(response) if response.status == RateLimited.status else None
+    return float(error.details.get("retry_after", LONGEST_PAUSE_S)) if error is not None else 0.0
 
 
 def _worth_another_try(response: HttpResponse) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
+import os
 import signal
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -17,10 +19,13 @@ from agentrl_env.server.connections import Connections
 from agentrl_env.server.dial import Dialer
 from agentrl_env.server.limits import Limits
 from agentrl_env.server.listen import Listener
+from agentrl_env.server.observe import SLOW_STEP_S
 from agentrl_env.server.pool import SessionPool
 from agentrl_env.server.service import PoolService
 from agentrl_env.server.targets import load_targets
 from agentrl_env.server.tracing import Tracing
+
+logger = logging.getLogger("agentrl_env")
 
 NOWHERE = "none"
 """The host of a server that listens on no address and is reached through its controllers alone."""
@@ -41,6 +46,7 @@ class EnvServer:
         drain_s: seconds that open sessions get to end when the server stops.
         threads: as for ``SessionPool``.
         controllers: addresses of controllers to dial; they then call over the lines that this opens.
+        slow_step_s: a step that takes longer is a warning in the log.
         limits: of one caller.
         tracing: makes OpenTelemetry spans.
 
@@ -61,6 +67,7 @@ class EnvServer:
         drain_s: float = 30.0,
         threads: int | None = None,
         controllers: Sequence[str] = (),
+        slow_step_s: float = SLOW_STEP_S,
         limits: Limits | None = None,
         tracing: Tracing | None = None,
     ) -> None:
@@ -69,7 +76,12 @@ class EnvServer:
         self._listener = None if host == NOWHERE else Listener(host, port, token=token, insecure=insecure)
         self.url = self._listener.url if self._listener else ""
         self.pool = SessionPool(
-            environments, max_sessions=max_sessions, lease_s=lease_s, oracle=oracle, threads=threads
+            environments,
+            max_sessions=max_sessions,
+            lease_s=lease_s,
+            oracle=oracle,
+            threads=threads,
+            slow_step_s=slow_step_s,
         )
         service = PoolService(self.pool)
         self._limits = limits or Limits()
@@ -168,6 +180,7 @@ async def _serve(server: Running, announce: Callable[[str], None]) -> None:
 
     def on_signal() -> None:
         if stop.is_set():
+            logger.info("hurried", extra={"facts": {"pid": os.getpid()}})
             server.hurry()
         stop.set()
 
@@ -187,5 +200,8 @@ async def _serve(server: Running, announce: Callable[[str], None]) -> None:
         gc.freeze()
         gc.set_threshold(50_000, 20, 100)
         announce(server.announcement)
+        logger.info("started", extra={"facts": {"what": server.announcement, "pid": os.getpid()}})
     await stopping
+    logger.info("draining", extra={"facts": {"pid": os.getpid()}})
     await server.stop()
+    logger.info("stopped", extra={"facts": {"pid": os.getpid()}})
