@@ -88,11 +88,30 @@ function sentence(text) {
   return /[.!?]$/.test(begun) ? begun : `${begun}.`;
 }
 
-/** Say in the line under the header what is wrong; without a message nothing is. */
-export function report(message) {
+const problems = new Map();
+
+/** Say under the header what is wrong with something; without a message nothing is. */
+export function report(source, message) {
+  if (message) problems.set(source, message);
+  else problems.delete(source);
   const line = document.getElementById("problem");
-  if (line.textContent !== (message ?? "")) line.textContent = message ?? "";
-  line.hidden = !message;
+  const text = [...new Set(problems.values())].join(" ");
+  if (line.textContent !== text) line.textContent = text;
+  line.hidden = !text;
+}
+
+/** Do what the user asked for; report it where that fails. */
+export async function attempt(work, signal) {
+  try {
+    await work();
+    report("user", null);
+  } catch (error) {
+    if (!signal?.aborted) report("user", words(error));
+  }
+}
+
+function words(error) {
+  return error instanceof Refused ? error.message : `This page is broken: ${error.message}`;
 }
 
 /** Run `work` now and then every so many seconds until `signal` aborts; not while nobody looks. */
@@ -100,12 +119,13 @@ export async function poll(work, seconds, signal) {
   while (!signal.aborted) {
     try {
       if (!document.hidden) await work();
+      report(work, null);
     } catch (error) {
-      if (signal.aborted) return;
-      report(error instanceof Refused ? error.message : `This page is broken: ${error.message}`);
+      if (!signal.aborted) report(work, words(error));
     }
     await pause(seconds * 1000, signal);
   }
+  report(work, null);
 }
 
 function pause(ms, signal) {

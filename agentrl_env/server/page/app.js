@@ -23,7 +23,7 @@ function show() {
   leave.abort();
   leave = new AbortController();
   watchers.clear();
-  report(null);
+  report("user", null);
   const { view, id, query } = route();
   const main = document.getElementById("main");
   const name = view in views ? view : "";
@@ -49,15 +49,16 @@ async function look() {
   try {
     latest = await call("v1/fleet");
   } catch (error) {
+    latest = null;
     health("unreachable", "failed_environment");
     throw error;
+  } finally {
+    document.getElementById("forget").hidden = !hasToken();
   }
-  report(null);
   const { kind, name, servers, draining } = latest;
   document.getElementById("name").textContent =
     kind === "controller" ? `fleet of ${servers.length} at ${name || "this address"}` : name;
   health(draining ? "draining" : "ok", draining ? "truncated_time" : "completed");
-  document.getElementById("forget").hidden = !hasToken();
   for (const listener of watchers) listener(latest);
 }
 

@@ -1,6 +1,6 @@
 // Be the agent: open a session, call its tools by hand, see what comes back.
 
-import { call, report } from "./api.js";
+import { attempt, call } from "./api.js";
 import { badge, field, h, select } from "./dom.js";
 import { schemaForm } from "./schema.js";
 import { end, follow, showFacts } from "./session.js";
@@ -49,15 +49,11 @@ async function chooseTask(root, wanted, signal) {
     event.preventDefault();
     open.disabled = true;
     const body = openBody(task.value, split.value, index.value.trim(), seed.value.trim());
-    try {
+    await attempt(async () => {
       const opened = await call("v1/sessions", { method: "POST", body, signal, slow: true });
-      report(null);
       location.hash = `#/play/${encodeURIComponent(opened.session_id)}`;
-    } catch (error) {
-      if (!signal.aborted) report(error.message);
-    } finally {
-      open.disabled = false;
-    }
+    }, signal);
+    open.disabled = false;
   };
   root.append(h("form", { class: "card opening", onsubmit: submit },
     field("Task", task), about,
@@ -162,14 +158,8 @@ function movesFor(id, { sample, tools }, view, signal) {
   const busy = (on) => { send.disabled = on; form.setAttribute("aria-busy", String(on)); };
   const doing = async (work) => {
     busy(true);
-    try {
-      await work();
-      report(null);
-    } catch (error) {
-      if (!signal.aborted) report(error.message);
-    } finally {
-      busy(false);
-    }
+    await attempt(work, signal);
+    busy(false);
   };
   const step = async () => {
     const message = assistantMessage(move.value, text(), view.turn + 1);

@@ -1,6 +1,6 @@
 // One session, live.
 
-import { call, poll, Refused, report } from "./api.js";
+import { attempt, call, poll, Refused } from "./api.js";
 import { badge, count, h, number } from "./dom.js";
 import { TranscriptView } from "./transcript.js";
 
@@ -62,12 +62,6 @@ export function showFacts(line, { sample, status, turn, reward }) {
 /** Close a session at its user's wish. */
 export async function end(id, button) {
   button.disabled = true;
-  try {
-    await call(`v1/sessions/${encodeURIComponent(id)}`, { method: "DELETE" });
-    report(null);
-  } catch (error) {
-    report(error.message);
-  } finally {
-    button.disabled = false;
-  }
+  await attempt(() => call(`v1/sessions/${encodeURIComponent(id)}`, { method: "DELETE" }));
+  button.disabled = false;
 }
