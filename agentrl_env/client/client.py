@@ -43,7 +43,8 @@ class EnvClient:
 
         Args:
             url: where the server is, such as ``http://127.0.0.1:8000``. What carries a call is
-                picked by itself; with ``ws://`` all calls share one WebSocket.
+                picked by itself; with ``ws://`` all calls share one WebSocket. A fleet's controllers
+                are given with commas between; where one does not answer, the next is asked.
             token: its token, if it has one; the variable AGENTRL_TOKEN by default.
             timeout: seconds any one call may take, retries included.
         """

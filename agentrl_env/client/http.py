@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import from_json, to_json
 
 from agentrl_env.client.batching import EARLY_ANSWER_S, Batcher, QueuedStep
+from agentrl_env.client.failover import FailoverTransport
 from agentrl_env.client.picking import PickingTransport
 from agentrl_env.client.socket import SocketTransport
 from agentrl_env.client.transport import Call, Http1Transport, HttpResponse, Transport
@@ -24,6 +25,7 @@ from agentrl_env.errors import (
     ProtocolError,
     RateLimited,
     ServerUnreachable,
+    StateUnavailable,
     WireError,
     from_wire,
 )
@@ -67,10 +69,12 @@ class HttpBackend:
         patience: float = 5.0,
         max_connections: int = 128,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https", "ws", "wss") or not parts.hostname:
-            raise ServerUnreachable(f"{url!r} is not an http://, https://, ws:// or wss:// URL")
-        self.url = url.rstrip("/")
+        self._urls = [one.strip().rstrip("/") for one in url.split(",")]
+        for one in self._urls:
+            parts = urlsplit(one)
+            if parts.scheme not in ("http", "https", "ws", "wss") or not parts.hostname:
+                raise ServerUnreachable(f"{one!r} is not an http://, https://, ws:// or wss:// URL")
+        self.url = ",".join(self._urls)
         self._token = token if token is not None else os.environ.get("AGENTRL_TOKEN")
         self._timeout = timeout
         self._patience = min(patience, timeout)
@@ -213,11 +217,15 @@ class HttpBackend:
         return lane
 
     def _transport(self) -> Transport:
+        transports = [self._transport_to(url) for url in self._urls]
+        return transports[0] if len(transports) == 1 else FailoverTransport(transports)
+
+    def _transport_to(self, url: str) -> Transport:
         headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
-        socket = SocketTransport(self.url, headers=headers)
-        if self.url.startswith("ws"):
+        socket = SocketTransport(url, headers=headers)
+        if url.startswith("ws"):
             return socket
-        http = Http1Transport(self.url, headers=headers, max_connections=self._max_connections)
+        http = Http1Transport(url, headers=headers, max_connections=self._max_connections)
         return PickingTransport(http, socket)
 
 
@@ -267,5 +275,8 @@ def _asked_to_wait(response: HttpResponse) -> float:
 
 
 def _worth_another_try(response: HttpResponse) -> bool:
-    """Whether a proxy answered for a server that is away; a full server speaks for itself."""
-    return response.status in TRY_AGAIN and _error_of(response) is None
+    """Whether a proxy answered for a server that is away, or a controller is cut off for a while."""
+    if response.status not in TRY_AGAIN:
+        return False
+    error = _error_of(response)
+    return error is None or isinstance(error, StateUnavailable)
