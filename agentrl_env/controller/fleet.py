@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import secrets
 import socket
@@ -84,7 +85,7 @@ class Fleet:
         self._lost_after_s = lost_after_s
         self._queue_s = queue_s
         self._clock = clock
-        self._begin = clock()
+        self._begin = -math.inf
         self._tasks: dict[str, TaskInfo] = {}
         self._placement = Placement(self.members, task_limits=task_limits or {}, client_limit=client_limit)
         self._opener = Opener(self.members, self._placement, self.state, clock)
@@ -107,6 +108,7 @@ class Fleet:
     async def start(self, own_url: str) -> None:
         """Join the other controllers, and begin to look after the servers."""
         await self.state.start(own_url)
+        self._begin = self._clock()
         self._watching = asyncio.create_task(self._watch())
 
     async def aclose(self) -> None:

@@ -1,0 +1,367 @@
+"""A controller with real servers behind it, over real sockets."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+from websockets.asyncio.client import connect
+
+from agentrl_env import EnvClient, ToolCall
+from agentrl_env.controller.fleet import Fleet
+from agentrl_env.controller.serve import Controller
+from agentrl_env.errors import (
+    ServeError,
+    ServerDraining,
+    ServerFull,
+    SessionLost,
+    Unauthorized,
+    UnknownSample,
+    UnknownSession,
+    UnknownTask,
+)
+from agentrl_env.server.serve import NOWHERE, EnvServer
+from agentrl_env.testing import run_checks
+from agentrl_env.types import SessionStatus
+from agentrl_env.wire import OpenRequest
+from tests.env.tasks import Clock, Guess, Quick, Slow, until
+
+
+class Site:
+    """A controller, and servers that dial it."""
+
+    def __init__(self, **options) -> None:
+        options.setdefault("queue_s", 0.0)
+        self.fleet = Fleet(**options)
+        self.controller = Controller(self.fleet, port=0, token="secret")
+        self.servers: list[EnvServer] = []
+
+    async def __aenter__(self) -> "Site":
+        await self.controller.start()
+        self.client = EnvClient.connect(self.controller.url, token="secret", timeout=20)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.client.aclose()
+        for server in self.servers:
+            await server.stop()
+        await self.controller.stop()
+
+    async def serve(self, *tasks, controllers=(), **options) -> EnvServer:
+        urls = [self.controller.url, *controllers]
+        options.setdefault("drain_s", 0)
+        server = EnvServer(tasks, host=NOWHERE, controllers=urls, token="secret", **options)
+        self.servers.append(server)
+        await server.start()
+        return server
+
+
+async def kill(server: EnvServer) -> None:
+    """Cut a server's lines and let it dial no more, as its death would."""
+    dialer = server._dialer
+    for task in dialer._links.values():
+        task.cancel()
+    for link in list(dialer._open):
+        link.websocket.transport.abort()
+    await asyncio.gather(*dialer._links.values(), return_exceptions=True)
+
+
+async def cut(server: EnvServer) -> None:
+    """Break a server's lines; it dials again."""
+    for link in list(server._dialer._open):
+        link.websocket.transport.abort()
+
+
+async def test_sessions_are_spread_and_every_call_reaches_the_server_that_holds_the_session():
+    async with Site() as site:
+        first, second = await site.serve(Quick), await site.serve(Quick, Guess)
+        assert set(await site.client.tasks()) == {"quick", "guess"}
+        sessions = [await site.client.open("quick", index=n) for n in range(4)]
+        assert (first.pool.open_sessions, second.pool.open_sessions) == (2, 2)
+        results = await asyncio.gather(*(s.step(ToolCall.of("note", text="hi")) for s in sessions))
+        assert [r.session_id for r in results] == [s.session_id for s in sessions]
+        again = await site.client.resume(sessions[0].session_id)
+        assert again.turn == 1
+        for session in sessions:
+            await session.close()
+        assert first.pool.open_sessions + second.pool.open_sessions == 0
+
+
+async def test_a_fleet_passes_every_check_of_the_contract():
+    async with Site() as site:
+        for _ in range(2):
+            await site.serve(Guess, oracle=True)
+        url = site.controller.url
+        reports = await asyncio.to_thread(run_checks, lambda: EnvClient.connect(url, token="secret"))
+        assert [(r.task, r.ok) for r in reports] == [("guess", True)]
+
+
+async def test_errors_of_a_server_come_through_as_they_are():
+    async with Site() as site:
+        await site.serve(Quick)
+        with pytest.raises(UnknownSample):
+            await site.client.open("quick", split="nowhere")
+        session = await site.client.open("quick")
+        body = {"seq": 5, "message": {"role": "assistant", "content": "x"}}
+        async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}) as http:
+            url = f"{site.controller.url}/v1/sessions/{session.session_id}/step"
+            answer = await http.post(url, json=body)
+        assert answer.status_code == 409
+        assert answer.json()["error"]["type"] == "seq_conflict"
+
+
+async def test_a_batch_is_split_by_server_and_joined_in_order():
+    async with Site() as site:
+        for _ in range(3):
+            await site.serve(Quick)
+        sessions = [await site.client.open("quick", index=n) for n in range(9)]
+        message = {"role": "assistant", "content": None}
+        call = {"id": "1", "type": "function", "function": {"name": "note", "arguments": '{"text": "a\\nb"}'}}
+        steps = [
+            {"session_id": s.session_id, "seq": 1, "message": {**message, "tool_calls": [call]}}
+            for s in sessions
+        ]
+        steps.insert(4, {"session_id": "nobody.there", "seq": 1, "message": message})
+        async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}) as http:
+            site.fleet._begin = -1e9  # long after its start: nobody is waited for
+            answer = await http.post(f"{site.controller.url}/v1/step", json={"steps": steps})
+        results = answer.json()["results"]
+        assert results[4]["error"]["type"] == "unknown_session"
+        del results[4]
+        assert [r["session_id"] for r in results] == [s.session_id for s in sessions]
+        assert {r["seq"] for r in results} == {1}
+
+
+async def test_an_unknown_task_is_refused_and_a_bad_token_too():
+    async with Site() as site:
+        await site.serve(Quick)
+        site.fleet._begin = -1e9
+        with pytest.raises(UnknownTask, match="no task 'chess' here; tasks: quick"):
+            await site.client.open("chess")
+        async with EnvClient.connect(site.controller.url, token="wrong") as stranger:
+            with pytest.raises(Unauthorized):
+                await stranger.open("quick")
+
+
+async def test_an_opening_waits_in_the_queue_and_gets_the_place_that_comes_free():
+    async with Site(queue_s=20.0) as site:
+        await site.serve(Quick, max_sessions=1)
+        first = await site.client.open("quick")
+        waiting = asyncio.create_task(site.client.open("quick"))
+        await until(lambda: site.fleet.gauges()["agentrl_sessions_waiting"] == 1)
+        await first.close()
+        second = await waiting
+        assert second.session_id != first.session_id
+
+
+async def test_a_full_fleet_refuses_who_does_not_wait():
+    async with Site() as site:
+        await site.serve(Quick, max_sessions=1)
+        await site.client.open("quick")
+        with pytest.raises(ServerFull, match="no server has room"):
+            await site.client.open("quick")
+
+
+async def test_the_sessions_of_a_dead_server_are_reported_lost_and_open_again_elsewhere():
+    clock = Clock()
+    async with Site(clock=clock) as site:
+        dead, alive = await site.serve(Slow), await site.serve(Slow)
+        Slow.prepare()
+        sessions = [await site.client.open("slow") for _ in range(2)]
+        held = next(s for s in sessions if s.session_id.startswith(dead.pool.server_id))
+        other = next(s for s in sessions if s is not held)
+        under_way = asyncio.create_task(held.step(ToolCall.of("wait")))
+        await until(Slow.started.is_set)
+        await kill(dead)
+        clock.now += 100
+        await cut(alive)  # whose next line tells that it lives
+        await until(lambda: site.fleet.members[alive.pool.server_id].seen == clock.now)
+        await site.fleet.look()
+        with pytest.raises(SessionLost):
+            await under_way
+        with pytest.raises(SessionLost):
+            await held.step(ToolCall.of("wait"))
+        Slow.gate.set()
+        assert (await other.step(ToolCall.of("wait"))).seq == 1
+        again = await site.client.open("slow")
+        assert again.session_id.startswith(alive.pool.server_id)
+
+
+async def test_a_server_that_comes_back_after_it_was_given_up_ends_its_sessions_and_has_a_new_id():
+    async with Site() as site:
+        server = await site.serve(Quick)
+        old = server.pool.server_id
+        session = await site.client.open("quick")
+        await site.fleet.lose(old, "it was silent")
+        await cut(server)
+        await until(lambda: server.pool.server_id != old and server.pool.server_id in site.fleet.members)
+        assert server.pool.open_sessions == 0
+        with pytest.raises(SessionLost):
+            await session.step(ToolCall.of("note", text="hello?"))
+        assert (await site.client.open("quick")).session_id.startswith(server.pool.server_id)
+
+
+async def test_a_line_that_breaks_loses_nothing():
+    async with Site() as site:
+        server = await site.serve(Slow)
+        Slow.prepare()
+        session = await site.client.open("slow")
+        under_way = asyncio.create_task(session.step(ToolCall.of("wait")))
+        await until(Slow.started.is_set)
+        await cut(server)
+        Slow.gate.set()
+        result = await under_way
+        assert (result.seq, result.messages[0].content) == (1, "waited 1")
+        assert (await session.step(ToolCall.of("wait"))).messages[0].content == "waited 2"
+
+
+async def test_a_controller_that_is_replaced_finds_the_sessions_where_they_were():
+    async with Site() as site:
+        server = await site.serve(Quick)
+        session = await site.client.open("quick")
+        await session.step(ToolCall.of("note", text="one"))
+        port = int(site.controller.url.rpartition(":")[2])
+        await site.controller.stop()
+        site.controller = Controller(Fleet(), port=port, token="secret")
+        await site.controller.start()
+        result = await session.step(ToolCall.of("note", text="two"))
+        assert result.messages[0].content.startswith("2 ")
+        assert server.pool.open_sessions == 1
+
+
+async def test_a_draining_server_finishes_what_it_has_and_gets_nothing_new():
+    async with Site() as site:
+        leaving, staying = await site.serve(Quick, drain_s=60), await site.serve(Quick)
+        sessions = [await site.client.open("quick") for _ in range(2)]
+        mine = next(s for s in sessions if s.session_id.startswith(leaving.pool.server_id))
+        stopping = asyncio.create_task(leaving.stop())
+        await until(lambda: site.fleet.members[leaving.pool.server_id].draining)
+        new = [await site.client.open("quick") for _ in range(3)]
+        assert all(s.session_id.startswith(staying.pool.server_id) for s in new)
+        assert (await mine.step(ToolCall.of("finish"))).terminated
+        await stopping
+        site.servers.remove(leaving)
+        await until(lambda: leaving.pool.server_id not in site.fleet.members)
+
+
+async def test_a_draining_controller_opens_nothing():
+    async with Site() as site:
+        await site.serve(Quick)
+        site.fleet.draining = True
+        with pytest.raises(ServerDraining):
+            await site.client.open("quick")
+
+
+async def test_the_same_opening_asked_for_twice_is_one_session():
+    async with Site() as site:
+        servers = [await site.serve(Quick) for _ in range(3)]
+        body = {"task": "quick", "request_id": "once"}
+        async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}) as http:
+            asking = [http.post(f"{site.controller.url}/v1/sessions", json=body) for _ in range(5)]
+            answers = await asyncio.gather(*asking)
+            later = await http.post(f"{site.controller.url}/v1/sessions", json=body)
+        ids = {answer.json()["session_id"] for answer in [*answers, later]}
+        assert len(ids) == 1
+        assert sum(server.pool.open_sessions for server in servers) == 1
+
+
+class Sleepy(Slow):
+    async def reset(self, sample, rng):
+        self.started.set()
+        await self.gate.wait()
+        return "awake"
+
+
+async def test_an_opening_whose_caller_hangs_up_leaves_no_session():
+    async with Site() as site:
+        Slow.prepare()
+        server = await site.serve(Sleepy)
+        opening = asyncio.create_task(site.fleet.open(OpenRequest(task="sleepy")))
+        await until(Slow.started.is_set)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        ended = server.pool.metrics.ended
+        Slow.gate.set()
+        await until(lambda: ended["sleepy", SessionStatus.CANCELLED] == 1)
+        assert server.pool.open_sessions == 0
+        assert site.fleet.members[server.pool.server_id].load == 0
+
+
+async def test_an_unknown_session_is_told_apart_from_a_lost_one():
+    async with Site() as site:
+        server = await site.serve(Quick)
+        site.fleet._begin = -1e9
+        session = await site.client.open("quick")
+        for wrong in ("x", "abc.def", f"{server.pool.server_id}.guessed"):
+            with pytest.raises(UnknownSession):
+                await site.client.resume(wrong)
+        await session.close()
+        await session.close()
+
+
+async def test_the_operator_sees_the_fleet_its_sessions_and_a_transcript():
+    async with Site() as site:
+        servers = [await site.serve(Quick, max_sessions=7) for _ in range(2)]
+        sessions = [await site.client.open("quick", index=n) for n in range(4)]
+        await sessions[0].step(ToolCall.of("note", text="seen"))
+        async with httpx.AsyncClient(
+            headers={"authorization": "Bearer secret"}, base_url=site.controller.url
+        ) as http:
+            fleet = (await http.get("/v1/fleet")).json()
+            listed = (await http.get("/v1/sessions", params={"limit": 3})).json()
+            rest = (await http.get("/v1/sessions", params={"limit": 3, "after": listed["next"]})).json()
+            transcript = (await http.get(f"/v1/sessions/{sessions[0].session_id}/transcript")).json()
+        assert fleet["kind"] == "controller"
+        assert {s["server_id"] for s in fleet["servers"]} == {s.pool.server_id for s in servers}
+        assert sum(s["open"] for s in fleet["servers"]) == 4
+        ids = [row["session_id"] for row in listed["sessions"] + rest["sessions"]]
+        assert sorted(ids) == sorted(s.session_id for s in sessions)
+        assert "seen" in json.dumps(transcript["turns"])
+
+
+async def test_a_server_takes_no_place_in_a_fleet_without_the_token():
+    async with Site() as site:
+        server = EnvServer([Quick], host=NOWHERE, controllers=[site.controller.url], token="wrong")
+        starting = asyncio.create_task(server.start())
+        await asyncio.wait((starting,), timeout=0.5)
+        assert not starting.done()
+        assert site.fleet.members == {}
+        starting.cancel()
+        await server.stop()
+
+
+@pytest.mark.parametrize(
+    "frame", ["{}", "garbage", '{"hello": {"server_id": "a b", "tasks": [], "capacity": 1}}']
+)
+async def test_a_line_that_does_not_say_hello_is_closed(frame):
+    async with Site() as site:
+        address = site.controller.url.replace("http", "ws") + "/v1/link"
+        async with connect(address, additional_headers={"authorization": "Bearer secret"}) as line:
+            await line.send(frame)
+            await asyncio.wait_for(line.wait_closed(), 5)
+            assert line.close_code == 1008
+        assert site.fleet.members == {}
+
+
+async def test_a_line_that_talks_nonsense_later_is_closed_and_the_fleet_goes_on():
+    async with Site() as site:
+        await site.serve(Quick)
+        address = site.controller.url.replace("http", "ws") + "/v1/link"
+        async with connect(address, additional_headers={"authorization": "Bearer secret"}) as line:
+            await line.send(json.dumps({"hello": {"server_id": "odd", "tasks": [], "capacity": 1}}))
+            assert "welcome" in json.loads(await line.recv())
+            await line.send('{"id":1}')
+            await asyncio.wait_for(line.wait_closed(), 5)
+        assert (await site.client.open("quick")).turn == 0
+
+
+def test_a_server_that_listens_nowhere_needs_a_controller():
+    with pytest.raises(ServeError, match="needs a controller"):
+        EnvServer([Quick], host=NOWHERE)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8100", "redis://x", "http://"])
+def test_what_is_no_address_of_a_controller_is_refused(url):
+    with pytest.raises(ServeError, match="is not the http:// or https:// address of a controller"):
+        EnvServer([Quick], host=NOWHERE, controllers=[url])
