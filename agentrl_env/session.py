@@ -7,7 +7,6 @@ import copy
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +20,7 @@ from agentrl_env.errors import (
     SessionEnded,
     SessionExpired,
 )
+from agentrl_env.history import History, message_json
 from agentrl_env.runner import AUTHOR_ERRORS, Runner, run_through, settled
 from agentrl_env.threads import AuthorTimeout, Threads
 from agentrl_env.tools import (
@@ -44,8 +44,6 @@ logger = logging.getLogger("agentrl_env")
 
 SETTLE_S = 10.0
 """How long author code that outlived its deadline is waited for before `close()`."""
-KEPT_RESULTS = 64
-"""How many turns a session keeps: the message, to show it, and the answer, to repeat it."""
 
 
 class Session:
@@ -82,7 +80,7 @@ class Session:
         """How a fork begins, instead of with ``reset``."""
         self.turn = 0
         """Number of steps taken."""
-        self.turns: deque[tuple[Message, StepResult]] = deque(maxlen=KEPT_RESULTS)
+        self.turns = History()
         self.total = 0.0
         """Sum of the rewards so far."""
         self._task: asyncio.Task[Any] | None = None
@@ -100,7 +98,7 @@ class Session:
             tools=self._tools.specs,
             status=self.status,
             turn=self.turn,
-            last=self.turns[-1][1] if self.turns else None,
+            last=self.turns.last,
         )
 
     async def start(self) -> SessionInfo:
@@ -136,18 +134,20 @@ class Session:
         Raises SeqConflict on a gap, SessionEnded or SessionExpired where no step is possible,
         InvalidRequest where the message is not an assistant's.
         """
+        return self.turns.result(await self.answer(message, seq))
+
+    async def answer(self, message: Message, seq: int | None = None) -> bytes:
+        """Do what ``step`` does, and return the StepResult as JSON."""
         while True:
             step = self.begin_step(message, seq)
-            if isinstance(step, StepResult):
+            if isinstance(step, bytes):
                 return step
             if step is not None:
                 await settled(step)
                 return self.finished(step)
             await self._at_rest()
 
-    def begin_step(
-        self, message: Message, seq: int | None = None
-    ) -> StepResult | asyncio.Task[StepResult] | None:
+    def begin_step(self, message: Message, seq: int | None = None) -> bytes | asyncio.Task[bytes] | None:
         """Return the answer where it is there at once, else the step that will give it to ``finished``.
 
         None stands for a session in which another step is under way. Raises what ``step`` does.
@@ -155,16 +155,16 @@ class Session:
         if message.role != "assistant":
             raise InvalidRequest(f"a step takes an assistant message, not one of {message.role!r}")
         if seq is not None and seq <= self.turn:
-            return self._stored(seq)
+            return self.turns.answer(seq, self.turn)
         if seq is not None and seq > self.turn + (1 if self._task is None else 2):
             raise SeqConflict(f"seq {seq} leaves a gap: the next is {self.turn + 1}", expected=self.turn + 1)
         if self._task is not None:
             return None
         self.refuse_ended()
-        play = self._play(message)
+        play = self._play(message, message_json(message))
         return run_through(play) if self.inline else self._begin_task(play)
 
-    def finished(self, step: asyncio.Task[StepResult]) -> StepResult:
+    def finished(self, step: asyncio.Task[bytes]) -> bytes:
         """Return the answer of a step that has ended. Raises what ``step`` does."""
         if step.cancelled():
             self.refuse_ended()
@@ -238,13 +238,6 @@ class Session:
         if self._task is task:
             self._task = None
 
-    def _stored(self, seq: int) -> StepResult:
-        if seq < 1:
-            raise InvalidRequest(f"seq counts from 1, got {seq}")
-        if self.turn - seq >= len(self.turns):
-            raise SeqConflict(f"the answer to seq {seq} is no longer kept", expected=self.turn + 1)
-        return self.turns[seq - self.turn - 1][1]
-
     def refuse_ended(self) -> None:
         """Raise SessionExpired or SessionEnded where no further step is possible."""
         if self.status is SessionStatus.EXPIRED:
@@ -252,23 +245,25 @@ class Session:
         if self.status.final:
             raise SessionEnded(f"the session has ended ({self.status}); open a new one", status=self.status)
 
-    async def _play(self, message: Message) -> StepResult:
+    async def _play(self, message: Message, said: bytes) -> bytes:
         """Run one turn to its StepResult; author errors become its status."""
         begin = self._clock()
         turn = Turn()
         info: dict[str, Any] = {}
         try:
             status = await self._answer(message, turn)
-            if status.final:
+            if status is not SessionStatus.RUNNING:
                 turn.score(await self._scores(), self.total)
         except AUTHOR_ERRORS as error:
             self._log(f"step {self.turn + 1}", error)
             status = SessionStatus.FAILED_ENVIRONMENT
             info = {"error": {"type": type(error).__name__, "message": describe(error)}}
             turn.reward = 0.0
-        result = self._record(message, turn, status, info)
+        result = turn.result(self.session_id, self.turn + 1, status, info)
+        answer = self.turns.add(said, result)
+        self._advance(result)
         self._observer.stepped(self, message, result, self._clock() - begin)
-        return result
+        return answer
 
     async def _answer(self, message: Message, turn: Turn) -> SessionStatus:
         """Play the message and say how the session stands after it."""
@@ -283,18 +278,15 @@ class Session:
             return SessionStatus.TRUNCATED_TIME
         return SessionStatus.RUNNING
 
-    def _record(self, said: Message, turn: Turn, status: SessionStatus, info: dict[str, Any]) -> StepResult:
-        result = turn.result(self.session_id, self.turn + 1, status, info)
-        self.turns.append((said, result))
+    def _advance(self, result: StepResult) -> None:
         self.turn = result.seq
-        self.total += turn.reward
-        if status.final:
-            self.status = status
+        self.total += result.reward
+        if result.status is not SessionStatus.RUNNING:
+            self.status = result.status
             if self._class.overrides("close"):
                 self.begin_close()
             else:
                 self._environment = None
-        return result
 
     async def _call(
         self, function: Callable[..., Any], timeout: float | None, /, *args: Any, **kw: Any
@@ -356,7 +348,7 @@ class Session:
         )
         twin._restored = lambda environment: environment.restore(state)
         twin.opening, twin.turn, twin.total, twin.begin = self.opening, self.turn, self.total, self.begin
-        twin.turns.extend((said, r.model_copy(update={"session_id": session_id})) for said, r in self.turns)
+        twin.turns = self.turns.copy(session_id)
         return twin
 
     async def _release(self, step: asyncio.Task[Any] | None) -> None:

@@ -14,7 +14,6 @@ from agentrl_env.errors import (
     NotSupported,
     ServerDraining,
     ServerFull,
-    StepPending,
     WireError,
 )
 from agentrl_env.runner import FairSlots
@@ -22,7 +21,8 @@ from agentrl_env.server.catalog import Catalog
 from agentrl_env.server.metrics import Metrics
 from agentrl_env.server.observe import SLOW_STEP_S, SessionObserver
 from agentrl_env.server.once import Once
-from agentrl_env.server.table import Entry, SessionTable, SessionWatcher
+from agentrl_env.server.stepping import Stepper
+from agentrl_env.server.table import SessionTable, SessionWatcher
 from agentrl_env.session import Session
 from agentrl_env.threads import Threads
 from agentrl_env.types import Message, SessionInfo, SessionStatus, StepResult, TaskInfo, TaskSample
@@ -73,6 +73,8 @@ class SessionPool:
         self._catalog = Catalog(environments, threads=self._threads, oracle=oracle)
         self._slots = FairSlots(max_sessions)
         self._table = SessionTable(clock)
+        self.stepper = Stepper(self._table, self._retire)
+        """Steps the sessions, and gives its answers as JSON."""
         self._openings: Once[SessionInfo] = Once()
         self._forkings: Once[list[SessionInfo]] = Once()
         self._sweeper: asyncio.Task[None] | None = None
@@ -108,12 +110,7 @@ class SessionPool:
 
     async def step(self, session_id: str, seq: int | None, message: Message) -> StepResult:
         """Play one assistant message. Raises what ``Session.step`` does, and UnknownSession."""
-        entry = self._table.find(session_id)
-        self._table.enter(session_id, entry)
-        try:
-            return await entry.session.step(message, seq)
-        finally:
-            self._leave(session_id, entry)
+        return StepResult.model_validate_json(await self.stepper.step(session_id, seq, message))
 
     async def step_many(
         self, steps: Sequence[StepRequest], wait_s: float | None = None
@@ -124,21 +121,10 @@ class SessionPool:
             steps: what to play.
             wait_s: answer after so many seconds, with StepPending for what is not ready.
         """
-        results: list[StepResult | WireError | None] = [None] * len(steps)
-        groups: dict[str, list[int]] = {}
-        for position, step in enumerate(steps):
-            groups.setdefault(step.session_id, []).append(position)
-        waiting: list[asyncio.Task[None]] = []
-        for session_id, positions in groups.items():
-            group = self._step_group(steps, positions, results)
-            if self.never_waits(session_id):
-                await group
-            else:
-                waiting.append(asyncio.create_task(group))
-        if waiting:
-            await asyncio.wait(waiting, timeout=wait_s)
-        pending = StepPending("the step is still under way; ask again with the same seq")
-        return [pending if result is None else result for result in results]
+        return [
+            answer if isinstance(answer, WireError) else StepResult.model_validate_json(answer)
+            for answer in await self.stepper.step_many(steps, wait_s)
+        ]
 
     def never_waits(self, session_id: str) -> bool:
         """Return whether ``step`` would be done without giving the event loop a turn."""
@@ -173,7 +159,7 @@ class SessionPool:
         try:
             return await entry.session.expert()
         finally:
-            self._leave(session_id, entry)
+            self.stepper.leave(session_id, entry)
 
     async def fork(self, session_id: str, n: int = 1, request_id: str | None = None) -> list[SessionInfo]:
         """Open ``n`` sessions that stand where a session stands; it may go on meanwhile.
@@ -279,7 +265,7 @@ class SessionPool:
                 self._slots.release()
             raise
         finally:
-            self._leave(session_id, entry)
+            self.stepper.leave(session_id, entry)
         for number, fork in enumerate(forks):
             self._table.add(fork, _nth(key, number), entry.client)
             self._observer.opened(fork, entry.client)
@@ -325,24 +311,6 @@ class SessionPool:
             clock=self._clock,
             observer=self._observer,
         )
-
-    async def _step_group(
-        self,
-        steps: Sequence[StepRequest],
-        positions: list[int],
-        results: list[StepResult | WireError | None],
-    ) -> None:
-        for position in positions:
-            step = steps[position]
-            try:
-                results[position] = await self.step(step.session_id, step.seq, step.message)
-            except WireError as error:
-                results[position] = error
-
-    def _leave(self, session_id: str, entry: Entry) -> None:
-        self._table.leave(session_id, entry)
-        if entry.session.status.final:
-            self._retire(session_id)
 
     async def _end(self, session_ids: Sequence[str], status: SessionStatus) -> None:
         """Close sessions, all at the same time."""

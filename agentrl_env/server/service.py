@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from pydantic_core import to_json
@@ -12,7 +12,6 @@ from agentrl_env.errors import WireError
 from agentrl_env.server.inspection import describe_server, list_sessions, transcript
 from agentrl_env.server.metrics import Metrics
 from agentrl_env.server.pool import SessionPool
-from agentrl_env.types import StepResult
 from agentrl_env.wire import (
     ExpertAnswer,
     ForkAnswer,
@@ -24,9 +23,6 @@ from agentrl_env.wire import (
     TaskList,
     TranscriptQuery,
 )
-
-# What ``model_dump_json`` calls in the end, without the way through a str.
-_to_json: Callable[[StepResult], bytes] = StepResult.__pydantic_serializer__.to_json
 
 
 class Service(Protocol):
@@ -111,7 +107,7 @@ class PoolService:
 
     async def step(self, session_id: str, body: StepBody) -> bytes:
         """Return a ``StepResult``."""
-        return _to_json(await self.pool.step(session_id, body.seq, body.message))
+        return await self.pool.stepper.step(session_id, body.seq, body.message)
 
     def never_waits(self, session_id: str) -> bool:
         """Return whether ``step`` would be done without giving the event loop a turn."""
@@ -119,14 +115,8 @@ class PoolService:
 
     async def step_many(self, steps: Sequence[StepRequest], wait_s: float | None) -> list[bytes]:
         """Return for each step its ``StepResult``, or the body of its error."""
-        parts: list[bytes] = []
-        for result in await self.pool.step_many(steps, wait_s):
-            if isinstance(result, WireError):
-                self.metrics.errors[result.type] += 1
-                parts.append(to_json(result.wire()))
-            else:
-                parts.append(_to_json(result))
-        return parts
+        answers = await self.pool.stepper.step_many(steps, wait_s)
+        return [answer if isinstance(answer, bytes) else self._error(answer) for answer in answers]
 
     async def info(self, session_id: str) -> bytes:
         """Return a ``SessionInfo``."""
@@ -161,3 +151,7 @@ class PoolService:
     async def aclose(self) -> None:
         """End every session and release what they shared."""
         await self.pool.aclose()
+
+    def _error(self, error: WireError) -> bytes:
+        self.metrics.errors[error.type] += 1
+        return to_json(error.wire())

@@ -11,10 +11,10 @@ from typing import Any
 from agentrl_env.errors import StepPending, WireError
 from agentrl_env.runner import all_settled
 from agentrl_env.server.table import Entry, SessionTable
-from agentrl_env.types import Message, StepResult
+from agentrl_env.types import Message
 from agentrl_env.wire import StepRequest
 
-Results = list[StepResult | WireError | None]
+Answers = list[bytes | WireError | None]
 
 
 class Stepper:
@@ -29,33 +29,34 @@ class Stepper:
         self._table = table
         self._retire = retire
 
-    async def step(self, session_id: str, seq: int | None, message: Message) -> StepResult:
-        """Play one assistant message. Raises what ``Session.step`` does, and UnknownSession."""
+    async def step(self, session_id: str, seq: int | None, message: Message) -> bytes:
+        """Play one assistant message; return the StepResult as JSON.
+
+        Raises what ``Session.step`` does, and UnknownSession.
+        """
         entry = self._table.find(session_id)
         self._table.enter(session_id, entry)
         try:
-            return await entry.session.step(message, seq)
+            return await entry.session.answer(message, seq)
         finally:
             self.leave(session_id, entry)
 
-    async def step_many(
-        self, steps: Sequence[StepRequest], wait_s: float | None
-    ) -> list[StepResult | WireError]:
-        """Step many sessions at once; those of one session in order.
+    async def step_many(self, steps: Sequence[StepRequest], wait_s: float | None) -> list[bytes | WireError]:
+        """Step many sessions at once, those of one session in order; return the StepResults as JSON.
 
         Args:
             steps: what to play.
             wait_s: answer after so many seconds, with StepPending for what is not ready.
         """
-        results: Results = [None] * len(steps)
+        answers: Answers = [None] * len(steps)
         if len({step.session_id for step in steps}) == len(steps):
-            waiting = self._step_each(steps, results)
+            waiting = self._step_each(steps, answers)
         else:
-            waiting = self._step_groups(steps, results)
+            waiting = self._step_groups(steps, answers)
         if waiting:
             await all_settled(waiting, math.inf if wait_s is None else wait_s)
         pending = StepPending("the step is still under way; ask again with the same seq")
-        return [pending if result is None else result for result in results]
+        return [pending if answer is None else answer for answer in answers]
 
     def leave(self, session_id: str, entry: Entry) -> None:
         """Let a session's lease run again, or retire it where it has ended."""
@@ -63,7 +64,7 @@ class Stepper:
         if entry.session.status.final:
             self._retire(session_id)
 
-    def _step_each(self, steps: Sequence[StepRequest], results: Results) -> list[asyncio.Task[Any]]:
+    def _step_each(self, steps: Sequence[StepRequest], answers: Answers) -> list[asyncio.Task[Any]]:
         """Step sessions that are all different; return the tasks that steps were left to."""
         tasks: list[asyncio.Task[Any]] = []
         for position, step in enumerate(steps):
@@ -72,42 +73,40 @@ class Stepper:
                 entry = self._table.find(session_id)
                 begun = entry.session.begin_step(step.message, step.seq)
             except WireError as error:
-                results[position] = error
+                answers[position] = error
                 continue
             self._table.enter(session_id, entry)
-            if isinstance(begun, StepResult):
-                results[position] = begun
+            if isinstance(begun, bytes):
+                answers[position] = begun
                 self.leave(session_id, entry)
             elif begun is None:
                 self.leave(session_id, entry)
-                tasks.append(asyncio.create_task(self._step_group(steps, [position], results)))
+                tasks.append(asyncio.create_task(self._step_group(steps, [position], answers)))
             else:
-                begun.add_done_callback(partial(self._end_step, entry, results, position))
+                begun.add_done_callback(partial(self._end_step, entry, answers, position))
                 tasks.append(begun)
         return tasks
 
-    def _end_step(
-        self, entry: Entry, results: Results, position: int, step: asyncio.Task[StepResult]
-    ) -> None:
+    def _end_step(self, entry: Entry, answers: Answers, position: int, step: asyncio.Task[bytes]) -> None:
         session = entry.session
         try:
-            results[position] = session.finished(step)
+            answers[position] = session.finished(step)
         except WireError as error:
-            results[position] = error
+            answers[position] = error
         finally:
             self.leave(session.session_id, entry)
 
-    def _step_groups(self, steps: Sequence[StepRequest], results: Results) -> list[asyncio.Task[Any]]:
+    def _step_groups(self, steps: Sequence[StepRequest], answers: Answers) -> list[asyncio.Task[Any]]:
         groups: dict[str, list[int]] = {}
         for position, step in enumerate(steps):
             groups.setdefault(step.session_id, []).append(position)
-        return [asyncio.create_task(self._step_group(steps, group, results)) for group in groups.values()]
+        return [asyncio.create_task(self._step_group(steps, group, answers)) for group in groups.values()]
 
-    async def _step_group(self, steps: Sequence[StepRequest], positions: list[int], results: Results) -> None:
+    async def _step_group(self, steps: Sequence[StepRequest], positions: list[int], answers: Answers) -> None:
         """Play the steps of one session, one after another."""
         for position in positions:
             step = steps[position]
             try:
-                results[position] = await self.step(step.session_id, step.seq, step.message)
+                answers[position] = await self.step(step.session_id, step.seq, step.message)
             except WireError as error:
-                results[position] = error
+                answers[position] = error

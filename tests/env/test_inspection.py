@@ -6,13 +6,14 @@ from websockets.asyncio.client import connect
 
 from agentrl_env import Message, ToolCall
 from agentrl_env.errors import InvalidRequest
+from agentrl_env.history import KEPT_TURNS
+from agentrl_env.history import KEPT_TURNS
 from agentrl_env.server.callers import agent_token
 from agentrl_env.server.inspection import merge_lists
 from agentrl_env.server.page.shell import SHELL
 from agentrl_env.server.pool import SessionPool
 from agentrl_env.server.serve import EnvServer
 from agentrl_env.server.service import PoolService
-from agentrl_env.session import KEPT_RESULTS
 from agentrl_env.wire import FleetInfo, OpenRequest, SessionList, SessionQuery, Transcript, TranscriptQuery
 from tests.env.tasks import Clock, Guess, Quick
 
@@ -141,10 +142,10 @@ async def test_a_transcript_says_what_was_said_and_what_came_back(pool, service)
 
 async def test_a_transcript_keeps_the_last_turns_only(pool, service):
     session_id = await opened(pool)
-    for seq in range(1, KEPT_RESULTS + 11):
+    for seq in range(1, KEPT_TURNS + 11):
         await pool.step(session_id, seq, Message.assistant("again"))
     turns = (await told(service, session_id)).turns
-    assert [turn.result.seq for turn in turns] == list(range(11, KEPT_RESULTS + 11))
+    assert [turn.result.seq for turn in turns] == list(range(11, KEPT_TURNS + 11))
 
 
 async def test_an_expired_session_can_still_be_read(pool, service):

@@ -256,7 +256,7 @@ async def test_ended_sessions_are_forgotten_after_a_while(pools):
     pool = pools(Quick, clock=clock)
     session_id = await opened(pool, request_id="r")
     result = await pool.step(session_id, 1, says("finish"))
-    assert await pool.step(session_id, 1, says("finish")) is result
+    assert await pool.step(session_id, 1, says("finish")) == result
     clock.now += 601
     await pool.expire_idle()
     with pytest.raises(UnknownSession):

@@ -25,7 +25,7 @@ from agentrl_env.errors import (
     SessionEnded,
     SessionExpired,
 )
-from agentrl_env.session import KEPT_RESULTS
+from agentrl_env.history import KEPT_TURNS
 from agentrl_env.threads import Threads
 from agentrl_env.types import FunctionCall
 from tests.env.tasks import Clock, Guess, Quick, Slow
@@ -169,17 +169,17 @@ async def test_close_waits_for_a_tool_that_outlived_its_deadline():
 async def test_a_repeated_seq_returns_the_stored_answer():
     session = await started(Quick)
     first = await session.step(says("note", text="a"), 1)
-    assert await session.step(says("note", text="other"), 1) is first
+    assert await session.step(says("note", text="other"), 1) == first
     second = await session.step(says("note", text="b"), 2)
     assert second.messages[0].content.startswith("2 ")
-    assert await session.step(says("note", text="a"), 1) is first
+    assert await session.step(says("note", text="a"), 1) == first
 
 
 async def test_a_repeated_last_step_is_answered_after_the_end():
     session = await started(Quick)
     last = await session.step(says("finish"), 1)
     await session.close()
-    assert await session.step(says("finish"), 1) is last
+    assert await session.step(says("finish"), 1) == last
 
 
 async def test_only_so_many_answers_are_kept():
@@ -187,7 +187,7 @@ async def test_only_so_many_answers_are_kept():
         max_turns = 1000
 
     session = await started(Long)
-    for _ in range(KEPT_RESULTS + 1):
+    for _ in range(KEPT_TURNS + 1):
         await session.step(says("refuse"))
     assert (await session.step(says("refuse"), 2)).seq == 2
     with pytest.raises(SeqConflict, match="no longer kept"):
@@ -223,7 +223,7 @@ def test_in_whatever_order_seqs_come_each_turn_is_played_once(seqs):
                 continue
             except SessionEnded:
                 raise AssertionError("a stored answer was refused") from None
-            assert seen.setdefault(seq, result) is result
+            assert seen.setdefault(seq, result) == result
             assert result.messages[0].content.split()[0] == str(seq)
         assert session.turn == len(seen)
 
@@ -243,7 +243,7 @@ def test_concurrent_repeats_wait_for_the_first(seqs):
         by_seq = {}
         for seq, answer in zip(seqs, answers, strict=True):
             if not isinstance(answer, SeqConflict):
-                assert by_seq.setdefault(seq, answer) is answer
+                assert by_seq.setdefault(seq, answer) == answer
                 assert answer.messages[0].content == f"waited {seq}"
         await session.close()
 
