@@ -60,7 +60,6 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await service.tasks()
         watching = asyncio.create_task(watch_loop(metrics))
         try:
             yield

@@ -4,35 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from datetime import UTC, datetime
-from typing import Literal, TextIO
+from typing import Literal
 
 from agentrl_env.server.callers import caller
 
 LogFormat = Literal["text", "json"]
 
 
-def configure_logs(
-    form: LogFormat = "text",
-    *,
-    level: str | None = None,
-    messages: bool = False,
-    stream: TextIO | None = None,
-) -> None:
-    """Write the process's log.
+def configure_logs(form: LogFormat = "text", *, level: str | None = None, messages: bool = False) -> None:
+    """Write the process's log to standard error; nothing changes where it is written somewhere already.
 
     Args:
         form: one readable line an event, or one JSON object.
         level: the least that is written; by default ``info`` as JSON and ``warning`` as text.
         messages: write what models and environments said, too.
-        stream: where to; standard error by default.
     """
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel((level or ("info" if form == "json" else "warning")).upper())
+    least = level or ("info" if form == "json" else "warning")
+    logging.basicConfig(handlers=[handler], level=least.upper())
     said = logging.getLogger("agentrl_env.messages")
     said.setLevel(logging.DEBUG if messages else logging.WARNING)
 

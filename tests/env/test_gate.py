@@ -1,0 +1,205 @@
+"""Tokens of two roles: the operator's may do all, an agent's one session alone."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
+
+from agentrl_env import EnvClient, Message, ToolCall
+from agentrl_env.client.http import HttpBackend
+from agentrl_env.controller.fleet import Fleet
+from agentrl_env.controller.serve import Controller
+from agentrl_env.errors import Forbidden, Unauthorized
+from agentrl_env.server.callers import agent_token, session_of
+from agentrl_env.server.gate import route_of
+from agentrl_env.server.limits import Limits
+from agentrl_env.server.serve import EnvServer
+from agentrl_env.wire import StepRequest
+from tests.env.tasks import Quick
+from tests.env.test_fork import Walk
+
+TOKEN = "sesam"
+NOTE = Message.assistant(None, ToolCall.of("note", text="x"))
+
+
+@pytest.fixture(params=["server", "controller"])
+async def url(request):
+    """A server with a token, alone or behind a controller."""
+    if request.param == "server":
+        server = EnvServer([Quick, Walk], port=0, drain_s=0.0, token=TOKEN, oracle=True)
+        await server.start()
+        yield server.url
+        await server.stop()
+    else:
+        front = Controller(Fleet(), port=0, token=TOKEN)
+        await front.start()
+        options = {"drain_s": 0.0, "token": TOKEN, "oracle": True}
+        server = EnvServer([Quick, Walk], host="none", controllers=[front.url], **options)
+        await server.start()
+        yield front.url
+        await server.stop()
+        await front.stop()
+
+
+def raw(url, token):
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    return httpx.AsyncClient(base_url=url, headers=headers, trust_env=False)
+
+
+def step(session_id, seq=1):
+    return {"session_id": session_id, "seq": seq, "message": NOTE.wire()}
+
+
+async def test_an_agent_steps_its_session_and_reads_how_it_stands(url):
+    async with EnvClient.connect(url, token=TOKEN) as operator:
+        session = await operator.open("quick")
+        agent = HttpBackend(url, token=session.agent_token)
+        assert (await agent.step(session.session_id, 1, NOTE)).seq == 1
+        assert (await agent.step(session.session_id, 2, NOTE)).seq == 2  # over the WebSocket by now
+        (result,) = await agent.step_many([StepRequest(session_id=session.session_id, seq=3, message=NOTE)])
+        assert result.seq == 3
+        info = await agent.info(session.session_id)
+        assert (info.turn, info.agent_token) == (3, None)
+        await agent.aclose()
+
+
+async def test_an_agent_may_do_nothing_else(url):
+    async with EnvClient.connect(url, token=TOKEN) as operator:
+        mine, other = await operator.open("walk"), await operator.open("walk")
+        own, foreign = f"/v1/sessions/{mine.session_id}", f"/v1/sessions/{other.session_id}"
+        forbidden = [
+            ("GET", "/v1/tasks", None),
+            ("POST", "/v1/sessions", {"task": "quick"}),
+            ("DELETE", own, None),
+            ("POST", f"{own}/fork", {"n": 1}),
+            ("POST", f"{own}/expert", None),
+            ("GET", f"{own}/transcript", None),
+            ("GET", "/v1/sessions", None),
+            ("GET", "/v1/fleet", None),
+            ("GET", "/metrics", None),
+            ("GET", "/openapi.json", None),
+            ("GET", "/nowhere", None),
+            ("GET", foreign, None),
+            ("POST", f"{foreign}/step", step(other.session_id)),
+            ("POST", "/v1/step", {"steps": [step(mine.session_id), step(other.session_id)]}),
+        ]
+        async with raw(url, mine.agent_token) as agent:
+            for method, path, body in forbidden:
+                answer = await agent.request(method, path, json=body)
+                assert (answer.status_code, answer.json()["error"]["type"]) == (403, "forbidden"), path
+            assert (await agent.get(own)).json()["turn"] == 0  # the batch was refused whole
+            assert (await agent.get("/health")).status_code == 200
+
+
+async def test_an_agents_socket_has_the_same_bounds(url):
+    async with EnvClient.connect(url, token=TOKEN) as operator:
+        mine, other = await operator.open("quick"), await operator.open("quick")
+        headers = {"authorization": f"Bearer {mine.agent_token}"}
+        address = url.replace("http", "ws", 1)
+        calls = [
+            {"call": "step", **step(mine.session_id)},
+            {"call": "info", "session_id": mine.session_id},
+            {"call": "step_many", "steps": [step(mine.session_id, 2)]},
+            {"call": "step", **step(other.session_id)},
+            {"call": "info", "session_id": other.session_id},
+            {"call": "step_many", "steps": [step(mine.session_id, 3), step(other.session_id)]},
+            {"call": "tasks"},
+            {"call": "open", "task": "quick"},
+            {"call": "close", "session_id": mine.session_id},
+            {"call": "fork", "session_id": mine.session_id},
+            {"call": "expert", "session_id": mine.session_id},
+            {"call": "sessions"},
+            {"call": "transcript", "session_id": mine.session_id},
+        ]
+        async with connect(f"{address}/v1/ws", additional_headers=headers) as socket:
+            for number, call in enumerate(calls):
+                await socket.send(json.dumps({"id": number, **call}))
+                answer = json.loads(await asyncio.wait_for(socket.recv(), 5))
+                assert answer["id"] == number
+                kind = answer.get("error", {}).get("type")
+                assert kind == (None if number < 3 else "forbidden"), call
+        with pytest.raises(InvalidStatus) as refused:
+            await connect(f"{address}/v1/link", additional_headers=headers)
+        assert refused.value.response.status_code == 403
+
+
+async def test_forks_have_tokens_of_their_own(url):
+    async with EnvClient.connect(url, token=TOKEN) as operator:
+        session = await operator.open("walk")
+        forks = await session.fork(2)
+        tokens = {session.agent_token, *(fork.agent_token for fork in forks)}
+        assert tokens == {agent_token(TOKEN, s.session_id) for s in (session, *forks)}
+        async with EnvClient.connect(url, token=forks[0].agent_token) as agent:
+            assert (await agent.resume(forks[0].session_id)).agent_token is None
+            with pytest.raises(Forbidden):
+                await agent.resume(forks[1].session_id)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda token: token[:-1] + ("A" if token[-1] != "A" else "B"),
+        lambda token: token.replace("agent.", "agent.x", 1),
+        lambda token: "agent..",
+        lambda token: "agent.",
+        lambda token: token + "=",
+        lambda token: "agent.\xff.\xff",
+        lambda token: token.rpartition(".")[0],
+    ],
+)
+async def test_a_forged_token_is_a_strangers(url, change):
+    async with EnvClient.connect(url, token=TOKEN) as operator:
+        session = await operator.open("quick")
+        headers = {"authorization": b"Bearer " + change(session.agent_token).encode("latin-1")}
+        async with httpx.AsyncClient(base_url=url, headers=headers, trust_env=False) as agent:
+            answer = await agent.get(f"/v1/sessions/{session.session_id}")
+        assert (answer.status_code, answer.json()["error"]["type"]) == (401, "unauthorized")
+
+
+def test_a_token_of_another_operator_is_a_strangers():
+    assert session_of(agent_token("other", "a.b"), TOKEN) is None
+    assert session_of(agent_token(TOKEN, "a.b"), TOKEN) == "a.b"
+
+
+async def test_a_wrong_agents_token_is_refused_to_clients_as_well(url):
+    async with EnvClient.connect(url, token="agent.x.y") as client:
+        with pytest.raises(Unauthorized):
+            await client.tasks()
+
+
+async def test_without_a_token_nobody_is_given_one():
+    server = EnvServer([Quick, Walk], port=0, drain_s=0.0)
+    await server.start()
+    async with raw(server.url, None) as client, EnvClient.connect(server.url) as ours:
+        info = (await client.post("/v1/sessions", json={"task": "quick"})).json()
+        assert "agent_token" not in info
+        assert (await ours.open("walk")).agent_token is None
+    await server.stop()
+
+
+async def test_the_ready_probe_fails_once_the_server_drains():
+    server = EnvServer([Quick], port=0, drain_s=60.0, token=TOKEN, limits=Limits(idle_s=5))
+    await server.start()
+    async with EnvClient.connect(server.url, token=TOKEN) as client, raw(server.url, None) as probe:
+        assert (await probe.get("/ready")).json() == {"status": "ready"}
+        session = await client.open("quick")
+        stopping = asyncio.create_task(server.stop())
+        while not server.pool.draining:
+            await asyncio.sleep(0)
+        answer = await probe.get("/ready")
+        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_draining")
+        assert "retry-after" in answer.headers
+        assert (await probe.get("/health")).json() == {"status": "draining"}
+        assert (await session.step(ToolCall.of("finish"))).terminated
+        await stopping
+
+
+def test_routes_are_few_whatever_callers_ask_for():
+    assert route_of("/v1/step") == "/v1/step"
+    assert route_of("/v1/sessions/abc.d/step") == "/v1/sessions/{id}/step"
+    assert route_of("/v1/sessions/abc") == "/v1/sessions/{id}"
+    for path in ("/v1/sessions/", "/v1/sessions/a/b", "/v1/sessions/a/step/x", "/x\n", "/v1/step/"):
+        assert route_of(path) == "other"
