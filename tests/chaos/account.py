@@ -1,0 +1,147 @@
+"""The account of a run, from both sides: what clients were told, and what servers have written down."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+REPORTED = frozenset(
+    {
+        "SessionLost",
+        "UnknownSession",
+        "SessionEnded",
+        "SessionExpired",
+        "CallTimeout",
+        "ServerUnreachable",
+        "StateUnavailable",
+        "HungUp",
+    }
+)
+"""What tells a client that a step may have happened or not; ``HungUp``: it went away by itself."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """One step as its client saw it.
+
+    ``outcome`` is ``answered`` or the name of the error; ``text`` what the environment answered.
+    """
+
+    nonce: str
+    session_id: str
+    seq: int
+    outcome: str = "HungUp"
+    text: str = ""
+    seconds: float = 0.0
+    after_loss: bool = False
+    """The session had been reported lost before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line of a ledger."""
+
+    at: float
+    pid: int
+    what: str
+    key: str
+    words: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Account:
+    """What came of it; ``notes`` say what was wrong, one sentence for each finding."""
+
+    steps: int = 0
+    applied_twice: int = 0
+    lost_silently: int = 0
+    leaked: int = 0
+    reported: Counter[str] = field(default_factory=Counter)
+    revived: int = 0
+    """Steps that a session answered after it had been reported lost, in the right state."""
+    notes: list[str] = field(default_factory=list)
+
+
+def read_ledgers(folder: Path) -> list[Line]:
+    """Return the lines of all ledgers, in the order of their times."""
+    lines: list[Line] = []
+    for path in folder.glob("*.ledger"):
+        for text in path.read_text().splitlines():
+            at, what, key, *words = text.split(" ")
+            lines.append(Line(at=float(at), pid=int(path.stem), what=what, key=key, words=tuple(words)))
+    return sorted(lines, key=lambda line: line.at)
+
+
+def settle(steps: Iterable[Step], lines: Sequence[Line]) -> Account:
+    """Compare what clients were told of steps with what happened."""
+    account = Account()
+    happened: dict[str, list[str]] = defaultdict(list)
+    for line in lines:
+        if line.what == "step":
+            count, nonce = line.words
+            happened[nonce].append(f"{line.key} {count} {nonce}")
+    known: set[str] = set()
+    for step in steps:
+        known.add(step.nonce)
+        texts = happened.get(step.nonce, [])
+        if step.outcome == "answered":
+            account.steps += 1
+            account.revived += step.after_loss
+        else:
+            account.reported[step.outcome] += 1
+        if len(texts) > 1:
+            account.applied_twice += 1
+            account.notes.append(f"applied twice: {step.nonce} in {step.session_id}: {texts}")
+        elif (wrong := _wrong(step, texts)) is not None:
+            account.lost_silently += 1
+            account.notes.append(f"{wrong}: {step} ledger={texts}")
+    for nonce in happened.keys() - known:
+        account.lost_silently += 1
+        account.notes.append(f"a step that nobody asked for: {nonce}")
+    return account
+
+
+def _wrong(step: Step, texts: Sequence[str]) -> str | None:
+    """Return what is wrong with a step that happened at most once."""
+    if step.outcome != "answered":
+        if texts and step.outcome not in REPORTED:
+            return "it happened, and its client was told that it did not"
+        if step.outcome == "SeqConflict":
+            return "the session has forgotten a step"
+        return None
+    if not texts:
+        return "its client has an answer, and it never happened"
+    if step.text != texts[0]:
+        return "the answer of another step"
+    if step.text.split(" ")[1] != str(step.seq):
+        return "the session stands elsewhere than its client thinks"
+    return None
+
+
+def left_open(lines: Sequence[Line], killed: frozenset[int]) -> list[Line]:
+    """Return the openings of sessions that no process has closed, but for processes that were killed."""
+    closed = {line.key for line in lines if line.what == "close"}
+    return [
+        line for line in lines if line.what == "open" and line.key not in closed and line.pid not in killed
+    ]
+
+
+def opened_twice(lines: Sequence[Line], killed: frozenset[int], patience_s: float) -> list[str]:
+    """Return the names of openings that have made two sessions which both went on.
+
+    A server that was thought dead may hold a first one until it hears of it: ``patience_s`` seconds.
+    """
+    closed = {line.key: line.at for line in lines if line.what == "close"}
+    made: dict[str, list[Line]] = defaultdict(list)
+    for line in lines:
+        if line.what == "open" and line.words[0] != "-":
+            made[line.words[0]].append(line)
+    return [
+        name
+        for name, openings in made.items()
+        for first, second in pairwise(openings)
+        if first.pid not in killed and closed.get(first.key, float("inf")) > second.at + patience_s
+    ]

@@ -1,0 +1,247 @@
+"""The processes of a run: Redis, controllers, servers; each comes back when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from tests.chaos.proxy import Proxy
+
+TASKS_FILE = Path(__file__).parent / "tasks.py"
+TARGETS = [f"{TASKS_FILE}:{name}" for name in ("Ledger", "SlowLedger", "ThreadLedger")]
+LEASE_S, DRAIN_S, LOST_AFTER_S = 20.0, 3.0, 5.0
+CONTROLLERS, SERVERS, WORKERS = 3, 4, 2
+START_S, STOP_S = 60.0, 30.0
+MARK = "CHAOS_RUN"
+_BUG = re.compile(r"^(?:Traceback|.*a bug in the server|.*never retrieved).*$", re.MULTILINE)
+
+
+class Part:
+    """A process that is started again whenever it ends.
+
+    Args:
+        name: for the log.
+        command: what it runs.
+        environment: beyond that of this process.
+        log: the file that its output is added to.
+        ready: what it prints once it is ready.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], environment: dict[str, str], log: Path, ready: str
+    ) -> None:
+        self.name, self.log = name, log
+        self.killed: set[int] = set()
+        self.ended_badly = 0
+        self._command, self._environment, self._ready = command, environment, ready.encode()
+        self._process: asyncio.subprocess.Process | None = None
+        self._keeping: asyncio.Task[None] | None = None
+        self._stopping = False
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, while it runs."""
+        process = self._process
+        return process.pid if process is not None and process.returncode is None else None
+
+    async def start(self) -> None:
+        """Start it, and look after it."""
+        await self._begin()
+        self._keeping = asyncio.create_task(self._keep())
+
+    async def until_ready(self, times: int = 1) -> None:
+        """Wait until it has said so many times that it is ready."""
+        async with asyncio.timeout(START_S):
+            while self.times_ready() < times:
+                await asyncio.sleep(0.1)  # noqa: ASYNC110  -- another process's file
+
+    def times_ready(self) -> int:
+        """Return how often it has become ready."""
+        return self.log.read_bytes().count(self._ready)
+
+    def send(self, number: signal.Signals, pid: int | None = None) -> int | None:
+        """Send it, or one of its children, a signal; return to whom."""
+        pid = pid or self.pid
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+                if number is signal.SIGKILL:
+                    self.killed.add(pid)
+        return pid
+
+    def children(self) -> list[int]:
+        """Return the processes that it has started."""
+        try:
+            return [int(n) for n in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+        except OSError:
+            return []
+
+    async def stop(self) -> bool:
+        """Let it end in order; return whether it did."""
+        self._stopping = True
+        if self._keeping is None:
+            return True
+        self.send(signal.SIGTERM)
+        _, pending = await asyncio.wait((self._keeping,), timeout=STOP_S)
+        if pending:
+            self.send(signal.SIGKILL)
+            await self._keeping
+        return not pending
+
+    async def _begin(self) -> None:
+        with self.log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self._environment},
+                start_new_session=True,
+            )
+
+    async def _keep(self) -> None:
+        while True:
+            assert self._process is not None
+            code = await self._process.wait()
+            if self._stopping:
+                return
+            if code not in (0, -signal.SIGKILL, -signal.SIGTERM):
+                self.ended_badly += 1
+            await asyncio.sleep(0.3)
+            if self._stopping:
+                return
+            await self._begin()
+
+
+class Site:
+    """Everything that runs, and the proxies between.
+
+    Args:
+        folder: where ledgers and logs go.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.mark = secrets.token_hex(8)
+        self.ledgers = folder / "ledgers"
+        self.ledgers.mkdir()
+        self._folder = folder
+        self._environment = {
+            MARK: self.mark,
+            "CHAOS_LEDGER": str(self.ledgers),
+            "PYTHONUNBUFFERED": "1",
+            "TMPDIR": str(folder),
+        }
+        redis_port, *ports = free_ports(2 + CONTROLLERS)
+        self.redis = self._part("redis", _redis(redis_port, folder), "Ready to accept connections")
+        self.redis_proxies = [Proxy(redis_port) for _ in range(CONTROLLERS)]
+        self.client_proxies = [Proxy(port) for port in ports[1:]]
+        self.link_proxies = [Proxy(port) for port in ports[1:]]
+        self._ports = ports[1:]
+        self.workers_url = f"http://127.0.0.1:{ports[0]}"
+        self.controllers: list[Part] = []
+        self.servers: list[Part] = []
+        workers = ["--workers", str(WORKERS), "--port", str(ports[0]), *_serve_options()]
+        self.workers = self._part("workers", _agentrl("serve", *workers, *TARGETS), "serving ")
+
+    @property
+    def urls(self) -> list[str]:
+        """Where clients reach the controllers."""
+        return [f"http://127.0.0.1:{proxy.port}" for proxy in self.client_proxies]
+
+    @property
+    def parts(self) -> list[Part]:
+        """All processes."""
+        return [self.redis, *self.controllers, *self.servers, self.workers]
+
+    async def start(self) -> None:
+        """Start all, and wait until it serves."""
+        for proxy in (*self.redis_proxies, *self.client_proxies, *self.link_proxies):
+            await proxy.start()
+        await self.redis.start()
+        await self.redis.until_ready()
+        for n, port in enumerate(self._ports):
+            redis, link = self.redis_proxies[n].port, self.link_proxies[n].port
+            options = ["--port", str(port), "--redis", f"redis://127.0.0.1:{redis}", "--queue", "3"]
+            options += ["--advertise", f"http://127.0.0.1:{link}", "--lost-after", str(LOST_AFTER_S)]
+            command = _agentrl("controller", *options)
+            self.controllers.append(self._part(f"controller{n}", command, "controlling "))
+        dialled = [f"--controller=http://127.0.0.1:{proxy.port}" for proxy in self.link_proxies]
+        for n in range(SERVERS):
+            # One of them knows one controller, and hears of the others from it.
+            options = ["--host", "none", *dialled[: 1 if n == 0 else None], *_serve_options()]
+            self.servers.append(self._part(f"server{n}", _agentrl("serve", *options, *TARGETS), "serving "))
+        for part in (*self.controllers, *self.servers, self.workers):
+            await part.start()
+        await asyncio.gather(*(part.until_ready() for part in self.parts))
+
+    async def stop(self) -> list[str]:
+        """End all in order; return the names of those that would not."""
+        stopped = await asyncio.gather(*(part.stop() for part in (*self.servers, self.workers)))
+        stopped += await asyncio.gather(*(part.stop() for part in (*self.controllers, self.redis)))
+        for proxy in (*self.redis_proxies, *self.client_proxies, *self.link_proxies):
+            await proxy.stop()
+        names = [part.name for part in (*self.servers, self.workers, *self.controllers, self.redis)]
+        return [name for name, ended in zip(names, stopped, strict=True) if not ended]
+
+    def tracebacks(self) -> list[str]:
+        """Return what processes have said of bugs in themselves."""
+        found: list[str] = []
+        for part in self.parts:
+            text = part.log.read_text(errors="replace")
+            for match in re.finditer(
+                r"^(?:Traceback|.*a bug in the server|.*never retrieved).*$", text, re.M
+            ):
+                found.append(f"{part.name}: {text[match.start() : match.start() + 3000]}")
+        return found
+
+    def _part(self, name: str, command: Sequence[str], ready: str) -> Part:
+        log = self._folder / f"{name}.log"
+        log.touch()
+        return Part(name, command, self._environment, log, ready)
+
+
+def left_processes(mark: str) -> list[int]:
+    """Return the processes of a run that still live."""
+    return [pid for pid in _processes() if _environ(pid).find(f"{MARK}={mark}".encode()) >= 0]
+
+
+def free_ports(number: int) -> list[int]:
+    """Return ports that nobody listens on."""
+    bound = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [int(one.getsockname()[1]) for one in bound]
+    for one in bound:
+        one.close()
+    return ports
+
+
+def _processes() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+
+
+def _environ(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def _agentrl(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "agentrl_env", *arguments]
+
+
+def _serve_options() -> list[str]:
+    return ["--lease", str(LEASE_S), "--drain", str(DRAIN_S), "--max-sessions", "60"]
+
+
+def _redis(port: int, folder: Path) -> list[str]:
+    # Written before it is answered, so that what controllers have agreed on outlives a killed process.
+    keep = ["--appendonly", "yes", "--save", ""]
+    return ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), *keep]

@@ -1,0 +1,95 @@
+"""Tasks made for accounting: every step is written down, outside the process, at the moment it happens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from agentrl_env import Done, Environment, tool
+
+FOLDER = Path(os.environ.get("CHAOS_LEDGER", tempfile.gettempdir()))
+"""Where the ledgers are, one for each serving process, and the folders that sessions hold."""
+_ledger: int | None = None
+
+
+def write(*words: object) -> None:
+    """Add a line to this process's ledger, in one write that a kill cannot cut in two."""
+    global _ledger
+    if _ledger is None:
+        path = FOLDER / f"{os.getpid()}.ledger"
+        _ledger = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.write(_ledger, (" ".join(map(str, (f"{time.time():.3f}", *words))) + "\n").encode())
+
+
+class Ledger(Environment):
+    """Count on the event loop."""
+
+    max_turns = 10**6
+    blocking = False
+
+    def reset(self, sample, rng):
+        self.begin(0)
+        write("open", self.key, sample.data.get("opening", "-"))
+        return self.key
+
+    def begin(self, count: int) -> None:
+        self.key = secrets.token_hex(8)
+        self.count = count
+        self.folder = tempfile.mkdtemp(prefix=f"{os.getpid()}-{self.key}-", dir=FOLDER)
+
+    def apply(self, nonce: str) -> str:
+        self.count += 1
+        write("step", self.key, self.count, nonce)
+        return f"{self.key} {self.count} {nonce}"
+
+    @tool
+    def add(self, nonce: str):
+        """Add one."""
+        return self.apply(nonce)
+
+    @tool
+    def finish(self, nonce: str):
+        """Add one, and end."""
+        return Done(self.apply(nonce), reward=1.0)
+
+    def snapshot(self):
+        return self.count
+
+    def restore(self, state):
+        self.begin(state)
+        write("open", self.key, "-")
+
+    def close(self):
+        shutil.rmtree(self.folder, ignore_errors=True)
+        write("close", self.key)
+
+
+class SlowLedger(Ledger):
+    """Count after a while, and answer after another."""
+
+    @tool
+    async def add(self, nonce: str, seconds: float = 0.05):
+        """Add one, slowly."""
+        await asyncio.sleep(seconds / 2)
+        text = self.apply(nonce)
+        await asyncio.sleep(seconds / 2)
+        return text
+
+
+class ThreadLedger(Ledger):
+    """Count on a thread."""
+
+    blocking = True
+
+    @tool
+    def add(self, nonce: str, seconds: float = 0.01):
+        """Add one, blocking."""
+        time.sleep(seconds / 2)
+        text = self.apply(nonce)
+        time.sleep(seconds / 2)
+        return text
