@@ -35,7 +35,7 @@ class History:
             said: the assistant message, from ``message_json``.
             result: the environment's answer.
         """
-        answer = _RESULT_JSON(result)
+        answer = _result_json(result)
         self._turns.append((said, answer))
         self._last = result
         return answer
@@ -77,4 +77,15 @@ def message_json(message: Message) -> bytes:
     try:
         return _MESSAGE_JSON(message)
     except PydanticSerializationError:
-        return json.dumps(message.model_dump(), ensure_ascii=False, default=str).encode("utf-8", "replace")
+        return _forced(message)
+
+
+def _result_json(result: StepResult) -> bytes:
+    try:
+        return _RESULT_JSON(result)
+    except PydanticSerializationError:  # it repeats the id of a call that never crossed a wire
+        return _forced(result)
+
+
+def _forced(model: Message | StepResult) -> bytes:
+    return json.dumps(model.model_dump(), ensure_ascii=False, default=str).encode("utf-8", "replace")

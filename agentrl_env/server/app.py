@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -23,7 +24,7 @@ from agentrl_env.errors import (
     UnknownRoute,
     WireError,
 )
-from agentrl_env.server.bodies import read, step_many_json
+from agentrl_env.server.bodies import read
 from agentrl_env.server.gate import Gate
 from agentrl_env.server.guard import GuardedService
 from agentrl_env.server.limits import Limits
@@ -31,8 +32,9 @@ from agentrl_env.server.metrics import CONTENT_TYPE, watch_loop
 from agentrl_env.server.page.routes import page_routes
 from agentrl_env.server.service import Service
 from agentrl_env.server.socket import socket_endpoint
+from agentrl_env.server.steps import StepRoutes
 from agentrl_env.server.tracing import Tracing
-from agentrl_env.wire import SOCKET_PATH, ForkRequest, OpenRequest, StepBody
+from agentrl_env.wire import SOCKET_PATH, ForkRequest, OpenRequest
 
 logger = logging.getLogger("agentrl_env")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -68,6 +70,7 @@ def create_app(
             await service.aclose()
 
     app = FastAPI(title="agentrl-env", lifespan=lifespan, openapi_url=None)
+    app.add_middleware(StepRoutes, service=service, refuse=partial(_answer, service))
     app.add_middleware(Gate, token=token, limits=limits, metrics=metrics, tracing=tracing)
     app.add_exception_handler(WireError, _on_wire_error(service))
     app.add_exception_handler(HTTPException, _on_http_error(service))
@@ -108,12 +111,6 @@ def _routes(service: Service) -> list[tuple[str, str, Handler]]:
         await service.close_session(request.path_params["id"])
         return Response(status_code=204)
 
-    async def step(request: Request) -> Response:
-        return _json(await service.step(request.path_params["id"], read(StepBody, await request.body())))
-
-    async def step_many(request: Request) -> Response:
-        return _json(await step_many_json(service, await request.body()))
-
     async def expert(request: Request) -> Response:
         return _json(await service.expert(request.path_params["id"]))
 
@@ -121,9 +118,7 @@ def _routes(service: Service) -> list[tuple[str, str, Handler]]:
         wanted = read(ForkRequest, await request.body())
         return _json(await service.fork(request.path_params["id"], wanted), status=201)
 
-    return [  # looked through from the top: the busy ones first
-        ("/v1/step", "POST", step_many),
-        ("/v1/sessions/{id}/step", "POST", step),
+    return [
         ("/health", "GET", health),
         ("/ready", "GET", ready),
         ("/metrics", "GET", metrics),
