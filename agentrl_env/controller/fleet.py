@@ -53,6 +53,7 @@ BEAT_S = 1.0
 """How often a server gives a sign of life."""
 BLIND_PATIENCE = 3
 """How many times as long a silent server is waited for where other controllers cannot be asked."""
+LOST = "the server that held the session is gone; open a new one"
 _RESULTS = b'{"results":['
 
 
@@ -221,6 +222,7 @@ class Fleet:
         controllers: tuple[str, ...] = ()
         with suppress(StateUnavailable):  # what is open goes on without
             if await self._is_lost(hello.server_id):
+                self._drop(hello.server_id, LOST)
                 return False
             await self.state.saw(hello.server_id)
             controllers = await self.state.controllers()
@@ -245,7 +247,7 @@ class Fleet:
         if member is not None:
             member.unlink(outbox)
             if member.leaving and not member.linked:
-                self._drop(member, "the server that held the session was stopped; open a new one")
+                self._drop(server_id, "the server that held the session was stopped; open a new one")
 
     async def hear_beat(self, server_id: str, beat: Beat) -> None:
         """Take in a server's sign of life."""
@@ -269,7 +271,7 @@ class Fleet:
             self._lost_here.discard(server_id)
         if member is not None:
             logger.warning("server %s is lost with %d sessions: %s", server_id, len(member.sessions), why)
-            self._drop(member, f"the server that held the session is lost ({why}); open a new one")
+            self._drop(server_id, LOST)
 
     async def look(self) -> None:
         """Declare the servers dead that no controller has heard of for too long."""
@@ -278,7 +280,9 @@ class Fleet:
             self._lost_here.discard(server_id)
         for member in list(self.members.values()):
             silent_s = self._clock() - member.seen
-            if silent_s < self._lost_after_s:
+            if await self._is_lost(member.server_id):
+                self._drop(member.server_id, LOST)
+            elif silent_s < self._lost_after_s:
                 await self.state.saw(member.server_id)
             elif not await self._seen_elsewhere(member, silent_s):
                 await self.lose(member.server_id, f"no sign of life for {self._lost_after_s:g} s")
@@ -331,7 +335,7 @@ class Fleet:
                 return member
             if not await self.state.knows(server_id):
                 raise UnknownSession("no such session; it never existed or ended long ago")
-        raise SessionLost("the server that held the session is gone; open a new one", server=server_id)
+        raise SessionLost(LOST, server=server_id)
 
     async def _wait_for(self, there: Callable[[], bool]) -> None:
         """Wait for something to arrive, as long as servers may still be on their way."""
@@ -344,10 +348,11 @@ class Fleet:
         except TimeoutError:
             return
 
-    def _drop(self, member: Member, reason: str) -> None:
-        del self.members[member.server_id]
-        member.lose(reason)
-        self._placement.serve()
+    def _drop(self, server_id: str, reason: str) -> None:
+        member = self.members.pop(server_id, None)
+        if member is not None:
+            member.lose(reason)
+            self._placement.serve()
 
     def _error(self, error: WireError) -> bytes:
         self.metrics.errors[error.type] += 1

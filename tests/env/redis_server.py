@@ -1,0 +1,54 @@
+"""A real Redis of a test's own, on a socket in a temporary folder."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+
+class RedisServer:
+    """``redis-server`` without a disk; can be paused, killed, and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._binary = shutil.which("redis-server")
+        if self._binary is None:
+            pytest.skip("redis-server is not installed (.ci/system-packages redis-server)")
+        self._socket = folder / "redis.sock"
+        self.url = f"unix://{self._socket}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it and wait until it listens."""
+        self._socket.unlink(missing_ok=True)
+        options = ["--port", "0", "--unixsocket", str(self._socket), "--save", "", "--appendonly", "no"]
+        self._process = subprocess.Popen(
+            [str(self._binary), *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + 30
+        while not self._socket.exists():
+            assert self._process.poll() is None, "redis-server ended at once"
+            assert time.monotonic() < deadline, "redis-server does not listen"
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def pause(self) -> None:
+        """Let it answer nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let it answer again."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)

@@ -1,0 +1,210 @@
+"""What controllers share: one contract for the state in memory and the state in a real Redis."""
+
+import asyncio
+
+import pytest
+
+from agentrl_env import EnvClient, ToolCall
+from agentrl_env.controller import redis as redis_state
+from agentrl_env.controller.fleet import Fleet
+from agentrl_env.controller.redis import RedisState
+from agentrl_env.controller.serve import Controller
+from agentrl_env.controller.state import MemoryState
+from agentrl_env.errors import ServeError, SessionLost, StateUnavailable
+from agentrl_env.server.serve import NOWHERE, EnvServer
+from agentrl_env.wire import OpenRequest
+from tests.env.redis_server import RedisServer
+from tests.env.tasks import Clock, Quick, until
+
+
+@pytest.fixture
+def redis(tmp_path):
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def state(request):
+    in_memory = request.param == "memory"
+    made = MemoryState() if in_memory else RedisState(request.getfixturevalue("redis").url)
+    await made.start("http://one")
+    yield made
+    await made.aclose()
+
+
+async def test_an_opening_belongs_to_the_first_server_that_claims_it(state):
+    assert await state.claimed("r") is None
+    assert await state.claim("r", "a") == "a"
+    assert await state.claim("r", "b") == "a"
+    assert await state.claimed("r") == "a"
+
+
+async def test_a_claim_is_given_up_by_its_owner_alone(state):
+    await state.claim("r", "a")
+    await state.unclaim("r", "b")
+    assert await state.claimed("r") == "a"
+    await state.unclaim("r", "a")
+    assert await state.claim("r", "b") == "b"
+
+
+async def test_a_server_is_known_once_it_was_seen_and_lost_for_good(state):
+    assert not await state.knows("a")
+    assert not await state.seen("a", 60)
+    await state.saw("a")
+    assert await state.knows("a")
+    assert await state.seen("a", 60)
+    assert not await state.seen("a", 0)
+    assert not await state.is_lost("a")
+    await state.lose("a")
+    assert await state.is_lost("a")
+
+
+async def test_a_controller_finds_itself_among_the_controllers(state):
+    assert await state.controllers() == ("http://one",)
+
+
+def test_the_memory_of_openings_and_servers_is_bounded():
+    async def run() -> None:
+        clock = Clock()
+        state = MemoryState(clock, kept=10)
+        for number in range(50):
+            await state.claim(f"r{number}", "a")
+            await state.saw(f"s{number}")
+            await state.lose(f"s{number}")
+        assert await state.claimed("r39") is None
+        assert await state.claimed("r40") == "a"
+        assert not await state.knows("s39")
+        assert await state.is_lost("s49")
+        clock.now += 1e6
+        await state.claim("new", "a")
+        assert await state.claimed("r49") is None
+
+    asyncio.run(run())
+
+
+async def test_controllers_know_of_one_another_and_forget_who_leaves(redis):
+    one, two, other = RedisState(redis.url), RedisState(redis.url), RedisState(redis.url, fleet="other")
+    await one.start("http://one")
+    await two.start("http://two")
+    await other.start("http://other")
+    assert set(await one.controllers()) == {"http://one", "http://two"}
+    await one.claim("r", "a")
+    assert await two.claimed("r") == "a"
+    assert await other.claimed("r") is None
+    await two.aclose()
+    assert await one.controllers() == ("http://one",)
+    await one.aclose()
+    await other.aclose()
+
+
+async def test_no_redis_is_one_clear_sentence(tmp_path):
+    state = RedisState(f"unix://{tmp_path}/nothing.sock")
+    with pytest.raises(ServeError, match="Redis does not answer"):
+        await state.start("http://one")
+    await state.aclose()
+
+
+async def test_a_redis_that_hangs_is_not_waited_for_without_end(redis, monkeypatch):
+    monkeypatch.setattr(redis_state, "ANSWER_S", 0.1)
+    state = RedisState(redis.url)
+    await state.start("http://one")
+    redis.pause()
+    with pytest.raises(StateUnavailable):
+        await state.claimed("r")
+    redis.go_on()
+    assert await state.claimed("r") is None
+    await state.aclose()
+
+
+class Pair:
+    """Two controllers of one fleet, in one Redis, and a server that dials the first."""
+
+    def __init__(self, redis: RedisServer, clock: Clock) -> None:
+        self.controllers = [
+            Controller(Fleet(state=RedisState(redis.url), clock=clock, queue_s=2.0), port=0, token="secret")
+            for _ in range(2)
+        ]
+
+    async def __aenter__(self) -> "Pair":
+        for controller in self.controllers:
+            await controller.start()
+        first = self.controllers[0].url
+        self.server = EnvServer([Quick], host=NOWHERE, controllers=[first], token="secret", drain_s=0)
+        await self.server.start()
+        await until(lambda: all(c.fleet.members for c in self.controllers))
+        self.clients = [EnvClient.connect(c.url, token="secret", timeout=20) for c in self.controllers]
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for client in self.clients:
+            await client.aclose()
+        await self.server.stop()
+        for controller in self.controllers:
+            await controller.stop()
+
+
+async def test_a_server_dials_every_controller_and_each_serves_the_same_sessions(redis):
+    async with Pair(redis, Clock()) as pair:
+        session = await pair.clients[0].open("quick")
+        await session.step(ToolCall.of("note", text="one"))
+        elsewhere = await pair.clients[1].resume(session.session_id)
+        result = await elsewhere.step(ToolCall.of("note", text="two"))
+        assert result.messages[0].content.startswith("2 ")
+
+
+async def test_a_controller_can_die_and_the_other_goes_on(redis):
+    async with Pair(redis, Clock()) as pair:
+        session = await pair.clients[0].open("quick")
+        await pair.controllers[0].stop()
+        elsewhere = await pair.clients[1].resume(session.session_id)
+        assert (await elsewhere.step(ToolCall.of("finish"))).terminated
+        assert (await pair.clients[1].open("quick")).turn == 0
+
+
+async def test_an_opening_repeated_at_another_controller_is_the_same_session(redis):
+    async with Pair(redis, Clock()) as pair:
+        request = OpenRequest(task="quick", request_id="again")
+        asking = [client.backend.open(request) for client in pair.clients * 3]
+        assert len({info.session_id for info in await asyncio.gather(*asking)}) == 1
+        assert pair.server.pool.open_sessions == 1
+
+
+async def test_a_server_that_one_controller_hears_is_not_lost_for_the_other(redis):
+    clock = Clock()
+    async with Pair(redis, clock) as pair:
+        deaf, hearing = (controller.fleet for controller in pair.controllers)
+        (member,) = deaf.members.values()
+        member.seen -= 100
+        await hearing.look()
+        await deaf.look()
+        assert not await deaf.state.is_lost(member.server_id)
+        assert member.server_id in deaf.members
+
+
+async def test_what_one_controller_declares_lost_is_lost_for_all(redis):
+    async with Pair(redis, Clock()) as pair:
+        session = await pair.clients[0].open("quick")
+        old = pair.server.pool.server_id
+        await pair.controllers[0].fleet.lose(old, "it was silent")
+        for link in list(pair.server._dialer._open):
+            link.websocket.transport.abort()
+        await until(lambda: all(c.fleet.members and old not in c.fleet.members for c in pair.controllers))
+        for client in pair.clients:
+            with pytest.raises(SessionLost):
+                await client.resume(session.session_id)
+
+
+async def test_while_redis_is_away_sessions_go_on_and_openings_wait_or_are_refused(redis, monkeypatch):
+    async with Pair(redis, Clock()) as pair:
+        session = await pair.clients[0].open("quick")
+        redis.kill()
+        request = OpenRequest(task="quick", request_id="name")
+        assert (await session.step(ToolCall.of("note", text="still"))).seq == 1
+        with pytest.raises(StateUnavailable, match="Redis does not answer"):
+            await pair.controllers[0].fleet._opener.open(request, "name", 0.0)
+        waiting = asyncio.create_task(pair.clients[1].open("quick", wait=20))
+        redis.start()
+        assert (await waiting).turn == 0
+        assert (await session.step(ToolCall.of("finish"))).terminated
