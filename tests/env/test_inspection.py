@@ -7,7 +7,6 @@ from websockets.asyncio.client import connect
 from agentrl_env import Message, ToolCall
 from agentrl_env.errors import InvalidRequest
 from agentrl_env.history import KEPT_TURNS
-from agentrl_env.history import KEPT_TURNS
 from agentrl_env.server.callers import agent_token
 from agentrl_env.server.inspection import merge_lists
 from agentrl_env.server.page.shell import SHELL

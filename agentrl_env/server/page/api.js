@@ -3,6 +3,7 @@
 const KEY = "agentrl-token";
 const STEP_MS = 600_000;
 const QUICK_MS = 20_000;
+const acted = new EventTarget();
 let asking = null;
 
 /** An answer that is no success; the message is a sentence for people. */
@@ -100,11 +101,12 @@ export function report(source, message) {
   line.hidden = !text;
 }
 
-/** Do what the user asked for; report it where that fails. */
+/** Do what the user asked for, and look at once what has become of it; report it where it fails. */
 export async function attempt(work, signal) {
   try {
     await work();
     report("user", null);
+    acted.dispatchEvent(new Event("acted"));
   } catch (error) {
     if (!signal?.aborted) report("user", words(error));
   }
@@ -133,11 +135,13 @@ function pause(ms, signal) {
     const done = () => {
       clearTimeout(timer);
       document.removeEventListener("visibilitychange", done);
+      acted.removeEventListener("acted", done);
       signal.removeEventListener("abort", done);
       resolve();
     };
     const timer = setTimeout(done, ms);
     document.addEventListener("visibilitychange", done);
+    acted.addEventListener("acted", done);
     signal.addEventListener("abort", done);
   });
 }

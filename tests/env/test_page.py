@@ -1,0 +1,556 @@
+"""The page at ``/``, in a real Chromium."""
+
+import json
+import re
+import shutil
+from contextlib import asynccontextmanager
+from typing import Literal
+
+import pytest
+import pytest_asyncio
+from playwright.async_api import async_playwright, expect
+
+from agentrl_env import Done, Environment, Message, Reply, ToolCall, tool
+from agentrl_env.controller.fleet import Fleet
+from agentrl_env.controller.serve import Controller
+from agentrl_env.server.callers import agent_token
+from agentrl_env.server.serve import NOWHERE, EnvServer
+from agentrl_env.wire import OpenRequest
+from tests.env.tasks import Guess, until
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; .ci/system-packages chromium installs it"),
+]
+EVIL = "<script>window.hit = 1</script><img src=x onerror='window.hit = 2'><b>bold</b>"
+
+
+class Trove(Environment):
+    """Take the treasure. <b onmouseover="window.hit = 3">Beware</b> of what is written here."""
+
+    max_turns = 500
+    blocking = False
+    splits = ("train", "test")
+
+    def reset(self, sample, rng):
+        self.looks = 0
+        return [
+            Message(role="system", content="You are in a house."),
+            Message(role="user", content="Find it!"),
+        ]
+
+    @classmethod
+    def samples(cls, split):
+        return [{"n": n} for n in range(40)]
+
+    def respond(self, text):
+        return f"You said: {text}"
+
+    @tool
+    def look(self, where: str):
+        """Look somewhere."""
+        self.looks += 1
+        return f"look {self.looks}: there is nothing at the {where}"
+
+    @tool
+    def read(self, lines: int = 100):
+        """Read a long text."""
+        return "\n".join(f"line {n} of the book" for n in range(1, lines + 1))
+
+    @tool
+    def evil(self):
+        """Show what must not be believed."""
+        return Message(role="user", content=EVIL)
+
+    @tool
+    def echo(
+        self,
+        word: str,
+        number: int,
+        mood: Literal["calm", "hasty"] = "calm",
+        ratio: float | None = None,
+        flag: bool = False,
+        tags: list[str] | None = None,
+    ):
+        """Say what was given.
+
+        Args:
+            word: any word
+        """
+        return Reply(json.dumps([word, number, mood, ratio, flag, tags]), reward=0.25)
+
+    @tool
+    def take(self, thing: str):
+        """Take something."""
+        return Done("You have it.", reward=1.0) if thing == "treasure" else "It is fixed."
+
+    def snapshot(self):
+        return self.looks
+
+    def restore(self, state):
+        self.looks = state
+
+    def expert(self, rng):
+        return ToolCall.of("take", thing="treasure")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def chromium():
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        await browser.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def visit(chromium):
+    """Open the page in a fresh profile; at the end nothing of it must have broken."""
+    contexts, broken = [], []
+
+    def hear(message):
+        if "Failed to load resource" not in message.text:  # how Chromium tells of a 401 and the like
+            broken.append(message.text)
+
+    async def visit(server, fragment="#/", **options):
+        context = await chromium.new_context(**options)
+        context.set_default_timeout(10_000)
+        contexts.append(context)
+        page = await context.new_page()
+        page.on("pageerror", lambda error: broken.append(str(error)))
+        page.on("console", hear)
+        await page.goto(f"{server.url}/{fragment}")
+        return page
+
+    yield visit
+    for context in contexts:
+        await context.close()
+    assert broken == []
+
+
+@asynccontextmanager
+async def serving(*tasks, **options):
+    server = EnvServer(tasks or (Trove, Guess), port=0, drain_s=0, oracle=True, **options)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def server():
+    async with serving(max_sessions=5000) as server:
+        yield server
+
+
+async def opened(server, task="trove", **fields):
+    return (await server.pool.open(OpenRequest(task=task, **fields))).session_id
+
+
+async def step(server, session_id, seq, name="look", text=None, **arguments):
+    arguments = arguments or ({"where": "cellar"} if name == "look" else {})
+    message = Message.assistant(text, ToolCall.of(name, **arguments))
+    return await server.pool.step(session_id, seq, message)
+
+
+async def look_again(page):
+    """Have the page ask at once, as it does when its tab comes to the front; not when it next would."""
+    await page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+
+
+async def test_the_overview_shows_the_server_its_load_and_its_tasks(server, visit):
+    await opened(server)
+    page = await visit(server)
+    await expect(page.get_by_role("status").filter(has_text="ok")).to_be_visible()
+    await expect(page.get_by_text("1 of 5000 sessions open on 1 server.")).to_be_visible()
+    row = page.get_by_role("row").filter(has_text=server.pool.server_id)
+    await expect(row).to_contain_text("1 / 5000")
+    card = page.get_by_role("article").filter(has=page.get_by_role("heading", name="trove"))
+    await expect(card).to_contain_text("train (40), test (40)")
+    await expect(card).to_contain_text("expert, fork")
+    await card.get_by_text("5 tools").click()
+    await expect(card).to_contain_text("echo(word, number, mood?, ratio?, flag?, tags?)")
+    await opened(server, "guess")
+    await look_again(page)
+    await expect(row).to_contain_text("2 / 5000")
+    server.pool.draining = True
+    await look_again(page)
+    await expect(row).to_contain_text("draining")
+    await expect(page.locator("#health")).to_have_text("draining")
+
+
+async def test_thousands_of_sessions_are_listed_in_pages_and_stay_live(server, visit):
+    for _ in range(1000):
+        await opened(server)
+    last = await opened(server, "guess")
+    page = await visit(server, "#/sessions")
+    rows = page.locator("tbody tr")
+    await expect(page.get_by_text("1001 sessions, page 1; the newest first.")).to_be_visible()
+    await expect(rows).to_have_count(100)
+    await expect(rows.first).to_contain_text("guess")
+    await page.get_by_role("button", name="Older").click()
+    await expect(page.get_by_text("page 2;")).to_be_visible()
+    await expect(page.get_by_role("cell", name="guess")).to_have_count(0)
+    await page.get_by_role("button", name="Newer").click()
+    await expect(rows.first).to_contain_text("guess")
+    await server.pool.step(last, 1, Message.assistant(None, ToolCall.of("guess", n=99)))
+    await look_again(page)
+    await expect(rows.first.get_by_role("cell").nth(2)).to_have_text("1")  # the turn
+    newest = await opened(server)
+    await expect(rows.first.get_by_role("link")).to_have_attribute("title", newest)
+
+
+async def test_sessions_are_filtered_by_task_and_status(server, visit):
+    done = await opened(server)
+    await step(server, done, 1, "take", thing="treasure")
+    await opened(server), await opened(server, "guess")
+    page = await visit(server, "#/sessions")
+    rows = page.locator("tbody tr")
+    await expect(rows).to_have_count(3)
+    await page.get_by_label("Task").select_option("guess")
+    await expect(rows).to_have_count(1)
+    await page.get_by_label("Task").select_option("trove")
+    await page.get_by_label("Status").select_option("completed")
+    await expect(rows.get_by_role("link")).to_have_attribute("title", done)
+    await page.reload()
+    await expect(page.get_by_label("Task")).to_have_value("trove")
+    await expect(rows).to_have_count(1)
+    await rows.get_by_role("link").click()
+    await expect(page.get_by_role("log")).to_contain_text("You have it.")
+
+
+async def test_a_transcript_is_live(server, visit):
+    session_id = await opened(server, seed=7)
+    await step(server, session_id, 1, text="Let me see.", where="attic")
+    page = await visit(server, f"#/session/{session_id}")
+    log = page.get_by_role("log")
+    await expect(log).to_contain_text("You are in a house.")
+    await expect(log).to_contain_text("Let me see.")
+    await expect(log).to_contain_text('{ "where": "attic" }')
+    await expect(log).to_contain_text("look 1: there is nothing at the attic")
+    await expect(page.get_by_role("status").filter(has_text="seed 7")).to_contain_text("1 turn ")
+    await step(server, session_id, 2, "take", thing="treasure")
+    await expect(log).to_contain_text("tool · take")
+    await expect(log).to_contain_text("reward 1success 1completed")
+    await expect(page.get_by_role("status").filter(has_text="seed 7")).to_contain_text("completed")
+    await expect(page.get_by_role("link", name="Play on")).to_be_hidden()
+
+
+async def test_a_transcript_stays_at_its_end_unless_one_reads_further_up(server, visit):
+    session_id = await opened(server)
+    for seq in range(1, 31):
+        await step(server, session_id, seq)
+    page = await visit(server, f"#/session/{session_id}")
+    log = page.get_by_role("log")
+    jump = page.get_by_role("button", name="Jump to the newest")
+    await expect(log.get_by_text("look 30:")).to_be_in_viewport()
+    await step(server, session_id, 31)
+    await look_again(page)
+    await expect(log.get_by_text("look 31:")).to_be_in_viewport()
+    await log.evaluate("log => log.scrollTop = 0")
+    await step(server, session_id, 32)
+    await look_again(page)
+    await expect(jump).to_be_visible()
+    assert await log.evaluate("log => log.scrollTop") == 0
+    await jump.click()
+    await expect(log.get_by_text("look 32:")).to_be_in_viewport()
+    await expect(jump).to_be_hidden()
+
+
+async def test_a_long_answer_is_folded(server, visit):
+    session_id = await opened(server)
+    await step(server, session_id, 1, "read", lines=500)
+    page = await visit(server, f"#/session/{session_id}")
+    log = page.get_by_role("log")
+    await expect(log).not_to_contain_text("line 500 of the book")
+    await log.get_by_role("button", name="Show all").click()
+    await expect(log).to_contain_text("line 500 of the book")
+    await log.get_by_role("button", name="Show less").click()
+    await expect(log).not_to_contain_text("line 500 of the book")
+
+
+async def test_turns_that_the_server_no_longer_keeps_are_counted(server, visit):
+    session_id = await opened(server)
+    for seq in range(1, 71):
+        await step(server, session_id, seq)
+    page = await visit(server, f"#/session/{session_id}")
+    await expect(page.get_by_role("log")).to_contain_text("6 turns no longer kept by the server")
+
+
+async def test_nothing_that_is_shown_is_read_as_html(server, visit):
+    session_id = await opened(server)
+    await step(server, session_id, 1, "evil", text=EVIL)
+    await step(server, session_id, 2, "look", where=EVIL)
+    await server.pool.step(session_id, 3, Message.assistant(None, ToolCall.of(EVIL)))
+    picture = [
+        {"type": "image_url", "image_url": {"url": "javascript:window.hit = 4"}},
+        {"type": "text", "text": EVIL},
+    ]
+    await server.pool.step(session_id, 4, Message(role="assistant", content=picture))
+    page = await visit(server, f"#/session/{session_id}")
+    log = page.get_by_role("log")
+    await expect(log).to_contain_text("turn 4")
+    assert (await log.inner_text()).count("<b>bold</b>") >= 6
+    await expect(log.locator("script, img, b")).to_have_count(0)
+    await page.goto(f"{server.url}/#/play/{session_id}")
+    await expect(page.get_by_role("log")).to_contain_text("turn 4")
+    await page.goto(f"{server.url}/#/")
+    await expect(page.get_by_text('<b onmouseover="window.hit = 3">Beware</b>')).to_be_visible()
+    assert await page.evaluate("window.hit") is None
+
+
+async def test_a_task_is_played_to_its_end_by_hand(server, visit):
+    page = await visit(server)
+    await page.get_by_role("link", name="Playground").click()
+    await page.get_by_label("Task").select_option("trove")
+    await page.get_by_label("Split").select_option("test")
+    await page.get_by_label("Index").fill("3")
+    await page.get_by_label("Seed").fill("9007199254740993")
+    await page.get_by_role("button", name="Open a session").click()
+    log = page.get_by_role("log")
+    await expect(log).to_contain_text("Find it!")
+    (session, _) = next(server.pool.known())
+    assert (session.sample.split, session.sample.index, session.sample.seed) == ("test", 3, 2**53 + 1)
+    await page.get_by_label("where").fill("garden")
+    await page.get_by_role("button", name="Call").click()
+    await expect(log).to_contain_text("look 1: there is nothing at the garden")
+    await page.get_by_label("Tool").select_option("say something (no tool)")
+    await page.get_by_label("Text").fill("is anybody here?")
+    await page.get_by_role("button", name="Say").click()
+    await expect(log).to_contain_text("You said: is anybody here?")
+    await page.reload()  # the session goes on where it was
+    await expect(log).to_contain_text("You said: is anybody here?")
+    await page.get_by_role("button", name="Ask the expert").click()
+    await expect(page.get_by_label("Arguments", exact=True)).to_have_value('{"thing": "treasure"}')
+    await page.get_by_role("button", name="Call").click()
+    await expect(page.get_by_text("The task has ended. 3 turns, reward 1.")).to_be_visible()
+    await expect(page.get_by_role("link", name="Open another")).to_be_visible()
+
+
+async def test_a_form_for_a_tool_makes_arguments_that_fit_its_schema(server, visit):
+    session_id = await opened(server)
+    page = await visit(server, f"#/play/{session_id}")
+    log, call = page.get_by_role("log"), page.get_by_role("button", name="Call")
+    await page.get_by_label("Tool").select_option("echo")
+    await expect(page.get_by_text("any word; string")).to_be_visible()
+    await page.get_by_label("word").fill('a "quoted"\nword')
+    await call.click()  # the browser asks for the number first
+    await expect(page.get_by_label("number")).to_be_focused()
+    await page.get_by_label("number").fill("12345678901234567890")
+    await call.click()
+    await expect(log).to_contain_text(
+        '["a \\"quoted\\"\\nword", 12345678901234567890, "calm", null, false, null]'
+    )
+    await page.get_by_label("mood").select_option("hasty")
+    await page.get_by_label("ratio").fill("0.5")
+    await page.get_by_label("flag").select_option("true")
+    await page.get_by_label("tags").fill('["x", "y"]')
+    await call.click()
+    await expect(log).to_contain_text('12345678901234567890, "hasty", 0.5, true, ["x", "y"]]')
+    await page.get_by_label("number").fill("many")  # what does not fit is the environment's to refuse
+    await call.click()
+    await expect(log).to_contain_text(
+        'argument "number" should be a valid integer, got "many"', use_inner_text=True
+    )
+
+
+async def test_raw_json_is_sent_exactly_as_written(server, visit):
+    session_id = await opened(server)
+    page = await visit(server, f"#/play/{session_id}")
+    await page.get_by_label("where").fill("x")
+    await page.get_by_label("raw JSON arguments").check()
+    await expect(page.get_by_label("Arguments", exact=True)).to_have_value('{"where": "x"}')
+    await page.get_by_label("Arguments", exact=True).fill('{"where": broken')
+    await page.get_by_role("button", name="Call").click()
+    await expect(page.get_by_role("log")).to_contain_text("arguments are not valid JSON")
+    said, _ = next(iter(server.pool.session(session_id).turns))
+    assert said.tool_calls[0].function.arguments == '{"where": broken'
+
+
+async def test_a_session_is_forked_and_closed_by_hand(server, visit):
+    session_id = await opened(server)
+    await step(server, session_id, 1)
+    page = await visit(server, f"#/play/{session_id}")
+    await page.get_by_role("button", name="Fork").click()
+    await page.wait_for_url(re.compile(r"#/play/(?!" + re.escape(session_id) + ")"))
+    fork = page.url.rpartition("/")[2]
+    await page.get_by_label("where").fill("fork")
+    await page.get_by_role("button", name="Call").click()
+    await expect(page.get_by_role("log")).to_contain_text("look 2: there is nothing at the fork")
+    assert server.pool.session(session_id).turn == 1
+    await page.get_by_role("button", name="Close the session").click()
+    await expect(page.get_by_text("The session was closed before its end.")).to_be_visible()
+    assert server.pool.session(fork).status == "cancelled"
+
+
+async def test_failures_are_told_as_sentences(server, visit):
+    page = await visit(server, "#/play")
+    alert = page.get_by_role("alert")
+    await page.get_by_label("Index").fill("400")
+    await page.get_by_role("button", name="Open a session").click()
+    await expect(alert).to_have_text(re.compile(r"^[A-Z].*400.*\.$"))
+    await page.get_by_label("Index").fill("4")
+    await page.get_by_role("button", name="Open a session").click()
+    await expect(page.get_by_role("log")).to_be_visible()
+    await expect(alert).to_be_hidden()
+    await page.goto(f"{server.url}/#/session/nobody")
+    await expect(page.get_by_text("No such session; it never existed or ended long ago.")).to_be_visible()
+    await server.stop()
+    await look_again(page)
+    await expect(alert).to_have_text("The server cannot be reached.")
+    await expect(page.locator("#health")).to_have_text("unreachable")
+
+
+async def test_a_token_is_asked_for_and_kept_out_of_sight(visit):
+    async with serving(token="open-sesame") as server:
+        session_id = await opened(server)
+        page = await visit(server)
+        dialog = page.get_by_role("dialog")
+        seen = []
+        page.on("request", lambda request: seen.append(request.url))
+        await page.get_by_label("Token", exact=True).fill("wrong")
+        await page.keyboard.press("Enter")
+        await expect(dialog).to_contain_text("does not take this token")
+        await page.get_by_label("Token", exact=True).fill("open-sesame")
+        await page.get_by_role("button", name="Continue").click()
+        await expect(page.get_by_role("heading", name="trove")).to_be_visible()
+        await page.reload()
+        await expect(page.get_by_role("heading", name="trove")).to_be_visible()
+        assert not [url for url in seen if "sesame" in url]
+        assert "sesame" not in await page.evaluate(
+            "JSON.stringify(localStorage) + document.cookie + location.href"
+        )
+        await page.get_by_role("button", name="Forget the token").click()
+        await expect(dialog).to_be_visible()
+        await page.get_by_label("Token", exact=True).fill(agent_token("open-sesame", session_id))
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_role("alert")).to_contain_text(
+            "An agent's token may only step its own session"
+        )
+
+
+async def test_a_controller_shows_its_fleet_and_its_sessions(visit):
+    controller = Controller(Fleet(queue_s=0.0), port=0)
+    await controller.start()
+    servers = [
+        EnvServer([task], host=NOWHERE, controllers=[controller.url], drain_s=0) for task in (Trove, Guess)
+    ]
+    try:
+        for server in servers:
+            await server.start()
+        await until(lambda: len(controller.fleet.members) == 2)
+        trove, guess = await opened(servers[0]), await opened(servers[1], "guess")
+        page = await visit(controller)
+        await expect(page.get_by_text("2 of 2048 sessions open on 2 servers.")).to_be_visible()
+        await expect(page.locator("#name")).to_contain_text("fleet of 2")
+        await page.get_by_role("link", name="Sessions").first.click()
+        titles = page.locator("tbody a")
+        await expect(titles).to_have_count(2)
+        assert {await titles.nth(n).get_attribute("title") for n in range(2)} == {trove, guess}
+        await page.get_by_title(guess).click()
+        await expect(page.get_by_role("log")).to_contain_text("I picked a number")
+        await page.get_by_role("link", name="Play on").click()
+        await page.get_by_label("n", exact=True).fill("99")
+        await page.get_by_role("button", name="Call").click()
+        await expect(page.get_by_role("log")).to_contain_text("lower")
+    finally:
+        for server in servers:
+            await server.stop()
+        await controller.stop()
+
+
+VIEWS = ["#/", "#/sessions", "#/session/ID", "#/play", "#/play/ID"]
+READY = {"#/": "article", "#/sessions": "tbody tr", "#/play": "form", "#/play/ID": "form"}
+CONTRAST = """() => {
+  const luminance = (rgb) => {
+    const linear = (c) => (c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+    const [r, g, b] = rgb.map((c) => linear(c / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const behind = (element) => {
+    for (let at = element; at; at = at.parentElement) {
+      const [r, g, b, alpha = 1] = numbers(getComputedStyle(at).backgroundColor);
+      if (alpha === 1) return [r, g, b];
+    }
+    return [255, 255, 255];
+  };
+  const low = [];
+  for (const element of document.querySelectorAll("body *")) {
+    const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+    const control = ["INPUT", "SELECT", "TEXTAREA"].includes(element.tagName);
+    if (!(own || control) || !element.checkVisibility() || element.closest(":disabled, .skip")) continue;
+    const [a, b] = [numbers(getComputedStyle(element).color).slice(0, 3), behind(element)].map(luminance);
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) low.push(`${element.outerHTML}: ${ratio.toFixed(2)}`);
+  }
+  return low;
+}"""
+UNNAMED = """() => [...document.querySelectorAll("input, select, textarea, button, a")]
+  .filter((e) => !(e.labels?.length || e.ariaLabel || (/BUTTON|A/.test(e.tagName) && e.textContent.trim())))
+  .map((e) => e.outerHTML)"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_every_view_can_be_read_in_light_and_dark_wide_and_narrow(server, visit, scheme):
+    for name in ("gain", "finish"):
+        session_id = await opened(server)
+        await step(server, session_id, 1, "echo", text=name, word="w" * 300, number=1)
+        await step(server, session_id, 2, "read", lines=90)
+    crashed = await opened(server)
+    await server.pool.close_session(crashed)
+    done = await opened(server)
+    await step(server, done, 1, "take", thing="treasure")
+    page = await visit(server, color_scheme=scheme)
+    backgrounds = set()
+    for width in (1280, 400):
+        await page.set_viewport_size({"width": width, "height": 800})
+        for view in VIEWS:
+            await page.goto(f"{server.url}/{view.replace('ID', session_id)}")
+            await expect(page.locator("main").locator(READY.get(view, ".outcome")).first).to_be_visible()
+            assert await page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, (
+                view,
+                width,
+            )
+            assert await page.evaluate(CONTRAST) == []
+            assert await page.evaluate(UNNAMED) == []
+        backgrounds.add(await page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert len(backgrounds) == 1
+    brightness = sum(map(int, re.findall(r"\d+", backgrounds.pop())))
+    assert (brightness > 600) == (scheme == "light")
+
+
+async def test_the_page_can_be_used_without_a_mouse(server, visit):
+    page = await visit(server)
+    await expect(page.get_by_role("heading", name="trove")).to_be_visible()
+    await page.keyboard.press("Tab")
+    await expect(page.get_by_role("link", name="Skip to the content")).to_be_focused()
+    for _ in range(3):
+        await page.keyboard.press("Tab")
+    await expect(page.get_by_role("link", name="Playground")).to_be_focused()
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_label("Task")).to_be_visible()
+    await page.keyboard.press("Tab")
+    await expect(page.get_by_label("Task")).to_be_focused()
+    for _ in range(4):
+        await page.keyboard.press("Tab")
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_role("log")).to_contain_text("Find it!")
+    await page.get_by_label("where").focus()
+    await page.keyboard.type("cellar")
+    await page.keyboard.press("Tab")
+    await page.keyboard.press("Tab")
+    await expect(page.get_by_role("button", name="Call")).to_be_focused()
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_role("log")).to_contain_text("look 1: there is nothing at the cellar")
