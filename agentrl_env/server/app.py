@@ -29,6 +29,7 @@ from agentrl_env.server.gate import Gate
 from agentrl_env.server.guard import GuardedService
 from agentrl_env.server.limits import Limits
 from agentrl_env.server.metrics import CONTENT_TYPE, watch_loop
+from agentrl_env.server.openapi import openapi_route
 from agentrl_env.server.page.routes import page_routes
 from agentrl_env.server.service import Service
 from agentrl_env.server.socket import socket_endpoint
@@ -77,7 +78,7 @@ def create_app(
     app.add_exception_handler(ClientDisconnect, _on_hang_up)
     app.add_exception_handler(Exception, _on_bug(service))
     app.router.routes.append(WebSocketRoute(SOCKET_PATH, socket_endpoint(service, limits.max_body_bytes)))
-    for path, method, handler in (*_routes(service), *page_routes(service)):
+    for path, method, handler in (*_routes(service), *page_routes(service), openapi_route(token=bool(token))):
         # Plain routes: each handler reads its body once, straight from JSON to the model.
         app.add_route(path, handler, methods=[method])
     return app
@@ -174,7 +175,9 @@ def _on_http_error(service: Service) -> Any:
     async def answer(request: Request, error: HTTPException) -> Response:
         where = f"{request.method} {request.url.path}"
         if error.status_code == 405:
-            return _answer(service, MethodNotAllowed(f"{where}: this path has no such method"))
+            answer = _answer(service, MethodNotAllowed(f"{where}: this path has no such method"))
+            answer.headers.update(error.headers or {})  # which methods it has
+            return answer
         if error.status_code == 404:
             return _answer(service, UnknownRoute(f"{where}: no such path in protocol 1"))
         return _answer(service, InvalidRequest(f"{where}: {error.detail}"))

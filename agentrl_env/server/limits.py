@@ -61,14 +61,14 @@ class Limits(BaseModel):
             name, equals, value = setting.partition("=")
             if not equals or name not in cls.model_fields:
                 known = ", ".join(cls.model_fields)
-                raise ServeError(f"--limit {setting}: give NAME=VALUE, with NAME one of {known}")
+                raise ServeError(f"--caller-limit {setting}: give NAME=VALUE, with NAME one of {known}")
             given[name] = value
         try:
             return cls.model_validate(given)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             name = str(first["loc"][0])
-            raise ServeError(f"--limit {name}={given[name]}: {first['msg']}") from error
+            raise ServeError(f"--caller-limit {name}={given[name]}: {first['msg']}") from error
 
     def check_message(self, message: Message) -> None:
         """Raise InvalidRequest where an assistant message is over a limit."""

@@ -18,7 +18,7 @@ from agentrl_env.server.gate import route_of
 from agentrl_env.server.limits import Limits
 from agentrl_env.server.serve import EnvServer
 from agentrl_env.wire import StepRequest
-from tests.env.tasks import Quick
+from tests.env.tasks import Quick, until
 from tests.env.test_fork import Walk
 
 TOKEN = "sesam"
@@ -187,8 +187,7 @@ async def test_the_ready_probe_fails_once_the_server_drains():
         assert (await probe.get("/ready")).json() == {"status": "ready"}
         session = await client.open("quick")
         stopping = asyncio.create_task(server.stop())
-        while not server.pool.draining:
-            await asyncio.sleep(0)
+        await until(lambda: server.pool.draining)
         answer = await probe.get("/ready")
         assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_draining")
         assert "retry-after" in answer.headers
