@@ -1,0 +1,279 @@
+"""Process 1 of a bubblewrap sandbox: runs one command after another as told over its stdin, a socket.
+
+It stands alone, on the standard library of whichever Python the sandbox sees, and holds no right that
+the commands lack. As process 1 of its namespace no command can kill or stop it; when the socket closes it
+ends, and the kernel ends everything else.
+
+A request is a JSON line with three descriptors (stdin, stdout, stderr); ``{"op": "kill"}`` has none. An
+answer is a JSON line: ``{"code"}``, ``{"signal"}`` or ``{"failed"}``, and ``"pids": true`` where the process
+limit was hit.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import stat
+import sys
+from typing import Any
+
+CHUNK = 1 << 16
+PR_SET_DUMPABLE = 4
+LAYERS = "/dev/layers"
+"""Where the writable layers are seen as they are, read-only."""
+OPAQUE = "AGENTRL.opaque"
+"""The mark of a folder that hides the one of the same name below it."""
+
+
+def main() -> None:
+    """Serve until the socket closes."""
+    control = socket.socket(fileno=os.dup(0))
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    oom = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    awake, wake = os.pipe()
+    os.set_blocking(awake, False)
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    _send(control, {"ready": True})
+    while True:
+        request, descriptors = _receive(control)
+        if request.get("op") != "kill":
+            _send(control, _serve(control, awake, oom, request, descriptors))
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _serve(
+    control: socket.socket, awake: int, oom: int, request: dict[str, Any], descriptors: list[int]
+) -> dict[str, Any]:
+    """Run one command to its end and return the answer."""
+    _reap()
+    try:
+        # Inherited by the child: when memory runs out the kernel kills commands before process 1.
+        os.write(oom, b"500")
+        child = os.fork()
+    except OSError as error:
+        _kill_all()
+        return {"failed": os.strerror(error.errno or 0), "pids": error.errno == errno.EAGAIN}
+    if child == 0:
+        _child(request, descriptors)
+    os.write(oom, b"0")
+    for descriptor in descriptors:
+        os.close(descriptor)
+    descriptors.clear()
+    ended = _wait(control, awake, child)
+    if not request.get("background") or ended is None:
+        _kill_all()
+    if ended is None:
+        return {"signal": int(signal.SIGKILL)}
+    if os.WIFSIGNALED(ended):
+        return {"signal": os.WTERMSIG(ended)}
+    return {"code": os.WEXITSTATUS(ended)}
+
+
+def _wait(control: socket.socket, awake: int, child: int) -> int | None:
+    """Return the child's status once it ends, or None once the other side wants it killed."""
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    poll.register(awake, select.POLLIN)
+    while True:
+        ended = _reap()
+        if child in ended:
+            return ended[child]
+        for descriptor, _ in poll.poll():
+            if descriptor == awake:
+                os.read(awake, CHUNK)
+            elif _receive(control)[0].get("op") == "kill":
+                return None
+
+
+def _reap() -> dict[int, int]:
+    """Collect whoever has ended, orphans too, and return their statuses."""
+    ended: dict[int, int] = {}
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended[pid] = status
+
+
+def _kill_all() -> None:
+    """End every other process of the namespace and wait until none is left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)  # atomic: the kernel lets nobody fork meanwhile
+    while True:
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _child(request: dict[str, Any], descriptors: list[int]) -> None:
+    """Become the command; never returns."""
+    status = 126
+    try:
+        os.setsid()
+        for target, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, target)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        for name, value in request["rlimits"].items():
+            kind = getattr(resource, name)
+            hard = resource.getrlimit(kind)[1]
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(kind, (value, value))
+        status = _FILE_OPERATIONS.get(request["op"], _run)(request)
+    except BaseException as error:  # a forked copy of process 1 must never go on
+        os.write(2, _complaint(error, request).encode("utf-8", "replace"))
+        status = 127 if isinstance(error, FileNotFoundError) else status
+    finally:
+        os._exit(status)
+
+
+def _complaint(error: BaseException, request: dict[str, Any]) -> str:
+    number = getattr(error, "errno", None) or 0
+    reason = os.strerror(number) if number else str(error)
+    if request["op"] != "run":
+        return f"{number}:{reason}"
+    return f"cannot run {request['argv'][0][:200] if request['argv'] else 'nothing'}: {reason}\n"
+
+
+def _run(request: dict[str, Any]) -> int:
+    os.chdir(request["cwd"])
+    os.execvpe(request["argv"][0], request["argv"], request["env"])
+
+
+def _write(request: dict[str, Any]) -> int:
+    """Write stdin to a file."""
+    path = request["path"]
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
+    _copy(0, _regular(os.open(path, flags, 0o644)))
+    return 0
+
+
+def _read(request: dict[str, Any]) -> int:
+    """Write a file to stdout."""
+    _copy(_regular(os.open(request["path"], os.O_RDONLY | os.O_NONBLOCK)), 1, request["limit"])
+    return 0
+
+
+def _snapshot(request: dict[str, Any]) -> int:
+    """Write all that was changed to stdout, as a tar archive of the layers."""
+    import tarfile
+
+    def recorded(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        path = os.path.join(LAYERS, entry.name)
+        if entry.isdir() and "user.overlay.opaque" in os.listxattr(path):
+            entry.pax_headers = {OPAQUE: "y"}
+        return None if entry.isfifo() else entry
+
+    with os.fdopen(1, "wb", closefd=False) as out, tarfile.open(fileobj=out, mode="w|") as tar:
+        for layer in os.listdir(LAYERS):
+            tar.add(os.path.join(LAYERS, layer), arcname=layer, filter=recorded)
+    return 0
+
+
+def _restore(request: dict[str, Any]) -> int:
+    """Apply the archive on stdin to the files as they are seen."""
+    import tarfile
+
+    modes = {}
+    with os.fdopen(0, "rb", closefd=False) as source, tarfile.open(fileobj=source, mode="r|") as tar:
+        for entry in tar:
+            path = _place(entry.name, request["layers"])
+            try:
+                _apply(tar, entry, path, request["layers"])
+            except OSError as error:
+                if error.errno not in (errno.EBUSY, errno.EROFS):  # what the sandbox itself mounts
+                    raise
+            else:
+                modes[path] = entry.mode if entry.isdir() or entry.isreg() else None
+    for path, mode in modes.items():
+        if mode is not None and os.stat(path).st_uid == os.getuid() and os.access(path, os.W_OK):
+            os.chmod(path, mode)
+    return 0
+
+
+def _place(name: str, layers: dict[str, str]) -> str:
+    layer, _, rest = name.partition("/")
+    return os.path.join(layers[layer], rest) if rest else layers[layer]
+
+
+def _apply(tar: Any, entry: Any, path: str, layers: dict[str, str]) -> None:
+    """Make one entry real. A device is the overlay's mark of a deletion."""
+    import shutil
+
+    folder = os.path.isdir(path) and not os.path.islink(path)
+    if entry.isdir():
+        if OPAQUE in entry.pax_headers and folder:
+            shutil.rmtree(path)
+        return os.makedirs(path, exist_ok=True)
+    if os.path.lexists(path):
+        shutil.rmtree(path) if folder else os.unlink(path)
+    if entry.issym():
+        os.symlink(entry.linkname, path)
+    elif entry.islnk():
+        os.link(_place(entry.linkname, layers), path)
+    elif entry.isreg():
+        with open(path, "wb") as target:
+            shutil.copyfileobj(tar.extractfile(entry), target)
+        os.utime(path, (entry.mtime, entry.mtime))
+
+
+_FILE_OPERATIONS = {"write": _write, "read": _read, "snapshot": _snapshot, "restore": _restore}
+
+
+def _regular(descriptor: int) -> int:
+    """Return a descriptor of a regular file. Raises OSError for anything that could block."""
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file")
+    return descriptor
+
+
+def _copy(source: int, target: int, limit: int = sys.maxsize) -> None:
+    while limit > 0 and (data := os.read(source, min(CHUNK, limit))):
+        limit -= len(data)
+        while data:
+            data = data[os.write(target, data) :]
+
+
+def _send(control: socket.socket, answer: dict[str, Any]) -> None:
+    control.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _receive(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Return the next request and its descriptors; ends the process where the socket is closed."""
+    data, descriptors = b"", array.array("i")
+    while not data.endswith(b"\n"):
+        piece, ancillary, _, _ = control.recvmsg(
+            CHUNK, socket.CMSG_SPACE(3 * descriptors.itemsize), socket.MSG_CMSG_CLOEXEC
+        )
+        if not piece:
+            os._exit(0)
+        for level, kind, content in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors.frombytes(content)
+        data += piece
+    return json.loads(data), list(descriptors)
+
+
+if __name__ == "__main__":
+    main()
