@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -13,7 +14,7 @@ from agentrl_env.controller.member import Outbox
 from agentrl_env.wire import Beat, Hello
 
 if TYPE_CHECKING:
-    from agentrl_env.controller.fleet import Fleet
+    from agentrl_env.controller.roster import Roster
 
 HELLO_S = 10.0
 """How long a server may take to say who it is."""
@@ -28,54 +29,73 @@ class _BeatFrame(BaseModel):
     beat: Beat
 
 
-def link_endpoint(fleet: Fleet) -> Callable[[WebSocket], Awaitable[None]]:
+def link_endpoint(roster: Roster) -> Callable[[WebSocket], Awaitable[None]]:
     """Return what serves ``/v1/link``."""
 
     async def endpoint(websocket: WebSocket) -> None:
         await websocket.accept()
         try:
             async with asyncio.timeout(HELLO_S):
-                hello = _FirstFrame.model_validate_json(await websocket.receive_text()).hello
+                hello = _FirstFrame.model_validate_json(await _frame(websocket)).hello
         except (WebSocketDisconnect, TimeoutError):
             return
         except ValidationError as error:
             await websocket.close(1008, f"the first frame must be a hello: {error.errors()[0]['msg']}"[:120])
             return
+        if roster.is_taken(hello):
+            await websocket.close(1008, "another process has this server's id")
+            return
         outbox = Outbox()
-        if not await fleet.join(hello, outbox):
+        if not await roster.join(hello, outbox):
             await websocket.send_text('{"lost":true}')
             return
-        writing = asyncio.create_task(_write(websocket, outbox))
+        ways = (
+            asyncio.create_task(_write(websocket, outbox)),
+            asyncio.create_task(_read(websocket, roster, hello.server_id, outbox)),
+        )
         try:
-            await _read(websocket, fleet, hello.server_id)
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            writing.cancel()
-            fleet.part(hello.server_id, outbox)
+            roster.part(hello.server_id, outbox)
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
 
     return endpoint
 
 
+async def _frame(websocket: WebSocket) -> bytes:
+    """Return the next frame. Raises WebSocketDisconnect."""
+    message = await websocket.receive()
+    if message["type"] == "websocket.disconnect":
+        raise WebSocketDisconnect(message.get("code", 1005))
+    text = message.get("text")
+    frame: bytes = message["bytes"] if text is None else text.encode()
+    return frame
+
+
 async def _write(websocket: WebSocket, outbox: Outbox) -> None:
-    try:
-        while True:
-            await websocket.send_text((await outbox.take()).decode())
-    except (WebSocketDisconnect, RuntimeError):
-        return  # the reader hears of it too
+    """Send what there is to send, until the link is to end."""
+    with suppress(WebSocketDisconnect, RuntimeError):  # of that the reader hears too
+        while (frame := await outbox.take()) is not None:
+            await websocket.send_text(frame.decode())
+        await websocket.close(1012, "dial again")
 
 
-async def _read(websocket: WebSocket, fleet: Fleet, server_id: str) -> None:
+async def _read(websocket: WebSocket, roster: Roster, server_id: str, outbox: Outbox) -> None:
     """Take in frames until the server is gone, or says something that is no frame of a link."""
     while True:
-        message = await websocket.receive()
-        if message["type"] == "websocket.disconnect":
+        try:
+            frame = await _frame(websocket)
+        except WebSocketDisconnect:
             return
-        text = message.get("text")
-        frame: bytes = message["bytes"] if text is None else text.encode()
+        if outbox.closed:
+            return  # what comes late over an old link may be out of date
         try:
             if frame.startswith(b'{"beat":'):
-                await fleet.hear_beat(server_id, _BeatFrame.model_validate_json(frame).beat)
+                await roster.hear_beat(server_id, _BeatFrame.model_validate_json(frame).beat)
             else:
-                fleet.hear_answer(server_id, frame)
+                roster.hear_answer(server_id, frame)
         except ValueError:
             await websocket.close(1008, "not a frame of a link")
             return

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import re
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -26,23 +26,48 @@ class _Call:
 
 
 class Outbox:
-    """Frames on their way to one server, over one link."""
+    """Calls on their way to one server, over one link.
+
+    A server that reads slowly lets them wait here; those whose callers are gone by then are not sent.
+    """
 
     def __init__(self) -> None:
-        self._frames: deque[bytes] = deque()
+        self.closed = False
+        """Whether the link is to end: the server is lost, or has opened another."""
+        self._frames: OrderedDict[int, bytes] = OrderedDict()
+        self._notices: deque[bytes] = deque()
         self._filled = asyncio.Event()
 
-    def put(self, frame: bytes) -> None:
-        """Add a frame."""
-        self._frames.append(frame)
+    def __len__(self) -> int:
+        return len(self._frames) + len(self._notices)
+
+    def put(self, number: int, frame: bytes) -> None:
+        """Add a call."""
+        self._frames[number] = frame
         self._filled.set()
 
-    async def take(self) -> bytes:
-        """Return the next frame, once there is one."""
-        while not self._frames:
+    def drop(self, number: int) -> None:
+        """Take a call back where it has not been sent."""
+        self._frames.pop(number, None)
+
+    def tell(self, notice: bytes) -> None:
+        """Add what is no call."""
+        self._notices.append(notice)
+        self._filled.set()
+
+    def close(self) -> None:
+        """Let the link end."""
+        self.closed = True
+        self._filled.set()
+
+    async def take(self) -> bytes | None:
+        """Return what is to be sent next, once there is something; None where the link is to end."""
+        while not (self.closed or self._frames or self._notices):
             self._filled.clear()
             await self._filled.wait()
-        return self._frames.popleft()
+        if self.closed:
+            return None
+        return self._notices.popleft() if self._notices else self._frames.popitem(last=False)[1]
 
 
 class Member:
@@ -116,15 +141,28 @@ class Member:
         )
 
     def link(self, outbox: Outbox) -> None:
-        """Send over this link from now on, first what has no answer yet."""
+        """Send over this link from now on, first what has no answer yet; one before it ends."""
+        if self._outbox is not None:
+            self._outbox.close()
         self._outbox = outbox
-        for call in self._calls.values():
-            outbox.put(call.frame)
+        for number, call in self._calls.items():
+            outbox.put(number, call.frame)
 
     def unlink(self, outbox: Outbox) -> None:
         """Take note that a link is gone; where it is still the present one, calls wait for the next."""
         if self._outbox is outbox:
             self._outbox = None
+
+    def cut(self) -> None:
+        """End the present link: the server does not answer on it."""
+        if self._outbox is not None:
+            self._outbox.close()
+            self._outbox = None
+
+    def tell(self, notice: bytes) -> None:
+        """Send what is no call."""
+        if self._outbox is not None:
+            self._outbox.tell(notice)
 
     def hear_beat(self, beat: Beat) -> None:
         """Take in what has changed on the server."""
@@ -167,15 +205,18 @@ class Member:
         call = _Call(b'{"id":%d,%b}' % (number, fields), asyncio.get_running_loop().create_future())
         self._calls[number] = call
         if self._outbox is not None:
-            self._outbox.put(call.frame)
+            self._outbox.put(number, call.frame)
         try:
             return await call.answer
         finally:
             del self._calls[number]
+            if self._outbox is not None:
+                self._outbox.drop(number)
 
     def lose(self, reason: str) -> None:
-        """End every call under way, and all to come, as lost."""
+        """End every call under way, and all to come, as lost; a server that still talks is hung up."""
         self._lost = SessionLost(reason, server=self.server_id)
+        self.cut()
         self.sessions.clear()
         self.held.clear()
         for call in self._calls.values():

@@ -57,7 +57,7 @@ class Controller:
         self._advertise = advertise or _reachable(self.url)
         self._limits = limits or Limits()
         self._app = create_app(fleet, token=token, limits=self._limits, tracing=tracing)
-        self._app.router.routes.append(WebSocketRoute(LINK_PATH, link_endpoint(fleet)))
+        self._app.router.routes.append(WebSocketRoute(LINK_PATH, link_endpoint(fleet.roster)))
 
     @property
     def announcement(self) -> str:

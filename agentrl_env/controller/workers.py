@@ -119,7 +119,7 @@ class Workers:
         place = f"{socket.gethostname()} {pid}"
         for member in list(self._fleet.members.values()):
             if member.place == place:
-                await self._fleet.lose(member.server_id, "its process ended")
+                await self._fleet.roster.lose(member.server_id, "its process ended")
 
 
 async def _is_ready(process: asyncio.subprocess.Process) -> bool:

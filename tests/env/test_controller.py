@@ -123,7 +123,7 @@ async def test_a_batch_is_split_by_server_and_joined_in_order():
         ]
         steps.insert(4, {"session_id": "nobody.there", "seq": 1, "message": message})
         async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}) as http:
-            site.fleet._begin = -1e9  # long after its start: nobody is waited for
+            site.fleet.roster._begin = -1e9  # long after its start: nobody is waited for
             answer = await http.post(f"{site.controller.url}/v1/step", json={"steps": steps})
         results = answer.json()["results"]
         assert results[4]["error"]["type"] == "unknown_session"
@@ -135,7 +135,7 @@ async def test_a_batch_is_split_by_server_and_joined_in_order():
 async def test_an_unknown_task_is_refused_and_a_bad_token_too():
     async with Site() as site:
         await site.serve(Quick)
-        site.fleet._begin = -1e9
+        site.fleet.roster._begin = -1e9
         with pytest.raises(UnknownTask, match="no task 'chess' here; tasks: quick"):
             await site.client.open("chess")
         async with EnvClient.connect(site.controller.url, token="wrong") as stranger:
@@ -176,7 +176,7 @@ async def test_the_sessions_of_a_dead_server_are_reported_lost_and_open_again_el
         clock.now += 100
         await cut(alive)  # whose next line tells that it lives
         await until(lambda: site.fleet.members[alive.pool.server_id].seen == clock.now)
-        await site.fleet.look()
+        await site.fleet.roster.look()
         with pytest.raises(SessionLost):
             await under_way
         with pytest.raises(SessionLost):
@@ -192,7 +192,7 @@ async def test_a_server_that_comes_back_after_it_was_given_up_ends_its_sessions_
         server = await site.serve(Quick)
         old = server.pool.server_id
         session = await site.client.open("quick")
-        await site.fleet.lose(old, "it was silent")
+        await site.fleet.roster.lose(old, "it was silent")
         await cut(server)
         await until(lambda: server.pool.server_id != old and server.pool.server_id in site.fleet.members)
         assert server.pool.open_sessions == 0
@@ -291,7 +291,7 @@ async def test_an_opening_whose_caller_hangs_up_leaves_no_session():
 async def test_an_unknown_session_is_told_apart_from_a_lost_one():
     async with Site() as site:
         server = await site.serve(Quick)
-        site.fleet._begin = -1e9
+        site.fleet.roster._begin = -1e9
         session = await site.client.open("quick")
         for wrong in ("x", "abc.def", f"{server.pool.server_id}.guessed"):
             with pytest.raises(UnknownSession):
