@@ -226,8 +226,9 @@ class Session:
         return result
 
     async def _at_rest(self) -> None:
-        while self._task is not None:
-            await settled(self._task)
+        while (task := self._task) is not None:
+            await settled(task)
+            self._end_task(task)  # its callback may come only once the event loop has had a turn
 
     def _begin_task(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = self._task = asyncio.create_task(coroutine)
