@@ -41,6 +41,7 @@ from agentrl_env.launch.sandbox.sandbox import (
     absolute,
     as_bytes,
     as_text,
+    packed,
     result,
     words,
 )
@@ -136,6 +137,10 @@ class BubblewrapSandbox(SandboxBase):
     def write(self, path: str, data: str | bytes) -> None:
         """Write a file; see ``Sandbox.write``."""
         self._operate({"op": "write", "path": absolute(path)}, as_bytes(data), 0)
+
+    def write_all(self, files: Mapping[str, str | bytes]) -> None:
+        """Write many files at once; see ``Sandbox.write_all``."""
+        self._operate({"op": "restore", "layers": {"": "/"}}, packed(files), 0)
 
     def read(self, path: str, limit: int = MAX_FILE) -> bytes:
         """Return a file's content; see ``Sandbox.read``."""

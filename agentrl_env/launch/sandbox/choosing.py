@@ -69,8 +69,8 @@ def open_sandbox(
     )
     sandbox = _make(kind, image, limits, allow_unsafe or os.environ.get(ALLOW_UNSAFE) == "1")
     try:
-        for path, data in (files or {}).items():
-            sandbox.write(path, data)
+        if files:
+            sandbox.write_all(files)
     except OSError as error:
         sandbox.close()
         raise SandboxFailed(f"the sandbox's files cannot be written: {error}") from error

@@ -28,6 +28,7 @@ from agentrl_env.launch.sandbox.sandbox import (
     absolute,
     as_bytes,
     as_text,
+    packed,
     result,
     words,
 )
@@ -121,6 +122,10 @@ class DockerSandbox(SandboxBase):
         """Write a file; see ``Sandbox.write``."""
         path = absolute(path)
         self._file(["/bin/sh", "-c", _WRITE, "sh", path], path, as_bytes(data), 0)
+
+    def write_all(self, files: Mapping[str, str | bytes]) -> None:
+        """Write many files at once; the image needs tar."""
+        self._file(["tar", "-xf", "-", "-C", "/"], HOME, packed(files), 0)
 
     def read(self, path: str, limit: int = MAX_FILE) -> bytes:
         """Return a file's content; see ``Sandbox.read``."""

@@ -213,7 +213,7 @@ def _restore(request: dict[str, Any]) -> int:
 
 
 def _place(name: str, layers: dict[str, str]) -> str:
-    layer, _, rest = name.partition("/")
+    layer, _, rest = name.partition("/") if "" not in layers else ("", "", name)
     return os.path.join(layers[layer], rest) if rest else layers[layer]
 
 
@@ -226,6 +226,7 @@ def _apply(tar: Any, entry: Any, path: str, layers: dict[str, str]) -> None:
         if OPAQUE in entry.pax_headers and folder:
             shutil.rmtree(path)
         return os.makedirs(path, exist_ok=True)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
     if os.path.lexists(path):
         shutil.rmtree(path) if folder else os.unlink(path)
     if entry.issym():

@@ -109,6 +109,11 @@ class UnsafeSandbox(SandboxBase):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(as_bytes(data))
 
+    def write_all(self, files: Mapping[str, str | bytes]) -> None:
+        """Write many files; see ``Sandbox.write_all``."""
+        for path, data in files.items():
+            self.write(path, data)
+
     def read(self, path: str, limit: int = MAX_FILE) -> bytes:
         """Return a file's content; see ``Sandbox.read``."""
         with self._lock:
