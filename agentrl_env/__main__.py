@@ -121,7 +121,7 @@ def serve(
 
     operations = _operations(caller_limit, log_format, log_level, log_messages, traces)
     if stop_with_stdin:
-        threading.Thread(target=_stop_at_end_of_input, args=(drain,), daemon=True).start()
+        threading.Thread(target=_stop_at_end_of_input, args=(drain, host == "none"), daemon=True).start()
     if workers > 1:
         from agentrl_env.controller.serve import serve_with_workers
 
@@ -353,11 +353,19 @@ def _log_to_stderr(wanted: bool) -> None:
     logging.getLogger("agentrl_env").handlers[:] = [handler]
 
 
-def _stop_at_end_of_input(drain: float) -> None:
-    """Stop once the parent is gone: in order, and by force where that takes too long."""
+def _stop_at_end_of_input(drain: float, unreachable: bool) -> None:
+    """Stop once the parent is gone: in order, and by force where that takes too long.
+
+    Args:
+        drain: seconds that open sessions get.
+        unreachable: nobody can go on with the open sessions, so they are not waited for.
+    """
     while os.read(0, 4096):
         continue
     os.kill(os.getpid(), signal.SIGTERM)
+    if unreachable:
+        time.sleep(0.1)  # or the two signals are taken for one
+        os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(drain + 10.0)
     _signal_own_group(signal.SIGKILL)
 

@@ -1,0 +1,135 @@
+"""``agentrl-env serve --workers N``: real processes, killed for real."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from agentrl_env import EnvClient, Environment, ToolCall, tool
+from agentrl_env.errors import SessionLost
+
+TARGET = f"{__file__}:Who"
+
+
+class Who(Environment):
+    """Says which process it lives in."""
+
+    max_turns = 50
+
+    def reset(self, sample, rng):
+        return "Hello."
+
+    @tool
+    def ask(self):
+        """Ask for the process."""
+        return str(os.getpid())
+
+
+@contextlib.contextmanager
+def serving(*options: str):
+    command = [sys.executable, "-m", "agentrl_env", "serve", TARGET, "--port", "0", *options]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("serving who at http://"), process.stderr.read()
+        yield process, line.split(" at ")[1].split()[0]
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+def until_dead(pids, seconds=20.0):
+    end = time.monotonic() + seconds
+    while any(os.path.exists(f"/proc/{pid}") and "Z" not in state(pid) for pid in pids):
+        assert time.monotonic() < end, f"one of {pids} still lives"
+        time.sleep(0.02)
+
+
+def state(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return "Z"
+
+
+async def ask(session):
+    return int((await session.step(ToolCall.of("ask"))).messages[0].content)
+
+
+async def ask_on(session):
+    """Ask until it fails: it may take a moment until a death is seen."""
+    while True:
+        await ask(session)
+
+
+async def workers_of(client):
+    """Open a session on every worker; return them by their process."""
+    sessions = [await client.open("who", wait=20) for _ in range(4)]
+    found = {await ask(session): session for session in sessions}
+    assert len(found) == 2
+    return found
+
+
+async def test_sessions_stay_with_their_worker_and_the_death_of_one_is_told_at_once():
+    with serving("--workers", "2", "--drain", "0") as (process, url):
+        async with EnvClient.connect(url, timeout=30) as client:
+            found = await workers_of(client)
+            (dead, held), (alive, other) = found.items()
+            os.kill(dead, signal.SIGKILL)
+            with pytest.raises(SessionLost):
+                await asyncio.wait_for(ask_on(held), 20)
+            assert await ask(other) == alive
+            while True:  # another is started in its place
+                pid = await ask(await client.open("who", wait=20))
+                if pid not in (dead, alive):
+                    break
+                await asyncio.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+        until_dead([alive, pid])
+
+
+async def test_the_workers_end_with_their_parent_even_where_it_is_killed():
+    with serving("--workers", "2") as (process, url):
+        async with EnvClient.connect(url, timeout=30) as client:
+            pids = list(await workers_of(client))
+        process.kill()
+        until_dead(pids)
+
+
+async def test_stopping_lets_open_sessions_end():
+    with serving("--workers", "2", "--drain", "60") as (process, url):
+        async with EnvClient.connect(url, timeout=30) as client:
+            found = await workers_of(client)
+            process.send_signal(signal.SIGTERM)
+            for pid, session in found.items():
+                assert await ask(session) == pid
+            process.send_signal(signal.SIGTERM)  # hurries
+            assert process.wait(30) == 0
+            until_dead(found)
+
+
+def test_workers_and_a_controller_together_are_refused():
+    command = [sys.executable, "-m", "agentrl_env", "serve", TARGET, "--workers", "2"]
+    done = subprocess.run([*command, "--controller", "http://x"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: --workers brings a controller of its own; give --workers or --controller\n"
+    )
+
+
+def test_workers_that_cannot_start_end_the_server_with_one_sentence():
+    command = [sys.executable, "-m", "agentrl_env", "serve", "/nowhere", "--workers", "2", "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "error: a worker ended at once; its last words are above"
