@@ -9,6 +9,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from pydantic_core import from_json, to_json
 
@@ -21,6 +22,7 @@ from agentrl_env.errors import (
     InvalidRequest,
     ServerDraining,
     SessionLost,
+    StateUnavailable,
     StepPending,
     UnknownSession,
     UnknownTask,
@@ -81,7 +83,7 @@ class Fleet:
             changed=self._placement.serve,
             clock=clock,
         )
-        self._opener = Opener(self.members, self._placement, self.state, clock)
+        self._opener = Opener(self.roster.find, self._placement, self.state, clock)
         self._openings: Once[bytes] = Once()
 
     def gauges(self) -> Mapping[str, float]:
@@ -98,6 +100,13 @@ class Fleet:
         """Join the other controllers, and begin to look after the servers."""
         await self.state.start(own_url)
         self.roster.start()
+
+    def give_up(self) -> None:
+        """Answer whoever waits that this controller ends; another may do."""
+        words = "this controller is shutting down; ask another, or again"
+        for member in self.members.values():
+            member.refuse(partial(StateUnavailable, words, retry_after=1))
+        self._placement.refuse_all(lambda _: True, ServerDraining(words))
 
     async def aclose(self) -> None:
         """Leave; the servers and their sessions go on."""
@@ -117,7 +126,6 @@ class Fleet:
         Raises UnknownTask, UnknownSample, ServerFull, ServerDraining, EnvironmentFailed.
         """
         name = request.request_id or secrets.token_urlsafe(12)
-        request = request.model_copy(update={"request_id": name})
         return await self._openings.do(name, lambda: self._open(request, name))
 
     async def step(self, session_id: str, body: StepBody) -> bytes:

@@ -9,6 +9,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from pydantic_core import from_json
 
@@ -97,7 +98,7 @@ class Member:
         self._numbers = itertools.count(1)
         self._calls: dict[int, _Call] = {}
         self._outbox: Outbox | None = None
-        self._lost: WireError | None = None
+        self._lost: Callable[[], WireError] | None = None
         self.greet(hello)
 
     def greet(self, hello: Hello) -> None:
@@ -200,7 +201,7 @@ class Member:
         Raises the WireError that the server answers, SessionLost where it dies.
         """
         if self._lost is not None:
-            raise self._lost
+            raise self._lost()
         number = next(self._numbers)
         call = _Call(b'{"id":%d,%b}' % (number, fields), asyncio.get_running_loop().create_future())
         self._calls[number] = call
@@ -215,10 +216,14 @@ class Member:
 
     def lose(self, reason: str) -> None:
         """End every call under way, and all to come, as lost; a server that still talks is hung up."""
-        self._lost = SessionLost(reason, server=self.server_id)
+        self._lost = partial(SessionLost, reason, server=self.server_id)
         self.cut()
         self.sessions.clear()
         self.held.clear()
+        self.refuse(self._lost)
+
+    def refuse(self, error: Callable[[], WireError]) -> None:
+        """Answer every call under way with an error, each with its own."""
         for call in self._calls.values():
             if not call.answer.done():
-                call.answer.set_exception(self._lost)
+                call.answer.set_exception(error())

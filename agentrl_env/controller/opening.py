@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from pydantic_core import to_json
 
 from agentrl_env.controller.member import Member
 from agentrl_env.controller.queue import Placement
 from agentrl_env.controller.state import FleetState
-from agentrl_env.errors import ServerDraining, ServerFull, SessionLost, StateUnavailable, WireError
+from agentrl_env.errors import (
+    ServerDraining,
+    ServerFull,
+    SessionLost,
+    StateUnavailable,
+    UnknownSession,
+    WireError,
+)
 from agentrl_env.types import SessionInfo
 from agentrl_env.wire import OpenRequest
 
 PAUSE_S = 0.1
-LINK_S = 2.0
-"""How long a server that another controller hears of may take to dial this one."""
 
 
 class Opener:
@@ -27,7 +33,7 @@ class Opener:
     that whoever asks again, at this controller or another, gets the session that is there.
 
     Args:
-        members: the servers, as they are now.
+        find: returns a server by its id, as ``Roster.find``.
         placement: who has room.
         state: the claims.
         clock: seconds, monotonic.
@@ -35,12 +41,12 @@ class Opener:
 
     def __init__(
         self,
-        members: Mapping[str, Member],
+        find: Callable[[str], Awaitable[Member]],
         placement: Placement,
         state: FleetState,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._members = members
+        self._find = find
         self._placement = placement
         self._state = state
         self._clock = clock
@@ -79,31 +85,28 @@ class Opener:
 
     async def _open_at(self, server_id: str, request: OpenRequest, name: str) -> bytes | None:
         """Return the session at the server that has the claim; None, and no claim, where it has none."""
-        member = self._members.get(server_id)
-        if member is None:
-            if await self._state.seen(server_id, LINK_S):
-                await asyncio.sleep(PAUSE_S)  # another controller has it; its line to this one follows
-                return None
-        else:
+        with suppress(SessionLost, UnknownSession):
+            member = await self._find(server_id)
             try:
-                return await self._ask(member, request)
+                return await self._ask(member, request, name)
             except ServerFull:
                 member.full = True
             except ServerDraining:
                 member.draining = True
-            except SessionLost:
-                pass
         await self._state.unclaim(name, server_id)
         return None
 
-    async def _ask(self, member: Member, request: OpenRequest) -> bytes:
+    async def _ask(self, member: Member, request: OpenRequest, name: str) -> bytes:
         # It waits here if anywhere: in a server's own queue it would be out of reach of the others.
-        fields = request.model_copy(update={"wait_s": 0.0}).model_dump_json().encode()[1:-1]
+        asked = request.model_copy(update={"wait_s": 0.0, "request_id": name})
+        fields = asked.model_dump_json().encode()[1:-1]
         asking = asyncio.ensure_future(member.ask(b'"call":"open",' + fields))
         try:
             return await asyncio.shield(asking)
         except asyncio.CancelledError:
-            asking.add_done_callback(lambda opened: self._close(member, opened))
+            # A caller that has named it may ask again, anywhere: else its lease ends it.
+            if request.request_id is None:
+                asking.add_done_callback(lambda opened: self._close(member, opened))
             raise
 
     def _close(self, member: Member, opened: asyncio.Future[bytes]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,9 @@ from agentrl_env.server.listen import Listener
 from agentrl_env.server.serve import print_now, run_until_stopped
 from agentrl_env.server.tracing import Tracing
 from agentrl_env.wire import LINK_PATH
+
+PATIENCE_S = 3.0
+"""How long a controller that is told to end waits for answers; then their callers may ask another."""
 
 
 class Controller:
@@ -72,7 +76,9 @@ class Controller:
     async def stop(self) -> None:
         """Take no new sessions, answer what is under way, and end; idempotent."""
         self.fleet.draining = True
+        giving_up = asyncio.get_running_loop().call_later(PATIENCE_S, self.fleet.give_up)
         await self._listener.stop()
+        giving_up.cancel()
         await self.fleet.aclose()
 
     def hurry(self) -> None:

@@ -8,16 +8,16 @@ import logging
 import os
 import random
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from agentrl_env.errors import ServeError
+from agentrl_env.errors import InternalError, ServeError
 from agentrl_env.server.gate import MAX_BODY_BYTES
 from agentrl_env.server.inspection import VERSION
 from agentrl_env.server.pool import SessionPool
@@ -29,6 +29,10 @@ logger = logging.getLogger("agentrl_env")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 3.0
 CONNECT_S = 10.0
+PING_S, SILENT_S = 5.0, 10.0
+"""How often a controller is asked for a sign of life, and after how long without one it is dialled anew."""
+MAX_ANSWER_BYTES = 2 * MAX_BODY_BYTES
+"""What a controller takes in one frame; it hangs up on more."""
 MAX_CALLS = 100_000
 """Calls of a controller that may be under way: slow ones must not keep others from being read."""
 
@@ -74,14 +78,15 @@ class Dialer:
 
     async def stop(self) -> None:
         """Say good-bye and hang up; the pool has no session left."""
-        for link in list(self._open):
-            with contextlib.suppress(ConnectionClosed, TimeoutError):
-                async with asyncio.timeout(CONNECT_S):
-                    await link.beat(leaving=True)
-                    await link.websocket.close()
+        await asyncio.gather(*(link.leave() for link in list(self._open)))
         for task in self._links.values():
             task.cancel()
         await asyncio.gather(*self._links.values(), return_exceptions=True)
+
+    def _meet(self, welcome: Welcome) -> None:
+        """Dial the controllers that a controller names."""
+        for url in welcome.controllers:
+            self._dial(url.rstrip("/"))
 
     def _dial(self, url: str) -> None:
         if url not in self._links:
@@ -116,12 +121,12 @@ class Dialer:
             additional_headers=self._headers,
             compression=None,
             open_timeout=CONNECT_S,
-            ping_interval=20.0,
-            ping_timeout=60.0,
+            ping_interval=PING_S,
+            ping_timeout=SILENT_S,
             max_size=4 * MAX_BODY_BYTES,
             proxy=None,
         ) as websocket:
-            link = _Link(websocket, self._pool)
+            link = _Link(websocket, self._pool, self._meet)
             rows = self._pool.watch(link)
             self._open.add(link)
             try:
@@ -130,11 +135,10 @@ class Dialer:
                     self._abandon()
                     return
                 self._joined.set()
-                for other in welcome.controllers:
-                    self._dial(other.rstrip("/"))
+                self._meet(welcome)
                 beating = asyncio.create_task(link.keep_beating(welcome.beat_s))
                 try:
-                    await CallSocket(self._service, link, 2 * MAX_BODY_BYTES, MAX_CALLS).serve()
+                    await link.serve(self._service)
                 finally:
                     beating.cancel()
             finally:
@@ -170,11 +174,29 @@ class Dialer:
 class _Link:
     """One line to a controller, in the form that a ``CallSocket`` reads and writes."""
 
-    def __init__(self, websocket: ClientConnection, pool: SessionPool) -> None:
+    def __init__(
+        self, websocket: ClientConnection, pool: SessionPool, meet: Callable[[Welcome], None]
+    ) -> None:
         self.websocket = websocket
         self._pool = pool
+        self._meet = meet
+        self._calls: CallSocket | None = None
         self._opened: list[SessionRow] = []
         self._ended: list[str] = []
+
+    async def serve(self, service: Service) -> None:
+        """Answer calls until the line breaks."""
+        self._calls = CallSocket(service, self, 2 * MAX_BODY_BYTES, MAX_CALLS)
+        await self._calls.serve()
+
+    async def leave(self) -> None:
+        """Answer what is under way, say good-bye, and hang up."""
+        with contextlib.suppress(ConnectionClosed, TimeoutError):
+            async with asyncio.timeout(CONNECT_S):
+                if self._calls is not None:
+                    await self._calls.finish()
+                await self.beat(leaving=True)
+                await self.websocket.close()
 
     def opened(self, row: SessionRow) -> None:
         """Note a session to be told of."""
@@ -185,20 +207,26 @@ class _Link:
         self._ended.append(session_id)
 
     async def receive(self) -> dict[str, Any]:
-        """Return the next frame, as ASGI would."""
-        try:
-            frame = await self.websocket.recv()
-        except ConnectionClosed:
-            return {"type": "websocket.disconnect"}
-        key = "text" if isinstance(frame, str) else "bytes"
-        return {"type": "websocket.receive", key: frame}
+        """Return the next call, as ASGI would; take in what else the controller tells."""
+        while True:
+            try:
+                frame = await self.websocket.recv()
+            except ConnectionClosed:
+                return {"type": "websocket.disconnect"}
+            if not isinstance(frame, str):
+                return {"type": "websocket.receive", "bytes": frame}
+            if not frame.startswith('{"welcome":'):
+                return {"type": "websocket.receive", "text": frame}
+            news = _WelcomeFrame.model_validate_json(frame).welcome
+            if news is not None:
+                self._meet(news)
 
     async def send(self, message: Any) -> None:
         """Send an answer; what has changed is told before what it led to."""
         try:
             if self._opened or self._ended:
                 await self.beat()
-            await self.websocket.send(message["text"])
+            await self.websocket.send(_bounded(message["text"]))
         except ConnectionClosed as error:
             raise RuntimeError("the line is closed") from error
 
@@ -215,6 +243,16 @@ class _Link:
             while True:
                 await self.beat()
                 await asyncio.sleep(every_s)
+
+
+def _bounded(answer: str) -> str:
+    """Return an answer, or the error that stands for one which no controller would take."""
+    size = len(answer) if answer.isascii() else len(answer.encode())
+    if size <= MAX_ANSWER_BYTES:
+        return answer
+    words = f"the answer has {size} bytes; a controller takes {MAX_ANSWER_BYTES}"
+    head, _, _ = answer.partition(",")
+    return f"{head},{to_json(InternalError(words).wire())[1:].decode()}"
 
 
 def _reason(error: Exception) -> str:

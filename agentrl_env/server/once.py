@@ -24,7 +24,8 @@ class Once(Generic[T]):
 
     async def do(self, name: str, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Return what the work under this name returns, begun now where it is not under way."""
-        work = self._under_way.get(name)
+        while (work := self._under_way.get(name)) is not None and work.callers == 0:
+            await asyncio.wait((work.task,))  # its callers were gone, and it is being ended: begin anew
         if work is None:
             work = self._under_way[name] = _Work(asyncio.create_task(begin()))
             work.task.add_done_callback(lambda _: self._under_way.pop(name, None))

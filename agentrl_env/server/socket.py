@@ -70,11 +70,13 @@ class Line(Protocol):
 class CallSocket:
     """One WebSocket and the calls that it carries."""
 
-    def __init__(self, service: Service, websocket: Line, max_bytes: int, max_calls: int = MAX_CALLS) -> None:
+    def __init__(
+        self, service: Service, websocket: Line, max_bytes: int, max_calls: int | None = None
+    ) -> None:
         self._service = service
         self._websocket = websocket
         self._max_bytes = max_bytes
-        self._max_calls = max_calls
+        self._max_calls = max_calls or MAX_CALLS
         self._calls: set[asyncio.Task[None]] = set()
         self._sending = asyncio.Lock()
         self._unsent = 0
@@ -95,6 +97,11 @@ class CallSocket:
         finally:
             for call in self._calls:
                 call.cancel()
+
+    async def finish(self) -> None:
+        """Return once the calls that are under way now are answered."""
+        if self._calls:
+            await asyncio.wait(self._calls)
 
     async def _wait_for_room(self) -> None:
         while len(self._calls) >= self._max_calls or self._unsent >= MAX_UNSENT_BYTES:
