@@ -285,7 +285,7 @@ async def test_an_opening_whose_caller_hangs_up_leaves_no_session():
         Slow.gate.set()
         await until(lambda: ended["sleepy", SessionStatus.CANCELLED] == 1)
         assert server.pool.open_sessions == 0
-        assert site.fleet.members[server.pool.server_id].load == 0
+        await until(lambda: site.fleet.members[server.pool.server_id].load == 0)
 
 
 async def test_an_unknown_session_is_told_apart_from_a_lost_one():
