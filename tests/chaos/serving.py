@@ -83,7 +83,7 @@ async def run(seed: int, seconds: float, folder: Path) -> ServingReport:
     notes += book.contradictions
     account.leaked += len(notes)
     account.notes += notes + book.hangs
-    account.notes += [f"a process spoke of a bug: {text}" for text in site.tracebacks()]
+    account.notes += [f"{number} times in a log: {text}" for text, number in site.bugs().most_common()]
     return ServingReport(time.monotonic() - begin, breaker.kills, breaker.done, account, book)
 
 

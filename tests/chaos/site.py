@@ -9,6 +9,7 @@ import secrets
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +22,8 @@ LEASE_S, DRAIN_S, LOST_AFTER_S = 20.0, 3.0, 5.0
 CONTROLLERS, SERVERS, WORKERS = 3, 4, 2
 START_S, STOP_S = 60.0, 30.0
 MARK = "CHAOS_RUN"
-_BUG = re.compile(r"^(?:Traceback|.*a bug in the server|.*never retrieved).*$", re.MULTILINE)
+_BUG = re.compile(r"^Traceback .*\n(?:[ |+].*\n|\n)*(.*)$|^(.*never retrieved.*)$", re.MULTILINE)
+"""A traceback in a log."""
 
 
 class Part:
@@ -60,8 +62,8 @@ class Part:
     async def until_ready(self, times: int = 1) -> None:
         """Wait until it has said so many times that it is ready."""
         async with asyncio.timeout(START_S):
-            while self.times_ready() < times:
-                await asyncio.sleep(0.1)  # noqa: ASYNC110  -- another process's file
+            while self.times_ready() < times:  # noqa: ASYNC110  -- another process's file
+                await asyncio.sleep(0.1)
 
     def times_ready(self) -> int:
         """Return how often it has become ready."""
@@ -191,15 +193,12 @@ class Site:
         names = [part.name for part in (*self.servers, self.workers, *self.controllers, self.redis)]
         return [name for name, ended in zip(names, stopped, strict=True) if not ended]
 
-    def tracebacks(self) -> list[str]:
-        """Return what processes have said of bugs in themselves."""
-        found: list[str] = []
+    def bugs(self) -> Counter[str]:
+        """Return what processes have said of bugs in themselves: last lines of tracebacks, and how often."""
+        found: Counter[str] = Counter()
         for part in self.parts:
-            text = part.log.read_text(errors="replace")
-            for match in re.finditer(
-                r"^(?:Traceback|.*a bug in the server|.*never retrieved).*$", text, re.M
-            ):
-                found.append(f"{part.name}: {text[match.start() : match.start() + 3000]}")
+            for match in _BUG.finditer(part.log.read_text(errors="replace")):
+                found[f"{part.name.rstrip('0123456789')}: {match[1] or match[2]}"] += 1
         return found
 
     def _part(self, name: str, command: Sequence[str], ready: str) -> Part:
