@@ -14,7 +14,6 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -48,6 +47,8 @@ from agentrl_env.launch.sandbox.sandbox import (
 
 START_S = 20.0
 """Seconds that a sandbox may take to start."""
+_END_S = 1.0
+"""Seconds that a sandbox has to end by itself, once its socket is closed."""
 _MAX_ANSWER = 1 << 16
 _EXTRA_PIDS = 2
 """Processes that are not the task's: bubblewrap's monitor outside and the supervisor."""
@@ -330,8 +331,11 @@ def _end(
     if os.getpid() == pid:
         with contextlib.suppress(OSError):
             control.shutdown(socket.SHUT_RDWR)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
         if group:
             group.remove()
     if process.stderr:

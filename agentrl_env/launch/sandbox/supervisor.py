@@ -244,8 +244,9 @@ _FILE_OPERATIONS = {"write": _write, "read": _read, "snapshot": _snapshot, "rest
 
 def _regular(descriptor: int) -> int:
     """Return a descriptor of a regular file. Raises OSError for anything that could block."""
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise OSError(errno.EINVAL, "not a regular file")
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "not a regular file")
     return descriptor
 
 

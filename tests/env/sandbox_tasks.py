@@ -1,0 +1,38 @@
+"""A task with a shell, for the tests of sandboxes behind a server."""
+
+from agentrl_env import Environment, tool
+from agentrl_env.launch.sandbox import open_sandbox
+
+
+class Shell(Environment):
+    """Runs what it is told."""
+
+    max_turns = 1000
+
+    def reset(self, sample, rng):
+        self.box = open_sandbox(
+            memory="64m", disk="16m", pids=32, timeout=3.0, files={"mine.txt": f"seed {sample.seed}\n"}
+        )
+        return "Type a command."
+
+    @tool
+    def shell(self, command: str):
+        """Run a command.
+
+        Args:
+            command: What to run.
+        """
+        return self.box.run(command).text
+
+    def close(self):
+        self.box.close()
+
+
+class BreaksInReset(Shell):
+    """Opens a sandbox and then fails."""
+
+    name = "breaks"
+
+    def reset(self, sample, rng):
+        super().reset(sample, rng)
+        raise RuntimeError("no luck today")

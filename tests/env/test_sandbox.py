@@ -1,0 +1,647 @@
+"""Sandboxes in real bubblewrap: what a command can and cannot do, and what is left of it."""
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agentrl_env.errors import SandboxFailed, SandboxUnavailable
+from agentrl_env.launch.sandbox import HOME, cgroups, open_sandbox, owner
+from agentrl_env.launch.sandbox.bubblewrap import check_available
+from agentrl_env.launch.sandbox.sandbox import Stream, absolute, as_text, packed
+
+try:
+    check_available()
+    REASON = ""
+except SandboxUnavailable as error:
+    REASON = str(error)
+needs_bubblewrap = pytest.mark.skipif(bool(REASON), reason=REASON or "bubblewrap works")
+
+
+def small(**options):
+    return open_sandbox(
+        "bubblewrap", **{"memory": "64m", "disk": "16m", "pids": 32, "timeout": 5.0, **options}
+    )
+
+
+@pytest.fixture(scope="module")
+def box():
+    """One sandbox for tests that leave it as they find it."""
+    with small(files={"notes.txt": "buy milk\n", "a/b.txt": b"\xff"}) as box:
+        yield box
+
+
+@pytest.fixture
+def own():
+    with small() as box:
+        yield box
+
+
+def processes(box):
+    """Return the processes of this machine that belong to a sandbox: those below its monitor."""
+    children = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found, new = set(), [box._process.pid]
+    while new:
+        found.update(new)
+        new = [child for parent in new for child in children.get(parent, [])]
+    return found
+
+
+def groups():
+    """Return the cgroups that this process has made and not removed."""
+    return {f for base in set(cgroups.find().values()) for f in base.glob(f"{owner.PREFIX}*-{os.getpid()}-*")}
+
+
+def until(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@needs_bubblewrap
+class TestCommands:
+    def test_text_goes_to_a_shell_and_a_list_to_none(self, box):
+        assert box.run("cat notes.txt | wc -w").stdout == "2\n"
+        assert box.run(["echo", "$HOME;", "ls"]).stdout == "$HOME; ls\n"
+
+    def test_code_and_streams_are_apart(self, box):
+        done = box.run("echo out; echo err >&2; exit 3")
+        assert (done.code, done.stdout, done.stderr) == (3, "out\n", "err\n")
+        assert done.text == "out\nerr\n(exit code 3)"
+        assert done.killed_by is None
+
+    def test_input_folder_and_environment_are_given(self, box):
+        assert box.run("cat", stdin="hello" * 100_000, max_output=10**6).stdout == "hello" * 100_000
+        assert box.run("pwd; echo $COLOUR", cwd="a", env={"COLOUR": "red"}).stdout == f"{HOME}/a\nred\n"
+
+    def test_files_stay_between_commands_and_processes_do_not(self, own):
+        own.run("echo 1 >x; sleep 1000 & echo $! >pid")
+        assert own.run("cat x; kill -0 $(cat pid) || echo gone").stdout == "1\ngone\n"
+        assert len(processes(own)) == 2
+
+    def test_processes_go_on_where_that_is_wanted(self):
+        with small(background=True) as box:
+            assert box.run("(sleep 0.2; echo late >x) & echo now").stdout == "now\n"
+            assert box.run("until [ -s x ]; do sleep 0.02; done; cat x").stdout == "late\n"
+
+    @pytest.mark.parametrize(
+        ("command", "said"),
+        [
+            ("x" * 200_000, "Argument list too long"),
+            ("\0", "null byte"),
+            (["no-such-program"], "cannot run no-such-program: No such file"),
+            ([], "cannot run nothing"),
+            ([""], "cannot run"),
+        ],
+    )
+    def test_what_cannot_be_run_is_an_answer(self, box, command, said):
+        done = box.run(command)
+        assert said in done.stderr
+        assert done.code in (126, 127)
+
+    @pytest.mark.parametrize("command", ["echo \ud800", "printf '\\xff\\0'", "", " ", "'", "\n\t", "%s%n{}"])
+    def test_odd_commands_have_answers_that_can_be_sent(self, box, command):
+        box.run(command).text.encode()
+
+    def test_a_command_may_not_start_in_a_file(self, box):
+        assert "Not a directory" in box.run("ls", cwd="notes.txt").stderr
+
+    async def test_a_loop_is_not_blocked(self, box):
+        ticks = 0
+
+        async def tick():
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0)
+
+        ticking = asyncio.create_task(tick())
+        assert (await box.arun("sleep 0.2; echo x", timeout=2)).stdout == "x\n"
+        ticking.cancel()
+        assert ticks > 10
+
+    def test_threads_take_turns(self, own):
+        results = []
+        threads = [
+            threading.Thread(
+                target=lambda i=i: results.append(own.run(f"echo {i}; sleep 0.05; echo {i}").stdout)
+            )
+            for i in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(results) == [f"{i}\n{i}\n" for i in range(8)]
+
+
+@needs_bubblewrap
+class TestLimits:
+    """Whatever hits a limit is killed, says so, and leaves the sandbox fit for the next command."""
+
+    @pytest.fixture(autouse=True)
+    def _goes_on(self, own):
+        yield
+        assert own.run("echo fine").stdout == "fine\n"
+        assert own.alive
+        assert len(processes(own)) == 2
+
+    def test_time(self, own):
+        done = own.run("trap '' TERM; echo begun; sleep 1000 & sleep 1000", timeout=0.3)
+        assert (done.timed_out, done.killed_by, done.stdout, done.code) == (True, "timeout", "begun\n", None)
+        assert "(killed: it ran longer than 0.3 s)" in done.text
+
+    @pytest.mark.parametrize("command", ["yes", "cat /dev/zero", "cat /dev/urandom >&2", "yes & yes >&2"])
+    def test_endless_output(self, own, command):
+        done = own.run(command, timeout=60.0)
+        assert done.killed_by == "output"
+        assert 1000 < max(len(done.stdout), len(done.stderr)) <= own.limits.max_output
+        assert "endless output" in done.text
+
+    def test_long_output_is_cut_and_the_command_goes_on(self, own):
+        done = own.run("seq 200000; touch end; ls end >&2", max_output=100)
+        assert (done.code, done.truncated, len(done.stdout), done.stderr) == (0, True, 100, "end\n")
+        assert "the first 100 bytes are shown" in done.text
+
+    def test_memory(self, own):
+        done = own.run("python3 -c 'x = bytearray(10**9)'")
+        assert done.code != 0
+        if cgroups.find():
+            assert done.killed_by == "memory"
+            assert "out of memory, the limit is 64 MiB" in done.text
+
+    def test_memory_of_many_processes_together(self, own):
+        if not cgroups.find():
+            pytest.skip("this machine lets nobody make cgroups here: the limit is of one process")
+        hog = "python3 -c 'import time; x = bytearray(20 << 20); time.sleep(100)'"
+        done = own.run(f"for i in 1 2 3 4 5 6 7 8; do {hog} & done; wait -n; echo $?")
+        assert done.killed_by == "memory"
+
+    def test_processes(self, own):
+        done = own.run(":(){ :|:& };:")
+        assert "fork" in done.stderr or done.code == 0
+        assert len(processes(own)) == 2
+        done = own.run("for i in $(seq 100); do sleep 100 & done; wait", timeout=1.0)
+        assert done.killed_by == "timeout" or "fork" in done.stderr
+
+    def test_threads_count_as_processes(self, own):
+        start = "threading.Thread(target=time.sleep, args=(1,), daemon=True).start()"
+        code = f"import threading, time\nfor i in range(100): {start}"
+        assert "can't start new thread" in own.run(["python3", "-c", code]).stderr
+
+    @pytest.mark.parametrize("place", [".", "/tmp", "/dev/shm", "/usr/local/bin", "/"])
+    def test_disk(self, own, place):
+        done = own.run(f"dd if=/dev/zero of={place}/big bs=1M")
+        assert "No space left on device" in done.stderr
+        with pytest.raises(OSError, match="No space left"):
+            own.write("more", b"x" * (1 << 20))
+        own.run(f"rm -f {place}/big more")
+
+    def test_number_of_files(self, own):
+        assert "No space left" in own.run("mkdir d; cd d; seq 100000 | xargs touch; rm -rf ../d").stderr
+
+    def test_processors(self):
+        if "cpu" not in cgroups.find():
+            pytest.skip("this machine lets nobody make cpu cgroups here")
+        burn = "import time\nend = time.time() + 1\nwhile time.time() < end: pass\nprint(time.process_time())"
+        with small(cpus=0.2) as box:
+            assert float(box.run(["python3", "-c", burn]).stdout) < 0.6
+
+
+@needs_bubblewrap
+class TestWalls:
+    def test_the_host_is_not_there(self, box):
+        seen = set(box.run("ls -a /").stdout.split())
+        assert seen <= {
+            ".",
+            "..",
+            "bin",
+            "dev",
+            "etc",
+            "home",
+            "lib",
+            "lib32",
+            "lib64",
+            "libx32",
+            "proc",
+            "sbin",
+        } | {
+            "tmp",
+            "usr",
+        }
+        assert box.run("ls -a /home /tmp").stdout == "/home:\n.\n..\nagent\n\n/tmp:\n.\n..\n"
+        assert box.run(["ls", str(Path(__file__).parent)]).code != 0
+        assert box.run("cat /etc/shadow").code != 0
+
+    def test_the_environment_is_clean(self, box, monkeypatch):
+        monkeypatch.setenv("AGENTRL_TOKEN", "s3cret")
+        with small() as fresh:
+            assert set(fresh.run("env | cut -d= -f1").stdout.split()) <= {
+                *("HOME", "LANG", "PATH", "PWD", "SHLVL", "TMPDIR", "USER", "_", "OLDPWD")
+            }
+            assert "s3cret" not in fresh.run("cat /proc/*/environ /proc/*/cmdline").stdout
+
+    def test_only_its_own_processes_are_seen(self, box):
+        assert int(box.run("ls /proc | grep -c '^[0-9]'").stdout) < 6
+
+    def test_process_1_can_be_neither_killed_nor_read(self, box):
+        box.run("kill -9 1; kill -STOP 1; kill -TERM 1; kill -CHLD 1; kill -9 -1")
+        done = box.run("cat /proc/1/mem /proc/1/environ; ls -l /proc/1/fd/; readlink /proc/1/cwd; echo alive")
+        assert done.stdout.endswith("alive\n")
+        assert done.stderr.count("Permission denied") >= 2
+
+    def test_the_user_is_nobody_in_particular(self, box):
+        assert box.run("id -u; id -g").stdout == "1000\n1000\n"
+        status = box.run("grep -E 'CapEff|CapBnd|NoNewPrivs|Seccomp:' /proc/self/status").stdout.split()
+        assert status == ["CapEff:", "0" * 16, "CapBnd:", "0" * 16, "NoNewPrivs:", "1", "Seccomp:", "2"]
+        assert os.stat(f"/proc/{box._process.pid}").st_uid != 0 or os.geteuid() != 0
+
+    def test_no_program_gives_rights(self, box):
+        found = box.run("find /usr/bin /usr/sbin -perm -4000 2>/dev/null | head -n 1").stdout.strip()
+        assert "nosuid" in box.run("grep ' /usr ' /proc/self/mountinfo").stdout
+        if found.endswith(("su", "sudo", "mount")):
+            assert box.run([found, "-c", "id"]).code != 0
+
+    @pytest.mark.parametrize(
+        "command",
+        [
+            "unshare -Ur true",
+            "mount -t tmpfs x /tmp",
+            "umount /proc",
+            "/usr/sbin/chroot / true",
+            "mknod x b 254 0",
+            "hostname x",
+            "echo x >/proc/sys/kernel/core_pattern",
+            "echo x >/proc/sysrq-trigger",
+            "dmesg",
+            "nsenter -t 1 -m true",
+            "python3 -c 'import socket; socket.socket(40, socket.SOCK_STREAM)'",
+            "python3 -c 'import socket; socket.socket(socket.AF_PACKET, socket.SOCK_RAW)'",
+            "python3 -c 'import ctypes, sys; sys.exit(ctypes.CDLL(None).syscall(250, 0, 0) < 0)'",
+        ],
+    )
+    def test_the_kernel_is_out_of_reach(self, box, command):
+        done = box.run(command)
+        assert done.code not in (0, 127), done
+
+    def test_there_is_no_network(self, box):
+        code = "import socket; socket.create_connection(({!r}, {}), 2)"
+        server = subprocess.Popen(
+            [sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        with server:
+            port = int(server.stdout.readline().split("port ")[1].split()[0])
+            for address in ("127.0.0.1", "::1", "10.0.0.1", "1.1.1.1"):
+                done = box.run(["python3", "-c", code.format(address, port)])
+                assert "unreachable" in done.stderr or "refused" in done.stderr
+            with small(network=True) as open_box:
+                assert open_box.run(["python3", "-c", code.format("127.0.0.1", port)]).code == 0
+            server.kill()
+        assert box.run("cat /proc/net/dev").stdout.count(":") == 1
+
+    def test_what_is_written_is_seen_by_nobody_else(self, own):
+        own.run("echo mine >/usr/local/bin/mine; mkdir /opt /srv; echo mine >/opt/x; echo mine >/tmp/mine")
+        assert own.run("cat /usr/local/bin/mine /opt/x /tmp/mine").stdout == "mine\n" * 3
+        assert not Path("/usr/local/bin/mine").exists()
+        assert not Path("/tmp/mine").exists()
+        with small() as other:
+            assert other.run("cat /usr/local/bin/mine /opt/x /tmp/mine").stdout == ""
+
+    def test_the_hosts_programs_cannot_be_changed(self, box):
+        assert "Read-only" in box.run("touch /usr/x").stderr
+        assert "Read-only" in box.run("rm -f /usr/bin/env").stderr
+
+
+@needs_bubblewrap
+class TestFiles:
+    def test_they_are_written_and_read(self, own):
+        own.write("deep/er/x.txt", "text")
+        own.write("/tmp/y", b"\xff\0")
+        assert own.read("deep/er/x.txt") == b"text"
+        assert own.read(f"{HOME}/../../tmp/y") == b"\xff\0"
+        assert own.read("/tmp/y", limit=1) == b"\xff"
+        assert own.run("cat deep/er/x.txt").stdout == "text"
+
+    def test_many_are_written_at_once(self, own):
+        own.write_all({f"d{i % 3}/f{i}": str(i) for i in range(300)})
+        assert own.run("cat d*/f* | wc -c").stdout == "790\n"
+        assert own.read("d2/f299") == b"299"
+
+    @pytest.mark.parametrize(
+        ("path", "error"),
+        [
+            ("nope", FileNotFoundError),
+            (".", IsADirectoryError),
+            ("/dev/zero", OSError),
+            ("pipe", OSError),
+            ("loop", OSError),
+            ("/proc/1/mem", PermissionError),
+            ("/proc/1/environ", PermissionError),
+            ("x" * 300, OSError),
+            ("", ValueError),
+            ("a\0b", ValueError),
+        ],
+    )
+    def test_what_cannot_be_read_is_an_error(self, own, path, error):
+        own.run("mkfifo pipe; ln -s loop loop")
+        with pytest.raises(error):
+            own.read(path)
+        with pytest.raises(error if error is not FileNotFoundError else IsADirectoryError):
+            own.write(path if error is not FileNotFoundError else ".", "x")
+
+    def test_links_lead_nowhere_but_into_the_sandbox(self, own):
+        secret = Path("/tmp", owner.new_name().replace("sandbox", "secret"))
+        secret.write_text("s3cret")
+        try:
+            own.run(f"ln -s {secret} link; ln -s / root; ln -s ../../../../.. up; ln -s /proc/1/root proc")
+            for path in ("link", f"root{secret}", f"up{secret}", f"../../..{secret}", f"proc{secret}"):
+                with pytest.raises(OSError, match=r"No such file|denied"):
+                    own.read(path)
+            own.write("link", "mine")
+            own.write(f"root{secret}-2", "mine")
+            assert secret.read_text() == "s3cret"
+            assert not Path(f"{secret}-2").exists()
+        finally:
+            secret.unlink()
+
+    def test_a_replaced_program_deceives_the_shell_but_not_read(self, own):
+        own.write("x", "true")
+        own.run("printf '#!/bin/sh\\necho forged\\n' >/usr/local/bin/cat; chmod +x /usr/local/bin/cat")
+        assert own.run("cat x").stdout == "forged\n"
+        assert own.read("x") == b"true"
+
+
+@needs_bubblewrap
+def test_a_snapshot_holds_all_that_was_written_and_deleted(own):
+    lower = next(e.name for e in Path("/usr/local").iterdir() if e.is_dir() and not e.is_symlink())
+    own.write_all({"a/x": "1", "/opt/y": "2"})
+    own.run(
+        "ln -s a/x link; ln a/x hard; chmod 600 a/x; mkfifo pipe; mkdir a/empty; echo 3 >/usr/local/bin/z"
+    )
+    own.run(f"rm -rf /usr/local/{lower}; mkdir /usr/local/{lower}; touch /usr/local/{lower}/new")
+    look = f"ls -lR --time-style=+ . /opt /usr/local/bin/z /usr/local/{lower} | grep -v -e pipe -e total"
+    look += "; cat link hard /opt/y"
+    state = own.snapshot()
+    with small() as twin:
+        twin.restore(state)
+        assert twin.run(look).stdout == own.run(look).stdout
+        assert twin.run("stat -c %h a/x").stdout == "2\n"
+        twin.run("echo changed >a/x")
+        assert own.read("a/x") == b"1"
+        assert twin.snapshot() != state
+
+
+@needs_bubblewrap
+def test_a_snapshot_that_is_none_is_a_failure(own):
+    with pytest.raises(SandboxFailed, match="cannot be restored"):
+        own.restore(b"nonsense" * 100)
+
+
+@needs_bubblewrap
+class TestEnds:
+    def test_nothing_is_left_after_close(self):
+        mounts, before = Path("/proc/self/mountinfo").read_text(), groups()
+        box = small()
+        box.run("mount; touch /tmp/x")
+        pids = processes(box)
+        assert len(pids) == 2
+        assert Path("/proc/self/mountinfo").read_text() == mounts
+        box.close()
+        box.close()
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        assert groups() == before
+        assert not box.alive
+        with pytest.raises(SandboxFailed, match="closed"):
+            box.run("true")
+        with pytest.raises(SandboxFailed, match="closed"):
+            box.read("x")
+
+    def test_one_that_is_forgotten_is_closed(self):
+        before = groups()
+        box = small()
+        pids = processes(box)
+        del box
+        gc.collect()
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        assert groups() == before
+
+    def test_close_ends_a_command_of_another_thread(self):
+        box, errors = small(), []
+
+        def wait():
+            try:
+                box.run("echo begun >x; sleep 1000", timeout=1000)
+            except SandboxFailed as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        until(lambda: len(processes(box)) > 2)
+        box.close()
+        thread.join(10)
+        assert errors == ["the sandbox ended while it ran a command"]
+
+    def test_one_that_dies_is_an_infrastructure_failure(self, own):
+        own._process.kill()
+        own._process.wait()
+        with pytest.raises(SandboxFailed, match=r"dead|ended"):
+            own.run("true")
+        assert not own.alive
+
+    def test_a_thread_that_ends_does_not_take_its_sandbox_along(self):
+        boxes = []
+        thread = threading.Thread(target=lambda: boxes.append(small()))
+        thread.start()
+        thread.join()
+        with boxes[0] as box:
+            assert box.run("echo x").stdout == "x\n"
+
+    def test_a_killed_owner_takes_its_sandbox_along_and_the_next_sweeps_up(self):
+        code = """
+from agentrl_env.launch.sandbox import open_sandbox
+box = open_sandbox("bubblewrap", background=True)
+box.run("sleep 1000 &")
+print(box._process.pid, flush=True)
+box.run("sleep 1000", timeout=1000)
+"""
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+            monitor = int(process.stdout.readline())
+            class_of = type("Found", (), {"_process": type("P", (), {"pid": monitor})})
+            until(lambda: len(processes(class_of)) >= 4)
+            pids = processes(class_of)
+            process.kill()
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        bases = cgroups.find()
+
+        def left():
+            cgroups.sweep(bases)
+            return [f for base in set(bases.values()) for f in base.glob(f"*-{process.pid}-*")]
+
+        until(lambda: not left())
+
+
+@needs_bubblewrap
+def test_limits_hold_without_cgroups_for_an_ordinary_user():
+    code = """
+import os, sys
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+from agentrl_env.launch.sandbox import cgroups, open_sandbox
+assert not cgroups.find()
+with open_sandbox("bubblewrap", memory="128m", disk="16m", pids=32, timeout=3) as box:
+    assert box.run("id -u").stdout == "1000\\n"
+    print(box.run("python3 -c 'x = bytearray(10**9)'").stderr)
+    box.run(":(){ :|:& };:")
+    print(box.run("for i in $(seq 100); do sleep 100 & done; wait", timeout=1.0).stderr)
+    print(box.run("dd if=/dev/zero of=x bs=1M").stderr)
+    print(box.run("echo fine").stdout)
+"""
+    if os.geteuid() != 0:
+        pytest.skip("the other tests run as an ordinary user already")
+    # An ordinary user cannot read root's own Python, so what is imported is imported first.
+    code = "import agentrl_env.launch.sandbox.bubblewrap, numpy.random\n" + code
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for words in ("MemoryError", "fork", "No space left", "fine"):
+        assert words in done.stdout
+
+
+class TestChoice:
+    def test_no_sandbox_means_no_commands_unless_that_is_allowed(self, monkeypatch):
+        monkeypatch.setattr("shutil.which", lambda name: None)
+        monkeypatch.delenv("AGENTRL_ALLOW_UNSAFE_SANDBOX", raising=False)
+        from agentrl_env.launch.sandbox import bubblewrap
+
+        bubblewrap._unavailable.cache_clear()
+        try:
+            with pytest.raises(SandboxUnavailable, match=r"install the package bubblewrap.*UNSAFE_SANDBOX=1"):
+                open_sandbox()
+            with open_sandbox(allow_unsafe=True) as box:
+                assert box.run("echo x").stdout == "x\n"
+            monkeypatch.setenv("AGENTRL_ALLOW_UNSAFE_SANDBOX", "1")
+            with open_sandbox() as box:
+                assert box.run("echo x").stdout == "x\n"
+        finally:
+            bubblewrap._unavailable.cache_clear()
+
+    def test_unsafe_has_to_be_allowed(self, monkeypatch):
+        monkeypatch.delenv("AGENTRL_ALLOW_UNSAFE_SANDBOX", raising=False)
+        with pytest.raises(SandboxUnavailable, match="without any protection"):
+            open_sandbox("unsafe")
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            ({"memory": "64q"}, "not a number of bytes"),
+            ({"memory": "64m", "disk": "60m"}, "leave 24 MiB of memory"),
+            ({"pids": 0}, "pids=0 must be positive"),
+            ({"timeout": -1.0}, "must be positive"),
+        ],
+    )
+    def test_limits_that_cannot_be_are_refused(self, options, said):
+        with pytest.raises(ValueError, match=said):
+            open_sandbox(**options)
+
+    def test_images_belong_to_a_kind(self):
+        with pytest.raises(SandboxUnavailable, match="needs image="):
+            open_sandbox("docker")
+        with pytest.raises(SandboxUnavailable, match="absolute path"):
+            open_sandbox("bubblewrap", image="debian:12")
+
+
+class TestUnsafe:
+    @pytest.fixture
+    def box(self):
+        with open_sandbox("unsafe", allow_unsafe=True, timeout=5.0, files={"a/x": "1"}) as box:
+            yield box
+
+    def test_it_runs_commands_in_a_folder_that_is_deleted(self, box):
+        assert box.run("cat a/x; echo $HOME >y").stdout == "1"
+        folder = Path(box.read("y").decode().strip())
+        assert folder.is_dir()
+        state = box.snapshot()
+        box.close()
+        assert not folder.exists()
+        with open_sandbox("unsafe", allow_unsafe=True) as twin:
+            twin.restore(state)
+            assert twin.read("a/x") == b"1"
+
+    def test_it_limits_time_output_and_what_is_left_running(self, box):
+        assert box.run("sleep 1000 & sleep 1000", timeout=0.2).killed_by == "timeout"
+        assert box.run("yes").killed_by == "output"
+        pid = int(box.run("sleep 1000 >/dev/null & echo $!").stdout)
+        until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text())
+
+    @pytest.mark.parametrize("path", ["/etc/passwd", "../x", "link/passwd", "/home/agentx", "a/../../x"])
+    def test_read_and_write_stay_in_the_folder(self, box, path):
+        box.run("ln -s /etc link")
+        with pytest.raises(PermissionError):
+            box.read(path)
+        with pytest.raises(PermissionError):
+            box.write(path, "x")
+
+
+PATHS = st.lists(st.sampled_from(["..", ".", "", "a", "link", "~", "\\", " ", "世", "-rf"]), max_size=8).map(
+    "/".join
+)
+
+
+@given(PATHS, st.booleans())
+def test_every_path_is_one_below_the_root(path, rooted):
+    path = f"/{path}" if rooted else path
+    if path:
+        parts = absolute(path).split("/")
+        assert parts[0] == ""
+        assert ".." not in parts
+        assert all(parts[1:-1])
+
+
+@given(st.integers(0, 50), st.lists(st.binary(max_size=40), max_size=8))
+def test_a_stream_keeps_the_beginning_and_counts_the_rest(limit, pieces):
+    stream = Stream(limit)
+    for piece in pieces:
+        stream.feed(piece)
+    whole = b"".join(pieces)
+    assert stream.data == whole[:limit]
+    assert stream.dropped == len(whole) - len(stream.data)
+    as_text(stream.data).encode()
+
+
+@needs_bubblewrap
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(path=PATHS, data=st.binary(max_size=100))
+def test_any_path_is_written_and_read_again_or_refused(box, path, data):
+    try:
+        box.write(path, data)
+    except (OSError, ValueError):
+        return
+    assert box.read(path) == data
+
+
+@given(st.dictionaries(PATHS.filter(bool), st.binary(max_size=50), max_size=3))
+def test_an_archive_names_no_path_outside(files):
+    import io
+    import tarfile
+
+    with tarfile.open(fileobj=io.BytesIO(packed(files))) as tar:
+        for name in tar.getnames():
+            assert not name.startswith("/")
+            assert ".." not in name.split("/")

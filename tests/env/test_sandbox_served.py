@@ -1,0 +1,147 @@
+"""Sandboxes behind a server: whatever one session's agent does, the others and the server do not notice."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from agentrl_env import EnvClient, Message, SessionStatus, ToolCall
+from agentrl_env.errors import EnvironmentFailed, SandboxUnavailable
+from agentrl_env.launch.process import ServerProcess
+from agentrl_env.launch.sandbox import cgroups, owner
+from agentrl_env.launch.sandbox.bubblewrap import check_available
+
+try:
+    check_available()
+except SandboxUnavailable as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+TASKS = str(Path(__file__).with_name("sandbox_tasks.py"))
+ATTACKS = {
+    "fork bomb": ":(){ :|:& };:",
+    "waiting fork bomb": "while true; do sleep 1000 & done; wait",
+    "memory hog": "python3 -c 'x = bytearray(10**10)'; tail /dev/zero",
+    "endless cat": "cat /dev/zero",
+    "endless lines": "yes",
+    "disk filler": "dd if=/dev/zero of=big bs=1M; seq 100000 | xargs touch",
+    "background": "sleep 1e9 & setsid nohup sleep 1e9 & disown",
+    "suicide": "kill -9 1; kill -9 -1; kill -9 $PPID",
+    "busy": "while :; do :; done",
+    "stopped": "kill -STOP $$",
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    os.environ["SANDBOX_TEST_SECRET"] = "s3cret-of-the-server"
+    try:
+        with ServerProcess(f"{TASKS}:Shell", f"{TASKS}:BreaksInReset") as server:
+            yield server
+    finally:
+        del os.environ["SANDBOX_TEST_SECRET"]
+
+
+@pytest.fixture
+async def client(server):
+    async with EnvClient.connect(server.url) as client:
+        yield client
+
+
+async def shell(session, command):
+    result = await session.step(Message.assistant(None, ToolCall.of("shell", command=command)))
+    assert result.status is SessionStatus.RUNNING
+    return result.messages[0].content
+
+
+def below(pid):
+    """Return the processes that a process has started, and they theirs."""
+    found = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in children.read_text().split():
+            found += [int(child), *below(child)]
+    return found
+
+
+def groups(pid):
+    return [f for base in set(cgroups.find().values()) for f in base.glob(f"{owner.PREFIX}*-{pid}-*")]
+
+
+def until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+async def test_an_attack_ends_in_its_own_session(server, client, attack):
+    victim, attacker = await client.open("shell", seed=1), await client.open("shell", seed=2)
+    assert await shell(victim, "cat mine.txt") == "seed 1"
+    attacking = asyncio.create_task(shell(attacker, ATTACKS[attack]))
+    while not attacking.done():
+        assert await shell(victim, "cat mine.txt") == "seed 1"
+    assert await attacking
+    assert await shell(attacker, "rm -rf [!m]*; cat mine.txt") == "seed 2"
+    async with httpx.AsyncClient() as plain:
+        assert (await plain.get(f"{server.url}/health")).json() == {"status": "ok"}
+    await victim.close()
+    await attacker.close()
+    until(lambda: not below(server.pid) and not groups(server.pid))
+
+
+async def test_nothing_of_the_server_or_of_another_session_is_seen(server, client):
+    one, two = await client.open("shell", seed=1), await client.open("shell", seed=2)
+    port = server.url.rsplit(":", 1)[1]
+    connect = "python3 -c 'import socket; socket.create_connection((\"127.0.0.1\", {}), 1)'"
+    assert "s3cret" not in await shell(one, "env; cat /proc/*/environ; ls -a / /root /home /tmp")
+    assert "refused" in await shell(one, connect.format(port))
+    await shell(one, "echo 'only mine' >/tmp/x; (sleep 5; cat /dev/zero) & echo $! >/tmp/pid")
+    search = "grep -rs -e 'only mine' -e 'seed 1' /home /tmp /opt /var /dev/shm /usr/local/bin | head"
+    assert await shell(two, search) == "(no output)"
+    assert await shell(one, search.replace("-rs", "-rls")) == "/home/agent/mine.txt\n/tmp/x"
+    await one.close()
+    await two.close()
+
+
+async def test_many_sessions_have_a_sandbox_each(server, client):
+    sessions = await asyncio.gather(*(client.open("shell", seed=seed) for seed in range(16)))
+    texts = await asyncio.gather(*(shell(session, "cat mine.txt; echo $$ >pid") for session in sessions))
+    assert texts == [f"seed {seed}" for seed in range(16)]
+    assert len(groups(server.pid)) in (0, 16 * len(set(cgroups.find().values())))
+    await asyncio.gather(*(session.close() for session in sessions))
+    until(lambda: not below(server.pid) and not groups(server.pid))
+
+
+async def test_a_reset_that_fails_leaves_nothing(server, client):
+    with pytest.raises(EnvironmentFailed, match="no luck today"):
+        await client.open("breaks")
+    until(lambda: not below(server.pid) and not groups(server.pid))
+
+
+async def test_a_sandbox_that_dies_is_a_failed_environment_and_no_answer(server, client):
+    session, other = await client.open("shell"), await client.open("shell")
+    monitor = next(pid for pid in below(server.pid))
+    os.kill(monitor, 9)
+    results = []
+    for each in (session, other):
+        call = ToolCall.of("shell", command="echo alive")
+        results.append((await each.step(Message.assistant(None, call))).status)
+    assert sorted(results) == [SessionStatus.FAILED_ENVIRONMENT, SessionStatus.RUNNING]
+    await session.close()
+    await other.close()
+
+
+async def test_a_killed_server_leaves_nothing():
+    server = ServerProcess(f"{TASKS}:Shell").start()
+    async with EnvClient.connect(server.url) as client:
+        session = await client.open("shell")
+        await shell(session, "sleep 1e9 & touch x")
+        pids, pid = below(server.pid), server.pid
+        assert pids
+        os.kill(pid, 9)
+    server.stop()
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    until(lambda: cgroups.sweep(cgroups.find()) or not groups(pid))
