@@ -29,7 +29,7 @@ train: $(VENV)/.train  ## train the starter policy on three tasks; SEED=1 NAME=a
 		$(if $(SEED),--set run.seed=$(SEED)) $(ARGS)
 
 test: $(VENV)/.dev  ## all tests that need neither a GPU nor Docker
-	-@.ci/system-packages chromium redis-server
+	-@.ci/system-packages chromium redis-server bubblewrap
 	$(BIN)/python -m pytest $(ARGS)
 
 docker: $(VENV)/.dev  ## tests in containers; starts a Docker daemon of its own (root, on Debian)

@@ -1,11 +1,11 @@
-"""``python -m tests.benchmarks [serving] [engine] [overlap]``: run some or all and print their tables."""
+"""``python -m tests.benchmarks [PART ...]``: run some parts or all and print their tables."""
 
 from __future__ import annotations
 
 import argparse
 import os
 
-PARTS = ("serving", "engine", "overlap")
+PARTS = ("serving", "engine", "overlap", "sandbox")
 
 
 def main() -> None:
@@ -30,6 +30,10 @@ def main() -> None:
                 from tests.benchmarks import overlap
 
                 overlap.run(quick=chosen.quick)
+            case "sandbox":
+                from tests.benchmarks import sandbox
+
+                sandbox.run(quick=chosen.quick)
 
 
 if __name__ == "__main__":
