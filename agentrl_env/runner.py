@@ -6,10 +6,10 @@ import asyncio
 import inspect
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from agentrl_env.threads import AuthorTimeout, Threads
+from agentrl_env.threads import AuthorTimeout, Job, Outcome, Threads
 
 T = TypeVar("T")
 AUTHOR_ERRORS = (Exception, SystemExit)
@@ -100,21 +100,18 @@ async def settled(future: asyncio.Future[Any], timeout: float = math.inf) -> boo
     return future.done()
 
 
-async def all_settled(futures: Collection[asyncio.Future[Any]], timeout: float = math.inf) -> None:
-    """Wait until all futures are done, at most ``timeout`` seconds; nothing happens to them."""
-    left = len(futures)
-    loop = asyncio.get_running_loop()
-    waiter: asyncio.Future[None] = loop.create_future()
+def follow(
+    task: asyncio.Task[T], future: asyncio.Future[T], end: Callable[[asyncio.Future[T]], None]
+) -> None:
+    """Give a future the result of a task, right after ``end`` was told of it; cancelled, it cancels."""
 
-    def count(_: object) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0 and not waiter.done():
-            waiter.set_result(None)
+    def settle(_: object) -> None:
+        end(future)
+        if not future.done():
+            future.set_result(task.result())
 
-    for future in futures:
-        future.add_done_callback(count)
-    await settled(waiter, timeout)
+    task.add_done_callback(settle)
+    future.add_done_callback(lambda _: task.cancel())
 
 
 def run_through(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -134,6 +131,7 @@ class Runner:
     def __init__(self, *, blocking: bool, threads: Threads) -> None:
         self._blocking = blocking
         self._threads = threads
+        self._job: Job | None = None
         self._stray: asyncio.Future[Any] | None = None
 
     async def call(self, function: Callable[..., Any], timeout: float, /, *args: Any, **kw: Any) -> Any:
@@ -147,17 +145,43 @@ class Runner:
             value = await self._on_thread(lambda: function(*args, **kw), timeout)
         return await self._awaited(value, timeout) if inspect.isawaitable(value) else value
 
+    def start(self, function: Callable[[], Any], timeout: float, tell: Callable[[Outcome], None]) -> None:
+        """Call a plain function on a thread, and ``tell`` the event loop its outcome; see ``Threads``."""
+        self._job = self._threads.start(function, timeout, tell)
+
+    async def known(
+        self, outcome: Outcome, function: Callable[..., Any], timeout: float | None, /, **_: Any
+    ) -> Any:
+        """Return or raise the outcome of a call that ``start`` began, as ``call`` would have."""
+        value, error = outcome
+        if isinstance(error, AuthorTimeout):
+            raise AuthorTimeout(f"{function.__name__}(): {error}")
+        if error is not None:
+            raise error
+        if inspect.isawaitable(value):
+            return await self._awaited(value, math.inf if timeout is None else timeout)
+        return value
+
+    def give_up(self) -> None:
+        """Tell nobody any more of the call that ``start`` began last."""
+        if self._job is not None:
+            self._job.give_up()
+
     async def settle(self, timeout: float) -> None:
         """Wait until a call that outlived its deadline has ended, ``timeout`` seconds at most."""
+        if self._job is not None:
+            await self._job.settle(timeout)
         if self._stray is not None:
             await settled(self._stray, timeout)
 
     async def _on_thread(self, function: Callable[[], Any], timeout: float) -> Any:
-        job = self._threads.start(function, timeout)
+        answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        job = self._job = self._threads.start(function, timeout, answer.set_result)
         try:
-            value, error = await job.answer
-        finally:
-            self._stray = None if job.ended else job.over
+            value, error = await answer
+        except asyncio.CancelledError:
+            job.give_up()
+            raise
         if error is not None:
             raise error
         return value

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import copy
+import inspect
 import logging
 import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
+from agentrl_env.asking import can_fork, expert_move, reset, snapshots
 from agentrl_env.errors import (
     EnvironmentFailed,
     InvalidRequest,
@@ -21,16 +21,17 @@ from agentrl_env.errors import (
     SessionExpired,
 )
 from agentrl_env.history import History, message_json
-from agentrl_env.runner import AUTHOR_ERRORS, Runner, run_through, settled
-from agentrl_env.threads import AuthorTimeout, Threads
+from agentrl_env.runner import AUTHOR_ERRORS, Runner, follow, run_through, settled
+from agentrl_env.threads import AuthorTimeout, Outcome, Threads
 from agentrl_env.tools import (
     UNOBSERVED,
+    Call,
     Observer,
     TimeOver,
     Turn,
     as_messages,
-    as_move,
     describe,
+    find_call,
     tool_name,
     toolset,
 )
@@ -83,10 +84,12 @@ class Session:
         self.turns = History()
         self.total = 0.0
         """Sum of the rewards so far."""
-        self._task: asyncio.Task[Any] | None = None
+        self._task: asyncio.Future[Any] | None = None
         self._closing: asyncio.Task[None] | None = None
         self.inline = not environment.blocking and self._tools.all_sync
         """Whether a step never suspends: it then needs no task, and no other can interleave."""
+        self._plain = environment.blocking and self._tools.all_sync and environment.max_seconds is None
+        self._scored = environment.overrides("score")
 
     def info(self) -> SessionInfo:
         """Return how the session stands."""
@@ -106,11 +109,10 @@ class Session:
 
         Raises EnvironmentFailed.
         """
-        first = self._restored or self._reset
 
         def begin() -> Any:
-            self._environment = self._class()
-            return first(self._environment)
+            environment = self._environment = self._class()
+            return self._restored(environment) if self._restored else reset(environment, self.sample)
 
         try:
             content = await self._runner.call(begin, self._class.reset_timeout)
@@ -118,10 +120,8 @@ class Session:
                 self.opening = tuple(as_messages(content, "reset()"))
         except AUTHOR_ERRORS as error:
             what = "reset" if self._restored is None else "restore"
-            self._log(what, error)
             self.begin_close(SessionStatus.FAILED_ENVIRONMENT)
-            reason = f"{what} of task {self.sample.task!r} failed: {describe(error)}"
-            raise EnvironmentFailed(reason) from error
+            raise self._broken(what, error) from error
         except asyncio.CancelledError:
             self.begin_close()
             raise
@@ -147,7 +147,7 @@ class Session:
                 return self.finished(step)
             await self._at_rest()
 
-    def begin_step(self, message: Message, seq: int | None = None) -> bytes | asyncio.Task[bytes] | None:
+    def begin_step(self, message: Message, seq: int | None = None) -> bytes | asyncio.Future[bytes] | None:
         """Return the answer where it is there at once, else the step that will give it to ``finished``.
 
         None stands for a session in which another step is under way. Raises what ``step`` does.
@@ -161,10 +161,15 @@ class Session:
         if self._task is not None:
             return None
         self.refuse_ended()
-        play = self._play(message, message_json(message))
-        return run_through(play) if self.inline else self._begin_task(play)
+        said, begin = message_json(message), self._clock()
+        if self.inline:
+            return run_through(self._observer.step(self, self._play(message, said, begin, self._call)))
+        step = self._begin_on_thread(message, said, begin)
+        return step or self._begin_task(
+            self._observer.step(self, self._play(message, said, begin, self._call))
+        )
 
-    def finished(self, step: asyncio.Task[bytes]) -> bytes:
+    def finished(self, step: asyncio.Future[T]) -> T:
         """Return the answer of a step that has ended. Raises what ``step`` does."""
         if step.cancelled():
             self.refuse_ended()
@@ -176,7 +181,9 @@ class Session:
 
         Raises NotSupported where the task has none, EnvironmentFailed where it breaks.
         """
-        return await self._between_steps(self._ask_expert)
+        return await self._between_steps(
+            lambda: expert_move(self._alive(), self.sample, self.turn, self._runner)
+        )
 
     async def fork(self, session_ids: Sequence[str]) -> list[Session]:
         """Return sessions, to be started, that stand where this one stands between two steps.
@@ -220,10 +227,33 @@ class Session:
         self.refuse_ended()
         task = self._begin_task(ask())
         await settled(task)
-        if task.cancelled():
-            self.refuse_ended()
-        result: T = task.result()
-        return result
+        return self.finished(task)
+
+    def _begin_on_thread(self, message: Message, said: bytes, begin: float) -> asyncio.Future[bytes] | None:
+        """Begin a step that is one call of a plain tool, as most are; None where it is anything else."""
+        found = find_call(self._tools, message) if self._plain and not self._observer.traces() else None
+        if found is None:
+            return None
+        tool, arguments = found
+        step: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+        def play(outcome: Outcome) -> None:  # only now, so that no coroutine has to wait
+            if step.done():  # the session was closed
+                return
+            self._observer.tool_ran(self, tool.name, self._clock() - begin)
+            turn = self._play(message, said, begin, partial(self._runner.known, outcome))
+            if self._scored or inspect.isawaitable(outcome[0]):
+                follow(asyncio.ensure_future(turn), step, self._end_task)
+            else:
+                answer = run_through(turn)
+                self._task = None
+                step.set_result(answer)
+
+        function = partial(getattr(self._alive(), tool.attribute), **arguments)
+        seconds = self._class.tool_timeout if tool.timeout is None else tool.timeout
+        self._runner.start(function, seconds, play)
+        self._task = step
+        return step
 
     async def _at_rest(self) -> None:
         while (task := self._task) is not None:
@@ -235,7 +265,7 @@ class Session:
         task.add_done_callback(self._end_task)
         return task
 
-    def _end_task(self, task: asyncio.Task[Any]) -> None:
+    def _end_task(self, task: asyncio.Future[Any]) -> None:
         if self._task is task:
             self._task = None
 
@@ -246,15 +276,17 @@ class Session:
         if self.status.final:
             raise SessionEnded(f"the session has ended ({self.status}); open a new one", status=self.status)
 
-    async def _play(self, message: Message, said: bytes) -> bytes:
+    async def _play(self, message: Message, said: bytes, begin: float, call: Call) -> bytes:
         """Run one turn to its StepResult; author errors become its status."""
-        begin = self._clock()
         turn = Turn()
         info: dict[str, Any] = {}
         try:
-            status = await self._answer(message, turn)
+            status = await self._answer(message, turn, call)
             if status is not SessionStatus.RUNNING:
-                turn.score(await self._scores(), self.total)
+                scores: object = {}
+                if self._scored:
+                    scores = await self._runner.call(self._alive().score, self._class.tool_timeout)
+                turn.score(scores, self.total)
         except AUTHOR_ERRORS as error:
             self._log(f"step {self.turn + 1}", error)
             status = SessionStatus.FAILED_ENVIRONMENT
@@ -266,10 +298,10 @@ class Session:
         self._observer.stepped(self, message, result, self._clock() - begin)
         return answer
 
-    async def _answer(self, message: Message, turn: Turn) -> SessionStatus:
+    async def _answer(self, message: Message, turn: Turn, call: Call) -> SessionStatus:
         """Play the message and say how the session stands after it."""
         try:
-            await turn.play(self._alive(), message, self._call)
+            await turn.play(self._alive(), message, call)
             if turn.done:
                 return SessionStatus.COMPLETED
             if self.turn + 1 >= self._class.max_turns:
@@ -305,36 +337,11 @@ class Session:
                     raise TimeOver from None
                 raise AuthorTimeout(f"{function.__name__}(): {error}") from None
 
-    async def _scores(self) -> object:
-        if not self._class.overrides("score"):
-            return {}
-        return await self._runner.call(self._alive().score, self._class.tool_timeout)
-
-    async def _ask_expert(self) -> Message:
-        environment = self._alive()
-        rng = np.random.default_rng([self.sample.seed, self.turn, 1])
-        try:
-            return as_move(await self._runner.call(environment.expert, self._class.tool_timeout, rng))
-        except NotSupported:
-            raise
-        except AUTHOR_ERRORS as error:
-            reason = f"expert of task {self.sample.task!r} failed: {describe(error)}"
-            raise EnvironmentFailed(reason) from error
-
-    def _reset(self, environment: Environment) -> Any:
-        # A copy, so that author code cannot change the dataset under other sessions.
-        return environment.reset(self.sample.model_copy(deep=True), np.random.default_rng(self.sample.seed))
-
     async def _fork(self, session_ids: Sequence[str]) -> list[Session]:
-        call, seconds = self._runner.call, self._class.tool_timeout
         try:
-            state = await call(self._alive().snapshot, seconds)
-            # Copied before the next step, which may change what the state holds.
-            states = await call(lambda: [copy.deepcopy(state) for _ in session_ids], seconds)
+            states = await snapshots(self._alive(), len(session_ids), self._runner)
         except AUTHOR_ERRORS as error:
-            self._log("snapshot", error)
-            reason = f"snapshot of task {self.sample.task!r} failed: {describe(error)}"
-            raise EnvironmentFailed(reason) from error
+            raise self._broken("snapshot", error) from error
         return [self._twin(*pair) for pair in zip(session_ids, states, strict=True)]
 
     def _twin(self, session_id: str, state: Any) -> Session:
@@ -352,10 +359,11 @@ class Session:
         twin.turns = self.turns.copy(session_id)
         return twin
 
-    async def _release(self, step: asyncio.Task[Any] | None) -> None:
+    async def _release(self, step: asyncio.Future[Any] | None) -> None:
         """Cancel a step under way, then close the environment exactly once."""
         if step is not None and not step.done():
             step.cancel()
+            self._runner.give_up()
             await settled(step)
         # Author code that outlived its deadline may still use what close() releases.
         await self._runner.settle(SETTLE_S)
@@ -367,11 +375,15 @@ class Session:
             self._log("close", error)
         self._environment = None
 
+    def _broken(self, what: str, error: BaseException) -> EnvironmentFailed:
+        self._log(what, error)
+        return EnvironmentFailed(f"{what} of task {self.sample.task!r} failed: {describe(error)}")
+
     def _log(self, what: str, error: BaseException) -> None:
         """Tell of author code that raised."""
-        facts = {"facts": {"session_id": self.session_id, "task": self.sample.task}}
-        words = "%s of task %s failed in session %s"
-        logger.warning(words, what, self.sample.task, self.session_id, exc_info=error, extra=facts)
+        facts = {"session_id": self.session_id, "task": self.sample.task}
+        words = f"{what} of task {self.sample.task} failed in session {self.session_id}"
+        logger.warning(words, exc_info=error, extra={"facts": facts})
 
     def _alive(self) -> Environment:
         if self._environment is None:
@@ -380,14 +392,8 @@ class Session:
 
     def _time_left(self) -> float:
         """Return the seconds until the session's time limit. Raises TimeOver."""
-        if self._class.max_seconds is None:
-            return math.inf
-        left = self.begin + self._class.max_seconds - self._clock()
+        limit = self._class.max_seconds
+        left = math.inf if limit is None else self.begin + limit - self._clock()
         if left <= 0:
             raise TimeOver
         return left
-
-
-def can_fork(environment: type[Environment]) -> bool:
-    """Return whether sessions of a task can be forked: it has both ``snapshot`` and ``restore``."""
-    return environment.overrides("snapshot") and environment.overrides("restore")

@@ -28,39 +28,48 @@ class AuthorTimeout(Exception):
     """The author's code did not return in time."""
 
 
+Outcome = tuple[Any, BaseException | None]
+"""What a call has returned, or raised."""
+
+
 class Job:
     """A call on a thread. Its deadline runs anew from when a thread takes it."""
 
     __slots__ = (
         "_began",
         "_function",
-        "_given_up",
+        "_loop",
         "_made",
         "_outcome",
         "_over",
         "_seconds",
+        "_tell",
         "_timer",
-        "answer",
         "ended",
     )
 
-    def __init__(self, function: Callable[[], Any], seconds: float, loop: asyncio.AbstractEventLoop) -> None:
-        self.answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-        """Gives (value, error), at the deadline AuthorTimeout; who waits for it may cancel it."""
+    def __init__(
+        self,
+        function: Callable[[], Any],
+        seconds: float,
+        tell: Callable[[Outcome], None],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
         self._function = function
         self._seconds = seconds
+        self._tell: Callable[[Outcome], None] | None = tell
+        self._loop = loop
         self._made = time.monotonic()
         self._began: float | None = None
-        self._outcome: tuple[Any, BaseException | None] = (None, None)
-        self._given_up = False
+        self._outcome: Outcome = (None, None)
         self._over: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self.ended = False
         """Whether it has run to its end, or never will; until then ``over`` can be waited for."""
-        self._timer: asyncio.TimerHandle | None = None
 
     def run(self) -> None:
         """Run it, on a thread, unless nobody waits for it any more."""
-        if self._given_up or self.answer.cancelled():
+        if self._tell is None:
             return
         self._began = time.monotonic()
         try:
@@ -69,37 +78,41 @@ class Job:
             self._outcome = (None, error)
 
     def end(self) -> None:
-        """Tell who waits, on the event loop, that it has run."""
+        """Tell, on the event loop, that it has run."""
+        self.ended = True
         if self._timer is not None:
             self._timer.cancel()
-        if not self.answer.done():
-            self.answer.set_result(self._outcome)
         if self._over is not None and not self._over.done():
             self._over.set_result(None)
-        self.ended = True
+        if self._tell is not None:
+            tell, self._tell = self._tell, None
+            tell(self._outcome)
+
+    def give_up(self) -> None:
+        """Tell nobody any more; it does not begin where it has not begun."""
+        self._tell = None
 
     def watch(self) -> None:
-        """Give up at the deadline."""
-        if self.ended or self.answer.done():
+        """Tell AuthorTimeout at the deadline."""
+        if self.ended or self._tell is None:
             return
         left = (self._began or self._made) + self._seconds - time.monotonic()
         if left > 0:
             if left < math.inf:
-                self._timer = self.answer.get_loop().call_later(left, self.watch)
+                self._timer = self._loop.call_later(left, self.watch)
             return
-        self._given_up = True
-        idle, busy = (
-            f"no thread came free within {self._seconds:g} s",
-            f"still running after {self._seconds:g} s",
-        )
-        self.answer.set_result((None, AuthorTimeout(idle if self._began is None else busy)))
+        tell, self._tell = self._tell, None
+        idle = f"no thread came free within {self._seconds:g} s"
+        busy = f"still running after {self._seconds:g} s"
+        tell((None, AuthorTimeout(idle if self._began is None else busy)))
 
-    @property
-    def over(self) -> asyncio.Future[Any]:
-        """Done once it has ended, even where it was given up before."""
+    async def settle(self, seconds: float) -> None:
+        """Wait until it has ended, even where it was given up; at most so many seconds."""
+        if self.ended:
+            return
         if self._over is None:
-            self._over = self.answer.get_loop().create_future()
-        return self._over
+            self._over = self._loop.create_future()
+        await asyncio.wait((self._over,), timeout=seconds)
 
 
 class _Mailbox:
@@ -147,16 +160,16 @@ class Threads:
         self._looking = self._watching = False
         self._submitted = self._taken = self._seen = 0
 
-    def start(self, function: Callable[[], Any], seconds: float) -> Job:
-        """Call ``function`` on a thread.
+    def start(self, function: Callable[[], Any], seconds: float, tell: Callable[[Outcome], None]) -> Job:
+        """Call ``function`` on a thread, and ``tell`` the event loop what it has returned or raised.
 
-        The answer is AuthorTimeout where no thread comes free within ``seconds``, or where it runs
-        for longer than that.
+        That is AuthorTimeout where no thread comes free within ``seconds``, or where it runs for
+        longer than that.
         """
         loop = asyncio.get_running_loop()
         if self._mailbox is None or self._mailbox.loop is not loop:
             self._mailbox, self._new, self._looking, self._watching = _Mailbox(loop), [], False, False
-        job = Job(function, seconds, loop)
+        job = Job(function, seconds, tell, loop)
         alone = not self._jobs
         self._jobs.append((job, self._mailbox))
         self._new.append(job)
@@ -211,9 +224,9 @@ class Threads:
     def _work(self) -> None:
         while True:
             mailbox = self._run_next()
-            last = not self._jobs
-            if last:
-                with self._lock:
+            with self._lock:  # else a job that comes now might find nobody to wake
+                last = not self._jobs
+                if last:
                     self._awake -= 1
             if mailbox is not None:  # after that, the next job may be there: it must find this one free
                 mailbox.deliver()

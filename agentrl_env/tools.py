@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
@@ -25,6 +25,7 @@ SUCCESS_REWARD = 1.0 - 1e-9
 """An episode whose rewards sum to this is a success, unless ``score()`` says otherwise."""
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 Content = str | Message | list[Message]
 Call = Callable[..., Awaitable[Any]]
 """Runs author code: ``await call(function, timeout_or_None, *args, **kwargs)``."""
@@ -143,11 +144,32 @@ def toolset(environment: type) -> Toolset:
     return Toolset(environment)
 
 
+def find_call(tools: Toolset, message: Message) -> tuple[Tool, dict[str, Any]] | None:
+    """Return the only call of a message, with its arguments; None where there is not one sound call."""
+    if not message.tool_calls or len(message.tool_calls) > 1:
+        return None
+    function = message.tool_calls[0].function
+    found = tools.tools.get(function.name)
+    try:
+        return None if found is None else (found, found.arguments.parse(function.arguments))
+    except ArgumentError:
+        return None
+
+
 class Observer(Protocol):
     """Is told what happens in sessions, to count, log and trace it."""
 
     def tool(self, session: Session, name: str) -> AbstractContextManager[object]:
         """Return what is entered while a tool, or ``respond``, runs."""
+
+    def step(self, session: Session, turn: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+        """Return what is awaited in the place of a turn."""
+
+    def traces(self) -> bool:
+        """Return whether ``tool`` has to be entered, for what runs in a tool to be part of its trace."""
+
+    def tool_ran(self, session: Session, name: str, seconds: float) -> None:
+        """Take note of a tool for which ``tool`` was not entered."""
 
     def stepped(self, session: Session, message: Message, result: StepResult, seconds: float) -> None:
         """Take note of a step."""
@@ -156,6 +178,15 @@ class Observer(Protocol):
 class _Unobserved:
     def tool(self, session: Session, name: str) -> AbstractContextManager[object]:
         return _NOTHING
+
+    def step(self, session: Session, turn: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+        return turn
+
+    def traces(self) -> bool:
+        return False
+
+    def tool_ran(self, session: Session, name: str, seconds: float) -> None:
+        return
 
     def stepped(self, session: Session, message: Message, result: StepResult, seconds: float) -> None:
         return

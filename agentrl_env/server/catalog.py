@@ -7,10 +7,10 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from agentrl_env.asking import can_fork
 from agentrl_env.dataset import Dataset
 from agentrl_env.errors import DefinitionError, EnvironmentFailed, UnknownTask, WireError
 from agentrl_env.runner import AUTHOR_ERRORS, Runner
-from agentrl_env.session import can_fork
 from agentrl_env.threads import Threads
 from agentrl_env.tools import describe, toolset
 from agentrl_env.types import TaskInfo, TaskSample

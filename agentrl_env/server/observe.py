@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Coroutine
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl_env.server.metrics import Metrics
-from agentrl_env.server.tracing import Span, span
+from agentrl_env.server.tracing import Span, annotate, span, spanned, traced
 
 if TYPE_CHECKING:
     from agentrl_env.session import Session
     from agentrl_env.types import Message, StepResult
 
+T = TypeVar("T")
 logger = logging.getLogger("agentrl_env")
 said = logging.getLogger("agentrl_env.messages")
 """What models and environments said, at level DEBUG: nothing of it is written unless asked for."""
@@ -37,6 +39,7 @@ class SessionObserver:
         """Take note of a session that has opened."""
         task = session.sample.task
         self._metrics.opened[task] += 1
+        annotate(session_id=session.session_id, task=task)
         if logger.isEnabledFor(logging.INFO):
             logger.info("session opened", extra=_where(session, client=client))
 
@@ -44,6 +47,7 @@ class SessionObserver:
         """Take note of a session that has ended, ``seconds`` after it began."""
         task, status = session.sample.task, session.status
         self._metrics.ended[task, status] += 1
+        annotate(session_id=session.session_id, task=task)
         if logger.isEnabledFor(logging.INFO):
             facts = {"status": status.value, "turns": session.turn, "duration_s": round(seconds, 6)}
             logger.info("session ended", extra=_where(session, client=client, **facts))
@@ -51,6 +55,20 @@ class SessionObserver:
     def tool(self, session: Session, name: str) -> AbstractContextManager[object]:
         """Return what is entered while a tool runs."""
         return _ToolRun(self._metrics, session, name)
+
+    def step(self, session: Session, turn: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+        """Return what is awaited in the place of a turn."""
+        if not traced():
+            return turn
+        return spanned("step", turn, session_id=session.session_id, task=session.sample.task)
+
+    def traces(self) -> bool:
+        """Return whether the running task is traced."""
+        return traced()
+
+    def tool_ran(self, session: Session, name: str, seconds: float) -> None:
+        """Take note of a tool that ran outside of ``tool``."""
+        self._metrics.tool_ran(session.sample.task, name, seconds)
 
     def stepped(self, session: Session, message: Message, result: StepResult, seconds: float) -> None:
         """Take note of a step."""

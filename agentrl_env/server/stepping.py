@@ -9,12 +9,10 @@ from functools import partial
 from typing import Any
 
 from agentrl_env.errors import StepPending, WireError
-from agentrl_env.runner import all_settled
+from agentrl_env.runner import settled
 from agentrl_env.server.table import Entry, SessionTable
 from agentrl_env.types import Message
 from agentrl_env.wire import StepRequest
-
-Answers = list[bytes | WireError | None]
 
 
 class Stepper:
@@ -48,15 +46,17 @@ class Stepper:
             steps: what to play.
             wait_s: answer after so many seconds, with StepPending for what is not ready.
         """
-        answers: Answers = [None] * len(steps)
+        batch = _Batch(steps)
         if len({step.session_id for step in steps}) == len(steps):
-            waiting = self._step_each(steps, answers)
+            for position in range(len(steps)):
+                self._begin(batch, position)
         else:
-            waiting = self._step_groups(steps, answers)
-        if waiting:
-            await all_settled(waiting, math.inf if wait_s is None else wait_s)
-        pending = StepPending("the step is still under way; ask again with the same seq")
-        return [pending if answer is None else answer for answer in answers]
+            groups: dict[str, list[int]] = {}
+            for position, step in enumerate(steps):
+                groups.setdefault(step.session_id, []).append(position)
+            for group in groups.values():
+                batch.add(asyncio.create_task(self._step_group(batch, group)))
+        return await batch.answered(math.inf if wait_s is None else wait_s)
 
     def leave(self, session_id: str, entry: Entry) -> None:
         """Let a session's lease run again, or retire it where it has ended."""
@@ -64,49 +64,71 @@ class Stepper:
         if entry.session.status.final:
             self._retire(session_id)
 
-    def _step_each(self, steps: Sequence[StepRequest], answers: Answers) -> list[asyncio.Task[Any]]:
-        """Step sessions that are all different; return the tasks that steps were left to."""
-        tasks: list[asyncio.Task[Any]] = []
-        for position, step in enumerate(steps):
-            session_id = step.session_id
-            try:
-                entry = self._table.find(session_id)
-                begun = entry.session.begin_step(step.message, step.seq)
-            except WireError as error:
-                answers[position] = error
-                continue
-            self._table.enter(session_id, entry)
-            if isinstance(begun, bytes):
-                answers[position] = begun
-                self.leave(session_id, entry)
-            elif begun is None:
-                self.leave(session_id, entry)
-                tasks.append(asyncio.create_task(self._step_group(steps, [position], answers)))
-            else:
-                begun.add_done_callback(partial(self._end_step, entry, answers, position))
-                tasks.append(begun)
-        return tasks
+    def _begin(self, batch: _Batch, position: int) -> None:
+        """Begin one step of a batch whose sessions are all different."""
+        step = batch.steps[position]
+        try:
+            entry = self._table.find(step.session_id)
+            begun = entry.session.begin_step(step.message, step.seq)
+        except WireError as error:
+            batch.answers[position] = error
+            return
+        self._table.enter(step.session_id, entry)
+        if isinstance(begun, bytes):
+            batch.answers[position] = begun
+            self.leave(step.session_id, entry)
+        elif begun is None:  # another step of the session is under way
+            self.leave(step.session_id, entry)
+            batch.add(asyncio.create_task(self._step_group(batch, [position])))
+        else:
+            batch.add(begun, partial(self._end, batch, position, entry))
 
-    def _end_step(self, entry: Entry, answers: Answers, position: int, step: asyncio.Task[bytes]) -> None:
+    def _end(self, batch: _Batch, position: int, entry: Entry, step: asyncio.Future[bytes]) -> None:
         session = entry.session
         try:
-            answers[position] = session.finished(step)
+            batch.answers[position] = session.finished(step)
         except WireError as error:
-            answers[position] = error
+            batch.answers[position] = error
         finally:
             self.leave(session.session_id, entry)
 
-    def _step_groups(self, steps: Sequence[StepRequest], answers: Answers) -> list[asyncio.Task[Any]]:
-        groups: dict[str, list[int]] = {}
-        for position, step in enumerate(steps):
-            groups.setdefault(step.session_id, []).append(position)
-        return [asyncio.create_task(self._step_group(steps, group, answers)) for group in groups.values()]
-
-    async def _step_group(self, steps: Sequence[StepRequest], positions: list[int], answers: Answers) -> None:
+    async def _step_group(self, batch: _Batch, positions: list[int]) -> None:
         """Play the steps of one session, one after another."""
         for position in positions:
-            step = steps[position]
+            step = batch.steps[position]
             try:
-                answers[position] = await self.step(step.session_id, step.seq, step.message)
+                batch.answers[position] = await self.step(step.session_id, step.seq, step.message)
             except WireError as error:
-                answers[position] = error
+                batch.answers[position] = error
+
+
+class _Batch:
+    """Steps that are answered together."""
+
+    def __init__(self, steps: Sequence[StepRequest]) -> None:
+        self.steps = steps
+        self.answers: list[bytes | WireError | None] = [None] * len(steps)
+        self._under_way = 0
+        self._all: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def add(
+        self, work: asyncio.Future[Any], end: Callable[[asyncio.Future[Any]], None] | None = None
+    ) -> None:
+        """Wait for some work too; ``end`` is called when it is done."""
+
+        def count(done: asyncio.Future[Any]) -> None:
+            self._under_way -= 1
+            if self._under_way == 0 and not self._all.done():
+                self._all.set_result(None)
+            if end is not None:
+                end(done)
+
+        self._under_way += 1
+        work.add_done_callback(count)
+
+    async def answered(self, seconds: float) -> list[bytes | WireError]:
+        """Return the answers once they are all there, at most so many seconds later."""
+        if self._under_way:
+            await settled(self._all, seconds)
+        pending = StepPending("the step is still under way; ask again with the same seq")
+        return [pending if answer is None else answer for answer in self.answers]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl_env.errors import ServeError
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
+T = TypeVar("T")
 Span = AbstractContextManager[Any]
 _NOTHING: Span = nullcontext()
 _active: ContextVar[Tracing | None] = ContextVar("agentrl_tracing", default=None)
@@ -28,6 +29,28 @@ def span(name: str, /, **attributes: str) -> Span:
     return _NOTHING if tracing is None else tracing.span(name, None, **attributes)
 
 
+def spanned(name: str, work: Coroutine[Any, Any, T], /, **attributes: str) -> Coroutine[Any, Any, T]:
+    """Return work that is done under a span; the work itself where nothing is traced."""
+    return work if _active.get() is None else _under(span(name, **attributes), work)
+
+
+async def _under(entered: Span, work: Coroutine[Any, Any, T]) -> T:
+    with entered:
+        return await work
+
+
+def annotate(**attributes: str) -> None:
+    """Add attributes to the span that the running task is in, where there is one."""
+    tracing = _active.get()
+    if tracing is not None:
+        tracing.annotate(attributes)
+
+
+def traced() -> bool:
+    """Return whether what the running task does is traced."""
+    return _active.get() is not None
+
+
 class Tracing:
     """Makes the spans of one application.
 
@@ -37,11 +60,12 @@ class Tracing:
 
     def __init__(self, provider: TracerProvider) -> None:
         try:
-            from opentelemetry import propagate
+            from opentelemetry import propagate, trace
         except ModuleNotFoundError as error:
             raise ServeError(_MISSING) from error
         self._tracer = provider.get_tracer("agentrl_env")
         self._extract = propagate.extract
+        self._current = trace.get_current_span
 
     def activate(self) -> None:
         """Trace what the running task does, and whatever it starts."""
@@ -53,6 +77,10 @@ class Tracing:
         shown = {f"agentrl.{key}": value for key, value in attributes.items()}
         manager: Span = self._tracer.start_as_current_span(name, context=context, attributes=shown)
         return manager
+
+    def annotate(self, attributes: Mapping[str, str]) -> None:
+        """Add attributes to the current span."""
+        self._current().set_attributes({f"agentrl.{key}": value for key, value in attributes.items()})
 
 
 def export_traces() -> tuple[Tracing, Any]:

@@ -1,0 +1,46 @@
+"""What authors' code is asked besides tool calls: to begin, for the oracle's move, for its state."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from agentrl_env.errors import EnvironmentFailed, NotSupported
+from agentrl_env.runner import AUTHOR_ERRORS, Runner
+from agentrl_env.tools import as_move, describe
+from agentrl_env.types import Message, TaskSample
+
+if TYPE_CHECKING:
+    from agentrl_env.environment import Environment
+
+
+def reset(environment: Environment, sample: TaskSample) -> Any:
+    """Return what ``reset`` does, of a copy, so that no author changes the dataset under others."""
+    return environment.reset(sample.model_copy(deep=True), np.random.default_rng(sample.seed))
+
+
+async def expert_move(environment: Environment, sample: TaskSample, turn: int, runner: Runner) -> Message:
+    """Return the oracle's message after so many turns. Raises NotSupported, EnvironmentFailed."""
+    rng = np.random.default_rng([sample.seed, turn, 1])
+    try:
+        return as_move(await runner.call(environment.expert, environment.tool_timeout, rng))
+    except NotSupported:
+        raise
+    except AUTHOR_ERRORS as error:
+        raise EnvironmentFailed(f"expert of task {sample.task!r} failed: {describe(error)}") from error
+
+
+async def snapshots(environment: Environment, times: int, runner: Runner) -> list[Any]:
+    """Return copies of the state, each to be restored once. Raises whatever the author's code does."""
+    state = await runner.call(environment.snapshot, environment.tool_timeout)
+    # Copied before the next step, which may change what the state holds.
+    seconds = environment.tool_timeout
+    copies: list[Any] = await runner.call(lambda: [copy.deepcopy(state) for _ in range(times)], seconds)
+    return copies
+
+
+def can_fork(environment: type[Environment]) -> bool:
+    """Return whether sessions of a task can be forked: it has both ``snapshot`` and ``restore``."""
+    return environment.overrides("snapshot") and environment.overrides("restore")
