@@ -189,6 +189,9 @@ class Http1Transport:
         try:
             async with asyncio.timeout(timeout):
                 return await self._exchange(data)
+        except TimeoutError:
+            self._drop_idle()  # they may have fallen silent like the one that was used
+            raise
         finally:
             self._slots.release()
 
@@ -199,6 +202,11 @@ class Http1Transport:
             connection.close()
         self._free.clear()
         await asyncio.sleep(0)
+
+    def _drop_idle(self) -> None:
+        for connection in self._free:
+            connection.close()
+        self._free.clear()
 
     async def _exchange(self, data: bytes) -> HttpResponse:
         connection = self._idle() or await self._connect()

@@ -104,8 +104,9 @@ class Opener:
         try:
             return await asyncio.shield(asking)
         except asyncio.CancelledError:
-            # A caller that has named it may ask again, anywhere: else its lease ends it.
-            if request.request_id is None:
+            if request.request_id is not None:
+                asking.cancel()  # whoever has named it may ask again, anywhere; else its lease ends it
+            else:
                 asking.add_done_callback(lambda opened: self._close(member, opened))
             raise
 
