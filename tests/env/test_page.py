@@ -105,6 +105,12 @@ class Trove(Environment):
         return ToolCall.of("take", thing="treasure")
 
 
+class Labyrinth(Guess):
+    """Guess the way."""
+
+    name = "find_the_shortest_way_through_the_whole_labyrinth_without_a_map"
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def chromium():
     async with async_playwright() as playwright:
@@ -503,7 +509,13 @@ UNNAMED = """() => [...document.querySelectorAll("input, select, textarea, butto
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_every_view_can_be_read_in_light_and_dark_wide_and_narrow(server, visit, scheme):
+async def test_every_view_can_be_read_in_light_and_dark_wide_and_narrow(visit, scheme):
+    async with serving(Trove, Labyrinth) as server:
+        await look_at_every_view(server, visit, scheme)
+
+
+async def look_at_every_view(server, visit, scheme):
+    await opened(server, Labyrinth.name)
     for name in ("gain", "finish"):
         session_id = await opened(server)
         await step(server, session_id, 1, "echo", text=name, word="w" * 300, number=1)

@@ -41,7 +41,7 @@ function serverCells(server) {
     h("th", { scope: "row" }, h("code", {}, server.server_id), h("div", { class: "faint" }, server.place)),
     h("td", {}, load(server)),
     h("td", {}, h("span", { class: `badge ${state[1]}` }, state[0])),
-    h("td", { class: "extra", title: server.tasks.join(", ") }, tasks),
+    h("td", { class: "extra wrap", title: server.tasks.join(", ") }, tasks),
     h("td", { class: "extra" }, heard),
     h("td", { class: "extra" }, server.version),
   ];

@@ -87,7 +87,7 @@ function sessionCells(row) {
     h("th", { scope: "row" },
       h("a", { href: `#/session/${encodeURIComponent(row.session_id)}`, title: row.session_id },
         row.session_id.split(".").at(-1).slice(0, 10))),
-    h("td", {}, row.task),
+    h("td", { class: "wrap" }, row.task),
     h("td", {}, badge(row.status)),
     h("td", { class: "number" }, String(row.turn)),
     h("td", { class: "number" }, number(row.reward)),
