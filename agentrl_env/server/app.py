@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -37,7 +36,6 @@ from agentrl_env.server.steps import StepRoutes
 from agentrl_env.server.tracing import Tracing
 from agentrl_env.wire import SOCKET_PATH, ForkRequest, OpenRequest
 
-logger = logging.getLogger("agentrl_env")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -94,7 +92,8 @@ def _routes(service: Service) -> list[tuple[str, str, Handler]]:
         return _json(b'{"status":"ready"}')
 
     async def metrics(_: Request) -> Response:
-        return Response(service.metrics.render(service.gauges()), headers={"content-type": CONTENT_TYPE})
+        gauges = {**service.gauges(), "agentrl_tasks_running": float(len(asyncio.all_tasks()))}
+        return Response(service.metrics.render(gauges), headers={"content-type": CONTENT_TYPE})
 
     async def tasks(_: Request) -> Response:
         return _json(await service.tasks())
@@ -191,9 +190,7 @@ async def _on_hang_up(_: Request, error: Exception) -> Response:
 
 
 def _on_bug(service: Service) -> Any:
-    async def answer(request: Request, error: Exception) -> Response:
-        facts = {"facts": {"method": request.method, "path": request.url.path}}
-        logger.error("a bug in the server: %s", type(error).__name__, extra=facts)
+    async def answer(_: Request, error: Exception) -> Response:
         return _answer(service, InternalError(f"a bug in the server: {type(error).__name__}"))
 
     return answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import re
 from base64 import urlsafe_b64decode
 from collections.abc import Iterable
@@ -18,6 +19,8 @@ from agentrl_env.server.metrics import Metrics
 from agentrl_env.server.page.shell import SHELL
 from agentrl_env.server.tracing import Tracing
 from agentrl_env.wire import PROTOCOL_HEADER, PROTOCOL_VERSION, SOCKET_HEADER, SOCKET_PATH
+
+logger = logging.getLogger("agentrl_env")
 
 MAX_BODY_BYTES = Limits().max_body_bytes
 TOKEN_PREFIX = "agentrl.token."
@@ -86,10 +89,15 @@ class Gate:
             self._metrics.errors[error.type] += 1
             await _refuse(error, stamped, "http.response" if kind == "http" else "websocket.http.response")
             return
-        if self._tracing is None:
-            await self._app(scope, receive, stamped)
-        else:
-            await self._traced(self._tracing, scope, headers, receive, stamped)
+        try:
+            if self._tracing is None:
+                await self._app(scope, receive, stamped)
+            else:
+                await self._traced(self._tracing, scope, headers, receive, stamped)
+        except Exception as error:
+            facts = {"facts": {"method": scope.get("method", "WEBSOCKET"), "path": scope["path"]}}
+            logger.error("a bug in the server", exc_info=error, extra=facts)
+            raise
 
     def _meet(self, scope: Scope, headers: dict[bytes, bytes]) -> Caller:
         """Return who makes a request. Raises Unauthorized, Forbidden, RateLimited."""

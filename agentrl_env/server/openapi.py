@@ -181,7 +181,7 @@ _OPERATIONS = (
         _Operation(
             method="GET", path=path, name=f"page {path}", says="A file of the page.", answer=kind, public=True
         )
-        for path, (_, kind) in SHELL.items()
+        for path, (_, kind) in sorted(SHELL.items())
     ),
 )
 _ANY_BODY = (e.InvalidRequest, e.RequestTimeout, e.BodyTooLarge)

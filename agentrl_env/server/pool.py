@@ -23,6 +23,7 @@ from agentrl_env.server.observe import SLOW_STEP_S, SessionObserver
 from agentrl_env.server.once import Once
 from agentrl_env.server.stepping import Stepper
 from agentrl_env.server.table import SessionTable, SessionWatcher
+from agentrl_env.server.tracing import spanned
 from agentrl_env.session import Session
 from agentrl_env.threads import Threads
 from agentrl_env.types import Message, SessionInfo, SessionStatus, StepResult, TaskInfo, TaskSample
@@ -106,7 +107,7 @@ class SessionPool:
         known = self._table.opened_as(key)
         if known is not None:
             return await self.info(known)
-        return await self._openings.do(key, lambda: self._open(request))
+        return await self._openings.do(key, lambda: spanned("open", self._open(request)))
 
     async def step(self, session_id: str, seq: int | None, message: Message) -> StepResult:
         """Play one assistant message. Raises what ``Session.step`` does, and UnknownSession."""
@@ -181,7 +182,7 @@ class SessionPool:
 
     async def close_session(self, session_id: str) -> None:
         """End a session and release what it holds; idempotent."""
-        await self._end([session_id], SessionStatus.CANCELLED)
+        await spanned("close", self._end([session_id], SessionStatus.CANCELLED))
 
     async def expire_idle(self) -> int:
         """End every session that is idle past its lease; return how many."""

@@ -1,0 +1,311 @@
+"""What an operator sees of a server: metrics, the log, traces."""
+
+import asyncio
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import httpx
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client.parser import text_string_to_metric_families
+
+from agentrl_env import EnvClient, Environment, Message, ToolCall, tool
+from agentrl_env.client.http import HttpBackend
+from agentrl_env.controller.fleet import Fleet
+from agentrl_env.controller.serve import Controller
+from agentrl_env.errors import UnknownTask
+from agentrl_env.server.limits import Limits
+from agentrl_env.server.logs import JsonLines, TextLines
+from agentrl_env.server.serve import EnvServer
+from agentrl_env.server.tracing import Tracing
+from agentrl_env.wire import StepRequest
+from tests.env.tasks import Quick, until
+
+
+class Threaded(Environment):
+    """Runs its tool on a thread."""
+
+    def reset(self, sample, rng):
+        return "ready"
+
+    @tool(name="renamed")
+    def work(self):
+        """Work."""
+        return str(trace.get_current_span().get_span_context().trace_id)
+
+
+@pytest.fixture
+async def serving():
+    servers = []
+
+    async def start(*environments, **options):
+        server = EnvServer(environments or (Quick, Threaded), port=0, drain_s=0.0, **options)
+        servers.append(server)
+        await server.start()
+        return server
+
+    yield start
+    for server in servers:
+        await server.stop()
+
+
+def families(text):
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def values(family):
+    return {tuple(sorted(s.labels.items())): s.value for s in family.samples if s.name.endswith("_total")}
+
+
+async def scraped(url):
+    async with httpx.AsyncClient(trust_env=False) as http:
+        answer = await http.get(f"{url}/metrics")
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    return families(answer.text)
+
+
+async def test_metrics_are_prometheus_text_and_count_what_was_done(serving):
+    server = await serving(Quick, Threaded)
+    async with EnvClient.connect(server.url) as client:
+        session, other = await client.open("quick"), await client.open("threaded")
+        for name in ("gain", "refuse", "made up", 'mad"e\nup', "note"):
+            await session.step(ToolCall.of(name))
+        await other.step(ToolCall.of("renamed"))
+        await session.step(ToolCall.of("crash"))
+        with pytest.raises(UnknownTask):
+            await client.open("nope")
+        async with httpx.AsyncClient(trust_env=False) as http:
+            for path in ("/made/up", "/v1/sessions/x", "/v1/sessions/y"):
+                await http.get(server.url + path)
+    found = await scraped(server.url)
+    assert values(found["agentrl_steps"]) == {(("task", "quick"),): 6, (("task", "threaded"),): 1}
+    assert values(found["agentrl_sessions_opened"])[(("task", "quick"),)] == 1
+    ended = (("status", "failed_environment"), ("task", "quick"))
+    assert values(found["agentrl_sessions_ended"])[ended] == 1
+    assert values(found["agentrl_errors"])[(("type", "unknown_task"),)] == 1
+    assert values(found["agentrl_errors"])[(("type", "unknown_session"),)] == 2
+    assert values(found["agentrl_invalid_tool_calls"]) == {(("task", "quick"),): 3}
+    requests = values(found["agentrl_requests"])
+    assert requests[(("method", "GET"), ("route", "other"), ("status", "404"))] == 1
+    assert requests[(("method", "GET"), ("route", "/v1/sessions/{id}"), ("status", "404"))] == 2
+    assert requests[(("method", "POST"), ("route", "/v1/sessions"), ("status", "201"))] == 2
+    assert sum(n for labels, n in values(found["agentrl_calls"]).items()) >= 10
+    assert {"agentrl_sessions_open", "agentrl_sessions_waiting", "process_open_fds"} <= set(found)
+
+
+async def test_latency_is_by_declared_tool_so_that_a_model_makes_no_labels(serving):
+    server = await serving(Quick, Threaded)
+    async with EnvClient.connect(server.url) as client:
+        session, other = await client.open("quick"), await client.open("threaded")
+        for name in ("gain", "gain", "made up", "refuse"):
+            await session.step(ToolCall.of(name))
+        await session.step("no call at all")
+        await other.step(ToolCall.of("renamed"))
+    tools = (await scraped(server.url))["agentrl_tool_seconds"]
+    assert tools.type == "histogram"
+    counts = {
+        (s.labels["task"], s.labels["tool"]): s.value for s in tools.samples if s.name.endswith("_count")
+    }
+    assert counts == {
+        ("quick", "gain"): 2,
+        ("quick", "refuse"): 1,
+        ("quick", "respond"): 1,
+        ("threaded", "renamed"): 1,
+    }
+    by_bound = [s.value for s in tools.samples if s.name.endswith("_bucket") and s.labels["tool"] == "gain"]
+    assert by_bound == sorted(by_bound)
+    assert by_bound[-1] == 2
+
+
+async def test_the_event_loops_lag_is_measured(serving):
+    server = await serving(Quick)
+    lag = server.pool.metrics.loop_lag_seconds
+    await until(lambda: list(lag.lines("x"))[-1] != "x_count 0")
+    assert (await scraped(server.url))["agentrl_event_loop_lag_seconds"].type == "histogram"
+
+
+async def test_a_controllers_metrics_can_be_read_as_well():
+    front = Controller(Fleet(), port=0)
+    await front.start()
+    found = await scraped(front.url)
+    assert found["agentrl_fleet_servers"].samples[0].value == 0
+    await front.stop()
+
+
+def logged(caplog):
+    return [(r.getMessage(), r.facts) for r in caplog.records if hasattr(r, "facts")]
+
+
+async def test_a_sessions_life_is_in_the_log_without_a_word_of_what_was_said(serving, caplog):
+    caplog.set_level(logging.INFO)
+    server = await serving(Quick, slow_step_s=0.0)
+    backend = HttpBackend(server.url)
+    backend_headers = {"x-agentrl-client": "trainer-7"}
+    async with httpx.AsyncClient(base_url=server.url, headers=backend_headers, trust_env=False) as http:
+        info = (await http.post("/v1/sessions", json={"task": "quick"})).json()
+    step = StepRequest(
+        session_id=info["session_id"], seq=1, message=Message.assistant(None, ToolCall.of("crash"))
+    )
+    await backend.step(step.session_id, 1, step.message)
+    await backend.aclose()
+    events = {name: facts for name, facts in logged(caplog) if facts.get("session_id") == info["session_id"]}
+    assert events["session opened"]["client"] == "trainer-7"
+    assert events["session opened"]["task"] == "quick"
+    ended = events["session ended"]
+    assert (ended["client"], ended["status"], ended["turns"]) == ("trainer-7", "failed_environment", 1)
+    assert ended["duration_s"] >= 0
+    assert events["slow step"]["seq"] == 1
+    broke = next(r for r in caplog.records if r.exc_info)
+    assert broke.facts["session_id"] == info["session_id"]
+    assert info["session_id"] in broke.getMessage()
+    everything = "".join(JsonLines().format(r) + TextLines().format(r) for r in caplog.records)
+    assert "call_0" not in everything
+    assert "Be quick" not in everything
+
+
+async def test_what_was_said_is_logged_where_it_is_asked_for(serving, caplog):
+    caplog.set_level(logging.DEBUG, logger="agentrl_env.messages")
+    server = await serving(Quick)
+    async with EnvClient.connect(server.url) as client:
+        session = await client.open("quick")
+        await session.step(ToolCall.of("note", text="very private"))
+    (record,) = [r for r in caplog.records if r.name == "agentrl_env.messages"]
+    line = json.loads(JsonLines().format(record))
+    assert line["session_id"] == session.session_id
+    assert "very private" in line["message"]["tool_calls"][0]["function"]["arguments"]
+    assert line["answer"][0]["role"] == "tool"
+
+
+def test_a_line_stays_a_line_whatever_is_in_it():
+    record = logging.LogRecord("x", logging.INFO, "", 0, "two\nlines \x1b[31m", (), None)
+    record.facts = {"client": "a b\n", "n": 1, "odd": {"x": object}}
+    text, line = TextLines().format(record), JsonLines().format(record)
+    assert "\n" not in text + line
+    assert json.loads(line)["client"] == "a b\n"
+    assert text.startswith(json.loads(line)["time"])
+
+
+def test_the_process_logs_json_lines_from_start_to_stop():
+    command = ["-m", "agentrl_env", "serve", "--port", "0", "--log-format", "json", "tests.env.tasks:Quick"]
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONWARNINGS": "error"},
+    )
+    try:
+        url = re.search(r"http://\S+", process.stdout.readline())[0]
+        session = httpx.post(f"{url}/v1/sessions", json={"task": "quick"}, trust_env=False).json()
+        call = Message.assistant(None, ToolCall.of("crash")).wire()
+        address = f"{url}/v1/sessions/{session['session_id']}/step"
+        httpx.post(address, json={"seq": 1, "message": call}, trust_env=False)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    lines = [json.loads(line) for line in err.splitlines()]
+    events = [line["event"] for line in lines]
+    assert [e for e in events if e in ("started", "draining", "stopped")] == [
+        "started",
+        "draining",
+        "stopped",
+    ]
+    (opened,) = [line for line in lines if line["event"] == "session opened"]
+    assert opened["session_id"] == session["session_id"]
+    assert opened["client"] == "127.0.0.1"
+    (broken,) = [line for line in lines if "traceback" in line]
+    assert broken["session_id"] == session["session_id"]
+    assert "ZeroDivisionError" in broken["traceback"]
+    assert all({"time", "level", "event"} <= set(line) for line in lines)
+
+
+@pytest.fixture
+def spans():
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    yield exporter, Tracing(provider)
+    provider.shutdown()
+
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+async def test_calls_and_tools_are_spans_under_the_callers_trace(serving, spans):
+    exporter, tracing = spans
+    server = await serving(Quick, Threaded, tracing=tracing)
+    headers = {"traceparent": PARENT, "x-agentrl-client": "me"}
+    async with httpx.AsyncClient(base_url=server.url, headers=headers, trust_env=False) as http:
+        for task, name in (("quick", "gain"), ("threaded", "renamed")):
+            info = (await http.post("/v1/sessions", json={"task": task})).json()
+            address = f"/v1/sessions/{info['session_id']}"
+            call = Message.assistant(None, ToolCall.of(name)).wire()
+            answer = await http.post(f"{address}/step", json={"seq": 1, "message": call})
+            assert answer.status_code == 200
+            await http.delete(address)
+            found = {span.name: span for span in exporter.get_finished_spans()}
+            exporter.clear()
+            assert {"open", "step", "tool", "close"} <= set(found), task
+            where = {"agentrl.session_id": info["session_id"], "agentrl.task": task}
+            for span in ("open", "step", "tool", "close"):
+                assert where.items() <= dict(found[span].attributes).items(), span
+                assert f"{found[span].context.trace_id:032x}" == PARENT.split("-")[1]
+            assert found["tool"].attributes["agentrl.tool"] == name
+            assert found["tool"].parent.span_id == found["step"].context.span_id
+            request = found["POST /v1/sessions/{id}/step"]
+            assert found["step"].parent.span_id == request.context.span_id
+            assert f"{request.parent.span_id:016x}" == PARENT.split("-")[2]
+            assert request.attributes["agentrl.client"] == "me"
+
+
+async def test_batches_and_sockets_are_traced_step_by_step(serving, spans):
+    exporter, tracing = spans
+    server = await serving(Quick, tracing=tracing)
+    async with EnvClient.connect(server.url) as client:
+        sessions = [await client.open("quick") for _ in range(3)]
+        await asyncio.gather(*(session.step(ToolCall.of("gain")) for session in sessions))
+        await sessions[0].step(ToolCall.of("gain"))
+    steps = [span for span in exporter.get_finished_spans() if span.name == "step"]
+    assert len(steps) == 4
+    assert {span.attributes["agentrl.session_id"] for span in steps} == {s.session_id for s in sessions}
+
+
+async def test_a_failure_is_on_its_span(serving, spans):
+    exporter, tracing = spans
+    server = await serving(Quick, tracing=tracing)
+    async with EnvClient.connect(server.url) as client:
+        session = await client.open("quick")
+        await session.step(ToolCall.of("crash"))
+    (span,) = [span for span in exporter.get_finished_spans() if span.name == "tool"]
+    assert span.status.status_code is trace.StatusCode.ERROR
+    assert span.events[0].attributes["exception.type"] == "ZeroDivisionError"
+
+
+async def test_without_tracing_there_is_no_span(serving, spans):
+    exporter, _ = spans
+    server = await serving(Quick, limits=Limits())
+    async with EnvClient.connect(server.url) as client:
+        await (await client.open("quick")).step(ToolCall.of("gain"))
+    assert exporter.get_finished_spans() == ()
+
+
+def test_traces_without_the_extra_are_refused_with_one_sentence():
+    code = (
+        "import sys; sys.modules['opentelemetry.sdk'] = None\n"
+        "from agentrl_env.__main__ import main\n"
+        "sys.argv = ['agentrl-env', 'serve', '--traces', '--port', '0', 'tests.env.tasks:Quick']\n"
+        "main()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stderr == "error: traces need OpenTelemetry: pip install 'agentrl-kit[otel]'\n"

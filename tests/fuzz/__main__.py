@@ -1,0 +1,24 @@
+"""``python -m tests.fuzz --requests N --seed S``: send them; one JSON line, last, says what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from tests.fuzz.run import fuzz
+
+
+def main() -> None:
+    """Run, print the account, and end with 1 where something came that must not."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+    account = fuzz(chosen.requests, chosen.seed, say=lambda line: print(line, file=sys.stderr, flush=True))
+    print(json.dumps(account))
+    raise SystemExit(0 if account["ok"] else 1)
+
+
+if __name__ == "__main__":
+    main()
