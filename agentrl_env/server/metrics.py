@@ -7,6 +7,7 @@ import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 BUCKETS_S = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
@@ -146,7 +147,10 @@ def _process() -> dict[str, float]:
     except OSError:
         return {}
     resident = float(pages * os.sysconf("SC_PAGE_SIZE"))
-    return {"process_resident_memory_bytes": resident, "process_open_fds": float(files)}
+    held = {"process_resident_memory_bytes": resident, "process_open_fds": float(files)}
+    with suppress(RuntimeError):  # outside of an event loop there are none
+        held["agentrl_event_loop_tasks"] = float(len(asyncio.all_tasks()))
+    return held
 
 
 def _line(name: str, value: float, **labels: str) -> str:
