@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from agentrl_env.errors import LaunchError, SandboxFailed, SandboxUnavailable
@@ -78,10 +78,11 @@ class DockerSandbox(SandboxBase):
         except BaseException:
             client.close()
             raise
-        self._finish = weakref.finalize(self, _end, os.getpid(), client, self._id)
+        lifelines: list[Any] = []
+        self._finish = weakref.finalize(self, _end, os.getpid(), client, self._id, lifelines)
         try:
             with _failures("the sandbox's container does not start"):
-                self._lifeline = self._api.attach_socket(self._id, {"stdin": 1, "stream": 1})
+                lifelines.append(self._api.attach_socket(self._id, {"stdin": 1, "stream": 1}))
                 self._api.start(self._id)
         except BaseException:
             self._finish()
@@ -209,8 +210,7 @@ class DockerSandbox(SandboxBase):
                 workdir=cwd,
                 environment={**BASE_ENVIRONMENT, **env},
             )["Id"]
-            with contextlib.closing(self._api.exec_start(made, socket=True)) as stream:
-                connection = getattr(stream, "_sock", stream)
+            with _closing(self._api.exec_start(made, socket=True)) as connection:
                 if stdin:
                     threading.Thread(target=_feed, args=(connection, stdin), daemon=True).start()
                 killed_by = self._follow(connection, made, _Frames(out, err), timeout)
@@ -345,7 +345,18 @@ def _feed(connection: socket.socket, data: bytes) -> None:
         connection.shutdown(socket.SHUT_WR)
 
 
-def _end(pid: int, client: Any, container: str) -> None:
+@contextlib.contextmanager
+def _closing(stream: Any) -> Iterator[socket.socket]:
+    """Give the connection below what the SDK returns; closing only the upper one would leave it open."""
+    connection = getattr(stream, "_sock", stream)
+    try:
+        yield connection
+    finally:
+        stream.close()
+        connection.close()
+
+
+def _end(pid: int, client: Any, container: str, lifelines: list[Any]) -> None:
     """Remove the container; in a forked copy of the server it is not theirs to remove."""
     import docker
     import requests
@@ -353,6 +364,9 @@ def _end(pid: int, client: Any, container: str) -> None:
     if os.getpid() == pid:
         with contextlib.suppress(docker.errors.APIError, requests.RequestException):
             client.api.remove_container(container, force=True, v=True)
+    for lifeline in lifelines:
+        with _closing(lifeline):
+            pass
     client.close()
 
 
