@@ -33,6 +33,8 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; .ci/system-packages chromium installs it"),
 ]
+PATIENCE_MS = 30_000
+expect.set_options(timeout=PATIENCE_MS)
 EVIL = "<script>window.hit = 1</script><img src=x onerror='window.hit = 2'><b>bold</b>"
 
 
@@ -130,7 +132,7 @@ async def visit(chromium):
 
     async def visit(server, fragment="#/", **options):
         context = await chromium.new_context(**options)
-        context.set_default_timeout(10_000)
+        context.set_default_timeout(PATIENCE_MS)
         contexts.append(context)
         page = await context.new_page()
         page.on("pageerror", lambda error: broken.append(str(error)))
