@@ -179,7 +179,7 @@ class DockerServer:
     def _have_image(self, image: str) -> None:
         import docker
 
-        with contextlib.suppress(docker.errors.ImageNotFound), daemon_errors(f"cannot look for {image}"):
+        with daemon_errors(f"cannot look for {image}"), contextlib.suppress(docker.errors.ImageNotFound):
             self._client.images.get(image)
             return
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ def connect(timeout: float = 60.0) -> Any:
     address = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
     client = None
     try:
+        _knock(address)
         client = docker.from_env(timeout=timeout)
         client.ping()
     except (docker.errors.DockerException, OSError) as error:
@@ -123,6 +125,15 @@ def daemon_errors(doing: str) -> Any:
         raise LaunchError(f"{doing}: Docker says: {error.explanation or error}") from error
     except (docker.errors.DockerException, requests.RequestException) as error:
         raise LaunchError(f"{doing}: the Docker daemon does not answer: {error}") from error
+
+
+def _knock(address: str) -> None:
+    """Raise OSError where nobody listens; the SDK would find out as well and leave its socket open."""
+    scheme, _, path = address.partition("://")
+    if scheme == "unix":
+        with socket.socket(socket.AF_UNIX) as knocking:
+            knocking.settimeout(5.0)
+            knocking.connect(path)
 
 
 def _here() -> str:

@@ -64,6 +64,7 @@ class _Front(_Pipe):
     def __init__(self, path: str) -> None:
         super().__init__()
         self._path = path
+        self._early = bytearray()
         self._carrying: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -71,6 +72,12 @@ class _Front(_Pipe):
         assert self.transport is not None
         self.transport.pause_reading()
         self._carrying = asyncio.create_task(self._carry())
+
+    def data_received(self, data: bytes) -> None:
+        if self.other is None:
+            self._early += data  # uvloop reads once before it heeds the pause
+        else:
+            super().data_received(data)
 
     async def _carry(self) -> None:
         assert self.transport is not None
@@ -80,6 +87,8 @@ class _Front(_Pipe):
             self.transport.abort()
             return
         self.other, back.other = back, self
+        if back.transport is not None and self._early:
+            back.transport.write(bytes(self._early))
         if self.transport.is_closing():
             back.close()
         else:

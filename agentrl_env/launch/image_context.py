@@ -119,9 +119,9 @@ class Recipe:
             "STOPSIGNAL SIGTERM",
             "HEALTHCHECK --interval=30s --timeout=5s --start-period=60s "
             f"CMD {json.dumps(['/opt/agentrl/bin/python', '-c', _IS_HEALTHY])}",
-            f"ENTRYPOINT {json.dumps(entry)}",
             "COPY --from=build /opt/agentrl /opt/agentrl",
             "COPY task /srv",
+            f"ENTRYPOINT {json.dumps(entry)}",
         ]
         return "\n".join(line for line in lines if line) + "\n"
 
