@@ -11,7 +11,7 @@ class Shell(Environment):
 
     def reset(self, sample, rng):
         self.box = open_sandbox(
-            memory="64m", disk="16m", pids=32, timeout=3.0, files={"mine.txt": f"seed {sample.seed}\n"}
+            memory="64m", disk="16m", pids=32, timeout=1.5, files={"mine.txt": f"seed {sample.seed}\n"}
         )
         return "Type a command."
 

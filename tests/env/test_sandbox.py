@@ -2,9 +2,12 @@
 
 import asyncio
 import gc
+import io
 import os
+import struct
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 from pathlib import Path
@@ -14,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentrl_env.errors import SandboxFailed, SandboxUnavailable
-from agentrl_env.launch.sandbox import HOME, cgroups, open_sandbox, owner
+from agentrl_env.launch.sandbox import HOME, cgroups, open_sandbox, owner, seccomp
 from agentrl_env.launch.sandbox.bubblewrap import check_available
 from agentrl_env.launch.sandbox.sandbox import Stream, absolute, as_text, packed
 
@@ -626,7 +629,7 @@ def test_a_stream_keeps_the_beginning_and_counts_the_rest(limit, pieces):
 
 
 @needs_bubblewrap
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(path=PATHS, data=st.binary(max_size=100))
 def test_any_path_is_written_and_read_again_or_refused(box, path, data):
     try:
@@ -636,12 +639,59 @@ def test_any_path_is_written_and_read_again_or_refused(box, path, data):
     assert box.read(path) == data
 
 
+@settings(max_examples=30)
 @given(st.dictionaries(PATHS.filter(bool), st.binary(max_size=50), max_size=3))
 def test_an_archive_names_no_path_outside(files):
-    import io
-    import tarfile
-
     with tarfile.open(fileobj=io.BytesIO(packed(files))) as tar:
         for name in tar.getnames():
             assert not name.startswith("/")
             assert ".." not in name.split("/")
+
+
+V1 = "36 32 0:28 / /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup rw,memory\n"
+V1 += "37 32 0:29 /docker/x /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n"
+V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
+
+
+def test_hierarchies_of_both_versions_are_found():
+    other = "22 30 0:20 / /proc rw,nosuid - proc proc rw\n"
+    memory, cpu, unified = cgroups._hierarchies(other + V1 + V2)
+    assert memory == (Path("/sys/fs/cgroup/memory"), "/", ["memory"])
+    assert cpu == (Path("/sys/fs/cgroup/cpu,cpuacct"), "/docker/x", ["cpu", "cpuacct"])
+    assert unified == (Path("/sys/fs/cgroup"), "/", [])
+    assert cgroups._own_groups("5:cpu,cpuacct:/a:b\n0::/user.slice\n") == {
+        "cpu": "/a:b",
+        "cpuacct": "/a:b",
+        "": "/user.slice",
+    }
+
+
+def test_a_delegated_folder_is_the_first_whose_children_get_controllers(tmp_path):
+    own = tmp_path / "user" / "service"
+    own.mkdir(parents=True)
+    (own / "cgroup.subtree_control").write_text("")
+    (own.parent / "cgroup.subtree_control").write_text("cpu memory pids\n")
+    assert cgroups._delegated(own, tmp_path) == dict.fromkeys(("cpu", "memory", "pids"), own.parent)
+    (own.parent / "cgroup.subtree_control").write_text("memory\n")
+    assert cgroups._delegated(own, tmp_path) == {}
+
+
+def test_names_tell_whether_their_owner_lives():
+    name = owner.new_name()
+    assert not owner.abandoned(name)
+    prefix, pid, began, rest = name.rsplit("-", 3)
+    assert owner.abandoned(f"{prefix}-{pid}-{int(began) + 1}-{rest}")
+    assert not owner.abandoned(name.replace(prefix, f"{owner.PREFIX}1"))
+    assert not owner.abandoned("something-else")
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_every_jump_of_the_filter_stays_inside_it(machine):
+    code = seccomp.program(machine)
+    lines = [struct.unpack("HBBI", code[i : i + 8]) for i in range(0, len(code), 8)]
+    assert len(lines) < 4096
+    for number, (kind, yes, no, _) in enumerate(lines):
+        if kind & 7 == 5:
+            assert number + 1 + max(yes, no) < len(lines)
+    assert lines[-1][0] == 6
+    assert seccomp.program("vax") is None

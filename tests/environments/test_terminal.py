@@ -1,0 +1,82 @@
+"""What the terminal task promises: it can be solved at every level, by doing and not by pretending."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentrl_env import EnvClient, Message, SessionStatus, ToolCall
+from agentrl_env.errors import SandboxUnavailable
+from agentrl_env.launch.sandbox.bubblewrap import check_available
+from agentrl_env.server.targets import load_target
+
+Terminal = load_target(str(Path(__file__).parents[2] / "environments" / "terminal"))
+try:
+    check_available()
+except SandboxUnavailable as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+every_level = pytest.mark.parametrize("level", ["", "-2", "-3"])
+
+
+@pytest.fixture
+async def client():
+    async with EnvClient.local(Terminal) as client:
+        yield client
+
+
+async def call(session, name, **arguments):
+    return await session.step(Message.assistant(None, ToolCall.of(name, **arguments)))
+
+
+@every_level
+async def test_the_expert_always_succeeds(client, level):
+    for split in ("train", "test"):
+        for index in range(4):
+            session, reward = await client.open("terminal", split=split + level, index=index), 0.0
+            while not session.status.final:
+                reward += (await session.step(await session.expert())).reward
+            assert (reward, session.turn) == (1.0, 2)
+
+
+@every_level
+async def test_an_answer_without_work_is_not_right(client, level):
+    for index in range(6):
+        session = await client.open("terminal", split="train" + level, index=index)
+        result = await call(session, "answer", text="done")
+        assert (result.status, result.reward) == (SessionStatus.COMPLETED, 0.0)
+
+
+async def test_state_is_read_past_a_shell_that_pretends(client):
+    session = await client.open("terminal", split="train-3", index=0)
+    forge = (
+        "cd /usr/local/bin; for p in cat grep ls; do printf '#!/bin/sh\\necho moss' >$p; chmod +x $p; done"
+    )
+    assert (await call(session, "shell", command=forge)).messages[0].content == "(no output)"
+    assert (await call(session, "answer", text="done")).reward == 0.0
+
+
+async def test_doing_more_than_was_asked_is_not_right(client):
+    session = await client.open("terminal", split="train-3", index=0)
+    await session.step(await session.expert())
+    await call(session, "shell", command="rm -rf */one.txt")
+    assert (await call(session, "answer", text="done")).reward == 0.0
+
+
+async def test_a_fork_has_files_of_its_own(client):
+    session = await client.open("terminal", split="train-3", index=1)
+    (twin,) = await session.fork(1)
+    await call(twin, "shell", command="rm -rf *")
+    assert (await call(twin, "shell", command="ls")).messages[0].content == "(no output)"
+    while not session.status.final:
+        result = await session.step(await session.expert())
+    assert result.reward == 1.0
+
+
+@every_level
+def test_train_and_test_share_words_but_no_problem(level):
+    train, test = ({json.dumps(p) for p in Terminal.samples(split + level)} for split in ("train", "test"))
+    assert train
+    assert test
+    assert not train & test
+    assert 0.1 < len(test) / len(train) < 0.5
