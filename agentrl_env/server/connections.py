@@ -26,7 +26,9 @@ SWEEP_S = 0.5
 VANISHED_S = 60
 """After how many seconds the system gives up a peer that acknowledges nothing."""
 MANY_FILES = 65_536
-_IDLE, _HEAD, _BODY, _ANSWER = "idle", "head", "body", "answer"
+LINGER_S = 1.0
+"""How long a caller that was refused may take to hang up itself."""
+_IDLE, _HEAD, _BODY, _ANSWER, _REFUSED = "idle", "head", "body", "answer", "refused"
 
 
 class Connections:
@@ -177,10 +179,12 @@ class _Http(_Watched, HttpToolsProtocol):
                 return "slow_body"
             if self._state == _IDLE and waited > self._limits.idle_s:
                 return "idle"
+            if self._state == _REFUSED and waited > LINGER_S:
+                return "refused"
         return super().overdue(now)
 
     def hang_up(self, reason: str) -> None:
-        if reason == "unread_answer":
+        if reason in ("unread_answer", "refused"):
             self.transport.abort()
         elif reason == "idle":
             self.transport.close()
@@ -205,7 +209,9 @@ class _Http(_Watched, HttpToolsProtocol):
             head = b"HTTP/1.1 %d %b\r\n" % (error.status, HTTPStatus(error.status).phrase.encode())
             head += b"content-type: application/json\r\nconnection: close\r\n"
             self.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
-        self.transport.close()
+        # A close while bytes are unread would be a reset, which can overtake the answer.
+        self.transport.write_eof()
+        self._enter(_REFUSED)
 
     def _rest(self) -> None:
         """Take note that all requests are answered."""

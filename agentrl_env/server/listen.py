@@ -69,6 +69,7 @@ class Listener:
             ws_per_message_deflate=False,
         )
         self._server = _Server(config)
+        self._connections = connections
         self._watching = asyncio.create_task(connections.watch())
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         while not self._server.started:

@@ -1,0 +1,272 @@
+"""Peers that never close, send half of what they promise, read nothing, or all come at once."""
+
+import asyncio
+import json
+import resource
+
+import httpx
+import pytest
+from websockets.asyncio.client import connect
+
+from agentrl_env import Done, EnvClient, Environment, Message, ToolCall, tool
+from agentrl_env.server.limits import Limits
+from agentrl_env.server.serve import EnvServer
+from tests.env.tasks import Quick, Slow, until
+
+IMPATIENT = Limits(head_s=0.3, body_s=0.3, idle_s=0.3, read_s=0.3, max_header_bytes=4096)
+NOTE = Message.assistant(None, ToolCall.of("note", text="x"))
+
+
+class Wordy(Environment):
+    """Answers at length."""
+
+    max_turns = 10_000
+    blocking = False
+
+    def reset(self, sample, rng):
+        return "ready"
+
+    @tool
+    def talk(self):
+        """Say very much."""
+        return "x" * 4_000_000
+
+    @tool
+    def end(self):
+        """End."""
+        return Done("over")
+
+
+@pytest.fixture(autouse=True)
+def slow():
+    Slow.prepare()
+    yield
+    Slow.blocker.set()
+    Slow.gate.set()
+
+
+@pytest.fixture
+async def server():
+    server = EnvServer([Quick, Slow, Wordy], port=0, drain_s=0.0, limits=IMPATIENT)
+    await server.start()
+    yield server
+    await server.stop()
+
+
+def place(server):
+    host, _, port = server.url.removeprefix("http://").rpartition(":")
+    return host, int(port)
+
+
+class Peer:
+    """A raw connection."""
+
+    def __init__(self, reader, writer):
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def meet(cls, server, data=b""):
+        peer = cls(*await asyncio.open_connection(*place(server)))
+        peer.writer.write(data)
+        return peer
+
+    async def rest(self):
+        """Return what comes until the server hangs up, which must be soon."""
+        async with asyncio.timeout(10):
+            try:
+                return await self.reader.read()
+            except ConnectionResetError:
+                return b""
+
+    def close(self):
+        self.writer.transport.abort()
+
+
+async def served_meanwhile(server):
+    async with EnvClient.connect(server.url) as client:
+        session = await client.open("quick")
+        assert (await session.step(NOTE)).seq == 1
+
+
+def hung_up(server, reason):
+    return server.pool.metrics.hung_up[reason]
+
+
+HALVES = {
+    "no headers": (b"POST /v1/sess", "slow_headers", b"408"),
+    "half headers": (b"POST /v1/sessions HTTP/1.1\r\nhost: x\r\nconte", "slow_headers", b"408"),
+    "half a body": (b"POST /v1/sessions HTTP/1.1\r\ncontent-length: 50\r\n\r\n{", "slow_body", b"408"),
+    "no body": (b"POST /v1/sessions HTTP/1.1\r\ncontent-length: 50\r\n\r\n", "slow_body", b"408"),
+    "half a chunk": (
+        b"POST /v1/sessions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n9\r\n{",
+        "slow_body",
+        b"408",
+    ),
+    "nothing at all": (b"", "idle", b""),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+async def test_who_sends_half_and_waits_is_hung_up(server, name):
+    data, reason, status = HALVES[name]
+    peers = [await Peer.meet(server, data) for _ in range(5)]
+    await served_meanwhile(server)
+    for peer in peers:
+        answer = await peer.rest()
+        assert answer.startswith(b"HTTP/1.1 " + status if status else b"")
+        if status:
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "request_timeout"
+        peer.close()
+    assert hung_up(server, reason) == 5
+    assert server.pool.open_sessions == 1
+
+
+async def test_headers_that_drip_in_are_not_waited_for(server):
+    peer = await Peer.meet(server, b"GET /health HTTP/1.1\r\n")
+    rest = asyncio.create_task(peer.rest())
+    number = 0
+    while not rest.done():
+        number += 1
+        peer.writer.write(b"x-%d: y\r\n" % number)
+        await asyncio.wait((rest,), timeout=0.05)
+    assert (await rest).startswith(b"HTTP/1.1 408")
+    peer.close()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET /health HTTP/1.1\r\nx: " + b"y" * 100_000,
+        b"GET /" + b"y" * 100_000,
+        b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 10_000,
+        b"GET /health HTTP/1.1\r\nx: " + b"y" * 5000 + b"\r\n\r\n",
+    ],
+)
+async def test_headers_without_end_are_refused(server, data):
+    peer = await Peer.meet(server, data)
+    assert (await peer.rest()).startswith(b"HTTP/1.1 431")
+    peer.close()
+    await served_meanwhile(server)
+
+
+async def test_trailers_and_chunks_without_end_are_refused(server):
+    head = b"POST /v1/sessions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+    for flood in (b"2\r\n{}\r\n0\r\nx: " + b"y" * 1_000_000, b"2;" + b"e" * 1_000_000):
+        peer = await Peer.meet(server, head + flood)
+        answer = await peer.rest()
+        assert answer.startswith((b"HTTP/1.1 431", b"HTTP/1.1 400")), answer[:50]
+        peer.close()
+
+
+async def test_an_answered_connection_that_is_kept_open_is_closed_in_time(server):
+    peer = await Peer.meet(server, b"GET /health HTTP/1.1\r\n\r\n")
+    assert (await peer.rest()).startswith(b"HTTP/1.1 200")
+    peer.close()
+
+
+async def test_a_step_may_take_longer_than_any_of_the_connections_deadlines(server):
+    async with EnvClient.connect(server.url) as client:
+        session = await client.open("slow")
+        step = asyncio.create_task(session.step(ToolCall.of("wait")))
+        await until(Slow.started.is_set)
+        idle = await Peer.meet(server)
+        await idle.rest()  # three deadlines have passed
+        Slow.gate.set()
+        assert (await step).seq == 1
+        idle.close()
+
+
+async def talking(server, number):
+    """Return peers that ask for much and read nothing, and their sessions."""
+    peers = []
+    async with httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
+        for _ in range(number):
+            info = (await http.post("/v1/sessions", json={"task": "wordy"})).json()
+            call = Message.assistant(None, ToolCall.of("talk")).wire()
+            body = json.dumps({"seq": 1, "message": call}).encode()
+            head = b"POST /v1/sessions/%b/step HTTP/1.1\r\ncontent-length: %d\r\n\r\n"
+            request = head % (info["session_id"].encode(), len(body)) + body
+            peers.append(await Peer.meet(server, request))
+    return peers
+
+
+async def test_who_reads_nothing_is_hung_up_and_delays_nobody(server):
+    peers = await talking(server, 5)
+    await served_meanwhile(server)
+    async with asyncio.timeout(10):
+        await until(lambda: hung_up(server, "unread_answer") == 5)
+    for peer in peers:
+        peer.close()
+
+
+async def test_many_answers_to_who_reads_nothing_do_not_pile_up():
+    server = EnvServer([Wordy], port=0, drain_s=0.0, limits=Limits(read_s=60))
+    await server.start()
+    async with connect(f"{server.url.replace('http', 'ws', 1)}/v1/ws", max_size=None, max_queue=1) as socket:
+        await socket.send(json.dumps({"id": 0, "call": "open", "task": "wordy"}))
+        session_id = json.loads(await socket.recv())["result"]["session_id"]
+        socket.transport.pause_reading()
+        call = Message.assistant(None, ToolCall.of("talk")).wire()
+        sending = asyncio.create_task(flood(socket, session_id, call))
+        steps = server.pool.metrics.steps
+        await until(lambda: steps["wordy"] >= 2)
+        seen = -1
+        while seen != steps["wordy"]:  # until no further call is taken
+            seen = steps["wordy"]
+            async with EnvClient.connect(server.url) as client:
+                for _ in range(20):
+                    await client.tasks()
+        assert seen * 4_000_000 < 64 * 2**20, "of two hundred answers of four megabytes each"
+        sending.cancel()
+        socket.transport.abort()
+    await server.stop()
+
+
+async def flood(socket, session_id, call):
+    for seq in range(1, 201):
+        text = {"id": seq, "call": "step", "session_id": session_id, "seq": seq, "message": call}
+        await socket.send(json.dumps(text))
+
+
+async def test_a_thousand_that_come_at_once_are_all_served():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4096 if hard == resource.RLIM_INFINITY else min(hard, 4096)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    server = EnvServer([Quick], port=0, drain_s=0.0)
+    await server.start()
+    body = b'{"task":"quick"}'
+    request = b"POST /v1/sessions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+
+    async def come():
+        peer = await Peer.meet(server, request)
+        async with asyncio.timeout(60):
+            line = await peer.reader.readline()
+        return peer, line
+
+    met = await asyncio.gather(*(come() for _ in range(1000)))
+    assert {line for _, line in met} == {b"HTTP/1.1 201 Created\r\n"}
+    assert server.pool.open_sessions == 1000
+    for peer, _ in met:
+        peer.close()
+    await server.stop()
+
+
+async def test_who_hangs_up_in_the_middle_leaves_no_error_behind(server):
+    for data, _, _ in HALVES.values():
+        peer = await Peer.meet(server, data)
+        await peer.writer.drain()
+        peer.close()
+    await served_meanwhile(server)
+    assert server.pool.metrics.errors["internal_error"] == 0
+
+
+async def test_every_connection_is_forgotten_once_it_is_closed(server):
+    connections = server._listener._connections
+    peers = [await Peer.meet(server, b"GET /health HTTP/1.1\r\n\r\n") for _ in range(10)]
+    for peer in peers:
+        await peer.reader.readline()
+    async with connect(f"{server.url.replace('http', 'ws', 1)}/v1/ws"):
+        assert len(connections) == 11
+    for peer in peers:
+        peer.close()
+    await until(lambda: len(connections) == 0)
