@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from pydantic_core import PydanticSerializationError
 
@@ -62,6 +62,20 @@ class History:
     def __iter__(self) -> Iterator[tuple[Message, StepResult]]:
         for said, answer in self._turns:
             yield Message.model_validate_json(said), StepResult.model_validate_json(answer)
+
+    def tail(self, number: int) -> tuple[tuple[str, str], ...]:
+        """Return the last turns, at most so many, as JSON text."""
+        turns = list(self._turns)[-number:]
+        return tuple((said.decode(), answer.decode()) for said, answer in turns)
+
+    @classmethod
+    def of(cls, turns: Iterable[tuple[str, str]]) -> History:
+        """Return what ``tail`` was taken of, as far as it is in there."""
+        history = cls()
+        for said, answer in turns:
+            history._turns.append((said.encode(), answer.encode()))
+            history._last = StepResult.model_validate_json(answer)
+        return history
 
     def copy(self, session_id: str) -> History:
         """Return the same turns as those of another session."""

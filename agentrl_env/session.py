@@ -77,7 +77,7 @@ class Session:
         self._observer = observer
         self.begin = clock()
         self._environment: Environment | None = None
-        self._restored: Callable[[Environment], Any] | None = None
+        self.restored: Callable[[Environment], Any] | None = None
         """How a fork begins, instead of with ``reset``."""
         self.turn = 0
         """Number of steps taken."""
@@ -112,20 +112,20 @@ class Session:
 
         def begin() -> Any:
             environment = self._environment = self._class()
-            return self._restored(environment) if self._restored else reset(environment, self.sample)
+            return self.restored(environment) if self.restored else reset(environment, self.sample)
 
         try:
             content = await self._runner.call(begin, self._class.reset_timeout)
-            if self._restored is None:
+            if self.restored is None:
                 self.opening = tuple(as_messages(content, "reset()"))
         except AUTHOR_ERRORS as error:
-            what = "reset" if self._restored is None else "restore"
+            what = "reset" if self.restored is None else "restore"
             self.begin_close(SessionStatus.FAILED_ENVIRONMENT)
             raise self._broken(what, error) from error
         except asyncio.CancelledError:
             self.begin_close()
             raise
-        self._restored = None
+        self.restored = None
         return self.info()
 
     async def step(self, message: Message, seq: int | None = None) -> StepResult:
@@ -181,8 +181,8 @@ class Session:
 
         Raises NotSupported where the task has none, EnvironmentFailed where it breaks.
         """
-        return await self._between_steps(
-            lambda: expert_move(self._alive(), self.sample, self.turn, self._runner)
+        return await self.between_steps(
+            lambda *alive: expert_move(alive[0], self.sample, self.turn, alive[1])
         )
 
     async def fork(self, session_ids: Sequence[str]) -> list[Session]:
@@ -192,7 +192,7 @@ class Session:
         SessionEnded, SessionExpired.
         """
         self.refuse_fork()
-        return await self._between_steps(lambda: self._fork(session_ids))
+        return await self.between_steps(lambda *_: self._fork(session_ids))
 
     def refuse_fork(self) -> None:
         """Raise NotSupported, SessionEnded or SessionExpired where no fork is possible."""
@@ -221,11 +221,11 @@ class Session:
         """The closing of the environment, once begun; None where nothing needs closing."""
         return self._closing
 
-    async def _between_steps(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run author code that takes no step, while no step runs."""
+    async def between_steps(self, ask: Callable[[Environment, Runner], Coroutine[Any, Any, T]]) -> T:
+        """Run author code that takes no step, while no step runs. Raises SessionEnded, SessionExpired."""
         await self._at_rest()
         self.refuse_ended()
-        task = self._begin_task(ask())
+        task = self._begin_task(ask(self._alive(), self._runner))
         await settled(task)
         return self.finished(task)
 
@@ -354,7 +354,7 @@ class Session:
             clock=self._clock,
             observer=self._observer,
         )
-        twin._restored = lambda environment: environment.restore(state)
+        twin.restored = lambda environment: environment.restore(state)
         twin.opening, twin.turn, twin.total, twin.begin = self.opening, self.turn, self.total, self.begin
         twin.turns = self.turns.copy(session_id)
         return twin

@@ -324,3 +324,56 @@ class Welcome(_Request):
     beat_s: float
     controllers: tuple[str, ...] = ()
     """All controllers of the fleet; a server dials each."""
+    keep: bool = False
+    """Whether the server is to tell, after every step, what another needs to go on with the session."""
+
+
+class Standing(BaseModel):
+    """Where a session stands between two steps: all that another server needs to go on from there."""
+
+    model_config = ConfigDict(frozen=True, ser_json_bytes="base64", val_json_bytes="base64")
+
+    sample: TaskSample
+    opening: tuple[Message, ...]
+    turn: int
+    total: float
+    """Sum of the rewards so far."""
+    used_s: float
+    """Seconds of its time limit that are over."""
+    turns: tuple[tuple[str, str], ...]
+    """What was said last and answered, as JSON, to repeat an answer that was lost."""
+    state: bytes
+    """What ``snapshot`` returned, pickled."""
+
+
+class Kept(_Request):
+    """What a server says before the answer of a step, to a controller that keeps: ``{"kept": {...}}``.
+
+    Without a ``standing`` the session cannot be gone on with elsewhere.
+    """
+
+    session_id: str
+    task: str
+    client: str = ""
+    standing: Standing | None = None
+    seal: str = ""
+    """Proves that a server with the fleet's token has made the state."""
+
+
+class KeptHead(_Request):
+    """What a controller reads of a ``Kept``."""
+
+    session_id: str
+    task: str
+    client: str = ""
+    seal: str = ""
+
+
+class AdoptCall(Kept, _Call):
+    """Go on with a session of a server that is gone, under the same id; over a link alone."""
+
+    call: Literal["adopt"]
+
+
+LinkCall = Annotated[SocketCall | AdoptCall, Field(discriminator="call")]
+"""What a controller may ask of a server over its link."""

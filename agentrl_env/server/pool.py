@@ -25,9 +25,10 @@ from agentrl_env.server.stepping import Stepper
 from agentrl_env.server.table import SessionTable, SessionWatcher
 from agentrl_env.server.tracing import spanned
 from agentrl_env.session import Session
+from agentrl_env.standing import go_on
 from agentrl_env.threads import Threads
 from agentrl_env.types import Message, SessionInfo, SessionStatus, StepResult, TaskInfo, TaskSample
-from agentrl_env.wire import OpenRequest, SessionRow, StepRequest
+from agentrl_env.wire import OpenRequest, SessionRow, Standing, StepRequest
 
 if TYPE_CHECKING:
     from agentrl_env.environment import Environment
@@ -78,6 +79,7 @@ class SessionPool:
         """Steps the sessions, and gives its answers as JSON."""
         self._openings: Once[SessionInfo] = Once()
         self._forkings: Once[list[SessionInfo]] = Once()
+        self._adoptions: Once[None] = Once()
         self._sweeper: asyncio.Task[None] | None = None
         self._quiet: asyncio.Event | None = None
 
@@ -180,6 +182,18 @@ class SessionPool:
         others = (self._table.opened_as(_nth(key, number)) for number in range(1, n))
         return [await self.info(fork) for fork in (known, *others) if fork is not None]
 
+    async def adopt(self, session_id: str, client: str, standing: Standing) -> None:
+        """Go on, under its id, with a session whose server is gone; where it is known here, do nothing.
+
+        Raises UnknownTask, ServerFull, ServerDraining, EnvironmentFailed where it cannot be restored.
+        """
+        if not self._table.knows(session_id):
+            await self._adoptions.do(session_id, lambda: self._adopt(session_id, client, standing))
+
+    def row(self, session_id: str) -> SessionRow | None:
+        """Return how an open session is reported; None where there is no such."""
+        return self._table.row(session_id)
+
     async def close_session(self, session_id: str) -> None:
         """End a session and release what it holds; idempotent."""
         await spanned("close", self._end([session_id], SessionStatus.CANCELLED))
@@ -217,7 +231,9 @@ class SessionPool:
     async def abandon(self) -> None:
         """End every session, because they were reported lost, and go on under a new id."""
         self.server_id = secrets.token_hex(6)
-        await self._end(list(self._table.live), SessionStatus.CANCELLED)
+        reported = list(self._table.live)
+        await self._end(reported, SessionStatus.CANCELLED)
+        self._table.forget(reported)  # one of them may come back, from where it was kept
 
     async def aclose(self) -> None:
         """Close every session, and what they share. The pool is of no further use."""
@@ -245,6 +261,21 @@ class SessionPool:
         self._table.add(session, request.request_id, request.client)
         self._observer.opened(session, request.client)
         return session.info()
+
+    async def _adopt(self, session_id: str, client: str, standing: Standing) -> None:
+        environment = self._catalog.environment(standing.sample.task)
+        await self.tasks()
+        self._keep_sweeping()
+        await self._take_slot(0.0)
+        session = self._session(environment, standing.sample, session_id)
+        go_on(session, standing, self._clock())
+        try:
+            await session.start()
+        except BaseException:
+            self._free_slot(session)
+            raise
+        self._table.add(session, None, client)
+        self._observer.opened(session, client)
 
     async def _fork(self, session_id: str, n: int, key: str) -> list[SessionInfo]:
         entry = self._table.find(session_id)
@@ -303,11 +334,13 @@ class SessionPool:
     def _new_id(self) -> str:
         return f"{self.server_id}.{secrets.token_urlsafe(16)}"
 
-    def _session(self, environment: type[Environment], sample: TaskSample) -> Session:
+    def _session(
+        self, environment: type[Environment], sample: TaskSample, session_id: str | None = None
+    ) -> Session:
         return Session(
             environment,
             sample,
-            session_id=self._new_id(),
+            session_id=session_id or self._new_id(),
             threads=self._threads,
             clock=self._clock,
             observer=self._observer,

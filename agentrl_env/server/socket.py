@@ -13,7 +13,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json, to_json
@@ -43,7 +43,6 @@ MAX_CALLS = 1024
 """Calls of one socket that may be under way or wait to be answered; beyond that none is read."""
 MAX_UNSENT_BYTES = 8 * 1024 * 1024
 """Answers that may wait for a slow reader; beyond that no call is read."""
-_CALLS: TypeAdapter[Any] = TypeAdapter(SocketCall)
 
 
 def socket_endpoint(service: Service, max_bytes: int) -> Callable[[WebSocket], Awaitable[None]]:
@@ -69,6 +68,9 @@ class Line(Protocol):
 
 class CallSocket:
     """One WebSocket and the calls that it carries."""
+
+    calls: ClassVar[TypeAdapter[Any]] = TypeAdapter(SocketCall)
+    """What may be asked."""
 
     def __init__(
         self, service: Service, websocket: Line, max_bytes: int, max_calls: int | None = None
@@ -115,7 +117,7 @@ class CallSocket:
             await self._send_error(_id_at_begin(text), too_large)
             return
         try:
-            call = _CALLS.validate_json(text)
+            call = self.calls.validate_json(text)
         except ValidationError as error:
             await self._take_malformed(text, error)
         else:

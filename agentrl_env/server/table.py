@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -93,6 +93,20 @@ class SessionTable:
             entry = ended[0]
         return entry
 
+    def row(self, session_id: str) -> SessionRow | None:
+        """Return how an open session is reported; None where there is no such."""
+        entry = self.live.get(session_id)
+        return None if entry is None else _row(session_id, entry)
+
+    def knows(self, session_id: str) -> bool:
+        """Return whether a session is open or has ended lately."""
+        return session_id in self.live or session_id in self._ended
+
+    def forget(self, session_ids: Iterable[str]) -> None:
+        """Drop sessions that have ended."""
+        for session_id in session_ids:
+            self._drop(session_id)
+
     def opened_as(self, request_id: str) -> str | None:
         """Return the id of the session that was opened under a request's name."""
         return self._requests.get(request_id)
@@ -144,12 +158,15 @@ class SessionTable:
         """Drop ended sessions that are too old or too many."""
         horizon = self._clock() - self._kept_s
         while self._ended:
-            session_id, (entry, since) = next(iter(self._ended.items()))
+            session_id, (_, since) = next(iter(self._ended.items()))
             if since > horizon and len(self._ended) <= self._kept_sessions:
                 return
-            del self._ended[session_id]
-            if entry.request_id is not None:
-                self._requests.pop(entry.request_id, None)
+            self._drop(session_id)
+
+    def _drop(self, session_id: str) -> None:
+        entry, _ = self._ended.pop(session_id, (None, 0.0))
+        if entry is not None and entry.request_id is not None:
+            self._requests.pop(entry.request_id, None)
 
 
 def _row(session_id: str, entry: Entry) -> SessionRow:

@@ -13,6 +13,7 @@ from typing import TypeGuard
 
 from agentrl_env.environment import Environment
 from agentrl_env.errors import DefinitionError, TargetError
+from agentrl_env.standing import TARGET_PACKAGE
 from agentrl_env.tools import toolset
 
 
@@ -68,7 +69,7 @@ def _load_file(path: Path, target: str) -> ModuleType:
     """Import a file as a module of a package made of its folder, so ``from .x import y`` works."""
     path = path.resolve()
     digest = hashlib.blake2b(str(path.parent).encode(), digest_size=4).hexdigest()
-    package = f"agentrl_target_{digest}"
+    package = f"{TARGET_PACKAGE}{digest}"
     if package not in sys.modules:
         folder = ModuleType(package)
         folder.__path__ = [str(path.parent)]
