@@ -1,4 +1,4 @@
-"""Where a session stands, as another process can go on with it: its state, pickled, and what belongs to it."""
+"""Where a session stands, in a form that another process can go on from: its state, pickled, and the rest."""
 
 from __future__ import annotations
 

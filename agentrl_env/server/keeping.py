@@ -1,0 +1,169 @@
+"""Sessions that outlive their server: what it tells a controller that keeps, and how another goes on.
+
+After each step, before its answer, a server tells the controller where the session stands. When it
+dies, another server restores that and goes on under the same id. A step that was under way is played
+again there: what it has done in the world outside, beyond the session's own state, may happen twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from hashlib import sha256
+from typing import Any, ClassVar
+
+from pydantic import TypeAdapter
+
+from agentrl_env.errors import EnvironmentFailed, InvalidRequest, SessionEnded, SessionExpired, UnknownSession
+from agentrl_env.server.pool import SessionPool
+from agentrl_env.server.service import PoolService
+from agentrl_env.server.socket import CallSocket, Line
+from agentrl_env.standing import standing_of
+from agentrl_env.types import SessionInfo
+from agentrl_env.wire import (
+    AdoptCall,
+    ForkAnswer,
+    ForkRequest,
+    Kept,
+    LinkCall,
+    OpenRequest,
+    SessionRow,
+    StepBody,
+    StepRequest,
+)
+
+logger = logging.getLogger("agentrl_env")
+
+MAX_KEPT_BYTES = 1024 * 1024
+"""A session whose standing is larger, as JSON, is not kept."""
+_NEVER = 1 << 62
+
+
+class Keeping(PoolService):
+    """The sessions of this process, for a controller that keeps where they stand; a ``Service``.
+
+    Sessions of tasks that cannot fork are not kept, nor are those whose state cannot be pickled or is
+    too large: with their server they are lost.
+
+    Args:
+        pool: the sessions.
+        tell: sends a frame to the controller.
+        token: the fleet's; it seals the states, which run code where they are unpickled.
+        complained: the tasks of which the log has said that their sessions cannot be kept.
+    """
+
+    def __init__(
+        self, pool: SessionPool, tell: Callable[[str], Awaitable[None]], token: str, complained: set[str]
+    ) -> None:
+        super().__init__(pool)
+        self._tell = tell
+        self._token = token
+        self._complained = complained
+        self._told: dict[str, int] = {}
+        """Of each session the last turn that was told."""
+
+    async def open(self, request: OpenRequest) -> bytes:
+        """Return the ``SessionInfo`` of a new session."""
+        answer = await super().open(request)
+        await self._keep([SessionInfo.model_validate_json(answer).session_id])
+        return answer
+
+    async def step(self, session_id: str, body: StepBody) -> bytes:
+        """Return a ``StepResult``."""
+        answer = await super().step(session_id, body)
+        await self._keep([session_id])
+        return answer
+
+    def never_waits(self, session_id: str) -> bool:
+        """Return False: a snapshot may wait."""
+        return False
+
+    async def step_many(self, steps: Sequence[StepRequest], wait_s: float | None) -> list[bytes]:
+        """Return for each step its ``StepResult``, or the body of its error."""
+        answers = await super().step_many(steps, wait_s)
+        pairs = zip(steps, answers, strict=True)
+        await self._keep({step.session_id for step, answer in pairs if not answer.startswith(b'{"error":')})
+        return answers
+
+    async def fork(self, session_id: str, request: ForkRequest) -> bytes:
+        """Return a ``ForkAnswer``."""
+        answer = await super().fork(session_id, request)
+        await self._keep([fork.session_id for fork in ForkAnswer.model_validate_json(answer).sessions])
+        return answer
+
+    async def adopt(self, kept: Kept) -> None:
+        """Go on with a session of a server that is gone; the same again changes nothing.
+
+        Raises ServerFull, ServerDraining, UnknownTask, InvalidRequest, EnvironmentFailed.
+        """
+        standing = kept.standing
+        if standing is None or not hmac.compare_digest(
+            kept.seal, self._seal(kept.session_id, standing.state)
+        ):
+            raise InvalidRequest("the session's state was not sealed with this fleet's token")
+        await self.pool.adopt(kept.session_id, kept.client, standing)
+
+    def forget(self, session_id: str) -> None:
+        """Take note that a session has ended."""
+        self._told.pop(session_id, None)
+
+    async def _keep(self, session_ids: Iterable[str]) -> None:
+        able = {task.name for task in await self.pool.tasks() if "fork" in task.capabilities}
+        rows = [row for row in map(self.pool.row, session_ids) if row is not None and row.task in able]
+        await asyncio.gather(*map(self._keep_one, rows))
+
+    async def _keep_one(self, row: SessionRow) -> None:
+        """Tell where a session stands, unless this controller knows."""
+        try:
+            session = self.pool.session(row.session_id)
+            if session.turn <= self._told.get(row.session_id, -1):
+                return
+            standing = await standing_of(session, self.pool.now)
+        except (SessionEnded, SessionExpired, UnknownSession):
+            return
+        except EnvironmentFailed as error:
+            await self._give_up(row, error.message)
+            return
+        seal = self._seal(row.session_id, standing.state)
+        frame = _frame(Kept(**row.model_dump(), standing=standing, seal=seal))
+        if len(frame) > MAX_KEPT_BYTES:
+            await self._give_up(row, f"it takes {len(frame)} bytes; at most {MAX_KEPT_BYTES} are kept")
+            return
+        self._told[row.session_id] = standing.turn
+        await self._tell(frame)
+
+    async def _give_up(self, row: SessionRow, why: str) -> None:
+        """Let a session be lost with its server: what was told of it is out of date from now on."""
+        if row.task not in self._complained:
+            self._complained.add(row.task)
+            facts = {"facts": {"task": row.task, "session_id": row.session_id, "why": why}}
+            words = f"sessions of task {row.task} cannot be gone on with elsewhere: {why}"
+            logger.warning(words, extra=facts)
+        self._told[row.session_id] = _NEVER
+        await self._tell(_frame(Kept(**row.model_dump())))
+
+    def _seal(self, session_id: str, state: bytes) -> str:
+        sealed = b"kept\0%b\0%b" % (session_id.encode(), state)
+        return hmac.digest(self._token.encode(), sealed, sha256).hex()
+
+
+class LinkSocket(CallSocket):
+    """The calls of a controller that keeps: those that all may make, and to adopt a session."""
+
+    calls: ClassVar[TypeAdapter[Any]] = TypeAdapter(LinkCall)
+
+    def __init__(self, keeping: Keeping, line: Line, max_bytes: int, max_calls: int) -> None:
+        super().__init__(keeping, line, max_bytes, max_calls)
+        self._keeping = keeping
+
+    async def _run(self, call: Any, text: str | bytes) -> bytes:
+        if not isinstance(call, AdoptCall):
+            return await super()._run(call, text)
+        await self._keeping.adopt(call)
+        return b"null"
+
+
+def _frame(kept: Kept) -> str:
+    return f'{{"kept":{kept.model_dump_json()}}}'
