@@ -183,6 +183,8 @@ class BubblewrapSandbox(SandboxBase):
             self._process.kill()
             words = self._process.stderr.read(4096) if self._process.stderr else b""
             raise SandboxFailed(f"the sandbox did not start: {as_text(words).strip() or 'it ended at once'}")
+        if self._process.stderr:
+            self._process.stderr.close()  # thousands of sandboxes shall not take descriptors that say nothing
 
     def _operate(self, request: dict[str, Any], stdin: bytes, limit: int) -> bytes:
         """Let the supervisor do something with files, and return what it wrote."""
