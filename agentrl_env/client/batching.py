@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_json
 
-from agentrl_env.errors import InvalidRequest, StepPending, WireError
+from agentrl_env.errors import BodyTooLarge, InvalidRequest, StepPending, WireError
 from agentrl_env.types import Message, StepResult
 
 MAX_STEPS = 64
@@ -110,6 +110,9 @@ class Batcher:
                     self._spawn(self._deliver_alone(item, some_are_slow))
                 else:
                     _settle(item, result)
+        except BodyTooLarge:  # of the batch nothing was played: what is too large is so by itself
+            for item in items:
+                self._spawn(self._deliver_alone(item, False))
         except Exception as error:  # whatever it is, whoever waits must hear of it
             for item in items:
                 _settle(item, error)

@@ -1,14 +1,17 @@
-"""Steps a second of our server beside OpenEnv 0.10.0 on the same trivial task.
+"""Steps a second of our server beside OpenEnv 0.10.0 and agentrl-worker 0.4.0 on the same trivial task.
 
 Server and client share the machine; each server is one process, of one worker. Everybody plays the same
-number of steps, in rounds whose order alternates. Ours is driven in two ways: by ``EnvClient``, a coroutine
-a session, and by the batch call, one request stepping all sessions. OpenEnv is driven over its WebSocket,
-one a session, raw. Authors' code runs in the same way on both sides: as plain methods, which both run on
-threads, and on the event loop (``blocking = False`` here, ``step_async`` there).
+number of steps, in rounds whose order alternates. Ours is driven in three ways: by ``EnvClient``, a
+coroutine a session, which picks what carries its calls or is told to take its WebSocket alone; and by the
+batch call, one request stepping all sessions. OpenEnv is driven over its WebSocket, one a session, raw;
+AgentRL's worker by a plain loop a session, raw HTTP. Authors' code runs in the same way here and in
+OpenEnv: as plain methods, which both run on threads, and on the event loop (``blocking = False`` here,
+``step_async`` there). A task of AgentRL's is a coroutine, always on the event loop.
 
-The ceiling is a bare FastAPI endpoint that is sent the batch call's bytes and answers with its bytes,
-without reading or playing anything. The processor time of the server is told for each step as well: unlike
-the steps a second it hardly depends on what else the machine does.
+There are two ceilings, both FastAPI endpoints that are sent the batch call's bytes and answer with its
+bytes: *bytes* looks at none of them, *FastAPI* parses the request to models and makes the answer from
+models; neither plays anything. The processor time that a step takes, of the server and of the client, is
+told as well: unlike the steps a second it hardly depends on what else the machine does.
 """
 
 from __future__ import annotations
@@ -17,11 +20,11 @@ import asyncio
 import gc
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 
 import numpy as np
 import uvicorn
@@ -30,20 +33,19 @@ from rich.table import Table
 
 from agentrl_env.launch.process import ServerProcess
 from tests.benchmarks.serving_peers import APPS, PeerProcess, allow_many_sockets
-from tests.benchmarks.serving_players import Batch, Ceiling, Client, OpenEnv, Player
+from tests.benchmarks.serving_players import AgentRLWorker, Batch, Ceiling, Client, OpenEnv, Player
 
 TASK = Path(__file__).with_name("serving_task.py")
-SESSIONS, QUICK_SESSIONS = (1, 16, 64, 256, 1024), (1, 64, 256)
-STEPS, QUICK_STEPS = 6144, 2560
+SESSIONS, QUICK_SESSIONS = (1, 16, 64, 256, 1024, 4096), (1, 64, 1024)
+STEPS, QUICK_STEPS = 8192, 4096
 """Steps of one round; a lone session plays a fifth. Fewer where the time would not do."""
-SECONDS, QUICK_SECONDS = 140.0, 32.0
+SECONDS, QUICK_SECONDS = 480.0, 120.0
 """For all rounds together. There is at least one of each size."""
 MAX_ROUNDS = 6
+CEILINGS = {"bytes": "/v1/step", "FastAPI": "/parsed"}
 MODES = {"echo": "as plain methods, on threads", "echo_inline": "on the event loop"}
-PACE = ("client/s", "p50, p99 ms", "batch/s", "p50, p99 ms", "OpenEnv/s", "p50, p99 ms")
-RATIOS = ("client ×", "batch ×")
-COST = ("rounds", "client µs", "batch µs", "OpenEnv µs", "ceiling µs")
-CEILING = ("ceiling/s", "client of it", "batch of it")
+PACE = ("steps/s", "p50 ms", "p99 ms", "× OpenEnv", "× agentrl")
+SHARES = ("of bytes", "of FastAPI", "server µs", "client µs")
 
 
 @dataclass(slots=True)
@@ -51,28 +53,34 @@ class Tally:
     """What one player has done in all its rounds."""
 
     seconds: float = 0.0
-    processor: float = 0.0
+    server: float = 0.0
+    """Its processor time, in seconds."""
+    client: float = 0.0
     rounds: int = 0
     steps: list[float] = field(default_factory=list)
     """The seconds of every step."""
 
     async def add(self, player: Player, turns: int) -> None:
         """Play one round."""
-        begin, processor = perf_counter(), processor_seconds(player.pid)
+        begin, server, client = perf_counter(), processor_seconds(player.pid), process_time()
         self.steps += await player.play(turns)
         self.rounds += 1
         self.seconds += perf_counter() - begin
-        self.processor += processor_seconds(player.pid) - processor
+        self.server += processor_seconds(player.pid) - server
+        self.client += process_time() - client
 
     @property
     def rate(self) -> float:
         """Steps a second."""
         return len(self.steps) / self.seconds
 
-    @property
-    def waits(self) -> str:
-        """The median and 99th percentile of a step, in milliseconds."""
-        return ", ".join(f"{1000 * q:.3g}" for q in np.quantile(self.steps, (0.5, 0.99)))
+    def cells(self, tallies: Mapping[str, Tally]) -> list[str]:
+        """Return the table's cells, beside what the others have done."""
+        p50, p99 = (f"{1000 * q:.3g}" for q in np.quantile(self.steps, (0.5, 0.99)))
+        peers = [f"{self.rate / tallies[name].rate:.2f}" for name in (OpenEnv.name, AgentRLWorker.name)]
+        shares = [f"{self.rate / tallies[name].rate:.0%}" for name in CEILINGS]
+        used = [f"{1e6 * seconds / len(self.steps):.1f}" for seconds in (self.server, self.client)]
+        return [f"{self.rate:,.0f}", p50, p99, *peers, *shares, *used]
 
 
 def processor_seconds(pid: int) -> float:
@@ -112,66 +120,67 @@ async def measure(players: Sequence[Player], *, sessions: int, steps: int, secon
 
 
 def divide(sizes: Sequence[int], seconds: float) -> dict[int, float]:
-    """Divide the time: OpenEnv is slower with many sessions, and they take long to open."""
+    """Divide the time: the peers are slower with many sessions, and these take long to open."""
     weights = {size: 1.0 if size <= 64 else 1.5 if size <= 256 else 3.0 for size in sizes}
     return {size: seconds * weight / sum(weights.values()) for size, weight in weights.items()}
 
 
-def pace(tallies: Sequence[Tally]) -> list[str]:
-    """Return the first table's cells: how fast everybody is, and by how much."""
-    client, batch, peer, _ = tallies
-    cells = [cell for tally in (client, batch, peer) for cell in (f"{tally.rate:,.0f}", tally.waits)]
-    return cells + [f"{tally.rate / peer.rate:.2f}" for tally in (client, batch)]
-
-
-def cost(tallies: Sequence[Tally]) -> list[str]:
-    """Return the second table's cells: each server's processor time a step, and the ceiling."""
-    client, batch, _, top = tallies
-    used = [f"{1e6 * tally.processor / len(tally.steps):,.1f}" for tally in tallies]
-    shares = [f"{tally.rate / top.rate:.1%}" for tally in (client, batch)]
-    return [str(top.rounds), *used, f"{top.rate:,.0f}", *shares]
-
-
-def table(title: str, *headings: str) -> Table:
+def table(title: str) -> Table:
     """Return an empty table of numbers."""
     empty = Table(title=title)
-    for heading in ("sessions", *headings):
+    empty.add_column("sessions", justify="right")
+    empty.add_column("who", no_wrap=True)
+    for heading in (*PACE, *SHARES):
         empty.add_column(heading, justify="right")
     return empty
 
 
 def run(*, quick: bool) -> None:
     """Print the tables."""
-    if importlib.util.find_spec("openenv") is None:
-        raise SystemExit("this needs openenv: run `make bench`, or `pip install -e '.[bench]'`")
+    for module in ("openenv", "agentrl.worker"):
+        if importlib.util.find_spec(module.partition(".")[0]) is None:
+            raise SystemExit(f"this needs {module}: run `make bench`, or `pip install -e '.[bench]'`")
     allow_many_sockets()
     sizes = QUICK_SESSIONS if quick else SESSIONS
-    console = Console(width=110)
+    console = Console(width=140)
     with ExitStack() as stack:
         peers = {name: stack.enter_context(PeerProcess(name)) for name in APPS}
         targets = (f"{TASK}:Echo", f"{TASK}:EchoInline")
-        own = stack.enter_context(ServerProcess(*targets, max_sessions=3 * max(sizes)))
+        own = stack.enter_context(ServerProcess(*targets, max_sessions=4 * max(sizes)))
         for task, mode in MODES.items():
-            peer = peers["openenv" if task == "echo" else "openenv-inline"]
-            paces = table(f"steps/s (×: OpenEnv's); authors' code runs {mode}", *PACE, *RATIOS)
-            costs = table("the same: the server's processor time a step; the ceiling", *COST, *CEILING)
+            shown = table(f"authors' code runs {mode}")
             for sessions, seconds in divide(sizes, (QUICK_SECONDS if quick else SECONDS) / 2).items():
-                players = line_up(own, peer, peers["bare"], task)
+                players = line_up(own, peers, task)
                 steps = QUICK_STEPS if quick else STEPS
                 tallies = asyncio.run(measure(players, sessions=sessions, steps=steps, seconds=seconds))
-                paces.add_row(str(sessions), *pace(tallies))
-                costs.add_row(str(sessions), *cost(tallies))
-            console.print(paces)
-            console.print(costs)
-    console.print(f"all on uvicorn {uvicorn.__version__}, {loop_and_parser()}")
+                named = {player.name: tally for player, tally in zip(players, tallies, strict=True)}
+                for name, tally in named.items():
+                    shown.add_row(str(sessions), name, *tally.cells(named))
+                shown.add_section()
+            console.print(shown)
+    load = ", ".join(f"{load:.1f}" for load in os.getloadavg())
+    console.print(
+        f"all on uvicorn {uvicorn.__version__}, {loop_and_parser()}; load average at the end {load}"
+    )
 
 
-def line_up(own: ServerProcess, peer: PeerProcess, bare: PeerProcess, task: str) -> list[Player]:
+def line_up(own: ServerProcess, peers: Mapping[str, PeerProcess], task: str) -> list[Player]:
     """Return the players in the table's order."""
     assert own.pid is not None
     batch = Batch(own.url, own.pid, task=task)
-    top = Ceiling(bare.url(), bare.pid, like=batch)
-    return [Client(own.url, own.pid, task=task), batch, OpenEnv(peer.url(), peer.pid), top]
+    openenv, agentrl, bare = (
+        peers["openenv" if task == "echo" else "openenv-inline"],
+        peers["agentrl"],
+        peers["bare"],
+    )
+    return [
+        Client(own.url, own.pid, task=task),
+        Client(own.url.replace("http", "ws", 1), own.pid, task=task),
+        batch,
+        OpenEnv(openenv.url(), openenv.pid),
+        AgentRLWorker(agentrl.url(), agentrl.pid),
+        *(Ceiling(bare.url(), bare.pid, like=batch, name=name, path=path) for name, path in CEILINGS.items()),
+    ]
 
 
 def loop_and_parser() -> str:

@@ -1,11 +1,14 @@
 """What our server is measured against; ``python -m tests.benchmarks.serving_peers NAME`` serves one of them.
 
 OpenEnv's application is built and run as its documentation says: ``create_app`` over an ``Environment``,
-uvicorn with one worker. Its one session is one WebSocket.
+uvicorn with one worker. Its one session is one WebSocket. AgentRL's worker is the application that its
+own ``run`` builds, here without an access log; nobody answers its heartbeats.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import resource
 import socket
@@ -13,11 +16,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
+from unittest import mock
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel
+
+from agentrl_env.types import StepResult
+from agentrl_env.wire import StepBatch
+from tests.benchmarks import serving_task
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,15 +62,56 @@ def openenv(*, inline: bool) -> FastAPI:
     return create_app(EchoInline if inline else Echo, Said, Heard, max_concurrent_envs=100_000)
 
 
+def agentrl_worker() -> FastAPI:
+    """Return the application of AgentRL's worker around the trivial task."""
+    from agentrl.worker.task import Task
+    from agentrl.worker.task_worker import TaskWorker
+    from agentrl.worker.typings import AgentCancelledException, SampleStatus, TaskSampleExecutionResult
+
+    class Echo(Task):
+        def get_indices(self):
+            return [0]
+
+        async def start_sample(self, index, session):
+            session.inject({"role": "user", "content": "say something"})
+            with suppress(AgentCancelledException):
+                while True:
+                    for message in (await session.action()).messages:
+                        for call in message["tool_calls"]:
+                            text = json.loads(call["function"]["arguments"])["text"]
+                            session.inject({"role": "tool", "tool_call_id": call["id"], "content": text})
+            return TaskSampleExecutionResult(status=SampleStatus.CANCELLED)
+
+    quiet = logging.getLogger("quiet")
+    quiet.setLevel(logging.CRITICAL)
+    specs = [spec.model_dump() for spec in serving_task.Echo.tool_specs()]
+    task = Echo("echo", concurrency=100_000, tools=specs)
+    worker = TaskWorker(task, "http://127.0.0.1:9/api", "http://127.0.0.1:9/api", logger=quiet)
+    with mock.patch("agentrl.worker.task_worker.uvicorn.run"):
+        worker.run("127.0.0.1", 0)
+    return worker.app
+
+
+class Answers(BaseModel):
+    """The answer of a batch call."""
+
+    results: list[StepResult]
+
+
 def bare() -> FastAPI:
-    """Return the ceiling: it reads a request and answers it with bytes it was given before."""
+    """Return the ceilings; both answer what they were given before.
+
+    One reads a request's bytes and answers with bytes. The other is what FastAPI's documentation teaches:
+    the request is parsed to models, and models become the answer.
+    """
     app = FastAPI()
-    kept = b""
+    kept, answers = b"", Answers(results=[])
 
     @app.put("/answer")
     async def keep(request: Request) -> Response:
-        nonlocal kept
+        nonlocal kept, answers
         kept = await request.body()
+        answers = Answers.model_validate_json(kept)
         return Response(status_code=204)
 
     @app.post("/v1/step")
@@ -68,12 +119,17 @@ def bare() -> FastAPI:
         await request.body()
         return Response(kept, media_type="application/json")
 
+    @app.post("/parsed")
+    async def parsed(batch: StepBatch) -> Answers:
+        return answers
+
     return app
 
 
 APPS: dict[str, Callable[[], FastAPI]] = {
     "openenv": lambda: openenv(inline=False),
     "openenv-inline": lambda: openenv(inline=True),
+    "agentrl": agentrl_worker,
     "bare": bare,
 }
 

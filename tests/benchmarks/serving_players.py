@@ -1,4 +1,4 @@
-"""Who steps the sessions: our client, our batch call, OpenEnv's WebSockets, and the ceiling.
+"""Who steps the sessions: our client, our batch call, OpenEnv's WebSockets, AgentRL's worker, the ceilings.
 
 Each plays a number of turns in all its sessions and returns the seconds that every single step took. Only
 our client builds and reads whole messages. The others send bytes made beforehand and look at the answers
@@ -8,6 +8,7 @@ just closely enough to see that they are no errors.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable
 from time import perf_counter
 from typing import Protocol, TypeVar
@@ -29,6 +30,7 @@ OPENING_AT_ONCE = 64
 class Player(Protocol):
     """Steps the sessions of one server."""
 
+    name: str
     pid: int
     """The server's process."""
 
@@ -73,6 +75,7 @@ class Client:
     """Our client, one coroutine a session; it gathers the steps of a moment in requests by itself."""
 
     def __init__(self, url: str, pid: int, *, task: str) -> None:
+        self.name = "WebSocket" if url.startswith("ws") else "client"
         self.pid = pid
         self._url, self._task = url, task
 
@@ -98,6 +101,9 @@ class Client:
 class Batch:
     """Our batch call: one request steps all sessions, and the next follows its answer."""
 
+    name = "batch call"
+    path = "/v1/step"
+
     def __init__(self, url: str, pid: int, *, task: str) -> None:
         self.pid = pid
         self._url, self._task = url, task
@@ -120,7 +126,7 @@ class Batch:
             number = b"%d" % self._turn
             steps = b",".join(head + number + tail for head, tail in self.parts)
             body = b'{"steps":[%b]}' % steps
-            response = await self._transport.request("POST", "/v1/step", body, timeout=DEADLINE_S)
+            response = await self._transport.request("POST", self.path, body, timeout=DEADLINE_S)
             assert response.body.count(b'"status":"running"') == len(self.parts), response.body[:500]
             seconds += [perf_counter() - begin] * len(self.parts)
         self.answer = response.body
@@ -137,10 +143,11 @@ class Batch:
 
 
 class Ceiling(Batch):
-    """The batch call's bytes, both ways, against an application that looks at none of them."""
+    """The batch call's bytes, both ways, against a bare application; see ``serving_peers.bare``."""
 
-    def __init__(self, url: str, pid: int, *, like: Batch) -> None:
+    def __init__(self, url: str, pid: int, *, like: Batch, name: str, path: str) -> None:
         super().__init__(url, pid, task="")
+        self.name, self.path = name, path
         self._like = like
 
     async def open(self, sessions: int) -> None:
@@ -154,6 +161,8 @@ class Ceiling(Batch):
 
 class OpenEnv:
     """One WebSocket a session, without compression, driven with bare JSON."""
+
+    name = "OpenEnv"
 
     def __init__(self, url: str, pid: int) -> None:
         self.pid = pid
@@ -181,6 +190,49 @@ class OpenEnv:
             _refuse_error(await socket.recv())
 
         return step
+
+
+class AgentRLWorker:
+    """A plain loop in each session: one request a step, over kept-alive connections."""
+
+    name = "agentrl-worker"
+
+    def __init__(self, url: str, pid: int) -> None:
+        self.pid = pid
+        self._url = url
+        self._message = to_json(MESSAGE)
+
+    async def open(self, sessions: int) -> None:
+        self._transport = Http1Transport(self._url, headers={}, max_connections=sessions)
+        self._ids = [secrets.randbits(40) for _ in range(sessions)]
+        numbers = iter(self._ids)
+
+        async def start() -> None:
+            await self._post("start_sample", b'{"index":0,"session_id":%d}' % next(numbers))
+
+        await some_at_once(start, sessions)
+
+    async def play(self, turns: int) -> list[float]:
+        return await play_each([self._step(number) for number in self._ids], turns)
+
+    async def close(self) -> None:
+        for number in self._ids:
+            await self._post("cancel", b'{"session_id":%d}' % number)
+        await self._transport.aclose()
+
+    def _step(self, number: int) -> Callable[[], Awaitable[None]]:
+        body = b'{"session_id":%d,"messages":[%b]}' % (number, self._message)
+
+        async def step() -> None:
+            answer = await self._post("interact", body)
+            assert b'"finish":false' in answer, answer[:500]
+
+        return step
+
+    async def _post(self, call: str, body: bytes) -> bytes:
+        response = await self._transport.request("POST", f"/api/{call}", body, timeout=DEADLINE_S)
+        assert response.status == 200, response
+        return response.body
 
 
 def _refuse_error(answer: str | bytes) -> None:

@@ -6,7 +6,7 @@ import pytest
 from agentrl_env import Message, SessionStatus, StepResult
 from agentrl_env.client import batching
 from agentrl_env.client.batching import MAX_STEPS, MAX_UNDER_WAY, Batcher
-from agentrl_env.errors import ServerUnreachable, StepPending, UnknownSession
+from agentrl_env.errors import BodyTooLarge, ServerUnreachable, StepPending, UnknownSession
 from tests.env.tasks import Clock, until
 
 HELLO = Message.assistant("hello")
@@ -198,3 +198,15 @@ async def test_a_caller_that_has_gone_is_not_sent_for(server, batcher):
 
 async def test_any_session_id_is_proper_json(server, batcher):
     assert (await batcher.step('a"\\\n☃', 1, HELLO)).session_id == 'a"\\\n☃'
+
+
+async def test_of_a_batch_that_is_too_large_only_the_step_that_is_so_by_itself_fails():
+    server = Server()
+    server.errors |= {"batch": BodyTooLarge("too large"), "s1": BodyTooLarge("too large")}
+    gathering = batcher(server)
+    answers = await asyncio.gather(
+        *(gathering.step(f"s{n}", 1, HELLO) for n in range(3)), return_exceptions=True
+    )
+    assert server.batches == [["s0", "s1", "s2"]]
+    assert sorted(server.alone) == ["s0", "s1", "s2"]
+    assert [type(answer) for answer in answers] == [StepResult, BodyTooLarge, StepResult]
