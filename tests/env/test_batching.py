@@ -200,12 +200,10 @@ async def test_any_session_id_is_proper_json(server, batcher):
     assert (await batcher.step('a"\\\n☃', 1, HELLO)).session_id == 'a"\\\n☃'
 
 
-async def test_of_a_batch_that_is_too_large_only_the_step_that_is_so_by_itself_fails():
-    server = Server()
+async def test_of_a_batch_that_is_too_large_only_the_step_that_is_so_by_itself_fails(server, batcher):
     server.errors |= {"batch": BodyTooLarge("too large"), "s1": BodyTooLarge("too large")}
-    gathering = batcher(server)
     answers = await asyncio.gather(
-        *(gathering.step(f"s{n}", 1, HELLO) for n in range(3)), return_exceptions=True
+        *(batcher.step(f"s{n}", 1, HELLO) for n in range(3)), return_exceptions=True
     )
     assert server.batches == [["s0", "s1", "s2"]]
     assert sorted(server.alone) == ["s0", "s1", "s2"]
