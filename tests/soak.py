@@ -1,4 +1,4 @@
-"""``python -m tests.soak``: many open sessions held for long under churn; memory must stay flat, no session be lost.
+"""``python -m tests.soak``: many open sessions held for long under churn; memory stays flat, none is lost.
 
 SOAK_SECONDS, SOAK_SESSIONS and SOAK_WORKERS set length, number and processes (1: a server alone; more: a
 controller and that many). The oldest sessions are closed and new ones opened at a steady rate, so that

@@ -40,7 +40,7 @@ class Book:
         self.opened = 0
         self.contradictions: list[str] = []
         self.errors: Counter[str] = Counter()
-        """Of calls other than steps."""
+        """Calls that failed, by name and reason."""
         self.slowest: Counter[str] = Counter()
         self._last_answer = time.monotonic()
         self.longest_silence_s = 0.0
@@ -67,6 +67,9 @@ class Book:
         except TimeoutError:
             self.hangs.append(f"{what} was not back after {limit_s + SLACK_S:g} s")
             raise CallTimeout(f"{what} hung") from None
+        except AgentRLError as error:
+            self.errors[f"{what}: {type(error).__name__}"] += 1
+            raise
         finally:
             self.slowest[what] = max(self.slowest[what], round(time.monotonic() - begin))
 
@@ -78,13 +81,12 @@ class Player(Protocol):
         """Open a session, step it, and end it in one way or another."""
 
 
-async def play_on(player: Player, book: Book, until: asyncio.Event) -> None:
+async def play_on(player: Player, until: asyncio.Event) -> None:
     """Play episodes until it is time to stop; the last one is played to its end."""
     while not until.is_set():
         try:
             await player.episode()
-        except AgentRLError as error:
-            book.errors[type(error).__name__] += 1
+        except AgentRLError:
             await asyncio.sleep(0.2)
 
 
@@ -92,13 +94,15 @@ class SessionPlayer:
     """Plays through an ``EnvClient``.
 
     Args:
+        name: of what it plays through.
         client: several players may share one; their steps then travel in batches.
         rng: what it does.
         book: where it writes.
         think_s: how long it thinks between steps at most.
     """
 
-    def __init__(self, client: EnvClient, rng: random.Random, book: Book, think_s: float) -> None:
+    def __init__(self, name: str, client: EnvClient, rng: random.Random, book: Book, think_s: float) -> None:
+        self._name = name
         self._client, self._rng, self._book, self._think_s = client, rng, book, think_s
 
     async def episode(self) -> None:
@@ -106,7 +110,7 @@ class SessionPlayer:
         opening = self._client.open(
             self._rng.choice(TASKS), sample={"opening": secrets.token_hex(8)}, wait=QUEUE_S
         )
-        session = await self._book.timed("open", opening, TIMEOUT_S + QUEUE_S)
+        session = await self._book.timed(f"{self._name} open", opening, TIMEOUT_S + QUEUE_S)
         self._book.opened += 1
         for _ in range(self._rng.randint(1, 25)):
             await asyncio.sleep(self._rng.uniform(0, self._think_s))
@@ -121,15 +125,15 @@ class SessionPlayer:
         if way < 0.5:
             await self._step(session, "finish")
         elif way < 0.95:
-            await self._book.timed("close", session.close(), TIMEOUT_S)
+            await self._book.timed(f"{self._name} close", session.close(), TIMEOUT_S)
         # else it walks away, and the lease ends the session
 
     async def _fork(self, session: ClientSession) -> None:
-        forks = await self._book.timed("fork", session.fork(2), TIMEOUT_S)
+        forks = await self._book.timed(f"{self._name} fork", session.fork(2), TIMEOUT_S)
         self._book.opened += len(forks)
         for fork in forks:
             if await self._step(fork, "add") and await self._step(fork, "add"):
-                await self._book.timed("close", fork.close(), TIMEOUT_S)
+                await self._book.timed(f"{self._name} close", fork.close(), TIMEOUT_S)
 
     async def _step(self, session: ClientSession, tool: str) -> bool:
         """Take a step; return whether the session goes on."""
@@ -140,7 +144,7 @@ class SessionPlayer:
         move = ToolCall.of(tool, **arguments)
         for _ in range(3):
             try:
-                result = await self._book.timed("step", session.step(move), TIMEOUT_S)
+                result = await self._book.timed(f"{self._name} step", session.step(move), TIMEOUT_S)
             except UNSURE as error:
                 record.outcome = type(error).__name__
             except AgentRLError as error:
@@ -156,7 +160,7 @@ class SessionPlayer:
         """Ask once more for a step that was reported lost: has the session really ended?"""
         await asyncio.sleep(self._rng.uniform(0, 3))
         try:
-            result = await self._book.timed("step", session.step(move), TIMEOUT_S)
+            result = await self._book.timed(f"{self._name} step", session.step(move), TIMEOUT_S)
         except AgentRLError:
             return
         record.after_loss = True

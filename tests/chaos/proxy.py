@@ -109,7 +109,8 @@ class Proxy:
                 line.abort()
                 return
             if not line.silent:
-                writer.write(data)
+                with suppress(RuntimeError):  # this direction was closed
+                    writer.write(data)
                 await writer.drain()
         if not line.silent:
             with suppress(OSError, RuntimeError):

@@ -42,8 +42,7 @@ class ServingReport:
     @property
     def failed(self) -> bool:
         """Whether anything was not as it should be."""
-        account = self.account
-        return bool(account.applied_twice or account.lost_silently or account.leaked or self.book.hangs)
+        return bool(self.account.notes)
 
     def rows(self) -> list[tuple[str, object]]:
         """Return what to show."""
@@ -55,7 +54,7 @@ class ServingReport:
             ("steps answered", f"{self.account.steps} ({self.account.steps / max(asked, 1):.2%})"),
             ("steps reported lost", dict(self.account.reported.most_common())),
             ("answered after a report of loss, rightly", self.account.revived),
-            ("other calls that failed", dict(self.book.errors.most_common())),
+            ("calls that failed", dict(self.book.errors.most_common())),
             ("longest time without any answer", f"{self.book.longest_silence_s:.1f} s"),
             ("slowest calls, s", dict(self.book.slowest)),
             ("hangs", len(self.book.hangs)),
@@ -195,12 +194,15 @@ async def _under_load(site: Site, book: Book, breaker: Breaker, seed: int, secon
     sockets = EnvClient.connect(fleet.replace("http://", "ws://"), timeout=TIMEOUT_S)
     workers = EnvClient.connect(site.workers_url, timeout=TIMEOUT_S)
     alone = [EnvClient.connect(fleet, timeout=TIMEOUT_S) for _ in range(LONE)]
-    clients = [*alone, *[crowd] * CROWD, *[sockets] * SOCKET, *[workers] * WORKERS]
+    clients = [("lone", client) for client in alone]
+    clients += (
+        [("batched", crowd)] * CROWD + [("socket", sockets)] * SOCKET + [("workers", workers)] * WORKERS
+    )
     players: list[Player] = [
-        SessionPlayer(client, random.Random(rng.random()), book, THINK_S) for client in clients
+        SessionPlayer(name, client, random.Random(rng.random()), book, THINK_S) for name, client in clients
     ]
     raw = [RawPlayer(site.urls, random.Random(rng.random()), book, THINK_S) for _ in range(RAW)]
-    playing = [asyncio.create_task(play_on(player, book, over)) for player in [*players, *raw]]
+    playing = [asyncio.create_task(play_on(player, over)) for player in [*players, *raw]]
     try:
         await breaker.run(seed, seconds)
         over.set()
