@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 ARGS ?=
+FUZZ_REQUESTS ?= 100000
 # The first of quickstart, quickstart-2, quickstart-3 ... that is not taken.
 NAME ?= $(shell name=quickstart; i=2; while [ -e runs/$$name ]; do name=quickstart-$$i; i=$$((i+1)); done; echo $$name)
 
-.PHONY: setup train test docker lint bench clean
+.PHONY: setup train test docker fuzz lint bench clean
 
 setup: $(VENV)/.train $(VENV)/.dev  ## install everything that development needs
 
@@ -35,6 +36,9 @@ test: $(VENV)/.dev  ## all tests that need neither a GPU nor Docker
 docker: $(VENV)/.dev  ## tests in containers; starts a Docker daemon of its own (root, on Debian)
 	.ci/system-packages docker.io iproute2 python3-venv python3-pip debian-archive-keyring
 	$(BIN)/python -m pytest -m docker tests/docker $(ARGS)
+
+fuzz: $(VENV)/.dev  ## FUZZ_REQUESTS=100000 hostile requests to a server; prints their account last
+	@$(BIN)/python -m tests.fuzz --requests $(FUZZ_REQUESTS) $(ARGS)
 
 lint: $(VENV)/.dev  ## style and types
 	$(BIN)/ruff check .

@@ -77,7 +77,12 @@ class Gate:
             if message["type"] in _STAMPED:
                 message["headers"] = [*message.get("headers", ()), _PROTOCOL, _SOCKET]
                 self._count(scope, message)
-            await send(message)
+            try:
+                await send(message)
+            except RuntimeError as error:
+                # uvloop knows that the caller is gone before uvicorn does: nobody waits for this answer.
+                if kind == "websocket" or "handler is closed" not in str(error):
+                    raise
 
         try:
             if kind == "websocket":
