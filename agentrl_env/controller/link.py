@@ -11,13 +11,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from agentrl_env.controller.member import Outbox
-from agentrl_env.wire import Beat, Hello
+from agentrl_env.wire import Beat, Hello, KeptHead
 
 if TYPE_CHECKING:
     from agentrl_env.controller.roster import Roster
 
 HELLO_S = 10.0
 """How long a server may take to say who it is."""
+_KEPT = b'{"kept":'
 
 
 class _FirstFrame(BaseModel):
@@ -94,6 +95,9 @@ async def _read(websocket: WebSocket, roster: Roster, server_id: str, outbox: Ou
         try:
             if frame.startswith(b'{"beat":'):
                 await roster.hear_beat(server_id, _BeatFrame.model_validate_json(frame).beat)
+            elif frame.startswith(_KEPT):
+                kept = frame[len(_KEPT) : -1]
+                roster.hear_kept(server_id, KeptHead.model_validate_json(kept), kept)
             else:
                 roster.hear_answer(server_id, frame)
         except ValueError:

@@ -173,11 +173,15 @@ class Member:
                 self.sessions[row.session_id] = row
                 self.held[row.task, row.client] += 1
         for session_id in beat.ended:
-            ended = self.sessions.pop(session_id, None)
-            if ended is not None:
-                self.held[ended.task, ended.client] -= 1
+            self.forget(session_id)
         self.full = False
         self.draining, self.leaving = beat.draining, beat.leaving
+
+    def forget(self, session_id: str) -> None:
+        """Count a session no more."""
+        ended = self.sessions.pop(session_id, None)
+        if ended is not None:
+            self.held[ended.task, ended.client] -= 1
 
     def hear_answer(self, frame: bytes) -> None:
         """Hand an answer to whoever asked; raises ValueError where it is none."""

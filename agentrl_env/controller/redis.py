@@ -8,7 +8,7 @@ from collections.abc import Awaitable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agentrl_env.controller.state import CLAIM_S
+from agentrl_env.controller.state import CLAIM_S, STANDING_S, KeptSession, home
 from agentrl_env.errors import ServeError, StateUnavailable
 
 if TYPE_CHECKING:
@@ -21,6 +21,24 @@ PRESENT_S = 10.0
 """How long a controller counts as present after its last sign of life."""
 KEPT_S = 24 * 3600
 """How long it is remembered that a server was there, and that it is lost."""
+_KEEP = """
+local holder = redis.call('hget', KEYS[1], 'holder')
+if holder and holder ~= ARGV[1] then return 0 end
+redis.call('hset', KEYS[1], 'holder', ARGV[1], 'kept', ARGV[2], 'deaths', 0)
+return redis.call('expire', KEYS[1], ARGV[3])
+"""
+_MOVE = """
+if redis.call('hget', KEYS[1], 'holder') ~= ARGV[1] then return 0 end
+redis.call('hset', KEYS[1], 'holder', ARGV[2])
+redis.call('hincrby', KEYS[1], 'deaths', ARGV[3])
+return redis.call('expire', KEYS[1], ARGV[4])
+"""
+_FORGET = """
+if redis.call('hget', KEYS[1], 'holder') ~= ARGV[1] then return 0 end
+if ARGV[2] == '0' then return redis.call('del', KEYS[1]) end
+redis.call('hdel', KEYS[1], 'kept')
+return redis.call('expire', KEYS[1], ARGV[2])
+"""
 _UNCLAIM = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end return 0"
 
 
@@ -109,12 +127,39 @@ class RedisState:
         """Return whether any controller has ever seen a server."""
         return bool(await _answer(self._redis.exists(f"{self._prefix}seen:{server_id}")))
 
+    async def keep(self, session_id: str, server_id: str, kept: bytes) -> bool:
+        """Keep where a session stands, as its holder says; False where another server is its holder."""
+        return await self._on_session(_KEEP, session_id, server_id, kept.decode(), int(STANDING_S))
+
+    async def kept(self, session_id: str) -> KeptSession | None:
+        """Return what is kept of a session."""
+        asking = self._redis.hmget(self._session(session_id), ["holder", "kept", "deaths"])
+        holder, kept, deaths = await _answer(asking)
+        if holder is None:
+            return None
+        return KeptSession(holder=holder, kept=None if kept is None else kept.encode(), deaths=int(deaths))
+
+    async def move(self, session_id: str, holder: str, server_id: str, *, died: bool) -> bool:
+        """Give a session from its holder, which has ``died`` or has no room; False where another has it."""
+        return await self._on_session(_MOVE, session_id, holder, server_id, int(died), int(STANDING_S))
+
+    async def forget_kept(self, session_id: str, holder: str) -> None:
+        """Forget where a session stands: it has ended, says its holder. Where it went is still known."""
+        known_s = 0 if holder == home(session_id) else int(CLAIM_S)
+        await self._on_session(_FORGET, session_id, holder, known_s)
+
     async def aclose(self) -> None:
         """Leave the controllers of the fleet."""
         if self._own_url:
             with suppress(StateUnavailable):  # the others forget it by themselves
                 await _answer(self._redis.zrem(self._prefix + "controllers", self._own_url))
         await self._redis.aclose()
+
+    def _session(self, session_id: str) -> str:
+        return f"{self._prefix}session:{session_id}"
+
+    async def _on_session(self, script: str, session_id: str, *arguments: str | int) -> bool:
+        return bool(await _answer(self._redis.eval(script, 1, self._session(session_id), *arguments)))
 
 
 async def _answer(asking: Awaitable[Any] | Any) -> Any:

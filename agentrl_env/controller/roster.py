@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+from agentrl_env.controller.keeper import Keeper
 from agentrl_env.controller.member import Member, Outbox
 from agentrl_env.controller.state import FleetState
 from agentrl_env.errors import SessionLost, StateUnavailable, UnknownSession
 from agentrl_env.types import TaskInfo
-from agentrl_env.wire import Beat, Hello, Welcome
+from agentrl_env.wire import Beat, Hello, KeptHead, Welcome
 
 logger = logging.getLogger("agentrl_env")
 
@@ -59,6 +60,8 @@ class Roster:
         self._arrival = asyncio.Condition()
         self._lost_here: set[str] = set()
         """Servers that this controller has given up; it stays so where the shared state forgets."""
+        self.keeper: Keeper | None = None
+        """Takes in where sessions stand; None: their servers are not to tell."""
         self._untold: set[str] = set()
         """Those of them that the shared state could not be told of."""
         self._controllers: frozenset[str] = frozenset()
@@ -83,13 +86,15 @@ class Roster:
                 return False
             await self._state.saw(hello.server_id)
             controllers = await self._state.controllers()
-        outbox.tell(_welcome(controllers))
+        outbox.tell(self._welcome(controllers))
         member = self.members.get(hello.server_id)
         if member is None:
             member = self.members[hello.server_id] = Member(hello, self._clock)
             logger.info("server %s joined: %s", hello.server_id, ", ".join(member.tasks))
         else:
+            before = set(member.sessions)
             member.greet(hello)
+            self._forget(hello.server_id, before - set(member.sessions))
         self.tasks.update(member.tasks)
         member.link(outbox)
         self._changed()
@@ -115,7 +120,13 @@ class Roster:
         member = self.members.get(server_id)
         if member is not None:
             member.hear_beat(beat)
+            self._forget(server_id, beat.ended)
             self._changed()
+
+    def hear_kept(self, server_id: str, head: KeptHead, kept: bytes) -> None:
+        """Take in where a session stands."""
+        if self.keeper is not None and server_id in self.members:
+            self.keeper.keep(server_id, head, kept)
 
     def hear_answer(self, server_id: str, frame: bytes) -> None:
         """Hand a server's answer to whoever asked. Raises ValueError where it is none."""
@@ -135,6 +146,13 @@ class Roster:
             logger.warning("server %s is lost with %d sessions: %s", server_id, len(member.sessions), why)
             self._drop(server_id, LOST)
 
+    async def is_gone(self, server_id: str) -> bool:
+        """Return whether a server was declared dead, here or by another controller."""
+        gone = await self._is_lost(server_id)
+        if gone:
+            self._drop(server_id, LOST)
+        return gone
+
     async def look(self) -> None:
         """Declare the servers dead that no controller has heard of for too long."""
         for server_id in list(self._untold):
@@ -142,9 +160,9 @@ class Roster:
             self._untold.discard(server_id)
         for member in list(self.members.values()):
             silent_s = self._clock() - max(member.seen, self._awake)
-            if await self._is_lost(member.server_id):
-                self._drop(member.server_id, LOST)
-            elif silent_s < self._lost_after_s:
+            if await self.is_gone(member.server_id):
+                continue
+            if silent_s < self._lost_after_s:
                 await self._state.saw(member.server_id)
             elif await self._seen_elsewhere(member, silent_s):
                 member.cut()  # it lives, and cannot be heard over this line
@@ -229,6 +247,8 @@ class Roster:
             try:
                 await self.look()
                 await self._meet_controllers()
+                if self.keeper is not None:
+                    self.keeper.catch_up()
             except StateUnavailable as error:
                 logger.warning("%s", error)
 
@@ -238,9 +258,13 @@ class Roster:
         if controllers != self._controllers:
             self._controllers = controllers
             for member in self.members.values():
-                member.tell(_welcome(controllers))
+                member.tell(self._welcome(controllers))
 
+    def _forget(self, server_id: str, session_ids: Iterable[str]) -> None:
+        if self.keeper is not None:
+            self.keeper.forget(server_id, session_ids)
 
-def _welcome(controllers: Iterable[str]) -> bytes:
-    welcome = Welcome(beat_s=BEAT_S, controllers=tuple(controllers))
-    return b'{"welcome":%b}' % welcome.model_dump_json().encode()
+    def _welcome(self, controllers: Iterable[str]) -> bytes:
+        keep = self.keeper is not None
+        welcome = Welcome(beat_s=BEAT_S, controllers=tuple(controllers), keep=keep)
+        return b'{"welcome":%b}' % welcome.model_dump_json().encode()

@@ -5,10 +5,30 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 CLAIM_S = 900.0
-"""How long it is remembered which server an opening was given to."""
+"""How long it is remembered which server an opening was given to, or where a session has ended."""
+STANDING_S = 3600.0
+"""How long it is kept where a session stands, after its last step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptSession:
+    """A session that can be gone on with when its server is lost."""
+
+    holder: str
+    """The server that has it."""
+    kept: bytes | None
+    """Where it stands, as a ``Kept``; None: it has ended."""
+    deaths: int = 0
+    """How many of its servers have died since its last step."""
+
+
+def home(session_id: str) -> str:
+    """Return the server that has opened a session; its id tells."""
+    return session_id.partition(".")[0]
 
 
 class FleetState(Protocol):
@@ -47,6 +67,18 @@ class FleetState(Protocol):
     async def knows(self, server_id: str) -> bool:
         """Return whether any controller has ever seen a server."""
 
+    async def keep(self, session_id: str, server_id: str, kept: bytes) -> bool:
+        """Keep where a session stands, as its holder says; False where another server is its holder."""
+
+    async def kept(self, session_id: str) -> KeptSession | None:
+        """Return what is kept of a session."""
+
+    async def move(self, session_id: str, holder: str, server_id: str, *, died: bool) -> bool:
+        """Give a session from its holder, which has ``died`` or has no room; False where another has it."""
+
+    async def forget_kept(self, session_id: str, holder: str) -> None:
+        """Forget where a session stands: it has ended, says its holder. Where it went is still known."""
+
     async def aclose(self) -> None:
         """Leave the controllers of the fleet."""
 
@@ -66,6 +98,7 @@ class MemoryState:
         self._claims: OrderedDict[str, tuple[str, float]] = OrderedDict()
         self._seen: OrderedDict[str, float] = OrderedDict()
         self._lost: OrderedDict[str, None] = OrderedDict()
+        self._sessions: OrderedDict[str, tuple[KeptSession, float]] = OrderedDict()
 
     async def start(self, own_url: str) -> None:
         """Remember the own address."""
@@ -115,8 +148,46 @@ class MemoryState:
         """Return whether a server was ever seen."""
         return server_id in self._seen
 
+    async def keep(self, session_id: str, server_id: str, kept: bytes) -> bool:
+        """Keep where a session stands, as its holder says; False where another server is its holder."""
+        known = await self.kept(session_id)
+        if known is not None and known.holder != server_id:
+            return False
+        self._remember(session_id, KeptSession(holder=server_id, kept=kept), STANDING_S)
+        return True
+
+    async def kept(self, session_id: str) -> KeptSession | None:
+        """Return what is kept of a session."""
+        known, end = self._sessions.get(session_id, (None, 0.0))
+        return known if end > self._clock() else None
+
+    async def move(self, session_id: str, holder: str, server_id: str, *, died: bool) -> bool:
+        """Give a session from its holder, which has ``died`` or has no room; False where another has it."""
+        known = await self.kept(session_id)
+        if known is None or known.holder != holder:
+            return False
+        given = replace(known, holder=server_id, deaths=known.deaths + died)
+        self._remember(session_id, given, STANDING_S)
+        return True
+
+    async def forget_kept(self, session_id: str, holder: str) -> None:
+        """Forget where a session stands: it has ended, says its holder. Where it went is still known."""
+        known = await self.kept(session_id)
+        if known is None or known.holder != holder:
+            return
+        if holder == home(session_id):
+            del self._sessions[session_id]
+        else:
+            self._remember(session_id, replace(known, kept=None), CLAIM_S)
+
     async def aclose(self) -> None:
         """Do nothing: the state ends with the process."""
+
+    def _remember(self, session_id: str, known: KeptSession, seconds: float) -> None:
+        self._sessions[session_id] = (known, self._clock() + seconds)
+        self._sessions.move_to_end(session_id)
+        while next(iter(self._sessions.values()))[1] < self._clock() or len(self._sessions) > self._kept:
+            self._sessions.popitem(last=False)
 
     def _forget(self) -> None:
         horizon = self._clock() - CLAIM_S

@@ -1,0 +1,104 @@
+"""What servers tell of their sessions, put by before the answers that it belongs to are handed on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+
+from agentrl_env.controller.state import FleetState
+from agentrl_env.errors import SessionLost, StateUnavailable
+from agentrl_env.wire import KeptHead
+
+logger = logging.getLogger("agentrl_env")
+
+MOVED = "another server has gone on with the session"
+
+
+class Keeper:
+    """Writes where sessions stand to the shared state, for each session in the order it is told.
+
+    Only the holder of a session may write, so that a server which was given up by mistake cannot go on
+    beside the one that has adopted its session. While the state is away, sessions go on; what could
+    not be written is written later.
+
+    Args:
+        state: what is shared with the other controllers.
+        disown: is told of a session that a server had after it was given to another.
+    """
+
+    def __init__(self, state: FleetState, disown: Callable[[str, str], Awaitable[None]]) -> None:
+        self._state = state
+        self._disown = disown
+        self._writing: dict[str, asyncio.Task[bool]] = {}
+        self._late: dict[str, Callable[[], Awaitable[bool]]] = {}
+
+    def keep(self, server_id: str, head: KeptHead, kept: bytes) -> None:
+        """Take in where a session stands, or that it cannot be kept.
+
+        Args:
+            server_id: who says so.
+            head: what it begins with.
+            kept: all of it, as JSON.
+        """
+        if head.seal:
+            self._write(head.session_id, lambda: self._keep(head.session_id, server_id, kept))
+        else:
+            self.forget(server_id, [head.session_id])
+
+    def forget(self, server_id: str, session_ids: Iterable[str]) -> None:
+        """Take in that sessions have ended."""
+        for session_id in session_ids:
+            self._write(session_id, lambda ended=session_id: self._forget(ended, server_id))  # type: ignore[misc]
+
+    async def written(self, session_id: str) -> None:
+        """Return once what was told of a session is written. Raises SessionLost where it has moved on."""
+        writing = self._writing.get(session_id)
+        if writing is not None and not await asyncio.shield(writing):
+            if self._writing.get(session_id) is writing:
+                del self._writing[session_id]
+            raise SessionLost(MOVED)
+
+    def catch_up(self) -> None:
+        """Write what could not be written before."""
+        late, self._late = self._late, {}
+        for session_id, work in late.items():
+            self._write(session_id, work)
+
+    async def aclose(self) -> None:
+        """Return once all is written that can be."""
+        if self._writing:
+            await asyncio.wait(self._writing.values())
+
+    def _write(self, session_id: str, work: Callable[[], Awaitable[bool]]) -> None:
+        writing = asyncio.create_task(self._run(session_id, self._writing.get(session_id), work))
+        self._writing[session_id] = writing
+        writing.add_done_callback(lambda _: self._end(session_id, writing))
+
+    async def _run(
+        self, session_id: str, before: asyncio.Task[bool] | None, work: Callable[[], Awaitable[bool]]
+    ) -> bool:
+        if before is not None:
+            await asyncio.wait((before,))
+        self._late.pop(session_id, None)
+        try:
+            return await work()
+        except StateUnavailable as error:
+            self._late[session_id] = work
+            logger.warning("it could not be kept where a session stands; trying on: %s", error)
+            return True
+
+    def _end(self, session_id: str, writing: asyncio.Task[bool]) -> None:
+        """Forget a write that is done; one that was refused is of interest to who waits for the answer."""
+        if self._writing.get(session_id) is writing and (writing.cancelled() or writing.result()):
+            del self._writing[session_id]
+
+    async def _keep(self, session_id: str, server_id: str, kept: bytes) -> bool:
+        if await self._state.keep(session_id, server_id, kept):
+            return True
+        await self._disown(session_id, server_id)
+        return False
+
+    async def _forget(self, session_id: str, server_id: str) -> bool:
+        await self._state.forget_kept(session_id, server_id)
+        return True
