@@ -8,7 +8,7 @@ FUZZ_REQUESTS ?= 100000
 # The first of quickstart, quickstart-2, quickstart-3 ... that is not taken.
 NAME ?= $(shell name=quickstart; i=2; while [ -e runs/$$name ]; do name=quickstart-$$i; i=$$((i+1)); done; echo $$name)
 
-.PHONY: setup train test docker fuzz lint bench clean
+.PHONY: setup train test docker fuzz chaos soak lint bench clean
 
 setup: $(VENV)/.train $(VENV)/.dev  ## install everything that development needs
 
@@ -39,6 +39,13 @@ docker: $(VENV)/.dev  ## tests in containers; starts a Docker daemon of its own 
 
 fuzz: $(VENV)/.dev  ## FUZZ_REQUESTS=100000 hostile requests to a server; prints their account last
 	@$(BIN)/python -m tests.fuzz --requests $(FUZZ_REQUESTS) $(ARGS)
+
+chaos: $(VENV)/.dev  ## CHAOS_SECONDS=900 of faults drawn from CHAOS_SEED=1; prints their account last
+	-@.ci/system-packages redis-server
+	@$(BIN)/python -m tests.chaos
+
+soak: $(VENV)/.dev  ## SOAK_SESSIONS=10000 held for SOAK_SECONDS=600 by SOAK_WORKERS=1; prints its account last
+	@$(BIN)/python -m tests.soak
 
 lint: $(VENV)/.dev  ## style and types
 	$(BIN)/ruff check .
