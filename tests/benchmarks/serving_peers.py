@@ -188,7 +188,8 @@ def main() -> None:
     bound.bind(("127.0.0.1", 0))
     bound.listen(2048)
     print(f"http://127.0.0.1:{bound.getsockname()[1]}", flush=True)
-    config = uvicorn.Config(app, log_level="warning", access_log=False)
+    # A connection waits while the others play their rounds.
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=600)
     uvicorn.Server(config).run(sockets=[bound])
 
 
