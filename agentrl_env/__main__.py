@@ -1,15 +1,13 @@
-"""The command line: ``agentrl-env new | serve | build | check | play``."""
+"""The command line: ``agentrl-env new | serve | controller | build | up | check | play``."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import logging
-import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -21,6 +19,7 @@ from rich.console import Console
 
 from agentrl_env.client.client import EnvClient
 from agentrl_env.errors import AgentRLError
+from agentrl_env.server.parent import signal_own_group, stop_at_end_of_input
 
 if TYPE_CHECKING:
     from agentrl_env.server.operations import Operations
@@ -121,7 +120,7 @@ def serve(
 
     operations = _operations(caller_limit, log_format, log_level, log_messages, traces)
     if stop_with_stdin:
-        threading.Thread(target=_stop_at_end_of_input, args=(drain, host == "none"), daemon=True).start()
+        threading.Thread(target=stop_at_end_of_input, args=(drain, host == "none"), daemon=True).start()
     if workers > 1:
         from agentrl_env.controller.serve import serve_with_workers
 
@@ -160,7 +159,7 @@ def serve(
         )
     if stop_with_stdin:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        _signal_own_group(signal.SIGTERM)
+        signal_own_group(signal.SIGTERM)
 
 
 @app.command()
@@ -184,6 +183,9 @@ def controller(
         list[str] | None, typer.Option(metavar="TASK=N", help="Sessions of a task in the whole fleet.")
     ] = None,
     client_limit: Annotated[int | None, typer.Option(min=1, help="Sessions of one client.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a dead server's sessions, where tasks can fork.")
+    ] = False,
     caller_limit: CallerLimit = None,
     log_format: LogFormat = "text",
     log_level: LogLevel = None,
@@ -203,6 +205,7 @@ def controller(
                 queue_s=queue,
                 task_limits=dict(map(_task_limit, limit or ())),
                 client_limit=client_limit,
+                resume=resume,
             ),
             host=host,
             port=port,
@@ -246,6 +249,31 @@ def build(
         report=partial(print, file=sys.stderr, flush=True),
     )
     print(image.name)
+
+
+@app.command()
+def up(
+    file: Annotated[Path, typer.Argument(help="The fleet: tasks, replicas, limits, controller; TOML.")],
+    print_: Annotated[
+        str | None,
+        typer.Option("--print", metavar="kubernetes|compose", help="Print manifests, start nothing."),
+    ] = None,
+) -> None:
+    """Run a whole fleet from one file until Ctrl-C; SIGHUP replaces its servers one by one."""
+    from agentrl_env.launch.plan import read_plan
+
+    plan = read_plan(file)
+    if print_ is not None:
+        from agentrl_env.launch.manifests import compose, kubernetes
+
+        formats = {"kubernetes": kubernetes, "compose": compose}
+        if print_ not in formats:
+            raise AgentRLError(f"--print {print_} is unknown; choose kubernetes or compose")
+        print(formats[print_](plan), end="")
+        return
+    from agentrl_env.launch.fleet import up as run
+
+    run(plan)
 
 
 @app.command()
@@ -351,29 +379,6 @@ def _log_to_stderr(wanted: bool) -> None:
     """Show the log of authors' code with its tracebacks, or nothing of it."""
     handler: logging.Handler = logging.StreamHandler() if wanted else logging.NullHandler()
     logging.getLogger("agentrl_env").handlers[:] = [handler]
-
-
-def _stop_at_end_of_input(drain: float, unreachable: bool) -> None:
-    """Stop once the parent is gone: in order, and by force where that takes too long.
-
-    Args:
-        drain: seconds that open sessions get.
-        unreachable: nobody can go on with the open sessions, so they are not waited for.
-    """
-    while os.read(0, 4096):
-        continue
-    os.kill(os.getpid(), signal.SIGTERM)
-    if unreachable:
-        time.sleep(0.1)  # or the two signals are taken for one
-        os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(drain + 10.0)
-    _signal_own_group(signal.SIGKILL)
-
-
-def _signal_own_group(number: signal.Signals) -> None:
-    """Signal this process and all it has started; only where it leads a group of its own."""
-    if os.getpgrp() == os.getpid():
-        os.killpg(os.getpid(), number)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -36,6 +38,8 @@ _POLL_S = 0.05
 _TAIL = 10
 _INSIDE = "/run/agentrl"
 _SOCKET = "server.sock"
+_CONTROLLER_SOCKET = "controller.sock"
+_SERVING = re.compile(r"^serving ", flags=re.MULTILINE)
 
 
 class DockerServer:
@@ -66,6 +70,8 @@ class DockerServer:
         oracle: whether ``expert`` may be called.
         start_timeout: seconds until the server must answer.
         arguments: further options of ``agentrl-env serve``.
+        controller: the ``http://HOST:PORT`` of one to dial; then the server has no address of its own.
+            Without a network it is dialled through a socket that the child process carries there.
     """
 
     def __init__(
@@ -83,13 +89,16 @@ class DockerServer:
         oracle: bool = False,
         start_timeout: float = 60.0,
         arguments: tuple[str, ...] = (),
+        controller: str | None = None,
     ) -> None:
         if (target is None) == (image is None):
             raise LaunchError("a DockerServer needs a target or an image, and not both")
-        self.token = token or (None if network == "none" else uuid.uuid4().hex)
+        reachable = network != "none" and controller is None
+        self.token = token or (uuid.uuid4().hex if reachable else None)
         self.url = ""
         """Where the server answers, once it is started."""
         self._target, self._image, self._network = target, image, network
+        self._controller = controller
         self._limits, self._environment = limits or Limits(), dict(environment or {})
         self._arguments = ["--max-sessions", str(max_sessions), "--lease", str(lease), "--drain", str(drain)]
         self._arguments += [*(["--oracle"] if oracle else []), *arguments]
@@ -194,34 +203,41 @@ class DockerServer:
         run = uuid.uuid4().hex
         labels = {RUN: run, OWNER: owner()}
         options = self._options()
+        front, back, place = "", "", ["--host", "0.0.0.0", "--port", str(PORT)]
         if self._network == "none":
             self._folder = make_folder()
+            labels[FOLDER] = str(self._folder)
             inner = self._folder / "socket"
             inner.mkdir()
-            inner.chmod(0o777)  # the server's user makes its socket in it; the folder above is ours alone
-            labels[FOLDER] = str(self._folder)
             options["volumes"] = {str(inner): {"bind": _INSIDE, "mode": "rw"}}
-            path = str(inner / _SOCKET)
-            arguments = ["--host", f"unix:{_INSIDE}/{_SOCKET}", *self._arguments]
+            front, back = "127.0.0.1:0", f"unix:{inner}/{_SOCKET}"
+            place = ["--host", f"unix:{_INSIDE}/{_SOCKET}"]
+            if self._controller is None:
+                inner.chmod(0o777)  # the server makes its socket in it; the folder above is ours alone
+            else:
+                inner.chmod(0o711)
+                front, back = f"unix:{inner}/{_CONTROLLER_SOCKET}", urlsplit(self._controller).netloc
+                place = ["--host", "none", "--controller", f"unix:{_INSIDE}/{_CONTROLLER_SOCKET}"]
+        elif self._controller is not None:
+            place = ["--host", "none", "--controller", self._controller]
         else:
-            path, arguments = "", self._arguments
             options["ports"] = {f"{PORT}/tcp": ("127.0.0.1", None)}
-        port = self._start_keeper(f"{RUN}={run}", path)
+        port = self._start_keeper(f"{RUN}={run}", front, back)
         token = {} if self.token is None else {"AGENTRL_TOKEN": self.token}
         with daemon_errors(f"cannot start a container of {image}"):
             self._container = self._client.containers.create(
                 image,
-                arguments,
+                [*place, *self._arguments],
                 name=f"agentrl-{run[:12]}",
                 labels=labels,
                 environment={**self._environment, **token},
                 **options,
             )
             self._container.start()
-            if not path:
+            if "ports" in options:
                 self._container.reload()
                 port = int(self._container.ports[f"{PORT}/tcp"][0]["HostPort"])
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = "" if self._controller else f"http://127.0.0.1:{port}"
 
     def _options(self) -> dict[str, Any]:
         from docker.types import LogConfig, Ulimit
@@ -247,10 +263,10 @@ class DockerServer:
             "healthcheck": {"test": ["NONE"]},  # this process looks by itself
         }
 
-    def _start_keeper(self, label: str, path: str) -> int:
+    def _start_keeper(self, label: str, front: str, back: str) -> int:
         """Start what removes the container if this process dies; return the port it carries."""
         command = [sys.executable, "-I", docker_keeper.__file__, str(os.getpid()), label]
-        command += [str(self._folder or ""), path]
+        command += [str(self._folder or ""), front, back]
         self._keeper = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -271,7 +287,7 @@ class DockerServer:
             keeper.wait()
 
     def _wait_until_ready(self, deadline: float) -> None:
-        while not _healthy(self.url):
+        while not self._answers():
             if not self.running:
                 raise ServeError(f"the server in the container ended: {self._last_words()}")
             if time.monotonic() > deadline:
@@ -282,6 +298,9 @@ class DockerServer:
             time.sleep(_POLL_S)
         if self._folder is not None:
             (self._folder / "socket").chmod(0o711)  # the socket is there; nothing else may be written
+
+    def _answers(self) -> bool:
+        return _healthy(self.url) if self.url else _SERVING.search(self.output()) is not None
 
     def _state(self) -> dict[str, Any]:
         try:

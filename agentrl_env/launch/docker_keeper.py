@@ -59,11 +59,11 @@ class _Pipe(asyncio.Protocol):
 
 
 class _Front(_Pipe):
-    """A caller's connection; it is carried on to the server's socket."""
+    """A caller's connection; it is carried on to where the server listens, or the controller."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, back: str) -> None:
         super().__init__()
-        self._path = path
+        self._back = back
         self._early = bytearray()
         self._carrying: asyncio.Task[None] | None = None
 
@@ -82,7 +82,7 @@ class _Front(_Pipe):
     async def _carry(self) -> None:
         assert self.transport is not None
         try:
-            _, back = await asyncio.get_running_loop().create_unix_connection(_Pipe, self._path)
+            _, back = await _connect(self._back)
         except OSError:  # the server is not there yet, or no longer
             self.transport.abort()
             return
@@ -95,12 +95,34 @@ class _Front(_Pipe):
             self.transport.resume_reading()
 
 
-async def keep(parent: int, path: str) -> bool:
+async def _connect(address: str) -> tuple[asyncio.BaseTransport, _Pipe]:
+    loop = asyncio.get_running_loop()
+    if address.startswith("unix:"):
+        return await loop.create_unix_connection(_Pipe, address.removeprefix("unix:"))
+    host, _, port = address.rpartition(":")
+    return await loop.create_connection(_Pipe, host, int(port))
+
+
+async def _listen(address: str, back: str) -> tuple[asyncio.Server, int]:
+    """Return what listens, and its port; none for a socket in the file system."""
+    loop = asyncio.get_running_loop()
+    if address.startswith("unix:"):
+        path = address.removeprefix("unix:")
+        server = await loop.create_unix_server(lambda: _Front(back), path, backlog=2048)
+        os.chmod(path, 0o666)  # its folder says who may come
+        return server, 0
+    host, _, port = address.rpartition(":")
+    server = await loop.create_server(lambda: _Front(back), host, int(port), backlog=2048)
+    return server, int(server.sockets[0].getsockname()[1])
+
+
+async def keep(parent: int, front: str, back: str) -> bool:
     """Carry connections until the parent says that all is removed, or is gone; return whether it said so.
 
     Args:
         parent: its process id.
-        path: the server's socket; empty where callers reach the server by themselves.
+        front: where callers come, ``HOST:PORT`` or ``unix:PATH``; empty where nothing is to be carried.
+        back: where their connections are carried to.
     """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[bool] = loop.create_future()
@@ -111,8 +133,8 @@ async def keep(parent: int, path: str) -> bool:
             ended.set_result(b"done" in said)
 
     loop.add_reader(0, on_input)
-    server = await loop.create_server(lambda: _Front(path), "127.0.0.1", 0, backlog=2048) if path else None
-    print(server.sockets[0].getsockname()[1] if server else 0, flush=True)
+    server, port = await _listen(front, back) if front else (None, 0)
+    print(port, flush=True)
     while not ended.done() and os.getppid() == parent:
         await asyncio.wait((ended,), timeout=_LOOK_S)  # a fork of the parent may hold the pipe open
     if server is not None:
@@ -136,13 +158,13 @@ def clean_up(label: str, folder: str) -> None:
 
 
 def main() -> None:
-    """Keep what the arguments name: the parent's id, a label, a folder and a socket."""
-    parent, label, folder, path = sys.argv[1:]
+    """Keep what the arguments name: the parent's id, a label, a folder, and two addresses."""
+    parent, label, folder, front, back = sys.argv[1:]
     with contextlib.suppress(ImportError):
         import uvloop
 
         asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
-    if not asyncio.run(keep(int(parent), path)):
+    if not asyncio.run(keep(int(parent), front, back)):
         clean_up(label, folder)
 
 

@@ -19,6 +19,7 @@ import httpx
 from agentrl_env.errors import ServeError
 
 _READY = re.compile(r"^serving .* at (http://\S+)$", flags=re.MULTILINE)
+_DIALLED = re.compile(r"^serving ", flags=re.MULTILINE)
 _POLL_S = 0.02
 
 
@@ -45,6 +46,7 @@ class ServerProcess:
         oracle: whether ``expert`` may be called.
         start_timeout: seconds until the server must answer.
         log: file that the server's output is appended to; a temporary one by default.
+        controller: the address of one to dial; then the server has no address of its own.
     """
 
     def __init__(
@@ -59,11 +61,15 @@ class ServerProcess:
         oracle: bool = False,
         start_timeout: float = 60.0,
         log: Path | None = None,
+        controller: str | None = None,
     ) -> None:
         self.token = token
         self.url = ""
         """Where the server answers, once it is started."""
-        self._options = ["--host", host, "--port", str(port), "--max-sessions", str(max_sessions)]
+        self._dials = controller is not None
+        place = ["--host", host, "--port", str(port)]
+        place = ["--host", "none", "--controller", controller] if controller is not None else place
+        self._options = [*place, "--max-sessions", str(max_sessions)]
         self._options += ["--lease", str(lease), "--drain", str(drain), "--stop-with-stdin"]
         self._options += ["--oracle"] if oracle else []
         self._targets: Sequence[str] = targets
@@ -153,6 +159,8 @@ class ServerProcess:
     def _wait_until_ready(self, deadline: float) -> None:
         while True:
             output = self.output()
+            if self._dials and _DIALLED.search(output):
+                return
             if found := _READY.search(output):
                 self.url = found.group(1)
                 if _healthy(self.url):

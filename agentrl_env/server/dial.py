@@ -20,6 +20,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from agentrl_env.errors import InternalError, ServeError
 from agentrl_env.server.gate import MAX_BODY_BYTES
 from agentrl_env.server.inspection import VERSION
+from agentrl_env.server.keeping import Keeping, LinkSocket
 from agentrl_env.server.pool import SessionPool
 from agentrl_env.server.service import Service
 from agentrl_env.server.socket import CallSocket
@@ -27,6 +28,7 @@ from agentrl_env.wire import LINK_PATH, Beat, Hello, SessionRow, Welcome
 
 logger = logging.getLogger("agentrl_env")
 
+_UNIX = "unix:"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 3.0
 CONNECT_S = 10.0
 PING_S, SILENT_S = 5.0, 10.0
@@ -42,28 +44,42 @@ class _WelcomeFrame(BaseModel):
     lost: bool = False
 
 
+def _address(url: str) -> str:
+    """Return where a controller's link is opened."""
+    if url.startswith(_UNIX):
+        return f"ws://controller{LINK_PATH}"
+    parts = urlsplit(url)
+    scheme = "wss" if parts.scheme == "https" else "ws"
+    return f"{scheme}://{parts.netloc}{parts.path}{LINK_PATH}"
+
+
 class Dialer:
     """Keeps a link to every controller of a fleet, as long as the server runs.
 
     Args:
         pool: the sessions, whose openings and ends are reported.
         service: what answers the controllers' calls.
-        urls: controllers; those that they name are dialled as well.
+        urls: controllers, or ``unix:PATH`` for one behind a socket in the file system; those that they
+            name are dialled as well.
         token: the fleet's token.
     """
 
     def __init__(self, pool: SessionPool, service: Service, urls: Sequence[str], token: str | None) -> None:
         for url in urls:
-            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            known = urlsplit(url).scheme in ("http", "https") and urlsplit(url).hostname
+            if not known and not url.startswith(_UNIX):
                 raise ServeError(f"{url!r} is not the http:// or https:// address of a controller")
         self._pool = pool
         self._service = service
         self._urls = [url.rstrip("/") for url in urls]
+        self._token = token
         self._headers = {"authorization": f"Bearer {token}"} if token else {}
         self._links: dict[str, asyncio.Task[None]] = {}
         self._open: set[_Link] = set()
         self._joined = asyncio.Event()
         self._abandoning: asyncio.Task[None] | None = None
+        self._unkept: set[str] = set()
+        """Tasks of which the log has said that their sessions cannot be kept."""
 
     async def start(self) -> None:
         """Begin to dial; return once a controller has answered. It goes on trying until one does."""
@@ -113,11 +129,10 @@ class Dialer:
         """Dial once, and answer calls until the line breaks."""
         if self._abandoning is not None:
             await self._abandoning
-        parts = urlsplit(url)
-        scheme = "wss" if parts.scheme == "https" else "ws"
-        address = f"{scheme}://{parts.netloc}{parts.path}{LINK_PATH}"
+        behind: Any = {"unix": True, "path": url.removeprefix(_UNIX)} if url.startswith(_UNIX) else {}
         async with connect(
-            address,
+            _address(url),
+            **behind,
             additional_headers=self._headers,
             compression=None,
             open_timeout=CONNECT_S,
@@ -138,12 +153,18 @@ class Dialer:
                 self._meet(welcome)
                 beating = asyncio.create_task(link.keep_beating(welcome.beat_s))
                 try:
-                    await link.serve(self._service)
+                    await link.serve(self._service, self._keeping(welcome, link))
                 finally:
                     beating.cancel()
             finally:
                 self._open.discard(link)
                 self._pool.unwatch(link)
+
+    def _keeping(self, welcome: Welcome, link: _Link) -> Keeping | None:
+        """Return what tells a controller that keeps where sessions stand; it takes a token to trust it."""
+        if not welcome.keep or not self._token:
+            return None
+        return Keeping(self._pool, link.tell, self._token, self._unkept)
 
     async def _greet(self, websocket: ClientConnection, rows: tuple[SessionRow, ...]) -> Welcome | None:
         """Say who this is; None where its sessions were reported lost meanwhile."""
@@ -181,12 +202,17 @@ class _Link:
         self._pool = pool
         self._meet = meet
         self._calls: CallSocket | None = None
+        self._keeping: Keeping | None = None
         self._opened: list[SessionRow] = []
         self._ended: list[str] = []
 
-    async def serve(self, service: Service) -> None:
+    async def serve(self, service: Service, keeping: Keeping | None) -> None:
         """Answer calls until the line breaks."""
-        self._calls = CallSocket(service, self, 2 * MAX_BODY_BYTES, MAX_CALLS)
+        self._keeping = keeping
+        if keeping is None:
+            self._calls = CallSocket(service, self, 2 * MAX_BODY_BYTES, MAX_CALLS)
+        else:
+            self._calls = LinkSocket(keeping, self, 2 * MAX_BODY_BYTES, MAX_CALLS)
         await self._calls.serve()
 
     async def leave(self) -> None:
@@ -205,6 +231,8 @@ class _Link:
     def ended(self, session_id: str) -> None:
         """Note an end to be told of."""
         self._ended.append(session_id)
+        if self._keeping is not None:
+            self._keeping.forget(session_id)
 
     async def receive(self) -> dict[str, Any]:
         """Return the next call, as ASGI would; take in what else the controller tells."""
@@ -229,6 +257,11 @@ class _Link:
             await self.websocket.send(_bounded(message["text"]))
         except ConnectionClosed as error:
             raise RuntimeError("the line is closed") from error
+
+    async def tell(self, frame: str) -> None:
+        """Send what is no answer; of a line that is closed the reader hears."""
+        with contextlib.suppress(ConnectionClosed):
+            await self.websocket.send(frame)
 
     async def beat(self, *, leaving: bool = False) -> None:
         """Give a sign of life, and tell what has changed."""
