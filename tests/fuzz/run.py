@@ -21,7 +21,7 @@ from tests.fuzz.document import follow_document
 from tests.fuzz.raw import Hostile
 
 ROOT = Path(__file__).parents[2]
-LEASE_S = 2.0
+LEASE_S = 1.0
 CALLERS = 16
 SETTLE_S = 30.0
 ROUND = 2000
