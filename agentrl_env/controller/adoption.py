@@ -79,7 +79,8 @@ class Adopter:
         if member is not None:
             return member
         if await self._state.kept(session_id) is None:
-            await self._roster.wait_in_youth(lambda: self.here(session_id) is not None)
+            if not await self._roster.is_gone(home(session_id)):
+                await self._roster.wait_in_youth(lambda: self.here(session_id) is not None)
             return self.here(session_id) or await self._roster.find(home(session_id))
         adopting = self._under_way.get(session_id)
         if adopting is None:

@@ -9,15 +9,18 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 from pydantic_core import from_json, to_json
 
+from agentrl_env.controller.adoption import Adopter
+from agentrl_env.controller.keeper import Keeper
 from agentrl_env.controller.member import Member
 from agentrl_env.controller.opening import Opener
 from agentrl_env.controller.queue import Placement
 from agentrl_env.controller.roster import BEAT_S, Roster
-from agentrl_env.controller.state import FleetState, MemoryState
+from agentrl_env.controller.state import FleetState, MemoryState, home
 from agentrl_env.errors import (
     InvalidRequest,
     ServerDraining,
@@ -31,8 +34,10 @@ from agentrl_env.errors import (
 from agentrl_env.server.inspection import VERSION, merge_lists
 from agentrl_env.server.metrics import Metrics
 from agentrl_env.server.once import Once
+from agentrl_env.types import SessionInfo
 from agentrl_env.wire import (
     FleetInfo,
+    ForkAnswer,
     ForkRequest,
     OpenRequest,
     SessionList,
@@ -57,6 +62,9 @@ class Fleet:
         queue_s: seconds that an opening waits for room at least, whatever its client asks for.
         task_limits: how many sessions of a task may be open in the whole fleet.
         client_limit: how many sessions one client may have open.
+        resume: go on with the sessions of a server that is lost at another, where their tasks have
+            ``snapshot`` and ``restore``. A step that was under way is played again, so that what it
+            does in the world outside may happen twice.
         clock: seconds, monotonic; tests give their own.
     """
 
@@ -68,6 +76,7 @@ class Fleet:
         queue_s: float = 30.0,
         task_limits: Mapping[str, int] | None = None,
         client_limit: int | None = None,
+        resume: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.metrics = Metrics()
@@ -85,6 +94,12 @@ class Fleet:
         )
         self._opener = Opener(self.roster.find, self._placement, self.state, clock)
         self._openings: Once[bytes] = Once()
+        self.resume = resume
+        """Whether sessions outlive their servers."""
+        self._adopter = Adopter(self.roster, self._placement, self.state, queue_s, clock)
+        self._keeper = Keeper(self.state, self._adopter.disown)
+        if resume:
+            self.roster.keeper = self._keeper
 
     def gauges(self) -> Mapping[str, float]:
         """Return what ``/metrics`` shows of the present moment."""
@@ -112,6 +127,8 @@ class Fleet:
         """Leave; the servers and their sessions go on."""
         self.draining = True
         self.roster.stop()
+        self._adopter.stop()
+        await self._keeper.aclose()
         await self.state.aclose()
 
     async def tasks(self) -> bytes:
@@ -126,14 +143,16 @@ class Fleet:
         Raises UnknownTask, UnknownSample, ServerFull, ServerDraining, EnvironmentFailed.
         """
         name = request.request_id or secrets.token_urlsafe(12)
-        return await self._openings.do(name, lambda: self._open(request, name))
+        opened = await self._openings.do(name, lambda: self._open(request, name))
+        if self.resume:
+            await self._keeper.written(SessionInfo.model_validate_json(opened).session_id)
+        return opened
 
     async def step(self, session_id: str, body: StepBody) -> bytes:
         """Return a ``StepResult``."""
-        member = await self._member_of(session_id)
         message = body.message.model_dump_json().encode()
         fields = b'"call":"step","session_id":%b,"seq":%d,"message":%b'
-        return await member.ask(fields % (to_json(session_id), body.seq, message))
+        return await self._ask(session_id, fields % (to_json(session_id), body.seq, message))
 
     def never_waits(self, session_id: str) -> bool:
         """Return False: every step crosses a network."""
@@ -145,9 +164,7 @@ class Fleet:
         The batch is split by server; a server that cannot be reached for now delays its own steps
         alone, where the caller wants an answer after ``wait_s`` seconds.
         """
-        parts: dict[str, list[int]] = {}
-        for position, step in enumerate(steps):
-            parts.setdefault(_server_of(step.session_id), []).append(position)
+        parts = self._parts(steps)
         results: list[bytes | None] = [None] * len(steps)
 
         async def play(positions: list[int]) -> None:
@@ -155,7 +172,7 @@ class Fleet:
             for position, result in zip(positions, await self._play(items, wait_s), strict=True):
                 results[position] = result
 
-        playing = [asyncio.create_task(play(positions)) for positions in parts.values()]
+        playing = [asyncio.create_task(play(positions)) for positions in parts]
         if playing:
             late = None if wait_s is None else wait_s + BEAT_S
             _, pending = await asyncio.wait(playing, timeout=late)
@@ -201,14 +218,19 @@ class Fleet:
         """Return a ``ForkAnswer``; forks live on the server of the session they come from."""
         request = request.model_copy(update={"request_id": request.request_id or secrets.token_urlsafe(12)})
         fields = request.model_dump_json().encode()[1:-1]
-        return await self._pass_on("fork", session_id, b"," + fields)
+        answer = await self._pass_on("fork", session_id, b"," + fields)
+        if self.resume:
+            for fork in ForkAnswer.model_validate_json(answer).sessions:
+                await self._keeper.written(fork.session_id)
+        return answer
 
     async def close_session(self, session_id: str) -> None:
         """End a session; idempotent. One that is lost, or was never there, has ended already."""
-        try:
-            await self._pass_on("close", session_id)
-        except (SessionLost, UnknownSession):
-            return
+        with suppress(SessionLost, UnknownSession):
+            if self.resume:
+                await self._adopter.close(session_id)
+            else:
+                await self._pass_on("close", session_id)
 
     async def _open(self, request: OpenRequest, name: str) -> bytes:
         if self.draining:
@@ -220,30 +242,64 @@ class Fleet:
             raise UnknownTask(f"no task {request.task!r} here; tasks: {known}")
         return await self._opener.open(request, name, max(request.wait_s, self._queue_s))
 
+    def _parts(self, steps: Sequence[StepRequest]) -> list[list[int]]:
+        """Return which of the steps go to the same server; those of a session stay together."""
+        parts: dict[str, list[int]] = {}
+        for position, step in enumerate(steps):
+            parts.setdefault(self._place(step.session_id), []).append(position)
+        return list(parts.values())
+
+    def _place(self, session_id: str) -> str:
+        """Return a name that sessions of one server share."""
+        if not self.resume:
+            return home(session_id)
+        member = self._adopter.here(session_id)
+        return member.server_id if member is not None else session_id
+
     async def _play(self, steps: Sequence[StepRequest], wait_s: float | None) -> list[bytes]:
-        """Play steps of one server's sessions."""
+        """Play steps of one server's sessions; where that dies on the way, at those that go on with them."""
+        items = b",".join(step.model_dump_json().encode() for step in steps)
+        fields = b'"call":"step_many","wait_s":%b,"steps":[%b]' % (to_json(wait_s), items)
         try:
             member = await self._member_of(steps[0].session_id)
-            items = b",".join(step.model_dump_json().encode() for step in steps)
-            fields = b'"call":"step_many","wait_s":%b,"steps":[%b]' % (to_json(wait_s), items)
-            return _split(await member.ask(fields), len(steps))
+            try:
+                answer = await member.ask(fields)
+                if self.resume:
+                    for step in steps:
+                        await self._keeper.written(step.session_id)
+                return _split(answer, len(steps))
+            except SessionLost:
+                if not self.resume:
+                    raise
+            return await self.step_many(steps, wait_s)
         except WireError as error:
             return [self._error(error)] * len(steps)
 
     async def _pass_on(self, call: str, session_id: str, more: bytes = b"") -> bytes:
-        member = await self._member_of(session_id)
-        return await member.ask(b'"call":"%b","session_id":%b%b' % (call.encode(), to_json(session_id), more))
+        fields = b'"call":"%b","session_id":%b%b' % (call.encode(), to_json(session_id), more)
+        return await self._ask(session_id, fields)
+
+    async def _ask(self, session_id: str, fields: bytes) -> bytes:
+        """Make a call of one session; where its server dies on the way, at the one that goes on with it."""
+        while True:
+            member = await self._member_of(session_id)
+            try:
+                answer = await member.ask(fields)
+                if self.resume:
+                    await self._keeper.written(session_id)
+                return answer
+            except SessionLost:
+                if not self.resume:
+                    raise
 
     async def _member_of(self, session_id: str) -> Member:
-        return await self.roster.find(_server_of(session_id))
+        if self.resume:
+            return await self._adopter.find(session_id)
+        return await self.roster.find(home(session_id))
 
     def _error(self, error: WireError) -> bytes:
         self.metrics.errors[error.type] += 1
         return to_json(error.wire())
-
-
-def _server_of(session_id: str) -> str:
-    return session_id.partition(".")[0]
 
 
 def _split(answer: bytes, number: int) -> list[bytes]:

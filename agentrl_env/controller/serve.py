@@ -13,6 +13,7 @@ from starlette.routing import WebSocketRoute
 from agentrl_env.controller.fleet import Fleet
 from agentrl_env.controller.link import link_endpoint
 from agentrl_env.controller.workers import Workers
+from agentrl_env.errors import ServeError
 from agentrl_env.server.app import create_app
 from agentrl_env.server.connections import Connections
 from agentrl_env.server.limits import Limits
@@ -55,6 +56,11 @@ class Controller:
         limits: Limits | None = None,
         tracing: Tracing | None = None,
     ) -> None:
+        if fleet.resume and not token:
+            words = (
+                "a controller with --resume needs a token: with it servers prove whose states they unpickle"
+            )
+            raise ServeError(f"{words}; use --token or AGENTRL_TOKEN")
         self.fleet = fleet
         self._listener = Listener(host, port, token=token, insecure=insecure)
         self.url = self._listener.url

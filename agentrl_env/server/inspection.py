@@ -27,13 +27,19 @@ VERSION = version("agentrl-kit")
 
 
 def list_sessions(
-    known: Iterable[tuple[Session, float | None]], query: SessionQuery, *, now: float, epoch: float
+    known: Iterable[tuple[Session, float | None]],
+    query: SessionQuery,
+    *,
+    server: str,
+    now: float,
+    epoch: float,
 ) -> SessionList:
     """Return one page of a process's sessions, the newest first.
 
     Args:
         known: the sessions, each with the time of its last call; None while one is under way.
         query: which of them.
+        server: the id of the server that this process is.
         now: the time, by the clock of the sessions.
         epoch: what makes seconds since 1970 of that clock's.
 
@@ -48,7 +54,7 @@ def list_sessions(
     wanted.sort(reverse=True)  # quick: what is known comes nearly in order
     begin = bisect_left(wanted, True, key=_is_after(query.after))
     page = wanted[begin : begin + query.limit]
-    rows = tuple(_summary(session, since, now, began) for began, _, session, since in page)
+    rows = tuple(_summary(session, server, since, now, began) for began, _, session, since in page)
     return SessionList(sessions=rows, total=len(wanted), next=_next(rows, len(wanted) - begin))
 
 
@@ -102,11 +108,11 @@ async def describe_server(pool: SessionPool) -> FleetInfo:
     )
 
 
-def _summary(session: Session, since: float | None, now: float, began: float) -> SessionSummary:
+def _summary(session: Session, server: str, since: float | None, now: float, began: float) -> SessionSummary:
     sample = session.sample
     return SessionSummary(
         session_id=session.session_id,
-        server=session.session_id.partition(".")[0],
+        server=server,
         task=sample.task,
         split=sample.split,
         index=sample.index,

@@ -124,8 +124,9 @@ class PoolService:
 
     async def sessions(self, query: SessionQuery) -> bytes:
         """Return a ``SessionList``: sessions that are open or have ended lately, the newest first."""
-        known, now = self.pool.known(), self.pool.now()
-        return list_sessions(known, query, now=now, epoch=self._epoch).model_dump_json().encode()
+        pool = self.pool
+        listed = list_sessions(pool.known(), query, server=pool.server_id, now=pool.now(), epoch=self._epoch)
+        return listed.model_dump_json().encode()
 
     async def transcript(self, session_id: str, query: TranscriptQuery) -> bytes:
         """Return a ``Transcript``."""
