@@ -75,7 +75,7 @@ def compose(plan: FleetPlan) -> str:
             "stop_grace_period": f"{task.drain + _GRACE_S:g}s",
         }
     networks = {"fleet": {"internal": True}, "outside": {}}
-    return _yaml({"name": plan.name, "services": services, "networks": networks})
+    return _yaml({"services": services, "networks": networks})
 
 
 def _controller_image(plan: FleetPlan) -> str:

@@ -1,0 +1,54 @@
+"""A fleet whose servers are containers without a network."""
+
+import asyncio
+import os
+import shutil
+
+import pytest
+
+from agentrl_env import EnvClient, ToolCall
+from agentrl_env.launch.fleet import LocalFleet
+from agentrl_env.launch.manifests import compose
+from agentrl_env.launch.placement import Limits
+from agentrl_env.launch.plan import ControllerPlan, FleetPlan, TaskPlan
+from tests.docker.conftest import run, until
+
+
+@pytest.mark.usefixtures("nothing_left")
+async def test_containers_without_a_network_serve_behind_a_controller(client, probe, monkeypatch):
+    monkeypatch.setenv("AGENTRL_TOKEN", "s3cret")
+    task = TaskPlan(name="probe", image=probe, kind="docker", replicas=2, drain=0, max_sessions=8)
+    fleet = LocalFleet(FleetPlan(controller=ControllerPlan(port=0), tasks=(task,)))
+    await fleet.start()
+    try:
+        async with EnvClient.connect(fleet.url, token="s3cret", timeout=60.0) as caller:
+            sessions = [await caller.open("probe") for _ in range(8)]
+            assert len({session.session_id.partition(".")[0] for session in sessions}) == 2
+            result = await sessions[0].step(ToolCall.of("read", path="/sys/class/net"))
+            assert result.messages[0].content == "lo"
+            victim = fleet._replicas[0].server.name
+            await asyncio.to_thread(lambda: client.containers.get(victim).kill())
+            await asyncio.to_thread(until, lambda: fleet._replicas[0].restarts, "the dead one is replaced")
+            before = {replica.server.name for replica in fleet._replicas if replica.server}
+            await fleet.roll()
+            after = {replica.server.name for replica in fleet._replicas}
+            assert len(after) == 2
+            assert not before & after
+            await (await caller.open("probe")).close()
+    finally:
+        await fleet.stop()
+
+
+@pytest.mark.skipif(shutil.which("docker-compose") is None, reason="make docker installs docker-compose")
+def test_compose_takes_the_printed_file(tmp_path):
+    limits = Limits(memory="512m", cpus=0.5)
+    task = TaskPlan(
+        name="shop", image="x", replicas=2, kind="docker", environment={"A": "b: #"}, limits=limits
+    )
+    file = tmp_path / "compose.yaml"
+    file.write_text(compose(FleetPlan(tasks=(task,))))
+    command = ["docker-compose", "-f", str(file), "config", "--quiet"]
+    assert run(*command, env={"PATH": os.environ["PATH"], "AGENTRL_TOKEN": "x"}).stderr == ""
+    unset = run(*command, env={"PATH": os.environ["PATH"]})
+    assert unset.returncode != 0
+    assert "set the token of the fleet" in unset.stderr

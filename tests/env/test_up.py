@@ -1,0 +1,114 @@
+"""A fleet of processes from one file: served behind one address, kept, replaced, and stopped whole."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agentrl_env import EnvClient, ToolCall
+
+TASKS = Path(__file__).with_name("tasks.py")
+FILE = f"""
+name = "test"
+
+[controller]
+port = 0
+
+[[tasks]]
+name = "guess"
+target = "{TASKS}:Guess"
+replicas = 2
+max_sessions = 4
+drain = 5
+"""
+
+
+def until(condition, what, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, f"still not: {what}"
+        time.sleep(0.05)
+    return found
+
+
+def servers(parent):
+    """Return the process ids of a fleet's servers."""
+    listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(parent)], capture_output=True, text=True)
+    lines = [line.split(None, 1) for line in listed.stdout.splitlines()]
+    return {int(pid) for pid, command in lines if "agentrl_env serve" in command}
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def fleet(tmp_path):
+    """Start ``agentrl-env up`` and give its process and its address; prove that it leaves no server."""
+    file = tmp_path / "fleet.toml"
+    file.write_text(FILE)
+    log = tmp_path / "log"
+    environment = {**os.environ, "AGENTRL_TOKEN": "s3cret"}
+    command = [sys.executable, "-m", "agentrl_env", "up", str(file)]
+    with log.open("wb") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+    with process:
+        line = process.stdout.readline()
+        assert line.startswith("fleet test at http://127.0.0.1:"), log.read_text()
+        assert line.endswith(": guess x2\n")
+        seen = servers(process.pid)
+        yield process, line.split()[3].rstrip(":"), log
+        seen |= servers(process.pid)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0, log.read_text()
+        assert not any(alive(pid) for pid in seen)
+
+
+async def test_a_fleet_serves_survives_a_death_and_is_replaced_without_losing_a_session(fleet):
+    process, url, log = fleet
+    async with EnvClient.connect(url, token="s3cret") as client:
+        sessions = [await client.open("guess") for _ in range(8)]
+        assert len({session.session_id.partition(".")[0] for session in sessions}) == 2
+        for session in sessions:
+            await session.close()
+        victim = min(servers(process.pid))
+        os.kill(victim, signal.SIGKILL)
+        await asyncio.to_thread(until, lambda: "serves again" in log.read_text(), "the dead one is replaced")
+        before = servers(process.pid)
+        assert victim not in before
+        session = await client.open("guess")
+        process.send_signal(signal.SIGHUP)
+        await session.step(ToolCall.of("guess", n=0))
+        await session.close()
+        await asyncio.to_thread(until, lambda: log.read_text().count("was replaced") == 2, "all are replaced")
+        assert len(servers(process.pid)) == 2
+        assert not before & servers(process.pid)
+        await (await client.open("guess")).close()
+
+
+def test_a_killed_fleet_leaves_no_server(tmp_path):
+    (tmp_path / "fleet.toml").write_text(FILE)
+    command = [sys.executable, "-m", "agentrl_env", "up", str(tmp_path / "fleet.toml")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        running = servers(process.pid)
+        assert len(running) == 2
+        process.kill()
+    until(lambda: not any(map(alive, running)), "the servers have ended")
+
+
+def test_a_fleet_that_cannot_start_is_one_sentence(tmp_path):
+    (tmp_path / "fleet.toml").write_text(FILE.replace(":Guess", ":Nothing"))
+    command = [sys.executable, "-m", "agentrl_env", "up", str(tmp_path / "fleet.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "no Environment class named 'Nothing'" in done.stderr
+    assert "Traceback" not in done.stderr
