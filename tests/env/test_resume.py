@@ -1,0 +1,678 @@
+"""Sessions that outlive their server: a controller with ``resume``, and real servers that die."""
+
+import asyncio
+import base64
+import contextlib
+import json
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+import httpx
+import pytest
+from websockets.asyncio.client import connect
+
+from agentrl_env import Done, EnvClient, Environment, Message, Reply, ToolCall, tool
+from agentrl_env.controller.fleet import Fleet
+from agentrl_env.controller.redis import RedisState
+from agentrl_env.controller.serve import Controller
+from agentrl_env.errors import InvalidRequest, ServeError, SessionEnded, SessionLost
+from agentrl_env.server import keeping
+from agentrl_env.server.serve import NOWHERE, EnvServer
+from agentrl_env.types import SessionStatus
+from agentrl_env.wire import OpenRequest, StepRequest
+from tests.env.redis_server import RedisServer
+from tests.env.tasks import Clock, Quick, until
+from tests.env.test_controller import Site, kill
+
+
+@dataclass
+class Spot:
+    """Where somebody is: a value of the task's own class."""
+
+    at: int = 0
+
+
+class Walk(Environment):
+    """Walk at random; every step is drawn from the episode's generator."""
+
+    max_turns = 12
+    tool_timeout = 20.0
+    gate: ClassVar[asyncio.Event]
+    started: ClassVar[list[int]]
+
+    def reset(self, sample, rng):
+        self.rng, self.spot, self.path = rng, Spot(), []
+        return f"Walk to 30, from {self.spot.at}."
+
+    @tool
+    def walk(self, far: int = 5):
+        """Walk.
+
+        Args:
+            far: How far at most.
+        """
+        self.spot.at += int(self.rng.integers(0, far + 1))
+        self.path.append(self.spot.at)
+        if self.spot.at >= 30:
+            return Done("there", reward=1.0)
+        return Reply(str(self.path), reward=0.1, metrics={"far": 1.0})
+
+    @tool
+    async def wait(self):
+        """Walk once the gate is open."""
+        self.started.append(len(self.path))
+        await self.gate.wait()
+        return self.walk()
+
+    def score(self):
+        return {"steps": float(len(self.path))}
+
+    def snapshot(self):
+        return vars(self)
+
+    def restore(self, state):
+        vars(self).update(state)
+
+
+class Locked(Walk):
+    """Its state cannot be pickled."""
+
+    def snapshot(self):
+        return {"walk": lambda: 1}
+
+
+class Stuffed(Walk):
+    """Its state is large."""
+
+    def snapshot(self):
+        return {**vars(self), "stuff": os.urandom(keeping.MAX_KEPT_BYTES)}
+
+
+class Fragile(Walk):
+    """Its state cannot be restored."""
+
+    def restore(self, state):
+        raise ZeroDivisionError("author bug")
+
+
+@pytest.fixture(autouse=True)
+def gate():
+    Walk.gate, Walk.started = asyncio.Event(), []
+
+
+@pytest.fixture
+def redis(tmp_path):
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+def site(**options) -> Site:
+    return Site(resume=True, **options)
+
+
+async def die(site, server):
+    """Let a server die, as its controller sees it."""
+    await kill(server)
+    await site.fleet.roster.lose(server.pool.server_id, "the test says so")
+
+
+def holder(site, session):
+    (server,) = (
+        s for s in site.servers if s.pool.row(session.session_id) and s.pool.server_id in alive(site)
+    )
+    return server
+
+
+def alive(site):
+    return site.fleet.members
+
+
+def plain(result):
+    return result.model_dump(exclude={"session_id"})
+
+
+WALK = ToolCall.of("walk")
+
+
+async def undisturbed(seed, steps):
+    async with Walk.local() as client, await client.open("walk", seed=seed) as session:
+        results = []
+        while not session.status.final and len(results) < steps:
+            results.append(plain(await session.step(WALK)))
+        return results
+
+
+async def test_a_session_goes_on_at_another_server_as_if_nothing_had_happened():
+    expected = await undisturbed(3, 12)
+    async with site() as fleet:
+        for _ in range(4):
+            await fleet.serve(Walk)
+        session = await fleet.client.open("walk", seed=3)
+        results = []
+        while not session.status.final:
+            if len(results) in (0, 2, 5):
+                await die(fleet, holder(fleet, session))
+            results.append(plain(await session.step(WALK)))
+        assert results == expected
+        assert session.last.metrics["steps"] == len(expected)
+        assert sum(r["reward"] for r in results) == sum(r["reward"] for r in expected)
+
+
+async def test_a_step_under_way_is_played_again_elsewhere():
+    async with site() as fleet:
+        first, second = await fleet.serve(Walk), await fleet.serve(Walk)
+        session = await fleet.client.open("walk", seed=5)
+        await session.step(WALK)
+        here, there = (first, second) if holder(fleet, session) is first else (second, first)
+        under_way = asyncio.create_task(session.step(ToolCall.of("wait")))
+        await until(lambda: Walk.started == [1])
+        await die(fleet, here)
+        await until(lambda: Walk.started == [1, 1])
+        Walk.gate.set()
+        assert [plain(await under_way)] == (await undisturbed(5, 2))[1:]
+        assert (session.turn, there.pool.open_sessions) == (2, 1)
+
+
+async def test_steps_of_a_batch_go_on_wherever_their_sessions_go():
+    expected = {seed: await undisturbed(seed, 3) for seed in range(6)}
+    async with site() as fleet:
+        for _ in range(3):
+            await fleet.serve(Walk)
+        sessions = [await fleet.client.open("walk", seed=seed) for seed in range(6)]
+        message = Message.assistant(None, WALK)
+
+        async def play(seq):
+            steps = [StepRequest(session_id=s.session_id, seq=seq, message=message) for s in sessions]
+            answers = await fleet.fleet.step_many(steps, None)
+            return [json.loads(answer) for answer in answers]
+
+        await play(1)
+        await die(fleet, fleet.servers[0])
+        second = await play(2)
+        await die(fleet, fleet.servers[1])
+        third = await play(3)
+        assert {s.pool.open_sessions for s in fleet.servers[2:]} == {6}
+        for seed, session in enumerate(sessions):
+            assert second[seed]["session_id"] == third[seed]["session_id"] == session.session_id
+            assert [r[seed]["reward"] for r in (second, third)] == [r["reward"] for r in expected[seed][1:]]
+            texts = [r[seed]["messages"][0]["content"] for r in (second, third)]
+            assert texts == [r["messages"][0]["content"] for r in expected[seed][1:]]
+
+
+async def test_a_batch_under_way_is_played_again_elsewhere():
+    async with site() as fleet:
+        await fleet.serve(Walk)
+        sessions = [await fleet.client.open("walk", seed=seed) for seed in range(3)]
+        await fleet.serve(Walk)
+        message = Message.assistant(None, ToolCall.of("wait"))
+        steps = [StepRequest(session_id=s.session_id, seq=1, message=message) for s in sessions]
+        under_way = asyncio.create_task(fleet.fleet.step_many(steps, None))
+        await until(lambda: len(Walk.started) == 3)
+        await die(fleet, fleet.servers[0])
+        await until(lambda: len(Walk.started) == 6)
+        Walk.gate.set()
+        answers = [json.loads(answer) for answer in await under_way]
+        assert [(a["session_id"], a["seq"]) for a in answers] == [(s.session_id, 1) for s in sessions]
+
+
+async def test_a_repeated_step_gets_the_answer_that_was_given_before():
+    async with site() as fleet:
+        await fleet.serve(Walk), await fleet.serve(Walk)
+        session = await fleet.client.open("walk", seed=1)
+        given = [await session.step(WALK) for _ in range(2)]
+        await die(fleet, holder(fleet, session))
+        backend, message = fleet.client.backend, Message.assistant(None, WALK)
+        again = [await backend.step(session.session_id, seq, message) for seq in (2, 1, 2)]
+        assert again == [given[1], given[0], given[1]]
+        resumed = await fleet.client.resume(session.session_id)
+        assert (resumed.turn, resumed.last) == (2, given[1])
+        assert (await session.step(WALK)).seq == 3
+
+
+async def test_the_last_answer_of_a_session_that_moved_can_be_asked_for_again():
+    async with site() as fleet:
+        await fleet.serve(Walk), await fleet.serve(Walk)
+        session = await fleet.client.open("walk", seed=1)
+        await die(fleet, holder(fleet, session))
+        while not session.status.final:
+            last = await session.step(WALK)
+        again = await fleet.client.backend.step(session.session_id, last.seq, Message.assistant(None, WALK))
+        assert again == last
+        with pytest.raises(SessionEnded):
+            await fleet.client.backend.step(session.session_id, last.seq + 1, Message.assistant(None, WALK))
+
+
+async def test_forks_can_be_gone_on_with_and_a_session_that_moved_can_be_forked():
+    async with site() as fleet:
+        await fleet.serve(Walk), await fleet.serve(Walk)
+        session = await fleet.client.open("walk", seed=2)
+        await session.step(WALK)
+        (fork,) = await session.fork()
+        await die(fleet, holder(fleet, session))
+        (second,) = await session.fork()
+        steps = [plain(await one.step(WALK)) for one in (session, fork, second)]
+        assert steps[0] == steps[1] == steps[2] == (await undisturbed(2, 2))[1]
+
+
+async def test_an_adopted_session_counts_like_one_that_was_opened_there():
+    async with site() as fleet:
+        dead = await fleet.serve(Walk)
+        session = await fleet.client.open("walk")
+        other = await fleet.serve(Walk, max_sessions=1)
+        await die(fleet, dead)
+        await session.step(WALK)
+        (member,) = fleet.fleet.members.values()
+        assert (len(member.sessions), member.opening, member.load) == (1, 0, 1.0)
+        assert other.pool.metrics.opened["walk"] == 1
+        async with httpx.AsyncClient(
+            headers={"authorization": "Bearer secret"}, base_url=fleet.controller.url
+        ) as http:
+            (row,) = (await http.get("/v1/sessions")).json()["sessions"]
+        assert (row["session_id"], row["server"]) == (session.session_id, other.pool.server_id)
+        assert (row["turn"], row["status"]) == (1, "running")
+        await session.close()
+        assert (other.pool.open_sessions, len(member.sessions)) == (0, 0)
+        assert other.pool.metrics.ended["walk", SessionStatus.CANCELLED] == 1
+        assert (await fleet.client.open("walk")).turn == 0
+
+
+async def test_the_lease_of_an_adopted_session_runs_too():
+    async with site() as fleet:
+        dead, other = await fleet.serve(Walk), await fleet.serve(Walk)
+        session = await fleet.client.open("walk")
+        if holder(fleet, session) is other:
+            dead, other = other, dead
+        await die(fleet, dead)
+        await session.step(WALK)
+        other.pool._lease_s = -1.0
+        assert await other.pool.expire_idle() == 1
+        await until(lambda: kept_at(fleet, session) is None)
+
+
+def kept_at(site, session):
+    """Return what the controller keeps of a session."""
+    known, _ = site.fleet.state._sessions.get(session.session_id, (None, 0))
+    return known and known.kept
+
+
+async def test_what_is_kept_is_forgotten_with_the_session():
+    async with site() as fleet:
+        await fleet.serve(Walk), await fleet.serve(Walk)
+        one, two, three = [await fleet.client.open("walk", seed=n) for n in range(3)]
+        assert all(kept_at(fleet, s) for s in (one, two, three))
+        await one.close()
+        while not two.status.final:
+            await two.step(WALK)
+        await until(lambda: list(fleet.fleet.state._sessions) == [three.session_id])
+        await die(fleet, holder(fleet, three))
+        await three.step(WALK)
+        await three.close()
+        await until(lambda: kept_at(fleet, three) is None)
+        assert fleet.fleet._keeper._writing == {}
+
+
+async def test_a_session_whose_server_is_dead_is_not_adopted_to_be_closed():
+    async with site() as fleet:
+        dead = await fleet.serve(Walk)
+        session = await fleet.client.open("walk")
+        other = await fleet.serve(Walk)
+        await die(fleet, dead)
+        await session.close()
+        assert other.pool.metrics.opened["walk"] == 0
+        assert fleet.fleet.state._sessions == {}
+
+
+@pytest.mark.parametrize(("task", "why"), [(Locked, "pickle"), (Stuffed, "at most 1048576 are kept")])
+async def test_what_cannot_be_kept_is_lost_as_ever_and_the_log_says_so_once(task, why, caplog):
+    caplog.set_level(logging.WARNING, "agentrl_env")
+    async with site() as fleet:
+        dead = await fleet.serve(task)
+        sessions = [await fleet.client.open(task.name) for _ in range(2)]
+        for session in sessions:
+            assert (await session.step(WALK)).seq == 1
+        await fleet.serve(task)
+        await die(fleet, dead)
+        for session in sessions:
+            with pytest.raises(SessionLost):
+                await session.step(WALK)
+    (said,) = [r.getMessage() for r in caplog.records if "cannot be gone on with elsewhere" in r.getMessage()]
+    assert said.startswith(f"sessions of task {task.name} ")
+    assert why in said
+
+
+async def test_a_state_that_grows_too_large_is_not_gone_back_to(monkeypatch):
+    async with site() as fleet:
+        dead = await fleet.serve(Walk)
+        session = await fleet.client.open("walk")
+        await session.step(WALK)
+        monkeypatch.setattr(keeping, "MAX_KEPT_BYTES", 100)
+        await session.step(WALK)
+        monkeypatch.undo()
+        await session.step(WALK)
+        await fleet.serve(Walk)
+        await die(fleet, dead)
+        with pytest.raises(SessionLost):
+            await session.step(WALK)
+
+
+async def test_a_task_that_cannot_fork_is_lost_as_ever():
+    async with site() as fleet:
+        dead = await fleet.serve(Quick)
+        session = await fleet.client.open("quick")
+        await fleet.serve(Quick)
+        await die(fleet, dead)
+        with pytest.raises(SessionLost):
+            await session.step(ToolCall.of("note", text="hello?"))
+
+
+async def test_without_resume_servers_tell_nothing_and_adopt_nothing():
+    async with Site() as fleet:
+        dead = await fleet.serve(Walk)
+        session = await fleet.client.open("walk")
+        await session.step(WALK)
+        other = await fleet.serve(Walk)
+        assert fleet.fleet.state._sessions == {}
+        with pytest.raises(InvalidRequest, match="adopt"):
+            await fleet.fleet.members[other.pool.server_id].ask(
+                b'"call":"adopt","session_id":"x","task":"walk"'
+            )
+        await die(fleet, dead)
+        with pytest.raises(SessionLost):
+            await session.step(WALK)
+
+
+async def test_where_no_server_has_room_the_session_is_lost_for_good():
+    async with site() as fleet:
+        dead = await fleet.serve(Walk)
+        session = await fleet.client.open("walk")
+        await fleet.serve(Walk, max_sessions=1)
+        other = await fleet.client.open("walk")
+        await die(fleet, dead)
+        with pytest.raises(SessionLost, match="no other has room"):
+            await session.step(WALK)
+        await other.close()
+        with pytest.raises(SessionLost):
+            await session.step(WALK)
+
+
+async def test_a_session_waits_for_room_as_an_opening_does():
+    async with site(queue_s=20.0) as fleet:
+        dead = await fleet.serve(Walk)
+        session = await fleet.client.open("walk", seed=4)
+        await fleet.serve(Walk, max_sessions=1)
+        other = await fleet.client.open("walk")
+        await die(fleet, dead)
+        under_way = asyncio.create_task(session.step(WALK))
+        await until(lambda: fleet.fleet.gauges()["agentrl_sessions_waiting"] == 1)
+        await other.close()
+        assert [plain(await under_way)] == await undisturbed(4, 1)
+
+
+async def test_a_step_that_kills_its_servers_is_not_played_for_ever():
+    async with site() as fleet:
+        for _ in range(5):
+            await fleet.serve(Walk)
+        session = await fleet.client.open("walk")
+        under_way = asyncio.create_task(session.step(ToolCall.of("wait")))
+        for deaths in range(1, 4):
+            await until(lambda played=deaths: len(Walk.started) == played)
+            await die(fleet, holder(fleet, session))
+        with pytest.raises(SessionLost, match="3 servers that held the session died"):
+            await under_way
+        assert len(fleet.fleet.members) == 2
+
+
+async def test_a_state_that_cannot_be_restored_is_a_session_lost():
+    async with site() as fleet:
+        dead = await fleet.serve(Fragile)
+        session = await fleet.client.open("fragile")
+        other = await fleet.serve(Fragile)
+        await die(fleet, dead)
+        with pytest.raises(SessionLost, match="ZeroDivisionError: author bug"):
+            await session.step(WALK)
+        assert other.pool.open_sessions == 0
+        assert (await fleet.client.open("fragile")).turn == 0
+
+
+async def test_a_state_that_no_server_of_the_fleet_has_made_is_not_unpickled():
+    class Evil:
+        def __reduce__(self):
+            return (Walk.started.append, (666,))
+
+    async with site() as fleet:
+        dead = await fleet.serve(Walk)
+        session = await fleet.client.open("walk")
+        kept = await fleet.fleet.state.kept(session.session_id)
+        forged = json.loads(kept.kept)
+        forged["standing"]["state"] = base64.urlsafe_b64encode(pickle.dumps(Evil())).decode()
+        await fleet.fleet.state.keep(session.session_id, kept.holder, json.dumps(forged).encode())
+        await fleet.serve(Walk)
+        await die(fleet, dead)
+        with pytest.raises(SessionLost, match="not sealed with this fleet's token"):
+            await session.step(WALK)
+        assert Walk.started == []
+
+
+async def test_nobody_but_a_controller_may_ask_for_an_adoption():
+    async with site() as fleet:
+        server = EnvServer([Walk], port=0, controllers=[fleet.controller.url], token="secret", drain_s=0)
+        fleet.servers.append(server)
+        await server.start()
+        session = await fleet.client.open("walk")
+        kept = (await fleet.fleet.state.kept(session.session_id)).kept
+        call = b'{"id":1,"call":"adopt",' + kept[1:]
+        for url in (server.url, fleet.controller.url):
+            address = url.replace("http", "ws") + "/v1/ws"
+            async with connect(address, additional_headers={"authorization": "Bearer secret"}) as line:
+                await line.send(call.decode())
+                answer = json.loads(await line.recv())
+            assert answer["error"]["type"] == "invalid_request"
+        assert server.pool.open_sessions == 1
+
+
+async def test_a_controller_that_resumes_needs_a_token():
+    with pytest.raises(ServeError, match="--resume needs a token"):
+        Controller(Fleet(resume=True), port=0)
+
+
+async def test_an_agents_token_goes_on_with_its_session():
+    async with site() as fleet:
+        dead = await fleet.serve(Walk)
+        session = await fleet.client.open("walk")
+        await fleet.serve(Walk)
+        await die(fleet, dead)
+        async with EnvClient.connect(fleet.controller.url, token=session.agent_token) as agent:
+            theirs = await agent.resume(session.session_id)
+            assert (await theirs.step(WALK)).seq == 1
+
+
+async def test_a_server_that_comes_back_may_adopt_what_it_had():
+    async with site() as fleet:
+        server = await fleet.serve(Walk)
+        session = await fleet.client.open("walk", seed=7)
+        await session.step(WALK)
+        old = server.pool.server_id
+        await fleet.fleet.roster.lose(old, "it was silent")
+        for link in list(server._dialer._open):
+            link.websocket.transport.abort()
+        await until(lambda: set(fleet.fleet.members) - {old})
+        assert [plain(await session.step(WALK))] == (await undisturbed(7, 2))[1:]
+        assert server.pool.open_sessions == 1
+
+
+async def test_the_time_limit_goes_on_where_it_was():
+    class Timed(Walk):
+        max_seconds = 60.0
+
+    async with site() as fleet:
+        servers = [await fleet.serve(Timed) for _ in range(2)]
+        clock = Clock()
+        for server in servers:
+            server.pool._clock = clock
+        session = await fleet.client.open("timed")
+        clock.now += 50
+        await session.step(WALK)
+        dead = holder(fleet, session)
+        (other,) = (s for s in servers if s is not dead)
+        other.pool._clock = later = Clock()
+        later.now = 9000.0
+        await die(fleet, dead)
+        assert not (await session.step(WALK)).truncated
+        later.now += 11
+        assert (await session.step(WALK)).status is SessionStatus.TRUNCATED_TIME
+
+
+class Pair:
+    """Two controllers of one fleet, in one Redis, and servers that dial both."""
+
+    def __init__(self, redis: RedisServer, servers: int, **options) -> None:
+        self._number, self.servers = servers, []
+        self.controllers = [
+            Controller(
+                Fleet(state=RedisState(redis.url), queue_s=10.0, resume=True, **options),
+                port=0,
+                token="secret",
+            )
+            for _ in range(2)
+        ]
+
+    async def __aenter__(self) -> "Pair":
+        for controller in self.controllers:
+            await controller.start()
+        urls = [controller.url for controller in self.controllers]
+        for _ in range(self._number):
+            self.servers.append(EnvServer([Walk], host=NOWHERE, controllers=urls, token="secret", drain_s=0))
+            await self.servers[-1].start()
+        self.fleets = [controller.fleet for controller in self.controllers]
+        await until(lambda: all(len(fleet.members) == self._number for fleet in self.fleets))
+        self.clients = [EnvClient.connect(url, token="secret", timeout=20) for url in urls]
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for client in self.clients:
+            await client.aclose()
+        for server in self.servers:
+            await server.stop()
+        for controller in self.controllers:
+            await controller.stop()
+
+    def server_of(self, session):
+        (server,) = (s for s in self.servers if s.pool.server_id == session.session_id.partition(".")[0])
+        return server
+
+
+async def test_two_controllers_that_adopt_at_once_make_one_session(redis):
+    async with Pair(redis, 4) as pair:
+        sessions = [await pair.clients[n % 2].open("walk", seed=n) for n in range(4)]
+        for session in sessions:
+            await session.step(WALK)
+        dead = pair.server_of(sessions[0])
+        held = [s for s in sessions if pair.server_of(s) is dead]
+        await kill(dead)
+        for fleet in pair.fleets:
+            await fleet.roster.lose(dead.pool.server_id, "the test says so")
+        message = Message.assistant(None, WALK)
+        for session in held:
+            asking = [c.backend.step(session.session_id, 2, message) for c in pair.clients * 3]
+            answers = await asyncio.gather(*asking)
+            assert len({answer.model_dump_json() for answer in answers}) == 1
+        assert sum(s.pool.open_sessions for s in pair.servers if s is not dead) == 4
+        for n, session in enumerate(sessions):
+            expected = await undisturbed(n, 3)
+            turn = 3 if session in held else 2
+            elsewhere = await pair.clients[turn % 2].resume(session.session_id)
+            assert plain(await elsewhere.step(WALK)) == expected[turn - 1]
+
+
+async def test_a_controller_that_comes_new_finds_sessions_that_have_moved(redis):
+    async with Pair(redis, 2) as pair:
+        session = await pair.clients[0].open("walk", seed=6)
+        dead = pair.server_of(session)
+        await kill(dead)
+        await pair.fleets[0].roster.lose(dead.pool.server_id, "the test says so")
+        await session.step(WALK)
+        port = int(pair.controllers[0].url.rpartition(":")[2])
+        await pair.controllers[0].stop()
+        fresh = Fleet(state=RedisState(redis.url), resume=True)
+        pair.controllers[0] = Controller(fresh, port=port, token="secret")
+        await pair.controllers[0].start()
+        assert [plain(await session.step(WALK))] == (await undisturbed(6, 2))[1:]
+        assert sum(s.pool.open_sessions for s in pair.servers if s is not dead) == 1
+
+
+async def test_what_a_server_does_after_it_was_given_up_counts_for_nothing(redis):
+    async with Pair(redis, 2) as pair:
+        session = await pair.clients[0].open("walk", seed=8)
+        await session.step(WALK)
+        given_up, other = pair.server_of(session), pair.fleets[1]
+        (there,) = (s for s in pair.servers if s is not given_up)
+        other.roster.stop()  # it does not notice
+        under_way = asyncio.create_task(
+            pair.clients[1].backend.step(session.session_id, 2, Message.assistant(None, ToolCall.of("wait")))
+        )
+        await until(lambda: Walk.started == [1])
+        await pair.fleets[0].roster.lose(given_up.pool.server_id, "the test says so")
+        assert (await pair.clients[0].resume(session.session_id)).turn == 1
+        assert there.pool.open_sessions == 1
+        Walk.gate.set()
+        assert [plain(await under_way)] == (await undisturbed(8, 2))[1:]
+        assert there.pool.session(session.session_id).turn == 2
+        assert plain(await session.step(WALK)) in await undisturbed(8, 3)
+
+
+async def test_what_is_not_kept_while_redis_is_away_is_kept_later(redis):
+    async with Pair(redis, 2) as pair:
+        session = await pair.clients[0].open("walk", seed=9)
+        redis.kill()
+        await session.step(WALK)
+        redis.start()
+        await until(lambda: not pair.fleets[0]._keeper._late and not pair.fleets[0]._keeper._writing)
+        dead = pair.server_of(session)
+        await kill(dead)
+        await pair.fleets[0].roster.lose(dead.pool.server_id, "the test says so")
+        assert [plain(await session.step(WALK))] == (await undisturbed(9, 2))[1:]
+
+
+@contextlib.contextmanager
+def process(*arguments: str):
+    """Run ``agentrl-env`` until it says that it is ready; give its process and where it is."""
+    command = [sys.executable, "-m", "agentrl_env", *arguments]
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "AGENTRL_TOKEN": "t"}
+    )
+    try:
+        yield running, running.stdout.readline()
+    finally:
+        running.kill()
+        running.wait()
+        running.stdout.close()
+
+
+async def test_a_killed_process_takes_no_session_with_it():
+    with contextlib.ExitStack() as stack:
+        _, said = stack.enter_context(process("controller", "--port", "0", "--resume", "--lost-after", "1"))
+        url = said.split(" at ")[1].strip()
+        options = ["serve", f"{__file__}:Walk", "--host", "none", "--controller", url]
+        servers = [stack.enter_context(process(*options))[0] for _ in range(2)]
+        async with EnvClient.connect(url, token="t", timeout=30) as client:
+            sessions = [await client.open("walk", seed=n) for n in range(4)]
+            firsts = [plain(await session.step(WALK)) for session in sessions]
+            servers[0].send_signal(signal.SIGKILL)
+            seconds = [plain(result) for result in await asyncio.gather(*(s.step(WALK) for s in sessions))]
+            for n in range(4):
+                assert [firsts[n], seconds[n]] == await undisturbed(n, 2)
+            assert (await client.open("walk")).turn == 0
+
+
+async def test_an_opening_that_was_answered_is_kept(redis):
+    async with Pair(redis, 2) as pair:
+        opened = json.loads(await pair.fleets[1].open(OpenRequest(task="walk")))
+        assert (await pair.fleets[0].state.kept(opened["session_id"])).kept
