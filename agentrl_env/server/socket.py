@@ -13,9 +13,9 @@ import logging
 import re
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import from_json, to_json
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
@@ -27,16 +27,21 @@ from agentrl_env.wire import (
     CloseCall,
     ExpertCall,
     ForkCall,
+    ForkRequest,
     InfoCall,
     OpenCall,
+    OpenRequest,
+    SessionQuery,
     SessionsCall,
     SocketCall,
     StepCall,
     StepManyCall,
     TasksCall,
     TranscriptCall,
+    TranscriptQuery,
 )
 
+M = TypeVar("M", bound=BaseModel)
 logger = logging.getLogger("agentrl_env")
 
 MAX_CALLS = 1024
@@ -160,7 +165,7 @@ class CallSocket:
             case StepManyCall():
                 return await step_many_json(service, text)
             case OpenCall():
-                return await service.open(call)
+                return await service.open(_plain(OpenRequest, call))
             case InfoCall():
                 return await service.info(call.session_id)
             case CloseCall():
@@ -169,13 +174,13 @@ class CallSocket:
             case ExpertCall():
                 return await service.expert(call.session_id)
             case ForkCall():
-                return await service.fork(call.session_id, call)
+                return await service.fork(call.session_id, _plain(ForkRequest, call))
             case TasksCall():
                 return await service.tasks()
             case SessionsCall():
-                return await service.sessions(call)
+                return await service.sessions(_plain(SessionQuery, call))
             case TranscriptCall():
-                return await service.transcript(call.session_id, call)
+                return await service.transcript(call.session_id, _plain(TranscriptQuery, call))
         raise InvalidRequest(f"no such call: {type(call).__name__}")
 
     async def _answer(self, call_id: int | str, work: Callable[[], Awaitable[bytes]]) -> None:
@@ -204,6 +209,11 @@ class CallSocket:
         finally:
             self._unsent -= len(text)
             self._room.set()
+
+
+def _plain(model: type[M], call: BaseModel) -> M:
+    """Return a call as HTTP would have carried it: a service that passes it on gives it an id of its own."""
+    return model.model_construct(**{name: getattr(call, name) for name in model.model_fields})
 
 
 def _id_at_begin(text: str | bytes) -> int | None:

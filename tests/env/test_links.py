@@ -23,6 +23,15 @@ from agentrl_env.types import SessionInfo, TaskSample
 from agentrl_env.wire import Hello
 from tests.env.tasks import Clock, Quick, Slow, until
 
+
+class Forkable(Quick):
+    def snapshot(self):
+        return vars(self)
+
+    def restore(self, state):
+        vars(self).update(state)
+
+
 TASK = {"name": "quick", "max_turns": 5}
 
 
@@ -251,3 +260,26 @@ async def test_a_controller_that_ends_tells_who_waits_to_ask_another(controller,
         controller.fleet.give_up()
         with pytest.raises(StateUnavailable, match="another"):
             await asking
+
+
+async def test_a_call_that_came_over_a_websocket_is_passed_on_under_an_id_of_its_own(controller, serve):
+    server = await serve(Forkable)
+    member = controller.fleet.members[server.pool.server_id]
+    async with connect(controller.url.replace("http", "ws") + "/v1/ws") as websocket:
+
+        async def ask(**call):
+            before = next(member._numbers)
+            await websocket.send(json.dumps(call))
+            answer = json.loads(await asyncio.wait_for(websocket.recv(), 10))
+            assert next(member._numbers) > before + 1  # it was asked of the server
+            assert answer["id"] == call["id"]
+            return answer["result"]
+
+        opened = await ask(id=777, call="open", task="forkable")
+        session_id = opened["session_id"]
+        forks = await ask(id="a fork", call="fork", session_id=session_id, n=2)
+        listed = await ask(id=778, call="sessions")
+        ids = {session_id, *(fork["session_id"] for fork in forks["sessions"])}
+        assert {session["session_id"] for session in listed["sessions"]} == ids
+        shown = await ask(id=779, call="transcript", session_id=session_id)
+        assert shown["session_id"] == session_id
