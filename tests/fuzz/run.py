@@ -29,7 +29,7 @@ GROWTH = {"agentrl_sessions_open": 0, "process_open_fds": 4, "agentrl_tasks_runn
 """How much more of each a server may hold after it than before."""
 MEMORY_GROWTH = 0.10
 """How much of its memory a server may take more in the second half of a run than it had at half time."""
-LEAST_MEMORY = 8 * 2**20
+LEAST_MEMORY = 16 * 2**20
 LIMITS = ("head_s=2", "body_s=2", "max_forks=4")
 WARM_SESSIONS = 4500
 """More than a server remembers after their end."""
