@@ -129,6 +129,12 @@ class Household(Environment):
         right = thing == self.thing and place == self.goal
         return Done("Well done." if right else "That was not asked for.", reward=float(right))
 
+    def snapshot(self):
+        return vars(self)
+
+    def restore(self, state):
+        vars(self).update(state)
+
     def expert(self, rng):
         thought = f"{self.thing} to {self.goal if self.landmark_seen else self.landmark}"
         if rng.random() < self.expert_noise:

@@ -109,6 +109,12 @@ class Shop(Environment):
         right = seller == self.right
         return Done("Well done." if right else "That was not asked for.", reward=float(right))
 
+    def snapshot(self):
+        return vars(self)
+
+    def restore(self, state):
+        vars(self).update(state)
+
     def expert(self, rng):
         thought = self.article
         if rng.random() < self.expert_noise:

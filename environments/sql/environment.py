@@ -186,6 +186,15 @@ class Sql(Environment):
             self.database.close()
         self.database = None
 
+    def snapshot(self):
+        return {**vars(self), "database": self.database is not None}
+
+    def restore(self, state):
+        vars(self).update(state, database=None)
+        if state["database"]:
+            self._open(self.opened)
+            self.tried = state["tried"]
+
     def expert(self, rng):
         thought = self.wish
         if rng.random() < self.expert_noise:
