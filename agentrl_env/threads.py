@@ -170,11 +170,10 @@ class Threads:
         if self._mailbox is None or self._mailbox.loop is not loop:
             self._mailbox, self._new, self._looking, self._watching = _Mailbox(loop), [], False, False
         job = Job(function, seconds, tell, loop)
-        alone = not self._jobs
         self._jobs.append((job, self._mailbox))
         self._new.append(job)
         self._submitted += 1
-        if alone:
+        if len(self._jobs) <= 1:  # looked at only now: who took the one before may sleep already
             self._wake(1)
         if not self._looking:
             self._looking = True
@@ -196,8 +195,8 @@ class Threads:
         waiting = len(self._jobs)
         taken = self._submitted - waiting
         # Jobs from before the last look still wait, and few were taken since.
-        if taken < self._seen and taken - self._taken < QUICK_JOBS * self._awake:
-            self._wake(min(waiting, self._awake))
+        if taken < self._seen and taken - self._taken < QUICK_JOBS * max(1, self._awake):
+            self._wake(min(waiting, max(1, self._awake)))
         self._taken, self._seen = taken, self._submitted
         self._looking = waiting > 0
         if self._looking:
