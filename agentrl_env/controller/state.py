@@ -186,7 +186,7 @@ class MemoryState:
     def _remember(self, session_id: str, known: KeptSession, seconds: float) -> None:
         self._sessions[session_id] = (known, self._clock() + seconds)
         self._sessions.move_to_end(session_id)
-        while next(iter(self._sessions.values()))[1] < self._clock() or len(self._sessions) > self._kept:
+        while next(iter(self._sessions.values()))[1] <= self._clock() or len(self._sessions) > self._kept:
             self._sessions.popitem(last=False)
 
     def _forget(self) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import inspect
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import httpx
@@ -23,12 +25,17 @@ from agentrl_env.controller.redis import RedisState
 from agentrl_env.controller.serve import Controller
 from agentrl_env.errors import InvalidRequest, ServeError, SessionEnded, SessionLost
 from agentrl_env.server import keeping
+from agentrl_env.server.pool import SessionPool
 from agentrl_env.server.serve import NOWHERE, EnvServer
+from agentrl_env.server.targets import load_target
+from agentrl_env.standing import standing_of
 from agentrl_env.types import SessionStatus
 from agentrl_env.wire import OpenRequest, StepRequest
 from tests.env.redis_server import RedisServer
 from tests.env.tasks import Clock, Quick, until
 from tests.env.test_controller import Site, kill
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -528,6 +535,68 @@ async def test_the_time_limit_goes_on_where_it_was():
         assert not (await session.step(WALK)).truncated
         later.now += 11
         assert (await session.step(WALK)).status is SessionStatus.TRUNCATED_TIME
+
+
+@pytest.mark.parametrize("task", ["household", "shop", "sql"])
+async def test_the_starter_tasks_go_on_elsewhere(task):
+    target = f"{ROOT}/environments/{task}"
+    async with EnvClient.local(load_target(target), oracle=True) as client:
+        expected = [plain(result) async for result in by_expert(await client.open(task, index=5, seed=5))]
+    async with site() as fleet:
+        for _ in expected:
+            await fleet.serve(target, oracle=True)
+        session = await fleet.client.open(task, index=5, seed=5)
+        results = []
+        async for result in by_expert(session):
+            results.append(plain(result))
+            if not result.final:
+                await die(fleet, holder(fleet, session))
+        assert results == expected
+        assert results[-1]["reward"] == 1.0
+
+
+async def by_expert(session):
+    while not session.status.final:
+        yield await session.step(await session.expert())
+
+
+async def test_a_task_may_lie_in_another_folder_at_the_other_server(tmp_path):
+    code = (
+        "from dataclasses import dataclass\nfrom agentrl_env import Environment, tool\n"
+        + inspect.getsource(Spot)
+    )
+    code += """
+class Trip(Environment):
+    def reset(self, sample, rng):
+        self.spot = Spot()
+        return "Go."
+
+    @tool
+    def go(self):
+        self.spot.at += 1
+        return str(self.spot)
+
+    def snapshot(self):
+        return self.spot
+
+    def restore(self, state):
+        assert type(state) is Spot
+        self.spot = state
+"""
+    pools = []
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "environment.py").write_text(code)
+        pools.append(SessionPool([load_target(str(tmp_path / name))]))
+    here, there = pools
+    opened = await here.open(OpenRequest(task="trip"))
+    await here.step(opened.session_id, 1, Message.assistant(None, ToolCall.of("go")))
+    standing = await standing_of(here.session(opened.session_id), here.now)
+    await there.adopt(opened.session_id, "", standing)
+    result = await there.step(opened.session_id, 2, Message.assistant(None, ToolCall.of("go")))
+    assert result.messages[0].content == "Spot(at=2)"
+    for pool in pools:
+        await pool.aclose()
 
 
 class Pair:
