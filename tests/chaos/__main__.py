@@ -1,7 +1,8 @@
 """``python -m tests.chaos``: the seeded fault runs, and their account as one JSON object on the last line.
 
 CHAOS_SECONDS and CHAOS_SEED set length and seed: two runs with one seed have the same faults at the same
-times, and clients that decide alike.
+times, and clients that decide alike. With CHAOS_RESUME=1 other servers go on with the sessions of lost
+ones; what a lost one did after its last answer counts as undone.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ def main() -> int:
         return 2
     logging.getLogger("httpx").setLevel(logging.WARNING)
     seed, seconds = int(os.environ.get("CHAOS_SEED", "1")), float(os.environ.get("CHAOS_SECONDS", "900"))
-    print(f"serving: {seconds:g} seconds of faults, seed {seed}", flush=True)
-    report = run_in_folder(seed, seconds)
+    resume = bool(os.environ.get("CHAOS_RESUME"))
+    words = ", lost servers' sessions go on at others" if resume else ""
+    print(f"serving: {seconds:g} seconds of faults, seed {seed}{words}", flush=True)
+    report = run_in_folder(seed, seconds, resume=resume)
     for name, value in report.rows():
         print(f"  {name}: {value}")
     for note in report.account.notes[:SHOWN_NOTES]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -62,6 +62,8 @@ class Account:
     reported: Counter[str] = field(default_factory=Counter)
     revived: int = 0
     """Steps that a session answered after it had been reported lost, in the right state."""
+    undone: int = 0
+    """Steps in a server that was lost, of which no other knew: played again, or reported lost."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -75,18 +77,30 @@ def read_ledgers(folder: Path) -> list[Line]:
     return sorted(lines, key=lambda line: line.at)
 
 
-def settle(steps: Iterable[Step], lines: Sequence[Line]) -> Account:
-    """Compare what clients were told of steps with what happened."""
+def settle(steps: Sequence[Step], lines: Sequence[Line], *, resumed: bool = False) -> Account:
+    """Compare what clients were told of steps with what happened.
+
+    Args:
+        steps: as their clients saw them.
+        lines: of all ledgers.
+        resumed: whether another server goes on with a session whose server is lost, from where its last
+            answer left it. What that one did beyond counts as undone.
+    """
     account = Account()
     happened: dict[str, list[str]] = defaultdict(list)
     for line in lines:
         if line.what == "step":
             count, nonce = line.words
             happened[nonce].append(f"{line.key} {count} {nonce}")
+    lives = _lives(steps, lines) if resumed else {}
     known: set[str] = set()
     for step in steps:
         known.add(step.nonce)
         texts = happened.get(step.nonce, [])
+        if step.session_id in lives:
+            all_texts, life = texts, lives[step.session_id]
+            texts = [text for text in all_texts if _counts(text, life)]
+            account.undone += len(all_texts) - len(texts)
         if step.outcome == "answered":
             account.steps += 1
             account.revived += step.after_loss
@@ -102,6 +116,30 @@ def settle(steps: Iterable[Step], lines: Sequence[Line]) -> Account:
         account.lost_silently += 1
         account.notes.append(f"a step that nobody asked for: {nonce}")
     return account
+
+
+def _lives(steps: Sequence[Step], lines: Sequence[Line]) -> dict[str, dict[str, float]]:
+    """Return for each session that has answered the environments it lived in, and up to which count."""
+    before = {line.key: (line.words[0], int(line.words[1])) for line in lines if line.what == "restore"}
+    last: dict[str, Step] = {}
+    for step in steps:
+        known = last.get(step.session_id)
+        if step.outcome == "answered" and (known is None or step.seq > known.seq):
+            last[step.session_id] = step
+    lives: dict[str, dict[str, float]] = {}
+    for session_id, step in last.items():
+        key, count = step.text.split(" ")[0], float("inf")
+        life = lives[session_id] = {key: count}
+        while key in before:
+            key, count = before[key]
+            life[key] = count
+    return lives
+
+
+def _counts(text: str, life: dict[str, float]) -> bool:
+    """Whether a step has happened in a session's life, as far as that went on."""
+    key, count, _ = text.split(" ")
+    return int(count) <= life.get(key, 0)
 
 
 def _wrong(step: Step, texts: Sequence[str]) -> str | None:
@@ -125,7 +163,9 @@ def left_open(lines: Sequence[Line], killed: frozenset[int]) -> list[Line]:
     """Return the openings of sessions that no process has closed, but for processes that were killed."""
     closed = {line.key for line in lines if line.what == "close"}
     return [
-        line for line in lines if line.what == "open" and line.key not in closed and line.pid not in killed
+        line
+        for line in lines
+        if line.what in ("open", "restore") and line.key not in closed and line.pid not in killed
     ]
 
 

@@ -172,14 +172,18 @@ class RawPlayer:
 
     Args:
         urls: controllers of one fleet.
+        token: the fleet's.
         rng: what it does.
         book: where it writes.
         think_s: how long it thinks between steps at most.
     """
 
-    def __init__(self, urls: Sequence[str], rng: random.Random, book: Book, think_s: float) -> None:
+    def __init__(
+        self, urls: Sequence[str], token: str, rng: random.Random, book: Book, think_s: float
+    ) -> None:
         self._urls, self._rng, self._book, self._think_s = urls, rng, book, think_s
-        self._http = httpx.AsyncClient(timeout=REQUEST_S, trust_env=False)
+        headers = {"authorization": f"Bearer {token}"}
+        self._http = httpx.AsyncClient(timeout=REQUEST_S, headers=headers, trust_env=False)
 
     async def aclose(self) -> None:
         """Hang up."""

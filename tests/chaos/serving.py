@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -54,6 +55,7 @@ class ServingReport:
             ("steps answered", f"{self.account.steps} ({self.account.steps / max(asked, 1):.2%})"),
             ("steps reported lost", dict(self.account.reported.most_common())),
             ("answered after a report of loss, rightly", self.account.revived),
+            ("undone with a lost server", self.account.undone),
             ("calls that failed", dict(self.book.errors.most_common())),
             ("longest time without any answer", f"{self.book.longest_silence_s:.1f} s"),
             ("slowest calls, s", dict(self.book.slowest)),
@@ -61,9 +63,9 @@ class ServingReport:
         ]
 
 
-async def run(seed: int, seconds: float, folder: Path) -> ServingReport:
+async def run(seed: int, seconds: float, folder: Path, *, resume: bool) -> ServingReport:
     """Break a fleet under load for some seconds, and account for every step."""
-    site, book = Site(folder), Book()
+    site, book = Site(folder, resume=resume), Book()
     breaker = Breaker(site)
     begin = time.monotonic()
     try:
@@ -73,7 +75,7 @@ async def run(seed: int, seconds: float, folder: Path) -> ServingReport:
     finally:
         unwilling = await site.stop()
     lines, killed = read_ledgers(site.ledgers), frozenset(pid for p in site.parts for pid in p.killed)
-    account = settle(book.steps, lines)
+    account = settle(book.steps, lines, resumed=resume)
     notes += [f"a session was never closed: {line}" for line in left_open(lines, killed)]
     notes += [f"an opening made two sessions: {n}" for n in opened_twice(lines, killed, 2 * LOST_AFTER_S + 5)]
     notes += [f"a folder was left: {p.name}" for p in site.ledgers.iterdir() if _left_over(p, killed)]
@@ -86,10 +88,16 @@ async def run(seed: int, seconds: float, folder: Path) -> ServingReport:
     return ServingReport(time.monotonic() - begin, breaker.kills, breaker.done, account, book)
 
 
-def run_in_folder(seed: int, seconds: float) -> ServingReport:
-    """Run in a temporary folder, which is kept where something was wrong."""
+def run_in_folder(seed: int, seconds: float, *, resume: bool) -> ServingReport:
+    """Run in a temporary folder, which is kept where something was wrong.
+
+    Args:
+        seed: of faults and clients.
+        seconds: of faults.
+        resume: whether servers go on with the sessions of those that are lost.
+    """
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    report = asyncio.run(run(seed, seconds, folder))
+    report = asyncio.run(run(seed, seconds, folder, resume=resume))
     if report.failed:
         print(f"logs and ledgers are in {folder}")
     else:
@@ -190,10 +198,9 @@ async def _under_load(site: Site, book: Book, breaker: Breaker, seed: int, secon
     """Play while the schedule is carried out, and then to the end of every episode."""
     rng, over = random.Random(seed + 1), asyncio.Event()
     fleet = ",".join(site.urls)
-    crowd = EnvClient.connect(fleet, timeout=TIMEOUT_S)
-    sockets = EnvClient.connect(fleet.replace("http://", "ws://"), timeout=TIMEOUT_S)
-    workers = EnvClient.connect(site.workers_url, timeout=TIMEOUT_S)
-    alone = [EnvClient.connect(fleet, timeout=TIMEOUT_S) for _ in range(LONE)]
+    connect = partial(EnvClient.connect, token=site.token, timeout=TIMEOUT_S)
+    crowd, sockets = connect(fleet), connect(fleet.replace("http://", "ws://"))
+    workers, alone = connect(site.workers_url), [connect(fleet) for _ in range(LONE)]
     clients = [("lone", client) for client in alone]
     clients += (
         [("batched", crowd)] * CROWD + [("socket", sockets)] * SOCKET + [("workers", workers)] * WORKERS
@@ -201,7 +208,7 @@ async def _under_load(site: Site, book: Book, breaker: Breaker, seed: int, secon
     players: list[Player] = [
         SessionPlayer(name, client, random.Random(rng.random()), book, THINK_S) for name, client in clients
     ]
-    raw = [RawPlayer(site.urls, random.Random(rng.random()), book, THINK_S) for _ in range(RAW)]
+    raw = [RawPlayer(site.urls, site.token, random.Random(rng.random()), book, THINK_S) for _ in range(RAW)]
     playing = [asyncio.create_task(play_on(player, over)) for player in [*players, *raw]]
     try:
         await breaker.run(seed, seconds)
@@ -222,7 +229,8 @@ async def _look_for_open_sessions(site: Site, book: Book) -> list[str]:
     """Wait until all leases have run out; return what is said to be open still."""
     await asyncio.sleep(LEASE_S + 5)
     notes: list[str] = []
-    async with httpx.AsyncClient(timeout=10, trust_env=False) as http:
+    headers = {"authorization": f"Bearer {site.token}"}
+    async with httpx.AsyncClient(timeout=10, headers=headers, trust_env=False) as http:
         for url in (*site.urls, site.workers_url):
             try:
                 fleet = (await http.get(f"{url}/v1/fleet")).json()

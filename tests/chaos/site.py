@@ -128,15 +128,19 @@ class Site:
 
     Args:
         folder: where ledgers and logs go.
+        resume: whether servers go on with the sessions of those that are lost.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, resume: bool) -> None:
         self.mark = secrets.token_hex(8)
+        self.token = secrets.token_hex(16)
+        self.resume = resume
         self.ledgers = folder / "ledgers"
         self.ledgers.mkdir()
         self._folder = folder
         self._environment = {
             MARK: self.mark,
+            "AGENTRL_TOKEN": self.token,
             "CHAOS_LEDGER": str(self.ledgers),
             "PYTHONUNBUFFERED": "1",
             "TMPDIR": str(folder),
@@ -173,6 +177,7 @@ class Site:
             redis, link = self.redis_proxies[n].port, self.link_proxies[n].port
             options = ["--port", str(port), "--redis", f"redis://127.0.0.1:{redis}", "--queue", "3"]
             options += ["--advertise", f"http://127.0.0.1:{link}", "--lost-after", str(LOST_AFTER_S)]
+            options += ["--resume"] if self.resume else []
             command = _agentrl("controller", *options)
             self.controllers.append(self._part(f"controller{n}", command, "controlling "))
         dialled = [f"--controller=http://127.0.0.1:{proxy.port}" for proxy in self.link_proxies]

@@ -58,11 +58,12 @@ class Ledger(Environment):
         return Done(self.apply(nonce), reward=1.0)
 
     def snapshot(self):
-        return self.count
+        return self.key, self.count
 
     def restore(self, state):
-        self.begin(state)
-        write("open", self.key, "-")
+        before, count = state
+        self.begin(count)
+        write("restore", self.key, before, count)
 
     def close(self):
         shutil.rmtree(self.folder, ignore_errors=True)

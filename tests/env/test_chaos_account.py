@@ -84,3 +84,16 @@ async def test_a_proxy_that_is_not_listening_cuts_nothing():
     proxy = Proxy(1)
     proxy.cut(random.Random(0), 1.0)
     await proxy.stop()
+
+
+def test_where_sessions_are_gone_on_with_only_what_led_to_the_last_answer_has_happened():
+    went_on = Line(at=2.0, pid=8, what="restore", key="l", words=("k", "1"))
+    lines = [done("a"), done("b", 2), went_on, done("b", 2, "l"), done("c", 3, "l")]
+    steps = [told("a"), told("b", 2, text="l 2 b"), told("c", 3, text="l 3 c")]
+    account = settle(steps, lines, resumed=True)
+    assert (account.steps, account.undone, account.notes) == (3, 1, [])
+    assert settle(steps, lines).applied_twice == 1
+    undone = [told("a"), told("b", 2), told("c", 3, text="l 3 c")]
+    assert settle(undone, lines, resumed=True).lost_silently == 1
+    twice = settle(steps, [*lines, done("b", 2, "l")], resumed=True)
+    assert twice.applied_twice == 1
