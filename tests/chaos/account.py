@@ -62,6 +62,8 @@ class Account:
     reported: Counter[str] = field(default_factory=Counter)
     revived: int = 0
     """Steps that a session answered after it had been reported lost, in the right state."""
+    moved: int = 0
+    """Sessions that one environment has begun, and another gone on with."""
     undone: int = 0
     """Steps in a server that was lost, of which no other knew: played again, or reported lost."""
     notes: list[str] = field(default_factory=list)
@@ -112,6 +114,11 @@ def settle(steps: Sequence[Step], lines: Sequence[Line], *, resumed: bool = Fals
         elif (wrong := _wrong(step, texts)) is not None:
             account.lost_silently += 1
             account.notes.append(f"{wrong}: {step} ledger={texts}")
+    keys: dict[str, set[str]] = defaultdict(set)
+    for step in steps:
+        if step.outcome == "answered":
+            keys[step.session_id].add(step.text.split(" ")[0])
+    account.moved = sum(len(its) > 1 for its in keys.values())
     for nonce in happened.keys() - known:
         account.lost_silently += 1
         account.notes.append(f"a step that nobody asked for: {nonce}")

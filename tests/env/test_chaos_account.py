@@ -91,7 +91,7 @@ def test_where_sessions_are_gone_on_with_only_what_led_to_the_last_answer_has_ha
     lines = [done("a"), done("b", 2), went_on, done("b", 2, "l"), done("c", 3, "l")]
     steps = [told("a"), told("b", 2, text="l 2 b"), told("c", 3, text="l 3 c")]
     account = settle(steps, lines, resumed=True)
-    assert (account.steps, account.undone, account.notes) == (3, 1, [])
+    assert (account.steps, account.moved, account.undone, account.notes) == (3, 1, 1, [])
     assert settle(steps, lines).applied_twice == 1
     undone = [told("a"), told("b", 2), told("c", 3, text="l 3 c")]
     assert settle(undone, lines, resumed=True).lost_silently == 1
