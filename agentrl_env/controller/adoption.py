@@ -135,11 +135,12 @@ class Adopter:
                 return member
             if known.kept is None:
                 break
-            if member is None and known.deaths + 1 >= MAX_DEATHS:
+            died = member is None and not self._roster.has_left(known.holder)
+            if died and known.deaths + 1 >= MAX_DEATHS:
                 await self._state.forget_kept(session_id, known.holder)
                 words = f"{MAX_DEATHS} servers that held the session died one after another; open a new one"
                 raise SessionLost(words)
-            member = await self._give(session_id, known, end, died=member is None)
+            member = await self._give(session_id, known, end, died=died)
             if member is not None:
                 return member
         raise SessionLost(LOST, server=home(session_id))

@@ -62,6 +62,8 @@ class Roster:
         """Servers that this controller has given up; it stays so where the shared state forgets."""
         self.keeper: Keeper | None = None
         """Takes in where sessions stand; None: their servers are not to tell."""
+        self._left: set[str] = set()
+        """Servers that have said good-bye to this controller."""
         self._untold: set[str] = set()
         """Those of them that the shared state could not be told of."""
         self._controllers: frozenset[str] = frozenset()
@@ -113,6 +115,7 @@ class Roster:
         if member is not None:
             member.unlink(outbox)
             if member.leaving and not member.linked:
+                self._left.add(server_id)
                 self._drop(server_id, "the server that held the session was stopped; open a new one")
 
     async def hear_beat(self, server_id: str, beat: Beat) -> None:
@@ -146,6 +149,10 @@ class Roster:
             logger.warning("server %s is lost with %d sessions: %s", server_id, len(member.sessions), why)
             self._drop(server_id, LOST)
 
+    def has_left(self, server_id: str) -> bool:
+        """Return whether a server has said good-bye, rather than died."""
+        return server_id in self._left
+
     async def is_gone(self, server_id: str) -> bool:
         """Return whether a server was declared dead, here or by another controller."""
         gone = await self._is_lost(server_id)
@@ -177,7 +184,7 @@ class Roster:
             return silent_s < BLIND_PATIENCE * self._lost_after_s
 
     async def _is_lost(self, server_id: str) -> bool:
-        return server_id in self._lost_here or await self._state.is_lost(server_id)
+        return server_id in self._lost_here or server_id in self._left or await self._state.is_lost(server_id)
 
     async def find(self, server_id: str) -> Member:
         """Return a server.

@@ -89,12 +89,21 @@ class Dialer:
 
     async def say_draining(self) -> None:
         """Tell the controllers at once that no session is to be placed here."""
-        for link in self._open:
-            await link.beat()
+        for link in list(self._open):
+            with contextlib.suppress(ConnectionClosed):
+                await link.beat()
+
+    async def hand_over(self) -> None:
+        """Leave the sessions that are open to other servers, where a controller has kept where they stand."""
+        if any(link.keeps for link in self._open):
+            await self._leave(answered=False)
 
     async def stop(self) -> None:
         """Say good-bye and hang up; the pool has no session left."""
-        await asyncio.gather(*(link.leave() for link in list(self._open)))
+        await self._leave(answered=True)
+
+    async def _leave(self, *, answered: bool) -> None:
+        await asyncio.gather(*(link.leave(answered=answered) for link in list(self._open)))
         for task in self._links.values():
             task.cancel()
         await asyncio.gather(*self._links.values(), return_exceptions=True)
@@ -215,11 +224,16 @@ class _Link:
             self._calls = LinkSocket(keeping, self, 2 * MAX_BODY_BYTES, MAX_CALLS)
         await self._calls.serve()
 
-    async def leave(self) -> None:
-        """Answer what is under way, say good-bye, and hang up."""
+    @property
+    def keeps(self) -> bool:
+        """Whether the controller keeps where sessions stand."""
+        return self._keeping is not None
+
+    async def leave(self, *, answered: bool) -> None:
+        """Say good-bye and hang up, once what is under way is ``answered``, where that is wanted."""
         with contextlib.suppress(ConnectionClosed, TimeoutError):
             async with asyncio.timeout(CONNECT_S):
-                if self._calls is not None:
+                if answered and self._calls is not None:
                     await self._calls.finish()
                 await self.beat(leaving=True)
                 await self.websocket.close()

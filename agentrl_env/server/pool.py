@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from agentrl_env.errors import (
@@ -205,14 +205,21 @@ class SessionPool:
         self._table.forget_old()
         return len(idle)
 
-    async def drain(self, deadline_s: float) -> None:
-        """Take no new sessions, let the open ones end within the deadline, then close them."""
+    async def drain(self, deadline_s: float, hand_over: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Take no new sessions, let the open ones end within the deadline, then close them.
+
+        Args:
+            deadline_s: seconds.
+            hand_over: is called before sessions that are still open are closed.
+        """
         self.draining = True
         self._slots.refuse_all()
         self._quiet = asyncio.Event()
         if self._table.live and deadline_s > 0:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._quiet.wait(), deadline_s)
+        if self._table.live and hand_over is not None:
+            await hand_over()
         await self._end(list(self._table.live), SessionStatus.CANCELLED)
 
     def hurry(self) -> None:

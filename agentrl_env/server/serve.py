@@ -112,7 +112,8 @@ class EnvServer:
 
     async def stop(self) -> None:
         """Drain, then stop; idempotent."""
-        draining = asyncio.ensure_future(self.pool.drain(self._drain_s))
+        hand_over = self._dialer.hand_over if self._dialer is not None else None
+        draining = asyncio.ensure_future(self.pool.drain(self._drain_s, hand_over))
         if self._dialer is not None:
             await asyncio.sleep(0)  # the drain has begun
             await self._dialer.say_draining()

@@ -238,8 +238,8 @@ async def test_a_server_that_one_controller_hears_is_not_lost_for_the_other(redi
         deaf, hearing = (controller.fleet for controller in pair.controllers)
         (member,) = deaf.members.values()
         member.seen -= 100
-        await hearing.look()
-        await deaf.look()
+        await hearing.roster.look()
+        await deaf.roster.look()
         assert not await deaf.state.is_lost(member.server_id)
         assert member.server_id in deaf.members
 
@@ -248,7 +248,7 @@ async def test_what_one_controller_declares_lost_is_lost_for_all(redis):
     async with Pair(redis, Clock()) as pair:
         session = await pair.clients[0].open("quick")
         old = pair.server.pool.server_id
-        await pair.controllers[0].fleet.lose(old, "it was silent")
+        await pair.controllers[0].fleet.roster.lose(old, "it was silent")
         for link in list(pair.server._dialer._open):
             link.websocket.transport.abort()
         await until(lambda: all(c.fleet.members and old not in c.fleet.members for c in pair.controllers))

@@ -599,6 +599,27 @@ class Trip(Environment):
         await pool.aclose()
 
 
+async def test_what_a_server_has_not_ended_when_it_is_stopped_goes_on_elsewhere():
+    async with site() as fleet:
+        servers = [await fleet.serve(Walk) for _ in range(5)]
+        session = await fleet.client.open("walk", seed=5)
+        await session.step(WALK)
+        for _ in range(3):
+            stopped = holder(fleet, session)
+            await stopped.stop()
+            servers.remove(stopped)
+            assert (await fleet.client.resume(session.session_id)).turn == 1
+        under_way = asyncio.create_task(session.step(ToolCall.of("wait")))
+        await until(lambda: Walk.started == [1])
+        stopped = holder(fleet, session)
+        servers.remove(stopped)
+        await stopped.stop()
+        await until(lambda: Walk.started == [1, 1])
+        Walk.gate.set()
+        assert [plain(await under_way)] == (await undisturbed(5, 2))[1:]
+        assert servers[0].pool.open_sessions == 1
+
+
 class Pair:
     """Two controllers of one fleet, in one Redis, and servers that dial both."""
 
