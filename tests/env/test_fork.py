@@ -309,7 +309,7 @@ async def test_forks_count_against_capacity_all_or_none(connect):
     with pytest.raises(ServerFull):
         await session.fork(3)
     with pytest.raises(ServerFull):
-        await session.fork(10**15)
+        await session.fork(200)
     forks = await session.fork(2)
     with pytest.raises(ServerFull):
         await client.open("walk")
@@ -484,7 +484,7 @@ async def test_over_the_wire_a_fork_is_created_or_refused_with_a_typed_error():
             assert (answer.status_code, answer.json()["error"]["type"]) == (422, "invalid_request")
         assert (await http.post(guess_path, json={"n": 1})).status_code == 501
         assert (await http.post("/v1/sessions/nope/fork", json={"n": 1})).status_code == 404
-        assert (await http.post(walk_path, json={"n": 10**18})).status_code == 503
+        assert (await http.post(walk_path, json={"n": 10**18})).status_code == 422
         assert (await http.get(walk_path)).status_code == 405
     assert pool.open_sessions == 4
     await pool.aclose()

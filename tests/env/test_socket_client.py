@@ -23,6 +23,7 @@ from agentrl_env.errors import (
     UnknownSession,
     UnknownTask,
 )
+from agentrl_env.server.limits import Limits
 from agentrl_env.server.serve import EnvServer
 from agentrl_env.wire import StepRequest
 from tests.env.tasks import Guess, Quick, Slow, until
@@ -322,8 +323,7 @@ async def test_a_silent_connection_is_dropped_and_a_live_one_kept(serving, monke
 
 
 async def test_a_message_over_the_servers_limit_is_told_to_its_caller_alone(serving):
-    server = await serving(Quick, Slow)
-    server._server.config.ws_max_size = 10_000
+    server = await serving(Quick, Slow, limits=Limits(max_body_bytes=5_000))
     async with over_socket(server.url) as client:
         slow, quick = await client.open("slow"), await client.open("quick")
         waiting = asyncio.create_task(slow.step(ToolCall.of("wait")))
