@@ -1,0 +1,42 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from agentrl_env import EnvClient
+from agentrl_env.client.load import measure
+from agentrl_env.errors import AgentRLError, UnknownTask
+from tests.env.tasks import Guess, Quick
+
+
+def test_a_load_counts_the_steps_and_episodes_of_all_players():
+    load = measure(lambda: EnvClient.local(Guess), task=None, sessions=5, seconds=0.2, warmup=0.0)
+    assert (load.task, load.sessions, load.failures, load.first_failure) == ("guess", 5, 0, None)
+    assert load.steps > load.episodes > 5
+    assert 0 < load.p50_ms <= load.p99_ms
+    assert load.steps_per_s == pytest.approx(load.steps / load.seconds)
+
+
+class Closed(Guess):
+    def reset(self, sample, rng):
+        raise OSError("no database")
+
+
+def test_a_server_whose_every_call_fails_is_an_error_that_says_why():
+    with pytest.raises(AgentRLError, match=r"not one step of 'closed' was answered: .*no database"):
+        measure(lambda: EnvClient.local(Closed), task=None, sessions=2, seconds=0.1, warmup=0.0)
+
+
+def test_of_several_tasks_one_must_be_chosen():
+    with pytest.raises(UnknownTask, match="choose one with --task; there are: guess, quick"):
+        measure(lambda: EnvClient.local(Guess, Quick), task=None, sessions=1, seconds=0.1)
+
+
+def test_the_command_prints_figures_that_a_program_can_read():
+    command = [sys.executable, "-m", "agentrl_env", "bench", "tests/env/tasks.py:Guess"]
+    done = subprocess.run(
+        [*command, "--seconds", "0.2", "--sessions", "2", "--json"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] > 0
