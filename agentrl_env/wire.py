@@ -355,6 +355,8 @@ class Kept(_Request):
     session_id: str
     task: str
     client: str = ""
+    seq: int = 0
+    """Number of steps taken."""
     standing: Standing | None = None
     seal: str = ""
     """Proves that a server with the fleet's token has made the state."""
@@ -366,6 +368,7 @@ class KeptHead(_Request):
     session_id: str
     task: str
     client: str = ""
+    seq: int = 0
     seal: str = ""
 
 

@@ -42,7 +42,7 @@ class Keeper:
             kept: all of it, as JSON.
         """
         if head.seal:
-            self._write(head.session_id, lambda: self._keep(head.session_id, server_id, kept))
+            self._write(head.session_id, lambda: self._keep(head, server_id, kept))
         else:
             self.forget(server_id, [head.session_id])
 
@@ -71,6 +71,7 @@ class Keeper:
             await asyncio.wait(self._writing.values())
 
     def _write(self, session_id: str, work: Callable[[], Awaitable[bool]]) -> None:
+        self._late.pop(session_id, None)
         writing = asyncio.create_task(self._run(session_id, self._writing.get(session_id), work))
         self._writing[session_id] = writing
         writing.add_done_callback(lambda _: self._end(session_id, writing))
@@ -80,11 +81,11 @@ class Keeper:
     ) -> bool:
         if before is not None:
             await asyncio.wait((before,))
-        self._late.pop(session_id, None)
         try:
             return await work()
         except StateUnavailable as error:
-            self._late[session_id] = work
+            if self._writing.get(session_id) is asyncio.current_task():
+                self._late[session_id] = work
             logger.warning("it could not be kept where a session stands; trying on: %s", error)
             return True
 
@@ -93,10 +94,10 @@ class Keeper:
         if self._writing.get(session_id) is writing and (writing.cancelled() or writing.result()):
             del self._writing[session_id]
 
-    async def _keep(self, session_id: str, server_id: str, kept: bytes) -> bool:
-        if await self._state.keep(session_id, server_id, kept):
+    async def _keep(self, head: KeptHead, server_id: str, kept: bytes) -> bool:
+        if await self._state.keep(head.session_id, server_id, head.seq, kept):
             return True
-        await self._disown(session_id, server_id)
+        await self._disown(head.session_id, server_id)
         return False
 
     async def _forget(self, session_id: str, server_id: str) -> bool:

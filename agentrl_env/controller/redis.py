@@ -24,8 +24,9 @@ KEPT_S = 24 * 3600
 _KEEP = """
 local holder = redis.call('hget', KEYS[1], 'holder')
 if holder and holder ~= ARGV[1] then return 0 end
-redis.call('hset', KEYS[1], 'holder', ARGV[1], 'kept', ARGV[2], 'deaths', 0)
-return redis.call('expire', KEYS[1], ARGV[3])
+if tonumber(redis.call('hget', KEYS[1], 'seq') or 0) > tonumber(ARGV[2]) then return 1 end
+redis.call('hset', KEYS[1], 'holder', ARGV[1], 'seq', ARGV[2], 'kept', ARGV[3], 'deaths', 0)
+return redis.call('expire', KEYS[1], ARGV[4])
 """
 _MOVE = """
 if redis.call('hget', KEYS[1], 'holder') ~= ARGV[1] then return 0 end
@@ -127,17 +128,21 @@ class RedisState:
         """Return whether any controller has ever seen a server."""
         return bool(await _answer(self._redis.exists(f"{self._prefix}seen:{server_id}")))
 
-    async def keep(self, session_id: str, server_id: str, kept: bytes) -> bool:
-        """Keep where a session stands, as its holder says; False where another server is its holder."""
-        return await self._on_session(_KEEP, session_id, server_id, kept.decode(), int(STANDING_S))
+    async def keep(self, session_id: str, server_id: str, seq: int, kept: bytes) -> bool:
+        """Keep where a session stands after step ``seq``, unless a later one is kept.
+
+        False where another server is its holder.
+        """
+        return await self._on_session(_KEEP, session_id, server_id, seq, kept.decode(), int(STANDING_S))
 
     async def kept(self, session_id: str) -> KeptSession | None:
         """Return what is kept of a session."""
-        asking = self._redis.hmget(self._session(session_id), ["holder", "kept", "deaths"])
-        holder, kept, deaths = await _answer(asking)
+        asking = self._redis.hmget(self._session(session_id), ["holder", "seq", "kept", "deaths"])
+        holder, seq, kept, deaths = await _answer(asking)
         if holder is None:
             return None
-        return KeptSession(holder=holder, kept=None if kept is None else kept.encode(), deaths=int(deaths))
+        last = None if kept is None else kept.encode()
+        return KeptSession(holder=holder, seq=int(seq), kept=last, deaths=int(deaths))
 
     async def move(self, session_id: str, holder: str, server_id: str, *, died: bool) -> bool:
         """Give a session from its holder, which has ``died`` or has no room; False where another has it."""

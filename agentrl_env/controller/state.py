@@ -20,6 +20,8 @@ class KeptSession:
 
     holder: str
     """The server that has it."""
+    seq: int
+    """Number of steps taken."""
     kept: bytes | None
     """Where it stands, as a ``Kept``; None: it has ended."""
     deaths: int = 0
@@ -67,8 +69,11 @@ class FleetState(Protocol):
     async def knows(self, server_id: str) -> bool:
         """Return whether any controller has ever seen a server."""
 
-    async def keep(self, session_id: str, server_id: str, kept: bytes) -> bool:
-        """Keep where a session stands, as its holder says; False where another server is its holder."""
+    async def keep(self, session_id: str, server_id: str, seq: int, kept: bytes) -> bool:
+        """Keep where a session stands after step ``seq``, unless a later one is kept.
+
+        False where another server is its holder.
+        """
 
     async def kept(self, session_id: str) -> KeptSession | None:
         """Return what is kept of a session."""
@@ -148,12 +153,16 @@ class MemoryState:
         """Return whether a server was ever seen."""
         return server_id in self._seen
 
-    async def keep(self, session_id: str, server_id: str, kept: bytes) -> bool:
-        """Keep where a session stands, as its holder says; False where another server is its holder."""
+    async def keep(self, session_id: str, server_id: str, seq: int, kept: bytes) -> bool:
+        """Keep where a session stands after step ``seq``, unless a later one is kept.
+
+        False where another server is its holder.
+        """
         known = await self.kept(session_id)
         if known is not None and known.holder != server_id:
             return False
-        self._remember(session_id, KeptSession(holder=server_id, kept=kept), STANDING_S)
+        if known is None or known.seq <= seq:
+            self._remember(session_id, KeptSession(holder=server_id, seq=seq, kept=kept), STANDING_S)
         return True
 
     async def kept(self, session_id: str) -> KeptSession | None:

@@ -127,7 +127,7 @@ class Keeping(PoolService):
             await self._give_up(row, error.message)
             return
         seal = self._seal(row.session_id, standing.state)
-        frame = _frame(Kept(**row.model_dump(), standing=standing, seal=seal))
+        frame = _frame(Kept(**row.model_dump(), seq=standing.turn, standing=standing, seal=seal))
         if len(frame) > MAX_KEPT_BYTES:
             await self._give_up(row, f"it takes {len(frame)} bytes; at most {MAX_KEPT_BYTES} are kept")
             return

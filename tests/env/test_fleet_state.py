@@ -67,34 +67,35 @@ async def test_a_controller_finds_itself_among_the_controllers(state):
 
 async def test_where_a_session_stands_is_kept_for_its_holder_alone(state):
     assert await state.kept("a.1") is None
-    assert await state.keep("a.1", "a", b"one")
-    assert await state.keep("a.1", "a", b"two")
-    assert not await state.keep("a.1", "b", b"three")
-    assert await state.kept("a.1") == KeptSession(holder="a", kept=b"two")
+    assert await state.keep("a.1", "a", 1, b"one")
+    assert await state.keep("a.1", "a", 2, b"two")
+    assert not await state.keep("a.1", "b", 3, b"three")
+    assert await state.keep("a.1", "a", 1, b"one, told late")
+    assert await state.kept("a.1") == KeptSession(holder="a", seq=2, kept=b"two")
 
 
 async def test_a_session_is_given_on_by_who_knows_its_holder(state):
     assert not await state.move("a.1", "a", "b", died=True)
-    await state.keep("a.1", "a", b"one")
+    await state.keep("a.1", "a", 1, b"one")
     moved = [await state.move("a.1", "a", server, died=True) for server in ("b", "c")]
     assert moved == [True, False]
     assert await state.move("a.1", "b", "c", died=False)
-    assert await state.kept("a.1") == KeptSession(holder="c", kept=b"one", deaths=1)
-    assert not await state.keep("a.1", "a", b"late")
-    assert await state.keep("a.1", "c", b"two")
-    assert await state.kept("a.1") == KeptSession(holder="c", kept=b"two")
+    assert await state.kept("a.1") == KeptSession(holder="c", seq=1, kept=b"one", deaths=1)
+    assert not await state.keep("a.1", "a", 1, b"late")
+    assert await state.keep("a.1", "c", 1, b"two")
+    assert await state.kept("a.1") == KeptSession(holder="c", seq=1, kept=b"two")
 
 
 async def test_a_session_is_forgotten_by_its_holder_alone(state):
     for session_id in ("a.1", "a.2"):
-        await state.keep(session_id, "a", b"one")
+        await state.keep(session_id, "a", 1, b"one")
     await state.forget_kept("a.1", "b")
     assert await state.kept("a.1") is not None
     await state.forget_kept("a.1", "a")
     assert await state.kept("a.1") is None
     await state.move("a.2", "a", "b", died=True)
     await state.forget_kept("a.2", "b")
-    assert await state.kept("a.2") == KeptSession(holder="b", kept=None, deaths=1)
+    assert await state.kept("a.2") == KeptSession(holder="b", seq=1, kept=None, deaths=1)
     await state.forget_kept("a.3", "a")
 
 
@@ -103,11 +104,11 @@ def test_the_memory_of_where_sessions_stand_is_bounded():
         clock = Clock()
         state = MemoryState(clock, kept=10)
         for number in range(50):
-            await state.keep(f"a.{number}", "a", b"here")
+            await state.keep(f"a.{number}", "a", 1, b"here")
         assert [number for number in range(50) if await state.kept(f"a.{number}")] == [*range(40, 50)]
         clock.now += STANDING_S
         assert await state.kept("a.49") is None
-        await state.keep("a.50", "a", b"here")
+        await state.keep("a.50", "a", 1, b"here")
         assert len(state._sessions) == 1
 
     asyncio.run(run())
@@ -116,12 +117,12 @@ def test_the_memory_of_where_sessions_stand_is_bounded():
 async def test_redis_forgets_where_sessions_stand_in_time(redis):
     state = RedisState(redis.url)
     await state.start("http://one")
-    await state.keep("a.1", "a", b"one")
+    await state.keep("a.1", "a", 1, b"one")
     await state.move("a.1", "a", "b", died=True)
     assert 0 < await state._redis.ttl(state._session("a.1")) <= STANDING_S
     await state.forget_kept("a.1", "b")
     assert 0 < await state._redis.ttl(state._session("a.1")) <= CLAIM_S
-    await state.keep("a.2", "a", b"one")
+    await state.keep("a.2", "a", 1, b"one")
     assert 0 < await state._redis.ttl(state._session("a.2")) <= STANDING_S
     await state.aclose()
 

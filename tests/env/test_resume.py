@@ -460,7 +460,7 @@ async def test_a_state_that_no_server_of_the_fleet_has_made_is_not_unpickled():
         kept = await fleet.fleet.state.kept(session.session_id)
         forged = json.loads(kept.kept)
         forged["standing"]["state"] = base64.urlsafe_b64encode(pickle.dumps(Evil())).decode()
-        await fleet.fleet.state.keep(session.session_id, kept.holder, json.dumps(forged).encode())
+        await fleet.fleet.state.keep(session.session_id, kept.holder, 0, json.dumps(forged).encode())
         await fleet.serve(Walk)
         await die(fleet, dead)
         with pytest.raises(SessionLost, match="not sealed with this fleet's token"):
