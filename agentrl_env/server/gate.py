@@ -32,6 +32,7 @@ _ROUTES = frozenset(
 )
 _OF_SESSION = re.compile(r"/v1/sessions/[^/]+(/step|/fork|/expert|/transcript)?$")
 _METHODS = frozenset({"GET", "POST", "DELETE", "HEAD", "PUT", "PATCH", "OPTIONS"})
+_HARMLESS = frozenset({"GET", "HEAD"})
 _STAMPED = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 _PROTOCOL = (PROTOCOL_HEADER.encode(), str(PROTOCOL_VERSION).encode())
 _SOCKET = (SOCKET_HEADER.encode(), SOCKET_PATH.encode())
@@ -115,6 +116,9 @@ class Gate:
             name = session_id
             if not _agent_may(scope["method"], path, session_id):
                 raise Forbidden("an agent's token may only step its own session and read how it stands")
+        if self._token is None and scope["method"] not in _HARMLESS and not _same_origin(headers):
+            # Its page cannot read the answer, but what it asked for would be done.
+            raise Forbidden("this server takes no calls from web pages of other origins; give it a --token")
         if self._rates is not None:
             refuse_hurry(self._rates, name)
         return Caller(name=name, session_id=session_id)
@@ -214,7 +218,7 @@ def _token_of(subprotocols: Iterable[str]) -> bytes:
 
 
 def _same_origin(headers: dict[bytes, bytes]) -> bool:
-    """Return whether a handshake comes from a page of this server, or from no page at all."""
+    """Return whether a request comes from a page of this server, or from no page at all."""
     origin = headers.get(b"origin")
     return origin is None or origin.rpartition(b"://")[2] == headers.get(b"host")
 

@@ -202,3 +202,16 @@ def test_routes_are_few_whatever_callers_ask_for():
     assert route_of("/v1/sessions/abc") == "/v1/sessions/{id}"
     for path in ("/v1/sessions/", "/v1/sessions/a/b", "/v1/sessions/a/step/x", "/x\n", "/v1/step/"):
         assert route_of(path) == "other"
+
+
+async def test_without_a_token_web_pages_of_other_origins_make_no_calls():
+    server = EnvServer([Quick], port=0, drain_s=0.0)
+    await server.start()
+    async with raw(server.url, None) as http:
+        elsewhere = {"origin": "https://elsewhere.example", "content-type": "text/plain"}
+        refused = await http.post("/v1/sessions", json={"task": "quick"}, headers=elsewhere)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (403, "forbidden")
+        assert server.pool.open_sessions == 0
+        own = await http.post("/v1/sessions", json={"task": "quick"}, headers={"origin": server.url})
+        assert own.status_code == 201
+    await server.stop()
