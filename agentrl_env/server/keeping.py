@@ -61,6 +61,8 @@ class Keeping(PoolService):
         self._tell = tell
         self._token = token
         self._complained = complained
+        self._able: frozenset[str] | None = None
+        """The tasks that can fork, once known."""
         self._told: dict[str, int] = {}
         """Of each session the last turn that was told."""
 
@@ -77,8 +79,10 @@ class Keeping(PoolService):
         return answer
 
     def never_waits(self, session_id: str) -> bool:
-        """Return False: a snapshot may wait."""
-        return False
+        """Return whether ``step`` would be done at once; a snapshot may wait."""
+        row = self.pool.row(session_id)
+        kept = row is not None and (self._able is None or row.task in self._able)
+        return not kept and super().never_waits(session_id)
 
     async def step_many(self, steps: Sequence[StepRequest], wait_s: float | None) -> list[bytes]:
         """Return for each step its ``StepResult``, or the body of its error."""
@@ -110,9 +114,14 @@ class Keeping(PoolService):
         self._told.pop(session_id, None)
 
     async def _keep(self, session_ids: Iterable[str]) -> None:
-        able = {task.name for task in await self.pool.tasks() if "fork" in task.capabilities}
-        rows = [row for row in map(self.pool.row, session_ids) if row is not None and row.task in able]
-        await asyncio.gather(*map(self._keep_one, rows))
+        if self._able is None:
+            tasks = await self.pool.tasks()
+            self._able = frozenset(task.name for task in tasks if "fork" in task.capabilities)
+        rows = [row for row in map(self.pool.row, session_ids) if row is not None and row.task in self._able]
+        if len(rows) == 1:
+            await self._keep_one(rows[0])
+        elif rows:
+            await asyncio.gather(*map(self._keep_one, rows))
 
     async def _keep_one(self, row: SessionRow) -> None:
         """Tell where a session stands, unless this controller knows."""
