@@ -34,7 +34,7 @@ test: $(VENV)/.dev  ## all tests that need neither a GPU nor Docker
 	$(BIN)/python -m pytest $(ARGS)
 
 docker: $(VENV)/.dev  ## tests in containers; starts a Docker daemon of its own (root, on Debian)
-	.ci/system-packages docker.io docker-compose iproute2 python3-venv python3-pip debian-archive-keyring
+	-@.ci/system-packages docker.io docker-compose iproute2 python3-venv python3-pip debian-archive-keyring
 	$(BIN)/python -m pytest -m docker tests/docker $(ARGS)
 
 fuzz: $(VENV)/.dev  ## FUZZ_REQUESTS=100000 hostile requests to a server; prints their account last
