@@ -74,6 +74,9 @@ class Environment(ABC):
         share (a connection, a process): hold what such a thing is made from instead. It must not
         change the episode, which goes on. The SDK copies the value at once, one for each fork, so
         most tasks can write ``return vars(self)``. Same deadline as a tool.
+
+        Where a controller goes on with the sessions of dead servers (``--resume``), it is called after
+        every step, and the value is pickled: what cannot be, or is large, is lost with its server.
         """
         raise NotSupported(f"task {self.name!r} has no snapshot")
 

@@ -733,13 +733,12 @@ async def test_what_is_not_kept_while_redis_is_away_is_kept_later(redis):
 
 @contextlib.contextmanager
 def process(*arguments: str):
-    """Run ``agentrl-env`` until it says that it is ready; give its process and where it is."""
+    """Run ``agentrl-env``; its first line says that it is ready."""
     command = [sys.executable, "-m", "agentrl_env", *arguments]
-    running = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "AGENTRL_TOKEN": "t"}
-    )
+    environ = {**os.environ, "AGENTRL_TOKEN": "t"}
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
     try:
-        yield running, running.stdout.readline()
+        yield running
     finally:
         running.kill()
         running.wait()
@@ -748,13 +747,17 @@ def process(*arguments: str):
 
 async def test_a_killed_process_takes_no_session_with_it():
     with contextlib.ExitStack() as stack:
-        _, said = stack.enter_context(process("controller", "--port", "0", "--resume", "--lost-after", "1"))
-        url = said.split(" at ")[1].strip()
+        options = ["--port", "0", "--resume", "--lost-after", "1"]
+        controller = stack.enter_context(process("controller", *options))
+        url = controller.stdout.readline().split(" at ")[1].strip()
         options = ["serve", f"{__file__}:Walk", "--host", "none", "--controller", url]
-        servers = [stack.enter_context(process(*options))[0] for _ in range(2)]
+        servers = [stack.enter_context(process(*options)) for _ in range(2)]
+        for server in servers:
+            assert server.stdout.readline().startswith("serving walk")
         async with EnvClient.connect(url, token="t", timeout=30) as client:
             sessions = [await client.open("walk", seed=n) for n in range(4)]
             firsts = [plain(await session.step(WALK)) for session in sessions]
+            assert len({session.session_id.partition(".")[0] for session in sessions}) == 2
             servers[0].send_signal(signal.SIGKILL)
             seconds = [plain(result) for result in await asyncio.gather(*(s.step(WALK) for s in sessions))]
             for n in range(4):
