@@ -176,7 +176,12 @@ class Runner:
 
     async def _on_thread(self, function: Callable[[], Any], timeout: float) -> Any:
         answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        job = self._job = self._threads.start(function, timeout, answer.set_result)
+
+        def tell(outcome: Outcome) -> None:
+            if not answer.done():  # its caller may be leaving just now
+                answer.set_result(outcome)
+
+        job = self._job = self._threads.start(function, timeout, tell)
         try:
             value, error = await answer
         except asyncio.CancelledError:

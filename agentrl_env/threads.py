@@ -136,8 +136,12 @@ class _Mailbox:
 
     def _deliver(self) -> None:
         self._called = False  # before the jobs: what is put from here on calls again
-        while self._ended:
-            self._ended.popleft().end()
+        try:
+            while self._ended:
+                self._ended.popleft().end()
+        finally:
+            if self._ended:  # one that could not be told holds up no other
+                self.loop.call_soon(self._deliver)
 
 
 class Threads:

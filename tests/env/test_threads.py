@@ -1,12 +1,15 @@
 import asyncio
 import threading
+import time
+
+import pytest
 
 from agentrl_env import Message, ToolCall, tool
-from agentrl_env.runner import settled
+from agentrl_env.runner import Runner, settled
 from agentrl_env.server.pool import SessionPool
 from agentrl_env.threads import Threads
 from agentrl_env.wire import OpenRequest, StepRequest
-from tests.env.tasks import Quick
+from tests.env.tasks import Quick, until
 
 
 async def called(threads, function, seconds=5.0):
@@ -81,3 +84,33 @@ async def test_the_blocking_tools_of_a_batch_run_at_the_same_time():
     results = await pool.step_many(steps)
     assert {result.messages[0].content for result in results} == {"True"}
     await pool.aclose()
+
+
+@pytest.mark.parametrize("through", ["runner", "threads"])
+async def test_an_answer_that_comes_just_when_its_caller_leaves_holds_up_no_other(through, caplog):
+    threads, gate, begun = Threads(2), threading.Event(), []
+
+    def wait(number):
+        begun.append(number)
+        gate.wait(5)
+        return number
+
+    def call(number):
+        if through == "runner":
+            return asyncio.ensure_future(
+                Runner(blocking=True, threads=threads).call(lambda: wait(number), 30.0)
+            )
+        answer = asyncio.get_running_loop().create_future()
+        threads.start(lambda: wait(number), 30.0, answer.set_result)
+        return answer
+
+    calls = [call(0), call(1)]
+    await until(lambda: len(begun) == 2)
+    gate.set()
+    while len(threads._mailbox._ended) < 2:  # both have ended, and nobody was told yet
+        time.sleep(0.001)  # noqa: ASYNC251
+    first = threads._mailbox._ended[0]._function()
+    calls[first].cancel()
+    assert await asyncio.wait_for(calls[1 - first], 5) in ((1 - first), ((1 - first), None))
+    assert ("Exception in callback" in caplog.text) == (through == "threads")
+    threads.stop()
