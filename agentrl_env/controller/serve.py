@@ -75,9 +75,13 @@ class Controller:
         return f"controlling a fleet at {self.url}"
 
     async def start(self) -> None:
-        """Return once requests are answered."""
-        await self._listener.start(self._app, Connections(self._limits, self.fleet.metrics))
-        await self.fleet.start(self._advertise)
+        """Return once requests are answered. Raises ServeError where Redis does not answer."""
+        try:
+            await self._listener.start(self._app, Connections(self._limits, self.fleet.metrics))
+            await self.fleet.start(self._advertise)
+        except BaseException:
+            await self.stop()
+            raise
 
     async def stop(self) -> None:
         """Take no new sessions, answer what is under way, and end; idempotent."""
