@@ -103,9 +103,8 @@ class Keeping(PoolService):
         Raises ServerFull, ServerDraining, UnknownTask, InvalidRequest, EnvironmentFailed.
         """
         standing = kept.standing
-        if standing is None or not hmac.compare_digest(
-            kept.seal, self._seal(kept.session_id, standing.state)
-        ):
+        right = "" if standing is None else self._seal(kept.session_id, standing.state)
+        if standing is None or not hmac.compare_digest(kept.seal.encode(), right.encode()):
             raise InvalidRequest("the session's state was not sealed with this fleet's token")
         await self.pool.adopt(kept.session_id, kept.client, standing)
 
