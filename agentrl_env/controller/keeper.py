@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 
 from agentrl_env.controller.state import FleetState
@@ -12,6 +13,8 @@ from agentrl_env.wire import KeptHead
 
 logger = logging.getLogger("agentrl_env")
 
+ANSWERED_S = 5.0
+"""How long the last answer of a session may be on its way after its server has told that it ended."""
 MOVED = "another server has gone on with the session"
 
 
@@ -31,6 +34,7 @@ class Keeper:
         self._state = state
         self._disown = disown
         self._writing: dict[str, asyncio.Task[bool]] = {}
+        self._ended: deque[tuple[float, str, str]] = deque()
         self._late: dict[str, Callable[[], Awaitable[bool]]] = {}
 
     def keep(self, server_id: str, head: KeptHead, kept: bytes) -> None:
@@ -44,12 +48,12 @@ class Keeper:
         if head.seal:
             self._write(head.session_id, lambda: self._keep(head, server_id, kept))
         else:
-            self.forget(server_id, [head.session_id])
+            self._forget(server_id, head.session_id)
 
-    def forget(self, server_id: str, session_ids: Iterable[str]) -> None:
-        """Take in that sessions have ended."""
-        for session_id in session_ids:
-            self._write(session_id, lambda ended=session_id: self._forget(ended, server_id))  # type: ignore[misc]
+    def ended(self, server_id: str, session_ids: Iterable[str]) -> None:
+        """Take in that sessions have ended; if the server dies before it says how, others go on with them."""
+        then = asyncio.get_running_loop().time() + ANSWERED_S
+        self._ended.extend((then, session_id, server_id) for session_id in session_ids)
 
     async def written(self, session_id: str) -> None:
         """Return once what was told of a session is written. Raises SessionLost where it has moved on."""
@@ -60,13 +64,19 @@ class Keeper:
             raise SessionLost(MOVED)
 
     def catch_up(self) -> None:
-        """Write what could not be written before."""
+        """Write what could not be written before, and forget what has ended."""
+        now = asyncio.get_running_loop().time()
+        while self._ended and self._ended[0][0] <= now:
+            _, session_id, server_id = self._ended.popleft()
+            self._forget(server_id, session_id)
         late, self._late = self._late, {}
         for session_id, work in late.items():
             self._write(session_id, work)
 
     async def aclose(self) -> None:
         """Return once all is written that can be."""
+        for _, session_id, server_id in self._ended:
+            self._forget(server_id, session_id)
         if self._writing:
             await asyncio.wait(self._writing.values())
 
@@ -100,6 +110,9 @@ class Keeper:
         await self._disown(head.session_id, server_id)
         return False
 
-    async def _forget(self, session_id: str, server_id: str) -> bool:
-        await self._state.forget_kept(session_id, server_id)
-        return True
+    def _forget(self, server_id: str, session_id: str) -> None:
+        async def forget() -> bool:
+            await self._state.forget_kept(session_id, server_id)
+            return True
+
+        self._write(session_id, forget)

@@ -269,7 +269,7 @@ class Roster:
 
     def _forget(self, server_id: str, session_ids: Iterable[str]) -> None:
         if self.keeper is not None:
-            self.keeper.forget(server_id, session_ids)
+            self.keeper.ended(server_id, session_ids)
 
     def _welcome(self, controllers: Iterable[str]) -> bytes:
         keep = self.keeper is not None

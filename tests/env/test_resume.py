@@ -20,6 +20,7 @@ import pytest
 from websockets.asyncio.client import connect
 
 from agentrl_env import Done, EnvClient, Environment, Message, Reply, ToolCall, tool
+from agentrl_env.controller import keeper
 from agentrl_env.controller.fleet import Fleet
 from agentrl_env.controller.redis import RedisState
 from agentrl_env.controller.serve import Controller
@@ -109,7 +110,8 @@ class Fragile(Walk):
 
 
 @pytest.fixture(autouse=True)
-def gate():
+def gate(monkeypatch):
+    monkeypatch.setattr(keeper, "ANSWERED_S", 0.0)
     Walk.gate, Walk.started = asyncio.Event(), []
 
 
@@ -255,6 +257,20 @@ async def test_the_last_answer_of_a_session_that_moved_can_be_asked_for_again():
         assert again == last
         with pytest.raises(SessionEnded):
             await fleet.client.backend.step(session.session_id, last.seq + 1, Message.assistant(None, WALK))
+
+
+async def test_a_last_answer_that_died_with_its_server_is_given_by_another(monkeypatch):
+    monkeypatch.setattr(keeper, "ANSWERED_S", 60.0)
+    async with site() as fleet:
+        for _ in range(2):
+            await fleet.serve(Walk)
+        session = await fleet.client.open("walk", seed=1)
+        here = holder(fleet, session)
+        while not session.status.final:
+            last = await session.step(WALK)
+        await die(fleet, here)
+        again = await fleet.client.backend.step(session.session_id, last.seq, Message.assistant(None, WALK))
+        assert again == last
 
 
 async def test_forks_can_be_gone_on_with_and_a_session_that_moved_can_be_forked():
