@@ -38,8 +38,8 @@ class Job:
     __slots__ = (
         "_began",
         "_function",
-        "_loop",
         "_made",
+        "_mailbox",
         "_outcome",
         "_over",
         "_seconds",
@@ -53,12 +53,12 @@ class Job:
         function: Callable[[], Any],
         seconds: float,
         tell: Callable[[Outcome], None],
-        loop: asyncio.AbstractEventLoop,
+        mailbox: _Mailbox,
     ) -> None:
         self._function = function
         self._seconds = seconds
         self._tell: Callable[[Outcome], None] | None = tell
-        self._loop = loop
+        self._mailbox = mailbox
         self._made = time.monotonic()
         self._began: float | None = None
         self._outcome: Outcome = (None, None)
@@ -69,13 +69,16 @@ class Job:
 
     def run(self) -> None:
         """Run it, on a thread, unless nobody waits for it any more."""
-        if self._tell is None:
-            return
-        self._began = time.monotonic()
-        try:
-            self._outcome = (self._function(), None)
-        except BaseException as error:
-            self._outcome = (None, error)
+        if self._tell is not None:
+            self._began = time.monotonic()
+            try:
+                self._outcome = (self._function(), None)
+            except BaseException as error:
+                self._outcome = (None, error)
+
+    def tell_soon(self) -> None:
+        """Have the event loop told that it has run; from any thread."""
+        self._mailbox.put(self)
 
     def end(self) -> None:
         """Tell, on the event loop, that it has run."""
@@ -99,40 +102,54 @@ class Job:
         left = (self._began or self._made) + self._seconds - time.monotonic()
         if left > 0:
             if left < math.inf:
-                self._timer = self._loop.call_later(left, self.watch)
+                self._timer = self._mailbox.loop.call_later(left, self.watch)
             return
         tell, self._tell = self._tell, None
         idle = f"no thread came free within {self._seconds:g} s"
         busy = f"still running after {self._seconds:g} s"
         tell((None, AuthorTimeout(idle if self._began is None else busy)))
 
+    @property
+    def waited(self) -> float:
+        """Seconds since it was asked for."""
+        return time.monotonic() - self._made
+
     async def settle(self, seconds: float) -> None:
         """Wait until it has ended, even where it was given up; at most so many seconds."""
         if self.ended:
             return
         if self._over is None:
-            self._over = self._loop.create_future()
+            self._over = self._mailbox.loop.create_future()
         await asyncio.wait((self._over,), timeout=seconds)
 
 
 class _Mailbox:
-    """Where threads leave the jobs that have ended, for one event loop."""
+    """Where threads leave the jobs that have ended, for one event loop; it sees to their deadlines too."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
+        self.looking = False
+        """Whether this loop looks after the jobs that wait."""
         self._ended: deque[Job] = deque()
         self._called = False
+        self._new: list[Job] = []
 
     def put(self, job: Job) -> None:
+        """Have a job told that has run; from any thread."""
         self._ended.append(job)
+        if self._called:
+            return  # what was called for is still to come, and will find this one
+        self._called = True
+        try:
+            self.loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:
+            return  # the loop is closed: nobody is left to hear the answer
 
-    def deliver(self) -> None:
-        if not self._called:
-            self._called = True
-            try:
-                self.loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:
-                return  # the loop is closed: nobody is left to hear the answer
+    def watch(self, job: Job) -> None:
+        """Tell a job AuthorTimeout at its deadline."""
+        if not self._new:
+            self.loop.call_later(WATCH_S, self._watch)
+        self._new.append(job)
 
     def _deliver(self) -> None:
         self._called = False  # before the jobs: what is put from here on calls again
@@ -143,105 +160,110 @@ class _Mailbox:
             if self._ended:  # one that could not be told holds up no other
                 self.loop.call_soon(self._deliver)
 
+    def _watch(self) -> None:
+        new, self._new = self._new, []
+        for job in new:
+            job.watch()
+
 
 class Threads:
     """At most ``limit`` daemon threads: code that never returns cannot keep the process alive.
 
-    Jobs are taken first come, first served.
+    Jobs are taken first come, first served. While one waits, a thread is awake: the first that comes
+    to wait wakes one, and a thread goes to sleep only where it sees, under the same lock, that none
+    waits. Where those that are awake do not get on, the event loop wakes more.
     """
 
     def __init__(self, limit: int = 64) -> None:
         self._limit = limit
-        self._jobs: deque[tuple[Job, _Mailbox]] = deque()
-        self._bells: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        """What threads sleep on: True is for work, False for the end."""
         self._lock = threading.Lock()
+        """Held for whatever is read or changed of the next five."""
+        self._jobs: deque[Job] = deque()
+        self._taken = 0
         self._started = 0
-        self._awake = 0
-        """Threads that do not sleep, and bells that were rung for those that still do."""
+        self._asleep = 0
+        """Threads for which no bell has been rung."""
+        self._stopped = False
+        self._bells: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """What threads sleep on; each is for one of them."""
         self._mailbox: _Mailbox | None = None
-        self._new: list[Job] = []
-        self._looking = self._watching = False
-        self._submitted = self._taken = self._seen = 0
 
     def start(self, function: Callable[[], Any], seconds: float, tell: Callable[[Outcome], None]) -> Job:
         """Call ``function`` on a thread, and ``tell`` the event loop what it has returned or raised.
 
         That is AuthorTimeout where no thread comes free within ``seconds``, or where it runs for
-        longer than that.
+        longer than that. Raises RuntimeError where the system has not a single thread to give.
         """
         loop = asyncio.get_running_loop()
-        if self._mailbox is None or self._mailbox.loop is not loop:
-            self._mailbox, self._new, self._looking, self._watching = _Mailbox(loop), [], False, False
-        job = Job(function, seconds, tell, loop)
-        self._jobs.append((job, self._mailbox))
-        self._new.append(job)
-        self._submitted += 1
-        if len(self._jobs) <= 1:  # looked at only now: who took the one before may sleep already
-            self._wake(1)
-        if not self._looking:
-            self._looking = True
-            loop.call_later(LOOK_S, self._look)
-        if not self._watching:
-            self._watching = True
-            loop.call_later(WATCH_S, self._watch)
+        mailbox = self._mailbox
+        if mailbox is None or mailbox.loop is not loop:
+            mailbox = self._mailbox = _Mailbox(loop)
+        job = Job(function, seconds, tell, mailbox)
+        with self._lock:
+            if not self._jobs:
+                self._wake(1)
+            self._jobs.append(job)
+        mailbox.watch(job)
+        if not mailbox.looking:
+            mailbox.looking = True
+            loop.call_later(LOOK_S, self._look, mailbox, self._taken)
         return job
 
     def stop(self) -> None:
-        """Let idle threads end; busy ones end when no job waits."""
+        """Let threads end as soon as no job waits."""
         with self._lock:
-            for _ in range(self._started):
-                self._bells.put(False)
-            self._started = 0
+            self._stopped = True
+            self._wake(self._asleep)
 
-    def _look(self) -> None:
-        """Double the threads where those that are awake do not get on."""
-        waiting = len(self._jobs)
-        taken = self._submitted - waiting
-        # Jobs from before the last look still wait, and few were taken since.
-        if taken < self._seen and taken - self._taken < QUICK_JOBS * max(1, self._awake):
-            self._wake(min(waiting, max(1, self._awake)))
-        self._taken, self._seen = taken, self._submitted
-        self._looking = waiting > 0
-        if self._looking:
-            asyncio.get_running_loop().call_later(LOOK_S, self._look)
+    def _look(self, mailbox: _Mailbox, taken: int) -> None:
+        """Double the threads where those that are awake do not get on.
 
-    def _watch(self) -> None:
-        self._watching = False
-        for job in self._new:
-            job.watch()
-        self._new.clear()
+        Args:
+            mailbox: of the event loop that looks.
+            taken: how many jobs had been taken when it looked last.
+        """
+        with self._lock:
+            waiting, awake = len(self._jobs), self._started - self._asleep
+            if waiting and self._jobs[0].waited > LOOK_S and self._taken - taken < QUICK_JOBS * awake:
+                self._wake(min(waiting, awake))
+            taken = self._taken
+        mailbox.looking = waiting > 0
+        if mailbox.looking:
+            mailbox.loop.call_later(LOOK_S, self._look, mailbox, taken)
 
     def _wake(self, number: int) -> None:
-        with self._lock:
-            for _ in range(number):
-                if self._awake < self._started:
-                    self._bells.put(True)
-                elif self._started < self._limit:
-                    self._started += 1
+        """Wake threads, as far as there are any; the lock is held."""
+        for _ in range(number):
+            if self._asleep:
+                self._asleep -= 1
+                self._bells.put(None)
+            elif self._started < self._limit:
+                try:
                     threading.Thread(target=self._work, name="agentrl-env", daemon=True).start()
-                else:
-                    return
-                self._awake += 1
+                except RuntimeError:
+                    if not self._started:
+                        raise
+                    return  # those that there are will get to it
+                self._started += 1
 
     def _work(self) -> None:
+        done: Job | None = None
         while True:
-            mailbox = self._run_next()
-            with self._lock:  # else a job that comes now might find nobody to wake
-                last = not self._jobs
-                if last:
-                    self._awake -= 1
-            if mailbox is not None:  # after that, the next job may be there: it must find this one free
-                mailbox.deliver()
-            if last and not self._bells.get():
+            with self._lock:
+                job = self._jobs.popleft() if self._jobs else None
+                end = job is None and self._stopped
+                if job is not None:
+                    self._taken += 1
+                elif end:
+                    self._started -= 1
+                else:
+                    self._asleep += 1
+            if done is not None:  # told only now: the job that follows from it must find this thread free
+                done.tell_soon()
+            if end:
                 return
-
-    def _run_next(self) -> _Mailbox | None:
-        """Run the job that has waited longest; return where it was put."""
-        try:
-            job, mailbox = self._jobs.popleft()
-        except IndexError:
-            return None
-        job.run()
-        mailbox.put(job)
-        return mailbox
+            if job is None:
+                self._bells.get()
+            else:
+                job.run()
+            done = job

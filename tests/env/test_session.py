@@ -290,8 +290,10 @@ def test_nothing_a_model_writes_is_raised_out_of_the_session(content, calls):
             assert answered == [call.id for call in calls]
 
     logging.disable(logging.CRITICAL)
-    asyncio.run(run())
-    logging.disable(logging.NOTSET)
+    try:
+        asyncio.run(run())
+    finally:  # else all tests after a failure of this one would find nothing in the log
+        logging.disable(logging.NOTSET)
 
 
 async def test_a_step_after_the_end_is_refused():
