@@ -261,7 +261,11 @@ class Fleet:
         items = b",".join(step.model_dump_json().encode() for step in steps)
         fields = b'"call":"step_many","wait_s":%b,"steps":[%b]' % (to_json(wait_s), items)
         try:
-            member = await self._member_of(steps[0].session_id)
+            first = steps[0].session_id
+            member = await self._member_of(first)
+            others = {step.session_id for step in steps} - {first} if self.resume else ()
+            if any(self._place(other) != member.server_id for other in others):
+                return await self.step_many(steps, wait_s)  # while it was found, they went different ways
             try:
                 answer = await member.ask(fields)
                 if self.resume:

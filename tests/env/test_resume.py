@@ -216,6 +216,26 @@ async def test_steps_of_a_batch_go_on_wherever_their_sessions_go():
             assert texts == [r["messages"][0]["content"] for r in expected[seed][1:]]
 
 
+async def test_a_batch_whose_server_dies_before_it_is_sent_is_split_anew():
+    async with site() as fleet:
+        await fleet.serve(Walk)
+        sessions = [await fleet.client.open("walk", seed=seed) for seed in range(4)]
+        for _ in range(2):
+            await fleet.serve(Walk)
+        message = Message.assistant(None, WALK)
+        steps = [StepRequest(session_id=s.session_id, seq=1, message=message) for s in sessions]
+        await kill(fleet.servers[0])
+        playing = asyncio.create_task(fleet.fleet.step_many(steps, None))
+        (parts,) = fleet.fleet._parts(steps)
+        assert len(parts) == 4
+        losing = asyncio.create_task(die(fleet, fleet.servers[0]))
+        answers = [json.loads(answer) for answer in await playing]
+        await losing
+        assert [answer.get("seq") for answer in answers] == [1] * 4
+        whole = await fleet.fleet._play(steps, None)
+        assert [json.loads(answer) for answer in whole] == answers
+
+
 async def test_a_batch_under_way_is_played_again_elsewhere():
     async with site() as fleet:
         await fleet.serve(Walk)
