@@ -50,6 +50,7 @@ from agentrl_env.wire import (
 
 logger = logging.getLogger("agentrl_env")
 
+ASK_AGAIN = "the step is still under way; ask again with the same seq"
 _RESULTS = b'{"results":['
 
 
@@ -178,7 +179,7 @@ class Fleet:
             _, pending = await asyncio.wait(playing, timeout=late)
             for task in pending:
                 task.cancel()
-        waiting = StepPending("the step is still under way; ask again with the same seq")
+        waiting = StepPending(ASK_AGAIN)
         return [self._error(waiting) if result is None else result for result in results]
 
     async def info(self, session_id: str) -> bytes:
@@ -220,8 +221,8 @@ class Fleet:
         fields = request.model_dump_json().encode()[1:-1]
         answer = await self._pass_on("fork", session_id, b"," + fields)
         if self.resume:
-            for fork in ForkAnswer.model_validate_json(answer).sessions:
-                await self._keeper.written(fork.session_id)
+            forks = ForkAnswer.model_validate_json(answer).sessions
+            await self._keeper.written(*(fork.session_id for fork in forks))
         return answer
 
     async def close_session(self, session_id: str) -> None:
@@ -268,9 +269,8 @@ class Fleet:
                 return await self.step_many(steps, wait_s)  # while it was found, they went different ways
             try:
                 answer = await member.ask(fields)
-                if self.resume:
-                    for step in steps:
-                        await self._keeper.written(step.session_id)
+                if self.resume and not await self._written_soon(steps):
+                    return [self._error(StepPending(ASK_AGAIN))] * len(steps)
                 return _split(answer, len(steps))
             except SessionLost:
                 if not self.resume:
@@ -278,6 +278,13 @@ class Fleet:
             return await self.step_many(steps, wait_s)
         except WireError as error:
             return [self._error(error)] * len(steps)
+
+    async def _written_soon(self, steps: Sequence[StepRequest]) -> bool:
+        try:
+            await self._keeper.written(*(step.session_id for step in steps))
+        except StateUnavailable:
+            return False
+        return True
 
     async def _pass_on(self, call: str, session_id: str, more: bytes = b"") -> bytes:
         fields = b'"call":"%b","session_id":%b%b' % (call.encode(), to_json(session_id), more)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 
@@ -11,10 +10,11 @@ from agentrl_env.controller.state import FleetState
 from agentrl_env.errors import SessionLost, StateUnavailable
 from agentrl_env.wire import KeptHead
 
-logger = logging.getLogger("agentrl_env")
-
 ANSWERED_S = 5.0
 """How long the last answer of a session may be on its way after its server has told that it ended."""
+AGAIN_S = 0.25
+PATIENCE_S = 5.0
+"""How long a caller waits until what it is to be told of is written."""
 MOVED = "another server has gone on with the session"
 
 
@@ -22,8 +22,8 @@ class Keeper:
     """Writes where sessions stand to the shared state, for each session in the order it is told.
 
     Only the holder of a session may write, so that a server which was given up by mistake cannot go on
-    beside the one that has adopted its session. While the state is away, sessions go on; what could
-    not be written is written later.
+    beside the one that has adopted its session. While the state is away, no answer is handed on: what
+    a client was told of must never be undone.
 
     Args:
         state: what is shared with the other controllers.
@@ -35,7 +35,6 @@ class Keeper:
         self._disown = disown
         self._writing: dict[str, asyncio.Task[bool]] = {}
         self._ended: deque[tuple[float, str, str]] = deque()
-        self._late: dict[str, Callable[[], Awaitable[bool]]] = {}
 
     def keep(self, server_id: str, head: KeptHead, kept: bytes) -> None:
         """Take in where a session stands, or that it cannot be kept.
@@ -55,49 +54,55 @@ class Keeper:
         then = asyncio.get_running_loop().time() + ANSWERED_S
         self._ended.extend((then, session_id, server_id) for session_id in session_ids)
 
-    async def written(self, session_id: str) -> None:
-        """Return once what was told of a session is written. Raises SessionLost where it has moved on."""
-        writing = self._writing.get(session_id)
-        if writing is not None and not await asyncio.shield(writing):
-            if self._writing.get(session_id) is writing:
-                del self._writing[session_id]
-            raise SessionLost(MOVED)
+    async def written(self, *session_ids: str) -> None:
+        """Return once what was told of sessions is written.
 
-    def catch_up(self) -> None:
-        """Write what could not be written before, and forget what has ended."""
+        Raises SessionLost where one has moved on, StateUnavailable where it takes too long; whoever asks
+        again then waits again.
+        """
+        writing = {name: self._writing[name] for name in session_ids if name in self._writing}
+        if not writing:
+            return
+        _, late = await asyncio.wait(writing.values(), timeout=PATIENCE_S)
+        if late:
+            raise StateUnavailable(
+                "it could not be kept yet where a session stands; ask again", retry_after=1
+            )
+        for session_id, task in writing.items():
+            if not task.result():
+                if self._writing.get(session_id) is task:
+                    del self._writing[session_id]
+                raise SessionLost(MOVED)
+
+    def forget_ended(self) -> None:
+        """Forget what has ended."""
         now = asyncio.get_running_loop().time()
         while self._ended and self._ended[0][0] <= now:
             _, session_id, server_id = self._ended.popleft()
             self._forget(server_id, session_id)
-        late, self._late = self._late, {}
-        for session_id, work in late.items():
-            self._write(session_id, work)
 
     async def aclose(self) -> None:
         """Return once all is written that can be."""
         for _, session_id, server_id in self._ended:
             self._forget(server_id, session_id)
         if self._writing:
-            await asyncio.wait(self._writing.values())
+            _, late = await asyncio.wait(self._writing.values(), timeout=PATIENCE_S)
+            for task in late:
+                task.cancel()
 
     def _write(self, session_id: str, work: Callable[[], Awaitable[bool]]) -> None:
-        self._late.pop(session_id, None)
-        writing = asyncio.create_task(self._run(session_id, self._writing.get(session_id), work))
+        writing = asyncio.create_task(self._run(self._writing.get(session_id), work))
         self._writing[session_id] = writing
         writing.add_done_callback(lambda _: self._end(session_id, writing))
 
-    async def _run(
-        self, session_id: str, before: asyncio.Task[bool] | None, work: Callable[[], Awaitable[bool]]
-    ) -> bool:
+    async def _run(self, before: asyncio.Task[bool] | None, work: Callable[[], Awaitable[bool]]) -> bool:
         if before is not None:
             await asyncio.wait((before,))
-        try:
-            return await work()
-        except StateUnavailable as error:
-            if self._writing.get(session_id) is asyncio.current_task():
-                self._late[session_id] = work
-            logger.warning("it could not be kept where a session stands; trying on: %s", error)
-            return True
+        while True:
+            try:
+                return await work()
+            except StateUnavailable:
+                await asyncio.sleep(AGAIN_S)
 
     def _end(self, session_id: str, writing: asyncio.Task[bool]) -> None:
         """Forget a write that is done; one that was refused is of interest to who waits for the answer."""

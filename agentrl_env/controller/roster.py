@@ -255,7 +255,7 @@ class Roster:
                 await self.look()
                 await self._meet_controllers()
                 if self.keeper is not None:
-                    self.keeper.catch_up()
+                    self.keeper.forget_ended()
             except StateUnavailable as error:
                 logger.warning("%s", error)
 

@@ -24,14 +24,14 @@ from agentrl_env.controller import keeper
 from agentrl_env.controller.fleet import Fleet
 from agentrl_env.controller.redis import RedisState
 from agentrl_env.controller.serve import Controller
-from agentrl_env.errors import InvalidRequest, ServeError, SessionEnded, SessionLost
+from agentrl_env.errors import InvalidRequest, ServeError, SessionEnded, SessionLost, StateUnavailable
 from agentrl_env.server import keeping
 from agentrl_env.server.pool import SessionPool
 from agentrl_env.server.serve import NOWHERE, EnvServer
 from agentrl_env.server.targets import load_target
 from agentrl_env.standing import standing_of
 from agentrl_env.types import SessionStatus
-from agentrl_env.wire import OpenRequest, StepRequest
+from agentrl_env.wire import OpenRequest, StepBody, StepRequest
 from tests.env.redis_server import RedisServer
 from tests.env.tasks import Clock, Quick, until
 from tests.env.test_controller import Site, kill
@@ -754,17 +754,36 @@ async def test_what_a_server_does_after_it_was_given_up_counts_for_nothing(redis
         assert plain(await session.step(WALK)) in await undisturbed(8, 3)
 
 
-async def test_what_is_not_kept_while_redis_is_away_is_kept_later(redis):
+async def test_no_answer_is_handed_on_before_it_is_kept_however_long_redis_is_away(redis):
     async with Pair(redis, 2) as pair:
         session = await pair.clients[0].open("walk", seed=9)
         redis.kill()
-        await session.step(WALK)
+        stepping = asyncio.create_task(session.step(WALK))
+        server = pair.server_of(session).pool
+        await until(lambda: server.session(session.session_id).turn == 1)
+        await until(lambda: pair.fleets[0]._keeper._writing)
+        assert not stepping.done()
         redis.start()
-        await until(lambda: not pair.fleets[0]._keeper._late and not pair.fleets[0]._keeper._writing)
+        assert [plain(await stepping)] == (await undisturbed(9, 1))[:1]
         dead = pair.server_of(session)
         await kill(dead)
         await pair.fleets[0].roster.lose(dead.pool.server_id, "the test says so")
         assert [plain(await session.step(WALK))] == (await undisturbed(9, 2))[1:]
+
+
+async def test_a_caller_is_told_to_ask_again_where_keeping_takes_too_long(redis, monkeypatch):
+    monkeypatch.setattr(keeper, "PATIENCE_S", 0.05)
+    async with Pair(redis, 2) as pair:
+        session = await pair.clients[0].open("walk", seed=9)
+        redis.kill()
+        body = StepBody(seq=1, message=Message.assistant(None, WALK))
+        with pytest.raises(StateUnavailable, match="ask again"):
+            await pair.fleets[0].step(session.session_id, body)
+        step = StepRequest(session_id=session.session_id, seq=1, message=body.message)
+        (pending,) = await pair.fleets[0].step_many([step], None)
+        assert b"step_pending" in pending
+        redis.start()
+        assert [plain(await session.step(WALK))] == (await undisturbed(9, 1))[:1]
 
 
 @contextlib.contextmanager
