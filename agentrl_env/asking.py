@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from agentrl_env.errors import EnvironmentFailed, NotSupported
-from agentrl_env.runner import AUTHOR_ERRORS, Runner
+from agentrl_env.runner import Runner, settled
+from agentrl_env.threads import AUTHOR_ERRORS
 from agentrl_env.tools import as_move, describe
 from agentrl_env.types import Message, TaskSample
 
 if TYPE_CHECKING:
     from agentrl_env.environment import Environment
+
+SETTLE_S = 10.0
+"""How long author code that outlived its deadline is waited for before `close()`."""
 
 
 def reset(environment: Environment, sample: TaskSample) -> Any:
@@ -44,3 +49,15 @@ async def snapshots(environment: Environment, times: int, runner: Runner) -> lis
 def can_fork(environment: type[Environment]) -> bool:
     """Return whether sessions of a task can be forked: it has both ``snapshot`` and ``restore``."""
     return environment.overrides("snapshot") and environment.overrides("restore")
+
+
+async def release(environment: Environment | None, step: asyncio.Future[Any] | None, runner: Runner) -> None:
+    """Cancel a step under way, then close the environment. Raises whatever its ``close`` does."""
+    if step is not None and not step.done():
+        step.cancel()
+        runner.give_up()
+        await settled(step)
+    # Author code that outlived its deadline may still use what close() releases.
+    await runner.settle(SETTLE_S)
+    if environment is not None and environment.overrides("close"):
+        await runner.call(environment.close, environment.reset_timeout)

@@ -9,11 +9,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from agentrl_env.threads import AuthorTimeout, Job, Outcome, Threads
+from agentrl_env.threads import AUTHOR_ERRORS, AuthorTimeout, Job, Outcome, Threads
 
 T = TypeVar("T")
-AUTHOR_ERRORS = (Exception, SystemExit)
-"""What authors' code may raise without harm to the process it runs in."""
 
 
 class FairSlots:
@@ -154,8 +152,6 @@ class Runner:
     ) -> Any:
         """Return or raise the outcome of a call that ``start`` began, as ``call`` would have."""
         value, error = outcome
-        if isinstance(error, AuthorTimeout):
-            raise AuthorTimeout(f"{function.__name__}(): {error}")
         if error is not None:
             raise error
         if inspect.isawaitable(value):

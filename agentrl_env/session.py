@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agentrl_env.asking import can_fork, expert_move, reset, snapshots
+from agentrl_env.asking import can_fork, expert_move, release, reset, snapshots
 from agentrl_env.errors import (
     EnvironmentFailed,
     InvalidRequest,
@@ -21,13 +20,14 @@ from agentrl_env.errors import (
     SessionExpired,
 )
 from agentrl_env.history import History, message_json
-from agentrl_env.runner import AUTHOR_ERRORS, Runner, follow, run_through, settled
-from agentrl_env.threads import AuthorTimeout, Outcome, Threads
+from agentrl_env.observer import UNOBSERVED, Observer, log_failure
+from agentrl_env.runner import Runner, follow, run_through, settled
+from agentrl_env.threads import AUTHOR_ERRORS, AuthorTimeout, Outcome, Threads, attempt
 from agentrl_env.tools import (
-    UNOBSERVED,
     Call,
-    Observer,
+    Done,
     TimeOver,
+    Tool,
     Turn,
     as_messages,
     describe,
@@ -41,10 +41,6 @@ if TYPE_CHECKING:
     from agentrl_env.environment import Environment
 
 T = TypeVar("T")
-logger = logging.getLogger("agentrl_env")
-
-SETTLE_S = 10.0
-"""How long author code that outlived its deadline is waited for before `close()`."""
 
 
 class Session:
@@ -88,7 +84,8 @@ class Session:
         self._closing: asyncio.Task[None] | None = None
         self.inline = not environment.blocking and self._tools.all_sync
         """Whether a step never suspends: it then needs no task, and no other can interleave."""
-        self._plain = environment.blocking and self._tools.all_sync and environment.max_seconds is None
+        self._plain = self._tools.all_sync and environment.max_seconds is None
+        """Whether a step may be no more than one call of a plain method."""
         self._scored = environment.overrides("score")
 
     def info(self) -> SessionInfo:
@@ -161,13 +158,13 @@ class Session:
         if self._task is not None:
             return None
         self.refuse_ended()
-        said, begin = message_json(message), self._clock()
-        if self.inline:
-            return run_through(self._observer.step(self, self._play(message, said, begin, self._call)))
-        step = self._begin_on_thread(message, said, begin)
-        return step or self._begin_task(
-            self._observer.step(self, self._play(message, said, begin, self._call))
-        )
+        turn = Turn(message, message_json(message), self._clock())
+        found = find_call(self._tools, message) if self._plain and not self._observer.traces() else None
+        if found is not None:
+            call = partial(getattr(self._alive(), found[0].attribute), **found[1])
+            return (self._call_here if self.inline else self._call_on_thread)(turn, found[0], call)
+        played = self._observer.step(self, self._play(turn, self._call))
+        return run_through(played) if self.inline else self._begin_task(played)
 
     def finished(self, step: asyncio.Future[T]) -> T:
         """Return the answer of a step that has ended. Raises what ``step`` does."""
@@ -229,29 +226,31 @@ class Session:
         await settled(task)
         return self.finished(task)
 
-    def _begin_on_thread(self, message: Message, said: bytes, begin: float) -> asyncio.Future[bytes] | None:
-        """Begin a step that is one call of a plain tool, as most are; None where it is anything else."""
-        found = find_call(self._tools, message) if self._plain and not self._observer.traces() else None
-        if found is None:
-            return None
-        tool, arguments = found
+    def _call_here(self, turn: Turn, tool: Tool, call: Callable[[], Any]) -> bytes:
+        """Play a message that is one call of a plain tool, as most are."""
+        outcome = attempt(call)
+        known = partial(self._runner.known, outcome)
+        return self._take(turn, tool, outcome) or run_through(self._play(turn, known))
+
+    def _call_on_thread(self, turn: Turn, tool: Tool, call: Callable[[], Any]) -> asyncio.Future[bytes]:
+        """Begin to play a message that is one call of a plain tool."""
         step: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
         def play(outcome: Outcome) -> None:  # only now, so that no coroutine has to wait
             if step.done():  # the session was closed
                 return
-            self._observer.tool_ran(self, tool.name, self._clock() - begin)
-            turn = self._play(message, said, begin, partial(self._runner.known, outcome))
-            if self._scored or inspect.isawaitable(outcome[0]):
-                follow(asyncio.ensure_future(turn), step, self._end_task)
-            else:
-                answer = run_through(turn)
+            if isinstance(outcome[1], AuthorTimeout):
+                outcome = (None, AuthorTimeout(f"{tool.attribute}(): {outcome[1]}"))
+            answer = None if inspect.isawaitable(outcome[0]) else self._take(turn, tool, outcome)
+            if answer is not None:
                 self._task = None
                 step.set_result(answer)
+                return
+            played = self._play(turn, partial(self._runner.known, outcome))
+            follow(asyncio.ensure_future(played), step, self._end_task)
 
-        function = partial(getattr(self._alive(), tool.attribute), **arguments)
         seconds = self._class.tool_timeout if tool.timeout is None else tool.timeout
-        self._runner.start(function, seconds, play)
+        self._runner.start(call, seconds, play)
         self._task = step
         return step
 
@@ -276,40 +275,56 @@ class Session:
         if self.status.final:
             raise SessionEnded(f"the session has ended ({self.status}); open a new one", status=self.status)
 
-    async def _play(self, message: Message, said: bytes, begin: float, call: Call) -> bytes:
-        """Run one turn to its StepResult; author errors become its status."""
-        turn = Turn()
-        info: dict[str, Any] = {}
+    def _take(self, turn: Turn, tool: Tool, outcome: Outcome) -> bytes | None:
+        """Return the answer to a message's only call; None where author code has to score it first."""
+        self._observer.tool_ran(self, tool.name, self._clock() - turn.begin)
+        value, wrong = outcome
+        if self._scored and (isinstance(value, Done) or self.turn + 1 >= self._class.max_turns):
+            return None
         try:
-            status = await self._answer(message, turn, call)
+            turn.take(tool, value, wrong)
+            status = self._standing(turn)
             if status is not SessionStatus.RUNNING:
-                scores: object = {}
-                if self._scored:
-                    scores = await self._runner.call(self._alive().score, self._class.tool_timeout)
+                turn.score({}, self.total)
+        except AUTHOR_ERRORS as error:
+            log_failure(self, f"step {self.turn + 1}", error)
+            turn.fail(error)
+            status = SessionStatus.FAILED_ENVIRONMENT
+        return self._end_turn(turn, status)
+
+    async def _play(self, turn: Turn, call: Call) -> bytes:
+        """Run one turn to its StepResult; author errors become its status."""
+        try:
+            try:
+                await turn.play(self._alive(), call)
+                status = self._standing(turn)
+            except TimeOver:
+                status = SessionStatus.TRUNCATED_TIME
+            if status is not SessionStatus.RUNNING:
+                scores = await self._runner.call(self._alive().score, self._class.tool_timeout)
                 turn.score(scores, self.total)
         except AUTHOR_ERRORS as error:
-            self._log(f"step {self.turn + 1}", error)
+            log_failure(self, f"step {self.turn + 1}", error)
+            turn.fail(error)
             status = SessionStatus.FAILED_ENVIRONMENT
-            info = {"error": {"type": type(error).__name__, "message": describe(error)}}
-            turn.reward = 0.0
-        result = turn.result(self.session_id, self.turn + 1, status, info)
-        answer = self.turns.add(said, result)
-        self._advance(result)
-        self._observer.stepped(self, message, result, self._clock() - begin)
-        return answer
+        return self._end_turn(turn, status)
 
-    async def _answer(self, message: Message, turn: Turn, call: Call) -> SessionStatus:
-        """Play the message and say how the session stands after it."""
-        try:
-            await turn.play(self._alive(), message, call)
-            if turn.done:
-                return SessionStatus.COMPLETED
-            if self.turn + 1 >= self._class.max_turns:
-                return SessionStatus.TRUNCATED_TURNS
-            self._time_left()
-        except TimeOver:
-            return SessionStatus.TRUNCATED_TIME
+    def _standing(self, turn: Turn) -> SessionStatus:
+        """Return how the session stands after a turn. Raises TimeOver."""
+        if turn.done:
+            return SessionStatus.COMPLETED
+        if self.turn + 1 >= self._class.max_turns:
+            return SessionStatus.TRUNCATED_TURNS
+        self._time_left()
         return SessionStatus.RUNNING
+
+    def _end_turn(self, turn: Turn, status: SessionStatus) -> bytes:
+        """Make what a turn has brought the answer of its step, and return it as JSON."""
+        result = turn.result(self.session_id, self.turn + 1, status)
+        answer = self.turns.add(turn.said, result)
+        self._advance(result)
+        self._observer.stepped(self, turn.message, result, self._clock() - turn.begin)
+        return answer
 
     def _advance(self, result: StepResult) -> None:
         self.turn = result.seq
@@ -325,8 +340,7 @@ class Session:
         self, function: Callable[..., Any], timeout: float | None, /, *args: Any, **kw: Any
     ) -> Any:
         """Call author code within its own deadline and the session's."""
-        left = self._time_left()
-        own = self._class.tool_timeout if timeout is None else timeout
+        left, own = self._time_left(), self._class.tool_timeout if timeout is None else timeout
         with self._observer.tool(self, tool_name(function)):
             if self.inline:
                 return function(*args, **kw)
@@ -361,29 +375,15 @@ class Session:
 
     async def _release(self, step: asyncio.Future[Any] | None) -> None:
         """Cancel a step under way, then close the environment exactly once."""
-        if step is not None and not step.done():
-            step.cancel()
-            self._runner.give_up()
-            await settled(step)
-        # Author code that outlived its deadline may still use what close() releases.
-        await self._runner.settle(SETTLE_S)
-        if self._environment is None or not self._class.overrides("close"):
-            return
         try:
-            await self._runner.call(self._environment.close, self._class.reset_timeout)
+            await release(self._environment, step, self._runner)
         except AUTHOR_ERRORS as error:
-            self._log("close", error)
+            log_failure(self, "close", error)
         self._environment = None
 
     def _broken(self, what: str, error: BaseException) -> EnvironmentFailed:
-        self._log(what, error)
+        log_failure(self, what, error)
         return EnvironmentFailed(f"{what} of task {self.sample.task!r} failed: {describe(error)}")
-
-    def _log(self, what: str, error: BaseException) -> None:
-        """Tell of author code that raised."""
-        facts = {"session_id": self.session_id, "task": self.sample.task}
-        words = f"{what} of task {self.sample.task} failed in session {self.session_id}"
-        logger.warning(words, exc_info=error, extra={"facts": facts})
 
     def _alive(self) -> Environment:
         if self._environment is None:

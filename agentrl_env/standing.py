@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl_env.errors import EnvironmentFailed
 from agentrl_env.history import History
-from agentrl_env.runner import AUTHOR_ERRORS, Runner
+from agentrl_env.runner import Runner
+from agentrl_env.threads import AUTHOR_ERRORS
 from agentrl_env.tools import describe
 from agentrl_env.wire import Standing
 

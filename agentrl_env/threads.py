@@ -32,6 +32,18 @@ Outcome = tuple[Any, BaseException | None]
 """What a call has returned, or raised."""
 
 
+AUTHOR_ERRORS = (Exception, SystemExit)
+"""What authors' code may raise without harm to the process it runs in."""
+
+
+def attempt(function: Callable[[], Any]) -> Outcome:
+    """Return what a call of author code has returned, or which of AUTHOR_ERRORS it has raised."""
+    try:
+        return function(), None
+    except AUTHOR_ERRORS as error:
+        return None, error
+
+
 class Job:
     """A call on a thread. Its deadline runs anew from when a thread takes it."""
 
@@ -72,9 +84,9 @@ class Job:
         if self._tell is not None:
             self._began = time.monotonic()
             try:
-                self._outcome = (self._function(), None)
-            except BaseException as error:
-                self._outcome = (None, error)
+                self._outcome = attempt(self._function)
+            except BaseException as error:  # of a kind that would end more than this call
+                self._outcome = (None, RuntimeError(f"{type(error).__name__} was raised"))
 
     def tell_soon(self) -> None:
         """Have the event loop told that it has run; from any thread."""

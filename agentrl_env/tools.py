@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 from pydantic_core import PydanticSerializationError
@@ -19,13 +18,11 @@ from agentrl_env.types import TRUNCATED, FunctionSpec, Message, SessionStatus, S
 
 if TYPE_CHECKING:
     from agentrl_env.environment import Environment
-    from agentrl_env.session import Session
 
 SUCCESS_REWARD = 1.0 - 1e-9
 """An episode whose rewards sum to this is a success, unless ``score()`` says otherwise."""
 
 F = TypeVar("F", bound=Callable[..., Any])
-T = TypeVar("T")
 Content = str | Message | list[Message]
 Call = Callable[..., Awaitable[Any]]
 """Runs author code: ``await call(function, timeout_or_None, *args, **kwargs)``."""
@@ -156,64 +153,35 @@ def find_call(tools: Toolset, message: Message) -> tuple[Tool, dict[str, Any]] |
         return None
 
 
-class Observer(Protocol):
-    """Is told what happens in sessions, to count, log and trace it."""
-
-    def tool(self, session: Session, name: str) -> AbstractContextManager[object]:
-        """Return what is entered while a tool, or ``respond``, runs."""
-
-    def step(self, session: Session, turn: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
-        """Return what is awaited in the place of a turn."""
-
-    def traces(self) -> bool:
-        """Return whether ``tool`` has to be entered, for what runs in a tool to be part of its trace."""
-
-    def tool_ran(self, session: Session, name: str, seconds: float) -> None:
-        """Take note of a tool for which ``tool`` was not entered."""
-
-    def stepped(self, session: Session, message: Message, result: StepResult, seconds: float) -> None:
-        """Take note of a step."""
-
-
-class _Unobserved:
-    def tool(self, session: Session, name: str) -> AbstractContextManager[object]:
-        return _NOTHING
-
-    def step(self, session: Session, turn: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
-        return turn
-
-    def traces(self) -> bool:
-        return False
-
-    def tool_ran(self, session: Session, name: str, seconds: float) -> None:
-        return
-
-    def stepped(self, session: Session, message: Message, result: StepResult, seconds: float) -> None:
-        return
-
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
-UNOBSERVED: Observer = _Unobserved()
-
-
 class TimeOver(Exception):
     """The session's ``max_seconds`` are over."""
 
 
 class Turn:
-    """One assistant message being answered: what it has brought so far."""
+    """One assistant message being answered: what it has brought so far.
 
-    def __init__(self) -> None:
+    Args:
+        message: the assistant's.
+        said: the same as JSON.
+        begin: when it came, by the session's clock.
+    """
+
+    def __init__(self, message: Message, said: bytes, begin: float) -> None:
+        self.message = message
+        self.said = said
+        self.begin = begin
         self.messages: list[Message] = []
         self.reward = 0.0
         self.metrics: dict[str, float] = {"invalid_calls": 0.0}
         self.done = False
+        self.info: dict[str, Any] = {}
 
-    async def play(self, environment: Environment, message: Message, call: Call) -> None:
+    async def play(self, environment: Environment, call: Call) -> None:
         """Run the message's tool calls in order, or ``respond`` where it has none.
 
         Raises TimeOver, and whatever else author code raises but ToolError.
         """
+        message = self.message
         if not message.tool_calls:
             try:
                 value = await call(environment.respond, None, _text(message))
@@ -231,6 +199,16 @@ class Turn:
                 self._skip(message.tool_calls[position + 1 :], "the task has ended")
                 return
 
+    def take(self, tool: Tool, value: object, error: BaseException | None) -> None:
+        """Do what ``play`` does for a message's only call, once the tool has returned or raised."""
+        (request,) = self.message.tool_calls or ()
+        if error is None:
+            self.messages += tool_messages(self._take(value), request.id, tool.name)
+        elif isinstance(error, ToolError):
+            self.messages.append(_answer(request, clean(str(error))))
+        else:
+            raise error
+
     def score(self, scores: object, episode_return: float) -> None:
         """Add the episode's named metrics, and ``success``.
 
@@ -244,7 +222,12 @@ class Turn:
         earned = episode_return + self.reward >= SUCCESS_REWARD
         self.metrics["success"] = float(self.metrics.get("success", float(earned)) >= 0.5)
 
-    def result(self, session_id: str, seq: int, status: SessionStatus, info: dict[str, Any]) -> StepResult:
+    def fail(self, error: BaseException) -> None:
+        """Take what the author's code has raised; the reward means nothing then."""
+        self.reward = 0.0
+        self.info = {"error": {"type": type(error).__name__, "message": describe(error)}}
+
+    def result(self, session_id: str, seq: int, status: SessionStatus) -> StepResult:
         """Return what the turn has brought as the answer to step ``seq``."""
         return _RESULT(
             {
@@ -256,7 +239,7 @@ class Turn:
                 "truncated": status in TRUNCATED,
                 "status": status,
                 "metrics": self.metrics,
-                "info": info,
+                "info": self.info,
             }
         )
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from agentrl_env.asking import can_fork
 from agentrl_env.dataset import Dataset
 from agentrl_env.errors import DefinitionError, EnvironmentFailed, UnknownTask, WireError
-from agentrl_env.runner import AUTHOR_ERRORS, Runner
-from agentrl_env.threads import Threads
+from agentrl_env.runner import Runner
+from agentrl_env.threads import AUTHOR_ERRORS, Threads
 from agentrl_env.tools import describe, toolset
 from agentrl_env.types import TaskInfo, TaskSample
 from agentrl_env.wire import OpenRequest

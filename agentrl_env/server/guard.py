@@ -11,7 +11,6 @@ from agentrl_env.errors import Forbidden, InvalidRequest
 from agentrl_env.server.callers import agent_token, caller
 from agentrl_env.server.limits import Limits
 from agentrl_env.server.service import Service
-from agentrl_env.types import Message
 from agentrl_env.wire import (
     ForkRequest,
     OpenRequest,
@@ -145,19 +144,14 @@ class GuardedService:
     def _refused(self, steps: Sequence[StepRequest]) -> dict[int, bytes]:
         """Return the errors of the steps that are over a limit, by position."""
         refused: dict[int, bytes] = {}
+        check = self._limits.check_message
         for position, step in enumerate(steps):
-            error = self._wrong(step.message)
-            if error is not None:
+            try:
+                check(step.message)
+            except InvalidRequest as error:
                 self.metrics.errors[error.type] += 1
                 refused[position] = to_json(error.wire())
         return refused
-
-    def _wrong(self, message: Message) -> InvalidRequest | None:
-        try:
-            self._limits.check_message(message)
-        except InvalidRequest as error:
-            return error
-        return None
 
     def _with_token(self, info: dict[str, Any]) -> dict[str, Any]:
         return {**info, "agent_token": agent_token(self._token or "", info["session_id"])}

@@ -73,14 +73,15 @@ class Stepper:
         except WireError as error:
             batch.answers[position] = error
             return
-        self._table.enter(step.session_id, entry)
         if isinstance(begun, bytes):
             batch.answers[position] = begun
-            self.leave(step.session_id, entry)
+            self._table.touch(step.session_id, entry)
+            if entry.session.status.final:
+                self._retire(step.session_id)
         elif begun is None:  # another step of the session is under way
-            self.leave(step.session_id, entry)
             batch.add(asyncio.create_task(self._step_group(batch, [position])))
         else:
+            self._table.enter(step.session_id, entry)
             batch.add(begun, partial(self._end, batch, position, entry))
 
     def _end(self, batch: _Batch, position: int, entry: Entry, step: asyncio.Future[bytes]) -> None:

@@ -60,7 +60,8 @@ class SessionTable:
         self._clock = clock
         self._kept_sessions = kept_sessions
         self._kept_s = kept_s
-        self._idle: OrderedDict[str, float] = OrderedDict()
+        self._idle: dict[str, float] = {}
+        """Since when; those without a call for longest come first."""
         self._ended: OrderedDict[str, tuple[Entry, float]] = OrderedDict()
         self._requests: dict[str, str] = {}
         self._watchers: list[SessionWatcher] = []
@@ -120,6 +121,11 @@ class SessionTable:
         """Let the lease begin anew after the last call under way."""
         entry.users -= 1
         if entry.users == 0 and session_id in self.live:
+            self._idle[session_id] = self._clock()
+
+    def touch(self, session_id: str, entry: Entry) -> None:
+        """Let the lease begin anew after a call that was over at once."""
+        if entry.users == 0 and self._idle.pop(session_id, None) is not None:
             self._idle[session_id] = self._clock()
 
     def idle_for(self, seconds: float) -> list[str]:

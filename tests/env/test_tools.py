@@ -305,8 +305,8 @@ async def call(function, timeout, /, *args, **kw):
 async def play(*calls, text=None, call=call):
     environment = Quick()
     environment.notes, environment.draws = [], [5]
-    turn = Turn()
-    await turn.play(environment, Message.assistant(text, *calls), call)
+    turn = Turn(Message.assistant(text, *calls), b"", 0.0)
+    await turn.play(environment, call)
     return turn
 
 
@@ -367,7 +367,7 @@ async def test_a_reward_must_be_a_finite_number(value):
 
 def test_success_is_a_return_of_one_unless_the_score_says_otherwise():
     def success(scores, before, reward):
-        turn = Turn()
+        turn = Turn(Message.assistant(), b"", 0.0)
         turn.reward = reward
         turn.score(scores, before)
         return turn.metrics["success"]
@@ -382,9 +382,9 @@ def test_success_is_a_return_of_one_unless_the_score_says_otherwise():
 
 def test_a_score_that_is_no_dict_of_numbers_is_refused():
     with pytest.raises(DefinitionError, match="return a dict"):
-        Turn().score(3, 0.0)
+        Turn(Message.assistant(), b"", 0.0).score(3, 0.0)
     with pytest.raises(DefinitionError, match="finite number"):
-        Turn().score({"a": "b"}, 0.0)
+        Turn(Message.assistant(), b"", 0.0).score({"a": "b"}, 0.0)
 
 
 def test_done_is_a_reply_that_ends():
