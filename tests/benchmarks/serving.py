@@ -4,14 +4,18 @@ Server and client share the machine; each server is one process, of one worker. 
 number of steps, in rounds whose order alternates. Ours is driven in three ways: by ``EnvClient``, a
 coroutine a session, which picks what carries its calls or is told to take its WebSocket alone; and by the
 batch call, one request stepping all sessions. OpenEnv is driven over its WebSocket, one a session, raw;
-AgentRL's worker by a plain loop a session, raw HTTP. Authors' code runs in the same way here and in
-OpenEnv: as plain methods, which both run on threads, and on the event loop (``blocking = False`` here,
-``step_async`` there). A task of AgentRL's is a coroutine, always on the event loop.
+AgentRL's worker by a plain loop a session, raw HTTP.
 
-There are two ceilings, both FastAPI endpoints that are sent the batch call's bytes and answer with its
-bytes: *bytes* looks at none of them, *FastAPI* parses the request to models and makes the answer from
-models; neither plays anything. The processor time that a step takes, of the server and of the client, is
-told as well: unlike the steps a second it hardly depends on what else the machine does.
+Authors' code runs in one of two ways. *Plain* methods run on threads: the default here and in OpenEnv,
+which keeps a thread for each session. *Inline* code runs on the event loop: ``blocking = False`` here,
+``step_async`` in OpenEnv. A task of AgentRL's is a coroutine, always on the event loop. Whoever compares
+like with like takes plain beside plain and inline beside inline.
+
+There are two ceilings, both FastAPI endpoints that are sent the inline batch call's bytes and answer with
+its bytes: *JSON* reads the request with ``request.json()`` and answers prepared bytes, *FastAPI* parses
+the request to models and makes the answer from models; neither plays anything. The processor time that a
+step takes, of the server and of the client, is told as well: unlike the steps a second it hardly depends
+on what else the machine does.
 """
 
 from __future__ import annotations
@@ -42,10 +46,12 @@ STEPS, QUICK_STEPS = 8192, 4096
 SECONDS, QUICK_SECONDS = 480.0, 120.0
 """For all rounds together. There is at least one of each size."""
 MAX_ROUNDS = 6
-CEILINGS = {"bytes": "/v1/step", "FastAPI": "/parsed"}
-MODES = {"echo": "as plain methods, on threads", "echo_inline": "on the event loop"}
-PACE = ("steps/s", "p50 ms", "p99 ms", "× OpenEnv", "× agentrl")
-SHARES = ("of bytes", "of FastAPI", "server µs", "client µs")
+CEILINGS = {"JSON": "/v1/step", "FastAPI": "/parsed"}
+OWN = {"echo": "plain", "echo_inline": "inline"}
+OPENENV = {"openenv": "OpenEnv, plain", "openenv-inline": "OpenEnv, inline"}
+PEERS = {"× OpenEnv plain": "OpenEnv, plain", "× inline": "OpenEnv, inline", "× agentrl": AgentRLWorker.name}
+PACE = ("steps/s", "p50 ms", "p99 ms", *PEERS)
+SHARES = ("of JSON", "of FastAPI", "server µs", "client µs")
 
 
 @dataclass(slots=True)
@@ -77,7 +83,7 @@ class Tally:
     def cells(self, tallies: Mapping[str, Tally]) -> list[str]:
         """Return the table's cells, beside what the others have done."""
         p50, p99 = (f"{1000 * q:.3g}" for q in np.quantile(self.steps, (0.5, 0.99)))
-        peers = [f"{self.rate / tallies[name].rate:.2f}" for name in (OpenEnv.name, AgentRLWorker.name)]
+        peers = [f"{self.rate / tallies[name].rate:.2f}" for name in PEERS.values()]
         shares = [f"{self.rate / tallies[name].rate:.0%}" for name in CEILINGS]
         used = [f"{1e6 * seconds / len(self.steps):.1f}" for seconds in (self.server, self.client)]
         return [f"{self.rate:,.0f}", p50, p99, *peers, *shares, *used]
@@ -142,42 +148,42 @@ def run(*, quick: bool) -> None:
             raise SystemExit(f"this needs {module}: run `make bench`, or `pip install -e '.[bench]'`")
     allow_many_sockets()
     sizes = QUICK_SESSIONS if quick else SESSIONS
-    console = Console(width=140)
+    console = Console(width=150)
     with ExitStack() as stack:
         peers = {name: stack.enter_context(PeerProcess(name)) for name in APPS}
         targets = (f"{TASK}:Echo", f"{TASK}:EchoInline")
-        own = stack.enter_context(ServerProcess(*targets, max_sessions=4 * max(sizes)))
-        for task, mode in MODES.items():
-            shown = table(f"authors' code runs {mode}")
-            for sessions, seconds in divide(sizes, (QUICK_SECONDS if quick else SECONDS) / 2).items():
-                players = line_up(own, peers, task)
-                steps = QUICK_STEPS if quick else STEPS
-                tallies = asyncio.run(measure(players, sessions=sessions, steps=steps, seconds=seconds))
-                named = {player.name: tally for player, tally in zip(players, tallies, strict=True)}
-                for name, tally in named.items():
-                    shown.add_row(str(sessions), name, *tally.cells(named))
-                shown.add_section()
-            console.print(shown)
+        own = stack.enter_context(ServerProcess(*targets, max_sessions=8 * max(sizes)))
+        shown = table("steps a second")
+        for sessions, seconds in divide(sizes, QUICK_SECONDS if quick else SECONDS).items():
+            players = line_up(own, peers)
+            steps = QUICK_STEPS if quick else STEPS
+            tallies = asyncio.run(measure(players, sessions=sessions, steps=steps, seconds=seconds))
+            named = {player.name: tally for player, tally in zip(players, tallies, strict=True)}
+            for name, tally in named.items():
+                shown.add_row(str(sessions), name, *tally.cells(named))
+            shown.add_section()
+        console.print(shown)
     load = ", ".join(f"{load:.1f}" for load in os.getloadavg())
     console.print(
         f"all on uvicorn {uvicorn.__version__}, {loop_and_parser()}; load average at the end {load}"
     )
 
 
-def line_up(own: ServerProcess, peers: Mapping[str, PeerProcess], task: str) -> list[Player]:
+def line_up(own: ServerProcess, peers: Mapping[str, PeerProcess]) -> list[Player]:
     """Return the players in the table's order."""
     assert own.pid is not None
-    batch = Batch(own.url, own.pid, task=task)
-    openenv, agentrl, bare = (
-        peers["openenv" if task == "echo" else "openenv-inline"],
-        peers["agentrl"],
-        peers["bare"],
-    )
+    players: list[Player] = []
+    for task, mode in OWN.items():
+        batch = Batch(own.url, own.pid, task=task, mode=mode)
+        players += [
+            Client(own.url, own.pid, task=task, mode=mode),
+            Client(own.url.replace("http", "ws", 1), own.pid, task=task, mode=mode),
+            batch,
+        ]
+    agentrl, bare = peers["agentrl"], peers["bare"]
     return [
-        Client(own.url, own.pid, task=task),
-        Client(own.url.replace("http", "ws", 1), own.pid, task=task),
-        batch,
-        OpenEnv(openenv.url(), openenv.pid),
+        *players,
+        *(OpenEnv(peers[app].url(), peers[app].pid, name=name) for app, name in OPENENV.items()),
         AgentRLWorker(agentrl.url(), agentrl.pid),
         *(Ceiling(bare.url(), bare.pid, like=batch, name=name, path=path) for name, path in CEILINGS.items()),
     ]

@@ -101,8 +101,8 @@ class Answers(BaseModel):
 def bare() -> FastAPI:
     """Return the ceilings; both answer what they were given before.
 
-    One reads a request's bytes and answers with bytes. The other is what FastAPI's documentation teaches:
-    the request is parsed to models, and models become the answer.
+    One reads a request as JSON, to plain values, and answers with bytes. The other is what FastAPI's
+    documentation teaches: the request is parsed to models, and models become the answer.
     """
     app = FastAPI()
     kept, answers = b"", Answers(results=[])
@@ -116,7 +116,7 @@ def bare() -> FastAPI:
 
     @app.post("/v1/step")
     async def answer(request: Request) -> Response:
-        await request.body()
+        await request.json()
         return Response(kept, media_type="application/json")
 
     @app.post("/parsed")

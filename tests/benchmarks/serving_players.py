@@ -74,8 +74,8 @@ async def some_at_once(work: Callable[[], Awaitable[T]], times: int) -> list[T]:
 class Client:
     """Our client, one coroutine a session; it gathers the steps of a moment in requests by itself."""
 
-    def __init__(self, url: str, pid: int, *, task: str) -> None:
-        self.name = "WebSocket" if url.startswith("ws") else "client"
+    def __init__(self, url: str, pid: int, *, task: str, mode: str) -> None:
+        self.name = f"{'WebSocket' if url.startswith('ws') else 'client'}, {mode}"
         self.pid = pid
         self._url, self._task = url, task
 
@@ -101,10 +101,10 @@ class Client:
 class Batch:
     """Our batch call: one request steps all sessions, and the next follows its answer."""
 
-    name = "batch call"
     path = "/v1/step"
 
-    def __init__(self, url: str, pid: int, *, task: str) -> None:
+    def __init__(self, url: str, pid: int, *, task: str, mode: str) -> None:
+        self.name = f"batch call, {mode}"
         self.pid = pid
         self._url, self._task = url, task
         self.answer = b""
@@ -146,7 +146,7 @@ class Ceiling(Batch):
     """The batch call's bytes, both ways, against a bare application; see ``serving_peers.bare``."""
 
     def __init__(self, url: str, pid: int, *, like: Batch, name: str, path: str) -> None:
-        super().__init__(url, pid, task="")
+        super().__init__(url, pid, task="", mode="")
         self.name, self.path = name, path
         self._like = like
 
@@ -162,9 +162,8 @@ class Ceiling(Batch):
 class OpenEnv:
     """One WebSocket a session, without compression, driven with bare JSON."""
 
-    name = "OpenEnv"
-
-    def __init__(self, url: str, pid: int) -> None:
+    def __init__(self, url: str, pid: int, *, name: str) -> None:
+        self.name = name
         self.pid = pid
         self._url = url.replace("http", "ws", 1) + "/ws"
         self._message = to_json({"type": "step", "data": {"text": TEXT}}).decode()
