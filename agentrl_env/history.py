@@ -14,7 +14,7 @@ from agentrl_env.types import Message, StepResult
 KEPT_TURNS = 64
 """How many turns a session keeps."""
 # What ``model_dump_json`` calls in the end, without the way through a str.
-_MESSAGE_JSON: Callable[[Message], bytes] = Message.__pydantic_serializer__.to_json
+MESSAGE_JSON: Callable[[Message], bytes] = Message.__pydantic_serializer__.to_json
 _RESULT_JSON: Callable[[StepResult], bytes] = StepResult.__pydantic_serializer__.to_json
 
 
@@ -89,7 +89,7 @@ class History:
 def message_json(message: Message) -> bytes:
     """Return a message as JSON; what JSON cannot carry in it, such as lone surrogates, is replaced."""
     try:
-        return _MESSAGE_JSON(message)
+        return MESSAGE_JSON(message)
     except PydanticSerializationError:
         return _forced(message)
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from agentrl_env.environment import Environment
 
 T = TypeVar("T")
+_RUNNING = SessionStatus.RUNNING  # an enum's member takes long to look up
 
 
 class Session:
@@ -229,8 +230,9 @@ class Session:
     def _call_here(self, turn: Turn, tool: Tool, call: Callable[[], Any]) -> bytes:
         """Play a message that is one call of a plain tool, as most are."""
         outcome = attempt(call)
-        known = partial(self._runner.known, outcome)
-        return self._take(turn, tool, outcome) or run_through(self._play(turn, known))
+        self._observer.tool_ran(self, tool.name, self._clock() - turn.begin)
+        answer = self._take(turn, tool, outcome)
+        return answer or run_through(self._play(turn, partial(self._runner.known, outcome)))
 
     def _call_on_thread(self, turn: Turn, tool: Tool, call: Callable[[], Any]) -> asyncio.Future[bytes]:
         """Begin to play a message that is one call of a plain tool."""
@@ -239,6 +241,7 @@ class Session:
         def play(outcome: Outcome) -> None:  # only now, so that no coroutine has to wait
             if step.done():  # the session was closed
                 return
+            self._observer.tool_ran(self, tool.name, self._clock() - turn.begin)
             if isinstance(outcome[1], AuthorTimeout):
                 outcome = (None, AuthorTimeout(f"{tool.attribute}(): {outcome[1]}"))
             answer = None if inspect.isawaitable(outcome[0]) else self._take(turn, tool, outcome)
@@ -272,19 +275,17 @@ class Session:
         """Raise SessionExpired or SessionEnded where no further step is possible."""
         if self.status is SessionStatus.EXPIRED:
             raise SessionExpired("the session was idle past its lease; open a new one")
-        if self.status.final:
+        if self.status is not _RUNNING:
             raise SessionEnded(f"the session has ended ({self.status}); open a new one", status=self.status)
 
     def _take(self, turn: Turn, tool: Tool, outcome: Outcome) -> bytes | None:
         """Return the answer to a message's only call; None where author code has to score it first."""
-        self._observer.tool_ran(self, tool.name, self._clock() - turn.begin)
-        value, wrong = outcome
-        if self._scored and (isinstance(value, Done) or self.turn + 1 >= self._class.max_turns):
+        if self._scored and (isinstance(outcome[0], Done) or self.turn + 1 >= self._class.max_turns):
             return None
         try:
-            turn.take(tool, value, wrong)
+            turn.take(tool, *outcome)
             status = self._standing(turn)
-            if status is not SessionStatus.RUNNING:
+            if status is not _RUNNING:
                 turn.score({}, self.total)
         except AUTHOR_ERRORS as error:
             log_failure(self, f"step {self.turn + 1}", error)
@@ -316,7 +317,7 @@ class Session:
         if self.turn + 1 >= self._class.max_turns:
             return SessionStatus.TRUNCATED_TURNS
         self._time_left()
-        return SessionStatus.RUNNING
+        return _RUNNING
 
     def _end_turn(self, turn: Turn, status: SessionStatus) -> bytes:
         """Make what a turn has brought the answer of its step, and return it as JSON."""
@@ -329,7 +330,7 @@ class Session:
     def _advance(self, result: StepResult) -> None:
         self.turn = result.seq
         self.total += result.reward
-        if result.status is not SessionStatus.RUNNING:
+        if result.status is not _RUNNING:
             self.status = result.status
             if self._class.overrides("close"):
                 self.begin_close()

@@ -14,6 +14,7 @@ from pydantic_core import PydanticSerializationError
 
 from agentrl_env.errors import DefinitionError, ToolError
 from agentrl_env.schema import ArgumentError, Arguments, echo
+from agentrl_env.threads import AUTHOR_ERRORS
 from agentrl_env.types import TRUNCATED, FunctionSpec, Message, SessionStatus, StepResult, ToolCall, ToolSpec
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def find_call(tools: Toolset, message: Message) -> tuple[Tool, dict[str, Any]] |
     found = tools.tools.get(function.name)
     try:
         return None if found is None else (found, found.arguments.parse(function.arguments))
-    except ArgumentError:
+    except AUTHOR_ERRORS:  # which may come from an author's own validator; ``Turn.play`` tells of it
         return None
 
 

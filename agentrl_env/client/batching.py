@@ -12,6 +12,7 @@ from typing import Any
 from pydantic_core import PydanticSerializationError, to_json
 
 from agentrl_env.errors import BodyTooLarge, InvalidRequest, StepPending, WireError
+from agentrl_env.history import MESSAGE_JSON
 from agentrl_env.types import Message, StepResult
 
 MAX_STEPS = 64
@@ -68,7 +69,7 @@ class Batcher:
         """
         loop = asyncio.get_running_loop()
         try:
-            text = message.model_dump_json().encode()
+            text = MESSAGE_JSON(message)
         except PydanticSerializationError as error:
             raise InvalidRequest(f"the message cannot be sent as JSON: {error}") from error
         body = b'{"session_id":%b,"seq":%d,"message":%b}' % (to_json(session_id), seq, text)

@@ -1,9 +1,11 @@
 import asyncio
 import logging
+from typing import Annotated
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import AfterValidator
 
 from agentrl_env import (
     Done,
@@ -141,6 +143,41 @@ async def test_broken_author_code_ends_the_session_as_failed(name, caplog):
     assert (result.reward, result.terminated, result.truncated) == (0.0, False, False)
     assert set(result.info["error"]) == {"type", "message"}
     assert "success" not in result.metrics  # nothing is known about success
+
+
+class OddArgument(Quick):
+    blocking = True
+
+    @tool
+    def halve(self, n: Annotated[int, AfterValidator(lambda n: 1 // n)]):
+        """Take a number."""
+        return str(n)
+
+
+class OddArgumentInline(OddArgument):
+    blocking = False
+
+
+@pytest.mark.parametrize("task", [OddArgument, OddArgumentInline])
+async def test_a_validator_of_the_author_that_breaks_ends_the_session_as_failed(task):
+    result = await (await started(task)).step(says("halve", n=0))
+    assert result.status is SessionStatus.FAILED_ENVIRONMENT
+    assert result.info["error"]["type"] == "ZeroDivisionError"
+
+
+class Cancels(Quick):
+    blocking = True
+
+    @tool
+    def cancel(self):
+        """Raise what only an event loop should."""
+        raise asyncio.CancelledError
+
+
+async def test_a_cancellation_that_author_code_raises_on_its_thread_is_its_own_failure():
+    result = await asyncio.wait_for((await started(Cancels)).step(says("cancel")), 10)
+    assert result.status is SessionStatus.FAILED_ENVIRONMENT
+    assert "CancelledError" in result.info["error"]["message"]
 
 
 async def test_a_failure_says_what_was_raised():
