@@ -14,7 +14,7 @@ from pydantic_core import PydanticSerializationError
 
 from agentrl_env.errors import DefinitionError, ToolError
 from agentrl_env.schema import ArgumentError, Arguments, echo
-from agentrl_env.threads import AUTHOR_ERRORS
+from agentrl_env.session.threads import AUTHOR_ERRORS
 from agentrl_env.types import TRUNCATED, FunctionSpec, Message, SessionStatus, StepResult, ToolCall, ToolSpec
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 BANNED_NAMES = {"utils", "common", "helpers", "core", "components", "manager"}
 STEPS = {
     1: "agentrl_env/dataset.py",
-    2: "agentrl_env/session.py",
+    2: "agentrl_env/session/__init__.py",
     3: "agentrl_env/tools.py",
     4: "agentrl_train/actor.py",
     5: "agentrl_train/advantage.py",

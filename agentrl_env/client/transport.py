@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from weakref import WeakSet
 
 from agentrl_env.errors import ProtocolError, ServerUnreachable
-from agentrl_env.runner import FairSlots
+from agentrl_env.session.runner import FairSlots
 
 CONNECT_TIMEOUT_S = 5.0
 

@@ -32,8 +32,8 @@ from agentrl_env.errors import (
     WireError,
 )
 from agentrl_env.server.inspection import VERSION, merge_lists
-from agentrl_env.server.metrics import Metrics
 from agentrl_env.server.once import Once
+from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.types import SessionInfo
 from agentrl_env.wire import (
     FleetInfo,

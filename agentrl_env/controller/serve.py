@@ -14,12 +14,12 @@ from agentrl_env.controller.fleet import Fleet
 from agentrl_env.controller.link import link_endpoint
 from agentrl_env.controller.workers import Workers
 from agentrl_env.errors import ServeError
+from agentrl_env.server.access.connections import Connections
+from agentrl_env.server.access.limits import Limits
 from agentrl_env.server.app import create_app
-from agentrl_env.server.connections import Connections
-from agentrl_env.server.limits import Limits
 from agentrl_env.server.listen import Listener
 from agentrl_env.server.serve import print_now, run_until_stopped
-from agentrl_env.server.tracing import Tracing
+from agentrl_env.server.telemetry.tracing import Tracing
 from agentrl_env.wire import LINK_PATH
 
 PATIENCE_S = 3.0

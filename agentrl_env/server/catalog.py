@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from agentrl_env.asking import can_fork
 from agentrl_env.dataset import Dataset
 from agentrl_env.errors import DefinitionError, EnvironmentFailed, UnknownTask, WireError
-from agentrl_env.runner import Runner
-from agentrl_env.threads import AUTHOR_ERRORS, Threads
+from agentrl_env.session.asking import can_fork
+from agentrl_env.session.runner import Runner
+from agentrl_env.session.threads import AUTHOR_ERRORS, Threads
 from agentrl_env.tools import describe, toolset
 from agentrl_env.types import TaskInfo, TaskSample
 from agentrl_env.wire import OpenRequest

@@ -18,7 +18,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from agentrl_env.errors import InternalError, ServeError
-from agentrl_env.server.gate import MAX_BODY_BYTES
+from agentrl_env.server.access.gate import MAX_BODY_BYTES
 from agentrl_env.server.inspection import VERSION
 from agentrl_env.server.keeping import Keeping, LinkSocket
 from agentrl_env.server.pool import SessionPool

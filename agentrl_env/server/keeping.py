@@ -20,7 +20,7 @@ from agentrl_env.errors import EnvironmentFailed, InvalidRequest, SessionEnded, 
 from agentrl_env.server.pool import SessionPool
 from agentrl_env.server.service import PoolService
 from agentrl_env.server.socket import CallSocket, Line
-from agentrl_env.standing import standing_of
+from agentrl_env.session.standing import standing_of
 from agentrl_env.types import SessionInfo
 from agentrl_env.wire import (
     AdoptCall,

@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from agentrl_env.errors import ServeError
-from agentrl_env.server.connections import Connections, allow_many_files, find_vanished
+from agentrl_env.server.access.connections import Connections, allow_many_files, find_vanished
 
 _UNIX = "unix:"
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl_env.server.limits import Limits
-from agentrl_env.server.logs import LogFormat, configure_logs
-from agentrl_env.server.tracing import export_traces
+from agentrl_env.server.access.limits import Limits
+from agentrl_env.server.telemetry.logs import LogFormat, configure_logs
+from agentrl_env.server.telemetry.tracing import export_traces
 
 _OTEL = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 

@@ -16,17 +16,17 @@ from agentrl_env.errors import (
     ServerFull,
     WireError,
 )
-from agentrl_env.runner import FairSlots
 from agentrl_env.server.catalog import Catalog
-from agentrl_env.server.metrics import Metrics
-from agentrl_env.server.observe import SLOW_STEP_S, SessionObserver
 from agentrl_env.server.once import Once
 from agentrl_env.server.stepping import Stepper
 from agentrl_env.server.table import SessionTable, SessionWatcher
-from agentrl_env.server.tracing import spanned
+from agentrl_env.server.telemetry.metrics import Metrics
+from agentrl_env.server.telemetry.observe import SLOW_STEP_S, SessionObserver
+from agentrl_env.server.telemetry.tracing import spanned
 from agentrl_env.session import Session
-from agentrl_env.standing import go_on
-from agentrl_env.threads import Threads
+from agentrl_env.session.runner import FairSlots
+from agentrl_env.session.standing import go_on
+from agentrl_env.session.threads import Threads
 from agentrl_env.types import Message, SessionInfo, SessionStatus, StepResult, TaskInfo, TaskSample
 from agentrl_env.wire import OpenRequest, SessionRow, Standing, StepRequest
 

@@ -10,8 +10,8 @@ from pydantic_core import to_json
 
 from agentrl_env.errors import WireError
 from agentrl_env.server.inspection import describe_server, list_sessions, transcript
-from agentrl_env.server.metrics import Metrics
 from agentrl_env.server.pool import SessionPool
+from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.wire import (
     ExpertAnswer,
     ForkAnswer,

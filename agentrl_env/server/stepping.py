@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from agentrl_env.errors import StepPending, WireError
-from agentrl_env.runner import settled
 from agentrl_env.server.table import Entry, SessionTable
+from agentrl_env.session.runner import settled
 from agentrl_env.types import Message
 from agentrl_env.wire import StepRequest
 

@@ -13,7 +13,7 @@ from typing import TypeGuard
 
 from agentrl_env.environment import Environment
 from agentrl_env.errors import DefinitionError, TargetError
-from agentrl_env.standing import TARGET_PACKAGE
+from agentrl_env.session.standing import TARGET_PACKAGE
 from agentrl_env.tools import toolset
 
 

@@ -13,9 +13,9 @@ from agentrl_env.client.http import HttpBackend
 from agentrl_env.controller.fleet import Fleet
 from agentrl_env.controller.serve import Controller
 from agentrl_env.errors import Forbidden, Unauthorized
-from agentrl_env.server.callers import agent_token, session_of
-from agentrl_env.server.gate import route_of
-from agentrl_env.server.limits import Limits
+from agentrl_env.server.access.callers import agent_token, session_of
+from agentrl_env.server.access.gate import route_of
+from agentrl_env.server.access.limits import Limits
 from agentrl_env.server.serve import EnvServer
 from agentrl_env.wire import StepRequest
 from tests.env.tasks import Quick, until

@@ -22,10 +22,10 @@ from agentrl_env.client.http import HttpBackend
 from agentrl_env.controller.fleet import Fleet
 from agentrl_env.controller.serve import Controller
 from agentrl_env.errors import UnknownTask
-from agentrl_env.server.limits import Limits
-from agentrl_env.server.logs import JsonLines, TextLines
+from agentrl_env.server.access.limits import Limits
 from agentrl_env.server.serve import EnvServer
-from agentrl_env.server.tracing import Tracing
+from agentrl_env.server.telemetry.logs import JsonLines, TextLines
+from agentrl_env.server.telemetry.tracing import Tracing
 from agentrl_env.wire import StepRequest
 from tests.env.tasks import Quick, until
 

@@ -29,7 +29,7 @@ from agentrl_env.server import keeping
 from agentrl_env.server.pool import SessionPool
 from agentrl_env.server.serve import NOWHERE, EnvServer
 from agentrl_env.server.targets import load_target
-from agentrl_env.standing import standing_of
+from agentrl_env.session.standing import standing_of
 from agentrl_env.types import SessionStatus
 from agentrl_env.wire import OpenRequest, StepBody, StepRequest
 from tests.env.redis_server import RedisServer

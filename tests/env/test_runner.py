@@ -3,8 +3,8 @@ import threading
 
 import pytest
 
-from agentrl_env.runner import FairSlots, Runner
-from agentrl_env.threads import AuthorTimeout, Threads
+from agentrl_env.session.runner import FairSlots, Runner
+from agentrl_env.session.threads import AuthorTimeout, Threads
 
 
 async def test_slots_are_counted_and_given_back():

@@ -27,8 +27,8 @@ from agentrl_env.errors import (
     SessionEnded,
     SessionExpired,
 )
-from agentrl_env.history import KEPT_TURNS
-from agentrl_env.threads import Threads
+from agentrl_env.session.history import KEPT_TURNS
+from agentrl_env.session.threads import Threads
 from agentrl_env.types import FunctionCall
 from tests.env.tasks import Clock, Guess, Quick, Slow
 

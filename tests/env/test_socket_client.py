@@ -23,7 +23,7 @@ from agentrl_env.errors import (
     UnknownSession,
     UnknownTask,
 )
-from agentrl_env.server.limits import Limits
+from agentrl_env.server.access.limits import Limits
 from agentrl_env.server.serve import EnvServer
 from agentrl_env.wire import StepRequest
 from tests.env.tasks import Guess, Quick, Slow, until

@@ -4,9 +4,9 @@ import threading
 import time
 
 from agentrl_env import Message, ToolCall, tool
-from agentrl_env.runner import Runner, settled
 from agentrl_env.server.pool import SessionPool
-from agentrl_env.threads import Threads
+from agentrl_env.session.runner import Runner, settled
+from agentrl_env.session.threads import Threads
 from agentrl_env.wire import OpenRequest, StepRequest
 from tests.env.tasks import Quick, until
 

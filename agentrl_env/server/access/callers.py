@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from agentrl_env.errors import Forbidden, RateLimited
-from agentrl_env.server.limits import Rates
+from agentrl_env.server.access.limits import Rates
 
 CLIENT_HEADER = "x-agentrl-client"
 """How clients name themselves."""

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agentrl_env.server.metrics import Metrics
-from agentrl_env.server.tracing import Span, annotate, span, spanned, traced
+from agentrl_env.server.telemetry.metrics import Metrics
+from agentrl_env.server.telemetry.tracing import Span, annotate, span, spanned, traced
 
 if TYPE_CHECKING:
     from agentrl_env.session import Session

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from agentrl_env.errors import EnvironmentFailed
-from agentrl_env.history import History
-from agentrl_env.runner import Runner
-from agentrl_env.threads import AUTHOR_ERRORS
+from agentrl_env.session.history import History
+from agentrl_env.session.runner import Runner
+from agentrl_env.session.threads import AUTHOR_ERRORS
 from agentrl_env.tools import describe
 from agentrl_env.wire import Standing
 

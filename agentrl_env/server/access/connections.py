@@ -18,8 +18,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from agentrl_env.errors import HeadersTooLarge, RequestTimeout, WireError
-from agentrl_env.server.limits import Limits
-from agentrl_env.server.metrics import Metrics
+from agentrl_env.server.access.limits import Limits
+from agentrl_env.server.telemetry.metrics import Metrics
 
 SWEEP_S = 0.5
 """How often overdue connections are looked for."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agentrl_env.errors import EnvironmentFailed, NotSupported
-from agentrl_env.runner import Runner, settled
-from agentrl_env.threads import AUTHOR_ERRORS
+from agentrl_env.session.runner import Runner, settled
+from agentrl_env.session.threads import AUTHOR_ERRORS
 from agentrl_env.tools import as_move, describe
 from agentrl_env.types import Message, TaskSample
 

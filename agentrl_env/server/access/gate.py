@@ -13,11 +13,18 @@ from pydantic_core import to_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentrl_env.errors import BodyTooLarge, Forbidden, RateLimited, Unauthorized, WireError
-from agentrl_env.server.callers import CLIENT_HEADER, Caller, caller, client_name, refuse_hurry, session_of
-from agentrl_env.server.limits import Limits, Rates
-from agentrl_env.server.metrics import Metrics
+from agentrl_env.server.access.callers import (
+    CLIENT_HEADER,
+    Caller,
+    caller,
+    client_name,
+    refuse_hurry,
+    session_of,
+)
+from agentrl_env.server.access.limits import Limits, Rates
 from agentrl_env.server.page.shell import SHELL
-from agentrl_env.server.tracing import Tracing
+from agentrl_env.server.telemetry.metrics import Metrics
+from agentrl_env.server.telemetry.tracing import Tracing
 from agentrl_env.wire import PROTOCOL_HEADER, PROTOCOL_VERSION, SOCKET_HEADER, SOCKET_PATH
 
 logger = logging.getLogger("agentrl_env")

@@ -1,4 +1,4 @@
-"""Step 2 of 9: TaskSample -> Session. One sample, one environment instance, used once."""
+"""An episode under way: its steps in order, its limits, its end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agentrl_env.asking import can_fork, expert_move, release, reset, snapshots
 from agentrl_env.errors import (
     EnvironmentFailed,
     InvalidRequest,
@@ -19,10 +18,11 @@ from agentrl_env.errors import (
     SessionEnded,
     SessionExpired,
 )
-from agentrl_env.history import History, message_json
-from agentrl_env.observer import UNOBSERVED, Observer, log_failure
-from agentrl_env.runner import Runner, follow, run_through, settled
-from agentrl_env.threads import AUTHOR_ERRORS, AuthorTimeout, Outcome, Threads, attempt
+from agentrl_env.session.asking import can_fork, expert_move, release, reset, snapshots
+from agentrl_env.session.history import History, message_json
+from agentrl_env.session.observer import UNOBSERVED, Observer, log_failure
+from agentrl_env.session.runner import Runner, follow, run_through, settled
+from agentrl_env.session.threads import AUTHOR_ERRORS, AuthorTimeout, Outcome, Threads, attempt
 from agentrl_env.tools import (
     Call,
     Done,

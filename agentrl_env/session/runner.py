@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from agentrl_env.threads import AUTHOR_ERRORS, AuthorTimeout, Job, Outcome, Threads
+from agentrl_env.session.threads import AUTHOR_ERRORS, AuthorTimeout, Job, Outcome, Threads
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from agentrl_env.errors import Forbidden, InvalidRequest
-from agentrl_env.server.callers import agent_token, caller
-from agentrl_env.server.limits import Limits
+from agentrl_env.server.access.callers import agent_token, caller
+from agentrl_env.server.access.limits import Limits
 from agentrl_env.server.service import Service
 from agentrl_env.wire import (
     ForkRequest,

@@ -1,0 +1,5 @@
+"""Step 2 of 9: TaskSample -> Session. One sample, one environment instance, used once."""
+
+from agentrl_env.session.session import Session
+
+__all__ = ["Session"]
