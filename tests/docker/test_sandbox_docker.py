@@ -35,6 +35,10 @@ def until_none(client, seconds=30.0):
         time.sleep(0.05)
 
 
+def test_what_a_quick_command_says_is_never_lost(box):
+    assert {box.run("pwd").stdout for _ in range(40)} == {f"{HOME}\n"}
+
+
 def test_commands_have_input_output_and_files_that_stay(box):
     done = box.run("wc -w <notes.txt; cat; echo err >&2; exit 3", stdin="hello\n", env={"COLOUR": "red"})
     assert (done.code, done.stdout, done.stderr) == (3, "2\nhello\n", "err\n")

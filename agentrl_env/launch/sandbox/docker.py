@@ -34,8 +34,12 @@ from agentrl_env.launch.sandbox.sandbox import (
 )
 
 USER = "1000:1000"
-_WRAPPED = 'keep=$1; shift; "$@"; code=$?; [ -n "$keep" ] || kill -9 -1 2>/dev/null; exit $code'
-"""Ends what a command leaves behind; ``kill -1`` spares the shell that says it, and takes no process."""
+_WRAPPED = 'read -r _; keep=$1; shift; "$@"; code=$?; [ -n "$keep" ] || kill -9 -1 2>/dev/null; exit $code'
+"""Begins at a line of ours, and ends what a command leaves behind.
+
+What a command says before the SDK has read the daemon's headers would be lost in the SDK's buffer, so
+it waits until there is somebody to hear it. ``kill -1`` spares the shell that says it, and takes no process.
+"""
 _WRITE = 'mkdir -p -- "$(dirname -- "$1")" && [ ! -d "$1" ] && [ ! -p "$1" ] && cat >"$1"'
 _READ = """[ -e "$1" ] || exit 102
 [ -f "$1" ] || exit 122
@@ -205,14 +209,13 @@ class DockerSandbox(SandboxBase):
             made = self._api.exec_create(
                 self._id,
                 ["/bin/sh", "-c", _WRAPPED, "sh", keep, *command],
-                stdin=bool(stdin),
+                stdin=True,
                 user=USER,
                 workdir=cwd,
                 environment={**BASE_ENVIRONMENT, **env},
             )["Id"]
             with _closing(self._api.exec_start(made, socket=True)) as connection:
-                if stdin:
-                    threading.Thread(target=_feed, args=(connection, stdin), daemon=True).start()
+                threading.Thread(target=_feed, args=(connection, b"\n" + stdin), daemon=True).start()
                 killed_by = self._follow(connection, made, _Frames(out, err), timeout)
             code = self._api.exec_inspect(made)["ExitCode"]
             if killed_by is None and code == 137 and (self._state() or {}).get("OOMKilled"):
@@ -226,6 +229,7 @@ class DockerSandbox(SandboxBase):
         connection.settimeout(_TICK_S)
         deadline = time.monotonic() + timeout
         killed_by: KilledBy | None = None
+        ended = False
         while True:
             try:
                 data = connection.recv(1 << 16)
@@ -233,8 +237,9 @@ class DockerSandbox(SandboxBase):
                     return killed_by
                 frames.feed(data)
             except TimeoutError:
-                if not self._api.exec_inspect(made)["Running"]:
-                    return killed_by
+                if ended:
+                    return killed_by  # what runs on in the background keeps the connection open
+                ended = not self._api.exec_inspect(made)["Running"]  # its last words may be on their way
             late = time.monotonic() >= deadline
             if killed_by is not None and late:
                 self._api.kill(self._id)
