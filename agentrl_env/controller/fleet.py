@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -31,8 +29,9 @@ from agentrl_env.errors import (
     UnknownTask,
     WireError,
 )
-from agentrl_env.server.inspection import VERSION, merge_lists
+from agentrl_env.server.inspection import VERSION, merge_lists, place_of
 from agentrl_env.server.once import Once
+from agentrl_env.server.stepping import ASK_AGAIN
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.types import SessionInfo
 from agentrl_env.wire import (
@@ -48,9 +47,6 @@ from agentrl_env.wire import (
     TranscriptQuery,
 )
 
-logger = logging.getLogger("agentrl_env")
-
-ASK_AGAIN = "the step is still under way; ask again with the same seq"
 _RESULTS = b'{"results":['
 
 
@@ -203,7 +199,7 @@ class Fleet:
         """Return a ``FleetInfo``."""
         info = FleetInfo(
             kind="controller",
-            name=f"{socket.gethostname()} {os.getpid()}",
+            name=place_of(os.getpid()),
             version=VERSION,
             draining=self.draining,
             waiting=self._placement.waiting,

@@ -7,12 +7,12 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 
 from agentrl_env.controller.fleet import Fleet
 from agentrl_env.errors import ServeError
+from agentrl_env.server.inspection import place_of
 
 logger = logging.getLogger("agentrl_env")
 
@@ -116,7 +116,7 @@ class Workers:
             process = await self._begin()
 
     async def _lose(self, pid: int) -> None:
-        place = f"{socket.gethostname()} {pid}"
+        place = place_of(pid)
         for member in list(self._fleet.members.values()):
             if member.place == place:
                 await self._fleet.roster.lose(member.server_id, "its process ended")

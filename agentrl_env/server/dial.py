@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import random
-import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,7 +18,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 
 from agentrl_env.errors import InternalError, ServeError
 from agentrl_env.server.access.gate import MAX_BODY_BYTES
-from agentrl_env.server.inspection import VERSION
+from agentrl_env.server.inspection import VERSION, place_of
 from agentrl_env.server.keeping import Keeping, LinkSocket
 from agentrl_env.server.pool import SessionPool
 from agentrl_env.server.service import Service
@@ -184,7 +183,7 @@ class Dialer:
             capacity=int(gauges["agentrl_sessions_capacity"]),
             sessions=rows,
             draining=self._pool.draining,
-            place=f"{socket.gethostname()} {os.getpid()}",
+            place=place_of(os.getpid()),
             version=VERSION,
         )
         await websocket.send('{"hello":' + hello.model_dump_json() + "}")

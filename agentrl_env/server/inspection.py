@@ -85,9 +85,14 @@ def transcript(session: Session, after: int | None) -> Transcript:
     )
 
 
+def place_of(pid: int) -> str:
+    """Return what people, and a controller with workers of its own, know a process by: host and number."""
+    return f"{socket.gethostname()} {pid}"
+
+
 async def describe_server(pool: SessionPool) -> FleetInfo:
     """Return the fleet that a server is by itself."""
-    gauges, place = pool.gauges(), f"{socket.gethostname()} {os.getpid()}"
+    gauges, place = pool.gauges(), place_of(os.getpid())
     server = ServerSummary(
         server_id=pool.server_id,
         place=place,

@@ -14,6 +14,8 @@ from agentrl_env.session.runner import settled
 from agentrl_env.types import Message
 from agentrl_env.wire import StepRequest
 
+ASK_AGAIN = "the step is still under way; ask again with the same seq"
+
 
 class Stepper:
     """Plays steps, and keeps the leases of their sessions from running meanwhile.
@@ -131,5 +133,5 @@ class _Batch:
         """Return the answers once they are all there, at most so many seconds later."""
         if self._under_way:
             await settled(self._all, seconds)
-        pending = StepPending("the step is still under way; ask again with the same seq")
+        pending = StepPending(ASK_AGAIN)
         return [pending if answer is None else answer for answer in self.answers]
