@@ -230,6 +230,7 @@ async def test_sessions_are_filtered_by_task_and_status(server, visit):
     await expect(rows).to_have_count(1)
     await page.get_by_label("Task").select_option("trove")
     await page.get_by_label("Status").select_option("completed")
+    await expect(rows).to_have_count(1)
     await expect(rows.get_by_role("link")).to_have_attribute("title", done)
     await page.reload()
     await expect(page.get_by_label("Task")).to_have_value("trove")
