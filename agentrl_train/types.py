@@ -1,4 +1,4 @@
-"""The words the trainer speaks in: tokens, turns, trajectories, batches, and the two seams.
+"""The words the trainer speaks in: tokens, turns, trajectories, batches, and the three seams.
 
 Who makes what: the engine makes ``Completion``; the actor makes ``Turn``, ``Trajectory`` and
 ``TrajectoryGroup``; ``batch.py`` makes ``TokenSequence`` and ``Batch``; the learner takes a ``Batch``.
@@ -16,6 +16,7 @@ Example. A trajectory of two turns is one row of tokens, never decoded and encod
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -222,3 +223,41 @@ class WeightSync(Protocol):
         Returns once the weights are in force. Raises ``EngineError`` if they cannot be.
         """
         ...
+
+
+class Trace(Protocol):
+    """Seam: who is told what happened when. May be called from any thread; never raises.
+
+    A track is named ``group/track``, such as ``trainer/steps``; what happens on one track is nested or one
+    after another.
+    """
+
+    def span(self, track: str, name: str, **facts: Any) -> AbstractContextManager[dict[str, Any]]:
+        """Record how long the block takes; facts known only at its end may be added to what it yields."""
+        ...
+
+    def mark(self, track: str, name: str, *, since: float, **facts: Any) -> None:
+        """Record what began at ``since`` (``time.monotonic``) and ends now."""
+        ...
+
+    def lane(self, group: str) -> AbstractContextManager[str]:
+        """Lend a track of a group that nobody else uses meanwhile."""
+        ...
+
+
+class Untraced:
+    """A ``Trace`` that records nothing."""
+
+    def span(self, track: str, name: str, **facts: Any) -> AbstractContextManager[dict[str, Any]]:
+        """Record nothing."""
+        return nullcontext(facts)
+
+    def mark(self, track: str, name: str, *, since: float, **facts: Any) -> None:
+        """Record nothing."""
+
+    def lane(self, group: str) -> AbstractContextManager[str]:
+        """Lend the same name to everyone."""
+        return nullcontext(group)
+
+
+UNTRACED = Untraced()
