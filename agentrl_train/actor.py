@@ -22,10 +22,12 @@ from agentrl_env.types import Message, SessionStatus, StepResult, TaskSample
 from agentrl_train.engine.chat import ChatFormat
 from agentrl_train.errors import EngineError
 from agentrl_train.types import (
+    UNTRACED,
     Completion,
     Engine,
     EpisodeEnd,
     SamplingParams,
+    Trace,
     Trajectory,
     TrajectoryGroup,
     Turn,
@@ -83,12 +85,16 @@ class Actor:
         clients: Mapping[str, EnvClient],
         play: Play,
         places: asyncio.Semaphore,
+        trace: Trace = UNTRACED,
     ) -> None:
+        self.discarded_tokens = 0
+        """Tokens sampled in attempts that infrastructure failed: nobody trains on them."""
         self._engine = engine
         self._chat = chat
         self._clients = clients
         self._play = play
         self._places = places
+        self._trace = trace
 
     async def group(
         self, episode: Episode, *, size: int, group_id: int, admitted_version: int
@@ -108,17 +114,33 @@ class Actor:
     async def sibling(self, episode: Episode, *, number: int = 0) -> Trajectory:
         """Play one episode, again in a fresh session where infrastructure failed it."""
         async with self._places:
-            for attempt in range(self._play.retries + 1):
-                trajectory = await _Episode(
-                    episode,
-                    engine=self._engine,
-                    chat=self._chat,
-                    client=self._clients[episode.task],
-                    play=self._play,
-                    draw_seed=(*episode.draw_seed, number, attempt),
-                ).run()
-                if not trajectory.end.failed:
-                    break
+            with self._trace.lane("slots") as track:
+                for attempt in range(self._play.retries + 1):
+                    trajectory = await self._attempt(episode, number=number, attempt=attempt, track=track)
+                    if not trajectory.end.failed:
+                        break
+                    self.discarded_tokens += trajectory.num_sampled_tokens
+        return trajectory
+
+    async def _attempt(self, episode: Episode, *, number: int, attempt: int, track: str) -> Trajectory:
+        facts = {"index": episode.index, "sibling": number, "attempt": attempt}
+        with self._trace.span(track, episode.task, **facts) as told:
+            trajectory = await _Episode(
+                episode,
+                engine=self._engine,
+                chat=self._chat,
+                client=self._clients[episode.task],
+                play=self._play,
+                draw_seed=(*episode.draw_seed, number, attempt),
+                trace=self._trace,
+                track=track,
+            ).run()
+            told.update(
+                end=trajectory.end.value,
+                reward=trajectory.reward,
+                turns=len(trajectory.turns),
+                tokens=trajectory.num_sampled_tokens,
+            )
         return trajectory
 
 
@@ -134,12 +156,16 @@ class _Episode:
         client: EnvClient,
         play: Play,
         draw_seed: tuple[int, ...],
+        trace: Trace,
+        track: str,
     ) -> None:
         self._episode = episode
         self._engine = engine
         self._chat = chat
         self._client = client
         self._play = play
+        self._trace = trace
+        self._track = track
         self._draws = np.random.default_rng(np.random.SeedSequence(draw_seed))
         # Unique in the process: two episodes under one key would share a row of the engine's cache.
         self._key = f"{episode.task}-{next(_numbers)}"
@@ -178,26 +204,31 @@ class _Episode:
 
     async def _play_session(self) -> EpisodeEnd:
         wanted = self._episode
-        session = await self._client.open(
-            wanted.task,
-            split=wanted.split,
-            index=wanted.index,
-            seed=wanted.seed,
-            wait=self._play.episode_s,
-        )
+        with self._trace.span(self._track, "open"):
+            session = await self._client.open(
+                wanted.task,
+                split=wanted.split,
+                index=wanted.index,
+                seed=wanted.seed,
+                wait=self._play.episode_s,
+            )
         try:
             self._sample, self._opening = session.info.sample, session.messages
             return await self._converse(session)
         finally:
-            await _close(session)
+            with self._trace.span(self._track, "close"):
+                await _close(session)
 
     async def _converse(self, session: ClientSession) -> EpisodeEnd:
         new_ids = self._chat.opening(session.messages, session.tools)
         context = list(new_ids)
         while len(context) + self._play.max_new_tokens <= self._play.max_context:
-            completion = await self._complete(context)
-            message = self._chat.parse(completion.token_ids, turn=len(self._turns) + 1)
-            result = await session.step(message)
+            number = len(self._turns) + 1
+            with self._trace.span(self._track, f"turn {number}"):
+                completion = await self._complete(context)
+                message = self._chat.parse(completion.token_ids, turn=number)
+                with self._trace.span(self._track, "environment"):
+                    result = await session.step(message)
             self._turns.append(_turn(new_ids, completion, message, result))
             if result.final:
                 self._metrics = dict(result.metrics)
@@ -212,17 +243,19 @@ class _Episode:
         return EpisodeEnd.TRUNCATED_LENGTH
 
     async def _complete(self, context: Sequence[int]) -> Completion:
-        stale = self._draws.random() < self._play.stale_fraction
-        return await self._engine.generate(
-            context,
-            sampling=SamplingParams(
-                max_new_tokens=self._play.max_new_tokens,
-                temperature=self._play.temperature,
-                seed=int(self._draws.integers(2**63)),
-            ),
-            session_key=self._key,
-            policy="stale" if stale else "current",
+        policy = "stale" if self._draws.random() < self._play.stale_fraction else "current"
+        sampling = SamplingParams(
+            max_new_tokens=self._play.max_new_tokens,
+            temperature=self._play.temperature,
+            seed=int(self._draws.integers(2**63)),
         )
+        with self._trace.span(self._track, "engine", context=len(context), policy=policy) as told:
+            completion = await self._engine.generate(
+                context, sampling=sampling, session_key=self._key, policy=policy
+            )
+            told["tokens"] = len(completion.token_ids)
+            told["versions"] = sorted(set(completion.versions))
+        return completion
 
 
 async def _close(session: ClientSession) -> None:

@@ -8,14 +8,20 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from agentrl_train.advantage import Baseline, Scale, advantages
 from agentrl_train.batch import Aggregation, pack, sequences
 from agentrl_train.learner import Learner
-from agentrl_train.types import TokenSequence, TrajectoryGroup
+from agentrl_train.types import UNTRACED, TokenSequence, Trace, TrajectoryGroup
 from agentrl_train.weights import Publisher, disagreement, require_agreement
+
+TRACK = "trainer/steps"
+"""Track of the trace that the parts of a step are on."""
+OLDEST = 8
+"""Ages that the histogram of staleness keeps apart; all beyond count as this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +55,7 @@ class StepTrainer:
         publisher: Publisher,
         recipe: Recipe,
         inherited: Collection[int] = frozenset(),
+        trace: Trace = UNTRACED,
     ) -> None:
         """Take what a step needs.
 
@@ -59,6 +66,7 @@ class StepTrainer:
         self._publisher = publisher
         self._recipe = recipe
         self._inherited = inherited
+        self._trace = trace
         self._checked_all = False
 
     def step(self, groups: Sequence[TrajectoryGroup], *, policy_version: int) -> dict[str, float]:
@@ -69,38 +77,45 @@ class StepTrainer:
             LossNotFinite: the loss or a gradient is not a number; nothing was changed.
             EngineError: the new weights could not be put in force.
         """
-        recipe = self._recipe
-        values = advantages(
-            groups,
-            baseline=recipe.baseline,
-            scale=recipe.scale,
-            task_normalization=recipe.task_normalization,
-            invalid_call_penalty=recipe.invalid_call_penalty,
-            truncation_penalty=recipe.truncation_penalty,
-        )
-        rows = sequences(groups, values)
-        drift = self._check(rows, version=policy_version - 1)
-        batches = pack(
-            rows,
-            aggregation=recipe.aggregation,
-            max_tokens=recipe.micro_batch_tokens,
-            num_minibatches=recipe.minibatches,
-            seed=recipe.seed + policy_version,
-            packed=self.learner.packs_rows,
-            constant_tokens=recipe.constant_tokens,
-            skip_zero_advantages=recipe.skip_zero_advantages,
-        )
-        metrics = self.learner.step(batches) if batches else {}
+        recipe, span = self._recipe, partial(self._trace.span, TRACK)
+        with span("advantages"):
+            rows = sequences(groups, self._advantages(groups))
+        with span("check") as told:
+            told["drift"] = drift = self._check(rows, version=policy_version - 1)
+        with span("pack"):
+            batches = pack(
+                rows,
+                aggregation=recipe.aggregation,
+                max_tokens=recipe.micro_batch_tokens,
+                num_minibatches=recipe.minibatches,
+                seed=recipe.seed + policy_version,
+                packed=self.learner.packs_rows,
+                constant_tokens=recipe.constant_tokens,
+                skip_zero_advantages=recipe.skip_zero_advantages,
+            )
+        with span("learn"):
+            metrics = self.learner.step(batches) if batches else {}
         # The learning rate follows steps: a batch with nothing to learn from counts as well.
         self.learner.num_updates += recipe.minibatches - len(batches)
         started = time.perf_counter()
-        self._publisher.publish(self.learner.weights(), policy_version=policy_version)
+        with span("publish", version=policy_version):
+            self._publisher.publish(self.learner.weights(), policy_version=policy_version)
         return {
             **metrics,
             **staleness(groups, rows, version=policy_version - 1),
             "logprob_drift": drift,
             "publish_seconds": time.perf_counter() - started,
         }
+
+    def _advantages(self, groups: Sequence[TrajectoryGroup]) -> list[list[float]]:
+        return advantages(
+            groups,
+            baseline=self._recipe.baseline,
+            scale=self._recipe.scale,
+            task_normalization=self._recipe.task_normalization,
+            invalid_call_penalty=self._recipe.invalid_call_penalty,
+            truncation_penalty=self._recipe.truncation_penalty,
+        )
 
     def _check(self, rows: Sequence[TokenSequence], *, version: int) -> float:
         """Compare log-probabilities: all sequences at the first step, afterwards the freshest one."""
@@ -121,20 +136,29 @@ class StepTrainer:
 def staleness(
     groups: Sequence[TrajectoryGroup], rows: Sequence[TokenSequence], *, version: int
 ) -> dict[str, float]:
-    """Return how old the groups and their tokens are, in policy versions, when trained at ``version``."""
+    """Return how old the groups and their tokens are, in policy versions, when trained at ``version``.
+
+    ``tokens_of_age_0``, ``_1`` ... are a histogram: sampled tokens by the age of what sampled them.
+    """
     ages = [version - group.admitted_version for group in groups]
     none = np.zeros(0, dtype=np.int64)
-    sampled = np.concatenate([none, *(row.versions[row.loss_mask > 0] for row in rows)])
+    token_ages = version - np.concatenate([none, *(row.versions[row.loss_mask > 0] for row in rows)])
+    counts = np.bincount(token_ages.clip(0, OLDEST), minlength=1)
     return {
         "staleness_mean": float(np.mean(ages)) if ages else 0.0,
         "staleness_max": float(max(ages, default=0)),
-        "token_staleness_mean": float(np.mean(version - sampled)) if sampled.size else 0.0,
+        "token_staleness_mean": float(np.mean(token_ages)) if token_ages.size else 0.0,
+        **{f"tokens_of_age_{age}": float(number) for age, number in enumerate(counts)},
     }
 
 
 def by_task(groups: Sequence[TrajectoryGroup]) -> dict[str, Mapping[str, float]]:
-    """Return per task what its episodes came to: success, reward, turns, invalid calls, tokens."""
+    """Return per task what its episodes came to: success, reward, turns, invalid calls, tokens.
+
+    ``token_share`` is the task's share of the tokens trained on.
+    """
     tasks: dict[str, Mapping[str, float]] = {}
+    total = sum(t.num_sampled_tokens for group in groups for t in group.trajectories)
     for task in sorted({group.task for group in groups}):
         played = [t for group in groups if group.task == task for t in group.trajectories]
         signal = [len({t.reward for t in group.trajectories}) > 1 for group in groups if group.task == task]
@@ -145,7 +169,8 @@ def by_task(groups: Sequence[TrajectoryGroup]) -> dict[str, Mapping[str, float]]
             "reward": float(np.mean([t.reward for t in played])),
             "turns": float(np.mean([len(t.turns) for t in played])),
             "valid_calls": float(np.mean([turn.invalid_calls == 0 for turn in turns])),
-            "tokens": float(sum(t.num_sampled_tokens for t in played)),
+            "tokens": float(tokens := sum(t.num_sampled_tokens for t in played)),
+            "token_share": tokens / max(1, total),
             "groups_with_signal": float(np.mean(signal)),
         }
     return tasks
