@@ -3,10 +3,15 @@
 TrainError
 ├── ConfigError               the configuration is refused
 ├── EngineError               no completion can be had
+│   ├── EngineOutOfMemory     not even one sequence fits
+│   └── EngineBroken          it breaks again each time it is built anew
 ├── EnvironmentUnavailable    the environment server does not answer
 ├── Stalled                   nothing moves any more
 ├── WeightMismatch            engine and trainer disagree on the same tokens
-├── LossNotFinite             the loss or a gradient is not a number
+├── BadUpdate                 an update would spoil the parameters
+│   ├── LossNotFinite         the loss or a gradient is not a number
+│   └── GradientSpike         a gradient far larger than those before it
+├── LearnerOutOfMemory        a batch does not fit beside the model
 ├── CheckpointError           a checkpoint cannot be written or read
 └── RunFolderError            the run folder cannot be used (disk full, not writable)
 
@@ -26,6 +31,14 @@ class EngineError(TrainError):
     """No completion can be had from the engine."""
 
 
+class EngineOutOfMemory(EngineError):
+    """Not even one sequence fits into the engine's memory."""
+
+
+class EngineBroken(EngineError):
+    """The engine breaks again each time it is built anew."""
+
+
 class EnvironmentUnavailable(TrainError):
     """The environment server does not answer, or not as it should."""
 
@@ -38,8 +51,20 @@ class WeightMismatch(TrainError):
     """Engine and trainer give the same tokens different log-probabilities."""
 
 
-class LossNotFinite(TrainError):
+class BadUpdate(TrainError):
+    """An update would spoil the parameters; it was not made."""
+
+
+class LossNotFinite(BadUpdate):
     """The loss or a gradient is not a number."""
+
+
+class GradientSpike(BadUpdate):
+    """The gradient is far larger than those before it."""
+
+
+class LearnerOutOfMemory(TrainError):
+    """A batch does not fit into memory beside the model."""
 
 
 class CheckpointError(TrainError):

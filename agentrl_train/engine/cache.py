@@ -14,14 +14,16 @@ class SlotCache(Cache):
 
     A forward pass over consecutive rows gets views, which cost nothing; other rows are copied together.
     Each row writes at its own positions. One column more than ``max_context`` takes what padding writes.
+    Without ``views`` all rows are copied: then equal contents give equal bits, wherever the rows lie.
     """
 
-    def __init__(self, *, num_slots: int, max_context: int) -> None:
+    def __init__(self, *, num_slots: int, max_context: int, views: bool = True) -> None:
         self.layers: list[Any] = []
         self.offloading = False
         self.layer_class_to_replicate = None
         self.num_slots = num_slots
         self.max_context = max_context
+        self._views = views
         self._storage: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._rows: slice | torch.Tensor = slice(0, 0)
         self._index: tuple[torch.Tensor, slice, torch.Tensor] | None = None
@@ -34,7 +36,7 @@ class SlotCache(Cache):
         """
         index = torch.tensor(rows, device=positions.device)
         consecutive = rows[-1] - rows[0] + 1 == len(rows) and list(rows) == sorted(rows)
-        self._rows = slice(rows[0], rows[-1] + 1) if consecutive else index
+        self._rows = slice(rows[0], rows[-1] + 1) if consecutive and self._views else index
         self._index = (index[:, None], slice(None), positions)
         self._length = length
 

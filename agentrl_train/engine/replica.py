@@ -20,6 +20,8 @@ SHARED_TOKENS = 16
 """Sequences that begin with this many equal tokens share what is prefilled: siblings share their opening."""
 PREFILL_TOKENS = 8192
 """Most tokens, padding included, of one prefill pass."""
+SHORTEST_VIEW = 64
+"""Fewest columns that attention sees where shapes are fixed; the number doubles as a sequence grows."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +41,11 @@ class Request:
         generator = np.random.default_rng(self.sampling.seed)
         self.uniforms = generator.random(self.sampling.max_new_tokens, dtype=np.float32)
 
+    def restart(self) -> None:
+        """Forget what was sampled; the draws are the same again."""
+        for sampled in (self.token_ids, self.logprobs, self.versions):
+            sampled.clear()
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Sequence:
@@ -55,6 +62,10 @@ class Replica:
 
     Rows ``0 … num_active`` of the cache are decoding; behind them lie sessions between two turns,
     whose prefix is kept until its row is needed, the longest unused going first.
+
+    With ``fixed_rows`` a completion depends on the weights and on its request alone, bit for bit: no
+    prefix is kept, each context is prefilled alone, and every decode pass has that many rows, of which some
+    are padding, and a number of columns that each row's own length says.
     """
 
     def __init__(
@@ -66,15 +77,18 @@ class Replica:
         num_slots: int,
         max_context: int,
         policy_version: int = 0,
+        fixed_rows: int = 0,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.name = name
         self.policy_version = policy_version
         self.num_sampled = 0
         self.num_prefilled = 0
+        self.num_completed = 0
+        self._fixed_rows = fixed_rows
         self._stop = frozenset(stop_token_ids)
         self._device = next(model.parameters()).device
-        self._cache = SlotCache(num_slots=num_slots, max_context=max_context)
+        self._cache = SlotCache(num_slots=num_slots, max_context=max_context, views=not fixed_rows)
         self._columns = torch.arange(max_context + 1, device=self._device)
         self._head = model.get_output_embeddings()
         self._rows: list[_Sequence | None] = [None] * num_slots
@@ -82,6 +96,11 @@ class Replica:
         self._sequences: OrderedDict[str, _Sequence] = OrderedDict()
         self._waiting: deque[Request] = deque()
         self._decodes = 0
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences that the cache has room for."""
+        return len(self._rows)
 
     @property
     def busy(self) -> bool:
@@ -114,6 +133,25 @@ class Replica:
         for sequence in self._sequences.values():
             sequence.cached.clear()
 
+    def rebuilt(self, *, num_slots: int) -> Replica:
+        """Return a replica of the same weights with a new cache, in which every request starts again."""
+        fresh = Replica(
+            self.model,
+            name=self.name,
+            stop_token_ids=tuple(self._stop),
+            num_slots=num_slots,
+            max_context=self._cache.max_context,
+            policy_version=self.policy_version,
+            fixed_rows=self._fixed_rows,
+        )
+        fresh.num_sampled, fresh.num_prefilled = self.num_sampled, self.num_prefilled
+        fresh.num_completed = self.num_completed
+        under_way = [s.request for s in self._sequences.values() if s.request is not None]
+        for request in [*under_way, *self._waiting]:
+            request.restart()
+            fresh.submit(request)
+        return fresh
+
     def step(self) -> None:
         """Admit what waits, bring every active row up to date, and sample one token for each."""
         if self._waiting and (self._active == 0 or self._decodes >= DECODES_BETWEEN_ADMISSIONS):
@@ -141,7 +179,7 @@ class Replica:
                     break
                 continue
             self._sequences.move_to_end(sequence.key)
-            shared = _shared_prefix(sequence.cached, request.context)
+            shared = 0 if self._fixed_rows else _shared_prefix(sequence.cached, request.context)
             del sequence.cached[min(shared, len(request.context) - 1) :]
             sequence.request = request
             self._move(sequence, self._active)
@@ -187,6 +225,10 @@ class Replica:
         behind = [s for s in self._rows[: self._active] if s is not None and self._num_new(s) > 1]
         if not behind:
             return
+        if self._fixed_rows:
+            for sequence in behind:
+                self._prefill([sequence])
+            return
         known = {_beginning(s.cached): s for s in self._sequences.values() if len(s.cached) >= SHARED_TOKENS}
         leaders: list[_Sequence] = []
         followers: list[tuple[_Sequence, _Sequence]] = []
@@ -221,22 +263,46 @@ class Replica:
 
     def _decode(self) -> None:
         rows = [s for s in self._rows[: self._active] if s is not None]
-        if not rows:
-            return
+        if self._fixed_rows:
+            for alike in self._alike(rows):
+                self._decode_rows(alike, padding=self._fixed_rows - len(alike))
+        elif rows:
+            self._decode_rows(rows)
+
+    def _alike(self, rows: Sequence[_Sequence]) -> list[list[_Sequence]]:
+        """Cut rows into passes of up to ``fixed_rows`` that see the same number of columns."""
+        size = self._fixed_rows
+        views: dict[int, list[_Sequence]] = {}
+        for sequence in rows:
+            views.setdefault(self._view(sequence), []).append(sequence)
+        return [
+            alike[start : start + size] for alike in views.values() for start in range(0, len(alike), size)
+        ]
+
+    def _view(self, sequence: _Sequence) -> int:
+        """Return how many columns the next token of a sequence sees: a function of its length alone."""
+        columns = SHORTEST_VIEW
+        while columns <= len(sequence.cached):
+            columns *= 2
+        return min(columns, self._cache.max_context + 1)
+
+    def _decode_rows(self, rows: Sequence[_Sequence], *, padding: int = 0) -> None:
         requests = [s.request for s in rows if s.request is not None]
         tokens = [self._new_tokens(s)[-1] for s in rows]
-        hidden = self._forward(torch.tensor(tokens, device=self._device)[:, None], rows)
+        fed = torch.tensor(tokens + [0] * padding, device=self._device)[:, None]
+        hidden = self._forward(fed, rows, padding=padding)
+        temperatures = [r.sampling.temperature for r in requests] + [1.0] * padding
+        uniforms = [float(r.uniforms[len(r.token_ids)]) for r in requests] + [0.0] * padding
         drawn, logprobs = sample(
             self._head(hidden[:, -1]),
-            temperatures=torch.tensor([r.sampling.temperature for r in requests], device=self._device),
-            uniforms=torch.tensor([r.uniforms[len(r.token_ids)] for r in requests], device=self._device),
+            temperatures=torch.tensor(temperatures, device=self._device),
+            uniforms=torch.tensor(uniforms, device=self._device),
         )
         self.num_sampled += len(rows)
-        drawn_list, logprob_list = drawn.tolist(), logprobs.tolist()
-        for sequence, request, fed, token, logprob in zip(
-            rows, requests, tokens, drawn_list, logprob_list, strict=True
+        for sequence, request, last, token, logprob in zip(
+            rows, requests, tokens, drawn.tolist(), logprobs.tolist(), strict=False
         ):
-            sequence.cached.append(fed)
+            sequence.cached.append(last)
             request.token_ids.append(token)
             request.logprobs.append(logprob)
             request.versions.append(self.policy_version)
@@ -244,13 +310,20 @@ class Replica:
         for sequence, request in zip(rows, requests, strict=True):
             self._finish(sequence, request)
 
-    def _forward(self, tokens: torch.Tensor, rows: Sequence[_Sequence]) -> torch.Tensor:
-        """Run tokens [rows, width] that follow what is cached of each row; return hidden states."""
-        first = torch.tensor([len(s.cached) for s in rows], device=self._device)
+    def _forward(self, tokens: torch.Tensor, rows: Sequence[_Sequence], *, padding: int = 0) -> torch.Tensor:
+        """Run tokens [rows + padding, width] that follow what is cached of each row; return hidden states.
+
+        Padding rows read a real one's row and write where nobody looks.
+        """
+        most = self._cache.max_context
+        first = torch.tensor([len(s.cached) for s in rows] + [most] * padding, device=self._device)
         positions = first[:, None] + torch.arange(tokens.shape[1], device=self._device)
-        positions.clamp_(max=self._cache.max_context)
-        length = min(max(len(s.cached) for s in rows) + tokens.shape[1], self._cache.max_context + 1)
-        self._cache.aim([s.row for s in rows], positions=positions, length=length)
+        positions.clamp_(max=most)
+        length = min(max(len(s.cached) for s in rows) + tokens.shape[1], most + 1)
+        if self._fixed_rows and tokens.shape[1] == 1:
+            length = self._view(rows[0])
+        places = [s.row for s in rows] + [rows[0].row] * padding
+        self._cache.aim(places, positions=positions, length=length)
         mask = self._columns[None, None, None, :length] <= positions[:, None, :, None]
         output = self.model.base_model(
             input_ids=tokens,
@@ -275,6 +348,7 @@ class Replica:
         if not stopped and len(request.token_ids) < request.sampling.max_new_tokens:
             return
         self._park(sequence)
+        self.num_completed += 1
         request.done(
             Completion(
                 token_ids=request.token_ids,

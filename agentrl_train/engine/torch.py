@@ -20,11 +20,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from agentrl_train.engine.invariance import independent_rows
 from agentrl_train.engine.replica import Replica, Request
-from agentrl_train.errors import EngineError
+from agentrl_train.errors import EngineBroken, EngineError, EngineOutOfMemory
 from agentrl_train.types import Completion, SamplingParams
 
 logger = logging.getLogger(__name__)
+
+MAX_REBUILDS = 3
+"""Times in a row that a policy's cache is built anew, no completion coming of it, before the engine gives up."""
 
 
 class TorchEngine:
@@ -37,6 +41,11 @@ class TorchEngine:
         max_context: most tokens of one sequence.
         deadline_s: longest time one completion or one weight update may take.
         threads: OpenMP threads of the engine's thread; None leaves PyTorch's default.
+        deterministic: a completion depends on the weights and on its request alone, bit for bit, on one
+            machine with one number of threads. Slower: no prefix is kept, and shapes are padded.
+
+    What breaks in a forward pass costs nobody a completion: the cache is built anew around the weights last
+    published, for half as many sequences where memory ran out, and every request starts again.
 
     Satisfies ``Engine`` and ``WeightSync``.
     """
@@ -51,6 +60,7 @@ class TorchEngine:
         deadline_s: float = 600.0,
         threads: int | None = None,
         policy_version: int = 0,
+        deterministic: bool = False,
     ) -> None:
         for model in models.values():
             _refuse_unsupported(model, max_context)
@@ -65,15 +75,17 @@ class TorchEngine:
                 num_slots=max_sequences,
                 max_context=max_context,
                 policy_version=policy_version,
+                fixed_rows=independent_rows(model) if deterministic else 0,
             )
             for name, model in models.items()
         }
         self._inbox: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._closed = False
-        self._failure: BaseException | None = None
+        self._failure: EngineError | None = None
         self._waiting: set[Future[Any]] = set()
         self._busy_s = 0.0
+        self._rebuilds: dict[str, tuple[int, int]] = {}
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
 
@@ -96,7 +108,6 @@ class TorchEngine:
                 f"a context of {len(token_ids)} tokens leaves no room for {sampling.max_new_tokens} new ones "
                 f"in {self.max_context}: raise engine.max_context or lower engine.max_new_tokens"
             )
-        replica = self._replicas[policy]
         future: Future[Completion] = Future()
         request = Request(
             session_key=session_key,
@@ -107,7 +118,7 @@ class TorchEngine:
         self._waiting.add(future)
         future.add_done_callback(self._waiting.discard)
         try:
-            self._post(partial(replica.submit, request))
+            self._post(lambda: self._replicas[policy].submit(request))
             return await asyncio.wait_for(asyncio.wrap_future(future), self._deadline_s)
         except TimeoutError as error:
             self.release(session_key)
@@ -119,8 +130,7 @@ class TorchEngine:
     def release(self, session_key: str) -> None:
         """Forget what is cached for a session; idempotent."""
         with contextlib.suppress(EngineError):  # a closed or broken engine keeps nothing
-            for replica in self._replicas.values():
-                self._post(partial(replica.abandon, session_key))
+            self._post(partial(self._abandon, session_key))
 
     def publish(
         self,
@@ -150,6 +160,11 @@ class TorchEngine:
         finally:
             self._waiting.discard(loaded)
 
+    @property
+    def max_sequences(self) -> int:
+        """Sequences of a policy that fit at a time; fewer than asked for once memory ran out."""
+        return min(replica.num_slots for replica in self._replicas.values())
+
     def statistics(self) -> dict[str, float]:
         """Return running totals: sampled tokens, prefilled tokens, seconds busy."""
         replicas = self._replicas.values()
@@ -169,11 +184,15 @@ class TorchEngine:
     def _post(self, command: Callable[[], None]) -> None:
         with self._wake:
             if self._failure is not None:
-                raise EngineError(f"the engine broke: {self._failure}") from self._failure
+                raise type(self._failure)(str(self._failure)) from self._failure
             if self._closed:
                 raise EngineError("the engine was closed")
             self._inbox.append(command)
             self._wake.notify()
+
+    def _abandon(self, session_key: str) -> None:
+        for replica in self._replicas.values():
+            replica.abandon(session_key)
 
     def _run(self) -> None:
         if self._threads is not None:
@@ -182,15 +201,51 @@ class TorchEngine:
             with torch.inference_mode():
                 while self._take_commands():
                     started = time.perf_counter()
-                    for replica in self._replicas.values():
+                    for name, replica in self._replicas.items():
                         if replica.busy:
-                            replica.step()
+                            self._step(name, replica)
                     self._busy_s += time.perf_counter() - started
             self._fail_waiting(EngineError("the engine was closed"))
+        except EngineError as error:
+            self._fail(error)
         except BaseException as error:  # the boundary of the thread: waiting callers must hear of it
             logger.exception("the engine's thread broke")
-            self._failure = error
-            self._fail_waiting(EngineError(f"the engine broke: {error}"))
+            self._fail(EngineBroken(f"the engine broke: {error}"))
+
+    def _step(self, name: str, replica: Replica) -> None:
+        """Make one step; where it breaks, build the replica anew and start its requests again."""
+        try:
+            replica.step()
+        except Exception as error:
+            slots = replica.num_slots
+            if _out_of_memory(error):
+                if slots == 1:
+                    raise EngineOutOfMemory(
+                        f"the engine has no memory for one sequence of {self.max_context} tokens: "
+                        "lower engine.max_context, or use a smaller model"
+                    ) from error
+                slots //= 2
+                logger.warning("the engine is out of memory: it goes on with %d sequences at a time", slots)
+            else:
+                self._count_break(name, replica, error)
+                logger.warning("the engine broke (%s); its requests start again", error, exc_info=error)
+        else:
+            return
+        # Out of the handler, so that the error's traceback holds no tensor any more.
+        self._replicas[name] = replica.rebuilt(num_slots=slots)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _count_break(self, name: str, replica: Replica, error: Exception) -> None:
+        completed, times = self._rebuilds.get(name, (-1, 0))
+        times = times + 1 if completed == replica.num_completed else 1
+        self._rebuilds[name] = (replica.num_completed, times)
+        if times > MAX_REBUILDS:
+            raise EngineBroken(f"the engine broke {times} times in a row: {error}") from error
+
+    def _fail(self, error: EngineError) -> None:
+        self._failure = error
+        self._fail_waiting(error)
 
     def _take_commands(self) -> bool:
         """Run what was posted; sleep while there is nothing to do. False once closed."""
@@ -208,6 +263,11 @@ class TorchEngine:
         for future in list(self._waiting):
             with contextlib.suppress(InvalidStateError):
                 future.set_exception(error)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out; on a CPU PyTorch says so in words alone."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def _resolver(future: Future[Completion]) -> Callable[[Completion], None]:
