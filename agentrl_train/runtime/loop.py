@@ -29,7 +29,7 @@ from agentrl_train.actor import Actor, Episode
 from agentrl_train.errors import EnvironmentUnavailable, Stalled
 from agentrl_train.runtime.admission import AdmittedGroup, WorkWindow
 from agentrl_train.runtime.journal import Journal
-from agentrl_train.types import Trajectory, TrajectoryGroup
+from agentrl_train.types import UNTRACED, Trace, Trajectory, TrajectoryGroup
 
 MAX_FAILED_GROUPS = 8
 """Groups of one task that may fail, none of it finishing between them, before the run gives up."""
@@ -72,6 +72,7 @@ class Loop:
         policy_version: of the weights in force.
         finished: groups that a resumed run brings along, finished and untrained.
         failed: told of every episode that failed to the last.
+        trace: told how long the trainer waited.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Loop:
         policy_version: int = 0,
         finished: Sequence[TrajectoryGroup] = (),
         failed: Callable[[Trajectory], None] = lambda trajectory: None,
+        trace: Trace = UNTRACED,
     ) -> None:
         self.window = window
         self.policy_version = policy_version
@@ -93,12 +95,15 @@ class Loop:
         self._train = train
         self._pace = pace
         self._failed = failed
+        self._trace = trace
         self._finished = {group.group_id: group for group in finished}
         self._playing: dict[asyncio.Task[None], AdmittedGroup] = {}
         self._deadline = math.inf
         self._changed = asyncio.Event()
         self._stopping = asyncio.Event()
         self._failed_in_a_row: Counter[str] = Counter()
+        self.discarded_tokens = 0
+        """Sampled tokens of groups that were dropped."""
 
     @property
     def untrained(self) -> list[TrajectoryGroup]:
@@ -123,7 +128,8 @@ class Loop:
         try:
             while not self._over():
                 started = time.monotonic()
-                groups = await self._next_groups()
+                with self._trace.span("trainer/steps", "wait for groups"):
+                    groups = await self._next_groups()
                 if groups is None:
                     break
                 step = Step(
@@ -196,7 +202,8 @@ class Loop:
                 split=admitted.split,
                 index=admitted.index,
                 seed=admitted.seed,
-                draw_seed=(self._pace.seed, admitted.group_id, admitted.attempt),
+                # The same draws after a resume: new ones would favour groups that are quick to finish.
+                draw_seed=(self._pace.seed, admitted.group_id),
             ),
             size=self._pace.group_size,
             group_id=admitted.group_id,
@@ -205,6 +212,7 @@ class Loop:
         for failure in failures:
             self._failed(failure)
         if len(group.trajectories) < self._pace.minimum_siblings:
+            self.discarded_tokens += sum(t.num_sampled_tokens for t in group.trajectories)
             self._drop(admitted, failures)
             return
         # Blocking on purpose: between the journal and ``_finished`` no checkpoint may be taken.

@@ -24,8 +24,8 @@ from agentrl_train.runtime.journal import Journal
 from agentrl_train.runtime.loop import Loop, Step
 from agentrl_train.runtime.metrics import MetricsLog
 from agentrl_train.runtime.report import write_report
-from agentrl_train.runtime.trainer import StepTrainer, by_task
-from agentrl_train.types import SamplingParams, Trajectory
+from agentrl_train.runtime.trainer import TRACK, StepTrainer, by_task
+from agentrl_train.types import UNTRACED, SamplingParams, Trace, Trajectory
 from agentrl_train.weights import Publisher, disagreement, probe_sequence, require_agreement
 
 logger = logging.getLogger(__name__)
@@ -84,8 +84,10 @@ class Run:
         evaluate: Evaluator | None,
         cadence: Cadence,
         checkpoint: Checkpoint | None,
+        trace: Trace = UNTRACED,
     ) -> None:
         self.journal = journal
+        self._trace = trace
         self._folder = folder
         self._policy = policy
         self._trainer = trainer
@@ -156,9 +158,10 @@ class Run:
     async def train_step(self, step: Step) -> None:
         """Train one step, record it, and save or evaluate where it is due."""
         number, started = self.loop.window.steps, time.monotonic()
-        told = await asyncio.to_thread(
-            self._trainer.step, step.groups, policy_version=step.policy_version + 1
-        )
+        with self._trace.span(TRACK, f"step {number}", groups=[group.group_id for group in step.groups]):
+            told = await asyncio.to_thread(
+                self._trainer.step, step.groups, policy_version=step.policy_version + 1
+            )
         self._trained_tokens += int(told.get("loss_tokens", 0))
         metrics = {**told, **self._speeds(told, waited_s=step.waited_s)}
         metrics["failed_episodes"] = float(self._failed_episodes)
@@ -218,12 +221,14 @@ class Run:
             groups=self.loop.untrained,
             keep=self._cadence.keep,
         )
-        self.journal.prune(await asyncio.to_thread(write))
+        with self._trace.span("trainer/checkpoints", f"checkpoint {step}"):
+            self.journal.prune(await asyncio.to_thread(write))
 
     async def _evaluate(self, name: str) -> None:
         if self._evaluate_held_out is None:
             return
-        results = await self._evaluate_held_out()
+        with self._trace.span(TRACK, f"evaluation {name}"):
+            results = await self._evaluate_held_out()
         self._log.log_evaluation(
             name,
             policy_version=self.loop.policy_version,
