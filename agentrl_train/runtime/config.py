@@ -102,6 +102,8 @@ class EngineSection(_Section):
     max_new_tokens: Count = 256
     """Tokens of one turn."""
     temperature: NonNegative = 1.0
+    deterministic: bool = False
+    """Repeat a synchronous run bit for bit, also one that was killed and resumed, on one machine; slower."""
 
     def problems(self) -> list[str]:
         """Return what is wrong between the fields of this section, one sentence each."""
@@ -286,6 +288,11 @@ class RunConfig(_Section):
             found.append(
                 "engine.temperature = 0 makes all siblings of a group equal, so nothing can be "
                 "learned: use a temperature above 0"
+            )
+        if self.engine.deterministic and rollout.max_staleness > 0:
+            found.append(
+                "engine.deterministic repeats synchronous runs, and with rollout.max_staleness = "
+                f"{rollout.max_staleness} the time decides what is trained when: set it to 0"
             )
         episodes = rollout.groups_per_step * rollout.group_size
         if self.train.minibatches > episodes:

@@ -59,6 +59,7 @@ async def policy(config: RunConfig, *, path: str) -> AsyncIterator[Policy]:
         max_context=config.engine.max_context,
         deadline_s=config.rollout.episode_seconds,
         threads=threads,
+        deterministic=config.engine.deterministic,
     )
     train = config.train
     learner = Learner(
@@ -118,7 +119,7 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
                 learner=ready.learner,
                 publisher=ready.publisher,
                 recipe=make_recipe(config),
-                inherited=saved.keys(),
+                inherited=() if config.engine.deterministic else saved.keys(),
             ),
             journal=journal,
             log=log,
