@@ -48,7 +48,8 @@ def disagreement(trainer: Sequence[np.ndarray], sequences: Sequence[TokenSequenc
     for ours, sequence in zip(trainer, sequences, strict=True):
         told = (sequence.versions == version) & (sequence.loss_mask > 0)
         if told.any():
-            worst = max(worst, float(np.abs(ours - sequence.logprobs)[told].max()))
+            # Not Python's ``max``, which would hide what is not a number.
+            worst = float(np.maximum(worst, np.abs(ours - sequence.logprobs)[told].max()))
     return worst
 
 

@@ -118,19 +118,20 @@ class StepTrainer:
         )
 
     def _check(self, rows: Sequence[TokenSequence], *, version: int) -> float:
-        """Compare log-probabilities: all sequences at the first step, afterwards the freshest one."""
+        """Compare log-probabilities, at the first step of all sequences; return how far the freshest is off."""
         own = [row for row in rows if row.group_id not in self._inherited]
         fresh = [(int((row.versions == version).sum()), row) for row in own]
         fresh = [(count, row) for count, row in fresh if count]
         if not fresh:
             return 0.0
+        chosen = [row for _, row in sorted(fresh, key=lambda pair: -pair[0])]
         if self._checked_all:
-            fresh = sorted(fresh, key=lambda pair: -pair[0])[:1]
+            chosen = chosen[:1]
         self._checked_all = True
-        chosen = [row for _, row in fresh]
-        difference = disagreement(self.learner.logprobs(chosen), chosen, version=version)
+        ours = self.learner.logprobs(chosen)
+        difference = disagreement(ours, chosen, version=version)
         require_agreement(difference, tolerance=self._recipe.tolerance, version=version)
-        return difference
+        return disagreement(ours[:1], chosen[:1], version=version)
 
 
 def staleness(
