@@ -25,13 +25,13 @@ from agentrl_env.launch.docker_daemon import (
     connect,
     daemon_errors,
     make_folder,
-    owner,
     remove,
     remove_folder,
     sweep,
 )
 from agentrl_env.launch.image import build_image
 from agentrl_env.launch.image_context import PORT, USER
+from agentrl_env.launch.owner import owner
 from agentrl_env.launch.placement import Limits
 
 _POLL_S = 0.05

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl_env.errors import LaunchError
+from agentrl_env.launch.owner import owner_is_dead
 
 OWNER = "org.agentrl.owner"
 """Label of everything started here: which process of which machine owns it."""
@@ -49,25 +50,6 @@ def connect(timeout: float = 60.0) -> Any:
             f"no Docker daemon answers at {address}; start dockerd, or point DOCKER_HOST at one"
         ) from error
     return client
-
-
-def owner(pid: int | None = None) -> str:
-    """Return the name of a process that no later process gets; empty where the platform has no /proc.
-
-    It is made of the boot, the namespace of process numbers, the number, and when it began.
-    """
-    pid = os.getpid() if pid is None else pid
-    began = _began(pid)
-    return f"{_here()}:{pid}:{began}" if began else ""
-
-
-def owner_is_dead(name: str) -> bool | None:
-    """Return whether the process that ``owner`` named is gone; None where that cannot be told here."""
-    place, _, rest = name.partition(":")
-    pid, _, began = rest.partition(":")
-    if not pid.isdigit() or place != _here():
-        return None
-    return _began(int(pid)) != began
 
 
 def sweep(client: Any) -> list[str]:
@@ -134,20 +116,3 @@ def _knock(address: str) -> None:
         with socket.socket(socket.AF_UNIX) as knocking:
             knocking.settimeout(5.0)
             knocking.connect(path)
-
-
-def _here() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}".replace(":", "")
-    except OSError:
-        return ""
-
-
-def _began(pid: int) -> str:
-    """Return when a process began, in clock ticks since the boot; empty where there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if stat[0] in "ZX" else stat[19]

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from agentrl_env.errors import LaunchError
-from agentrl_env.launch.docker_daemon import OWNER, connect, daemon_errors, owner, remove
+from agentrl_env.launch.docker_daemon import OWNER, connect, daemon_errors, remove
 from agentrl_env.launch.image_context import Recipe, TaskFiles, index_settings
+from agentrl_env.launch.owner import owner
 from agentrl_env.launch.wheel import own_version
 from agentrl_env.wire import PROTOCOL_VERSION
 

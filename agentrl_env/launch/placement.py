@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-_UNITS = {"k": 10, "m": 20, "g": 30, "t": 40}
+from agentrl_env.launch.sizes import parse_size
 
 
 class Placed(Protocol):
@@ -57,11 +56,4 @@ class Limits(BaseModel):
     @field_validator("memory", "tmp", mode="before")
     @classmethod
     def _read_size(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", value.strip().lower())
-        if found is None:
-            raise ValueError(
-                f"{value!r} is no size; write bytes, or a number with k, m, g or t, as in '512m'"
-            )
-        return int(float(found[1]) * (1 << _UNITS.get(found[2], 0)))
+        return parse_size(value) if isinstance(value, str) else value

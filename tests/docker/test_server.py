@@ -14,7 +14,7 @@ import pytest
 from agentrl_env import EnvClient, Message, ToolCall
 from agentrl_env.errors import AgentRLError, LaunchError, ServeError, ServerDraining, Unauthorized
 from agentrl_env.launch.docker import DockerServer
-from agentrl_env.launch.docker_daemon import FOLDER_PREFIX, owner, owner_is_dead, sweep
+from agentrl_env.launch.docker_daemon import FOLDER_PREFIX, sweep
 from agentrl_env.launch.placement import Limits
 from tests.docker.conftest import until
 
@@ -180,17 +180,6 @@ def test_what_a_killed_keeper_left_is_swept_by_the_next_start(client, launcher, 
     assert name in names(client)
     with DockerServer(image=probe) as server:
         assert names(client) & {name, server.name} == {server.name}
-
-
-def test_an_owner_is_alive_dead_or_of_elsewhere():
-    assert owner_is_dead(owner()) is False
-    with subprocess.Popen(["sleep", "60"]) as process:
-        mark = owner(process.pid)
-        assert owner_is_dead(mark) is False
-        process.kill()
-    assert owner_is_dead(mark) is True
-    assert owner_is_dead("another-boot/pid[1]:1:1") is None
-    assert owner_is_dead("") is None
 
 
 def test_a_server_that_ends_says_why(probe):

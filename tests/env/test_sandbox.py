@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentrl_env.errors import SandboxFailed, SandboxUnavailable
-from agentrl_env.launch.sandbox import HOME, cgroups, open_sandbox, owner, seccomp
+from agentrl_env.launch.sandbox import HOME, cgroups, leftovers, open_sandbox, seccomp
 from agentrl_env.launch.sandbox.bubblewrap import check_available
 from agentrl_env.launch.sandbox.sandbox import Stream, absolute, as_text, packed
 
@@ -66,7 +66,9 @@ def processes(box):
 
 def groups():
     """Return the cgroups that this process has made and not removed."""
-    return {f for base in set(cgroups.find().values()) for f in base.glob(f"{owner.PREFIX}*-{os.getpid()}-*")}
+    return {
+        f for base in set(cgroups.find().values()) for f in base.glob(f"{leftovers.PREFIX}*-{os.getpid()}-*")
+    }
 
 
 def until(condition, seconds=20.0):
@@ -372,7 +374,7 @@ class TestFiles:
             own.write(path if error is not FileNotFoundError else ".", "x")
 
     def test_links_lead_nowhere_but_into_the_sandbox(self, own):
-        secret = Path("/tmp", owner.new_name().replace("sandbox", "secret"))
+        secret = Path("/tmp", leftovers.new_name().replace("sandbox", "secret"))
         secret.write_text("s3cret")
         try:
             own.run(f"ln -s {secret} link; ln -s / root; ln -s ../../../../.. up; ln -s /proc/1/root proc")
@@ -553,7 +555,7 @@ class TestChoice:
     @pytest.mark.parametrize(
         ("options", "said"),
         [
-            ({"memory": "64q"}, "not a number of bytes"),
+            ({"memory": "64q"}, "'64q' is no size"),
             ({"memory": "64m", "disk": "60m"}, "leave 24 MiB of memory"),
             ({"pids": 0}, "pids=0 must be positive"),
             ({"timeout": -1.0}, "must be positive"),
@@ -677,12 +679,12 @@ def test_a_delegated_folder_is_the_first_whose_children_get_controllers(tmp_path
 
 
 def test_names_tell_whether_their_owner_lives():
-    name = owner.new_name()
-    assert not owner.abandoned(name)
+    name = leftovers.new_name()
+    assert not leftovers.abandoned(name)
     prefix, pid, began, rest = name.rsplit("-", 3)
-    assert owner.abandoned(f"{prefix}-{pid}-{int(began) + 1}-{rest}")
-    assert not owner.abandoned(name.replace(prefix, f"{owner.PREFIX}1"))
-    assert not owner.abandoned("something-else")
+    assert leftovers.abandoned(f"{prefix}-{pid}-{int(began) + 1}-{rest}")
+    assert not leftovers.abandoned(name.replace(prefix, f"{leftovers.PREFIX}0123456789ab"))
+    assert not leftovers.abandoned("something-else")
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])

@@ -11,7 +11,7 @@ import pytest
 from agentrl_env import EnvClient, Message, SessionStatus, ToolCall
 from agentrl_env.errors import EnvironmentFailed, SandboxUnavailable
 from agentrl_env.launch.process import ServerProcess
-from agentrl_env.launch.sandbox import cgroups, owner
+from agentrl_env.launch.sandbox import cgroups, leftovers
 from agentrl_env.launch.sandbox.bubblewrap import check_available
 
 try:
@@ -66,7 +66,7 @@ def below(pid):
 
 
 def groups(pid):
-    return [f for base in set(cgroups.find().values()) for f in base.glob(f"{owner.PREFIX}*-{pid}-*")]
+    return [f for base in set(cgroups.find().values()) for f in base.glob(f"{leftovers.PREFIX}*-{pid}-*")]
 
 
 def until(condition):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from agentrl_env.launch.sandbox import owner
+from agentrl_env.launch.sandbox import leftovers
 from agentrl_env.launch.sandbox.limits import Limits
 
 REQUIRED = frozenset({"memory", "pids"})
@@ -27,7 +27,7 @@ class Group:
     """
 
     def __init__(self, bases: Mapping[str, Path], limits: Limits, *, extra_pids: int) -> None:
-        name = owner.new_name()
+        name = leftovers.new_name()
         self._folders = {controller: base / name for controller, base in bases.items()}
         try:
             for folder in set(self._folders.values()):
@@ -77,8 +77,8 @@ def find() -> dict[str, Path]:
 def sweep(bases: Mapping[str, Path]) -> None:
     """Delete the groups of processes that are gone."""
     for base in set(bases.values()):
-        for folder in base.glob(f"{owner.PREFIX}*"):
-            if owner.abandoned(folder.name):
+        for folder in base.glob(f"{leftovers.PREFIX}*"):
+            if leftovers.abandoned(folder.name):
                 _removed(folder)
 
 

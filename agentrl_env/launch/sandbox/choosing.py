@@ -9,9 +9,10 @@ from typing import Literal
 
 from agentrl_env.errors import SandboxFailed, SandboxUnavailable
 from agentrl_env.launch.sandbox import bubblewrap, docker
-from agentrl_env.launch.sandbox.limits import Limits, parse_size
+from agentrl_env.launch.sandbox.limits import Limits
 from agentrl_env.launch.sandbox.sandbox import Sandbox
 from agentrl_env.launch.sandbox.unsafe import UnsafeSandbox
+from agentrl_env.launch.sizes import parse_size
 
 Kind = Literal["auto", "docker", "bubblewrap", "unsafe"]
 ALLOW_UNSAFE = "AGENTRL_ALLOW_UNSAFE_SANDBOX"

@@ -14,6 +14,7 @@ from typing import Any
 
 from agentrl_env.errors import LaunchError, SandboxFailed, SandboxUnavailable
 from agentrl_env.launch import docker_daemon
+from agentrl_env.launch.owner import owner
 from agentrl_env.launch.sandbox.collecting import DRAIN, GRACE_S
 from agentrl_env.launch.sandbox.limits import Limits
 from agentrl_env.launch.sandbox.sandbox import (
@@ -330,7 +331,7 @@ def _create(client: Any, image: str, limits: Limits) -> str:
             user="0:0",
             hostname="sandbox",
             environment=[],
-            labels={docker_daemon.OWNER: docker_daemon.owner()},
+            labels={docker_daemon.OWNER: owner()},
             host_config=host,
         )
     except docker.errors.ImageNotFound:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 OVERHEAD = 24 << 20
 """Bytes of memory kept for what runs the commands; the rest may fill up with files."""
 
@@ -43,17 +41,3 @@ class Limits:
         for name in ("pids", "cpus", "timeout", "max_output"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
-
-
-def parse_size(size: int | str) -> int:
-    """Return the bytes that ``size`` means: a number, or text such as "64m" or "2g" (powers of 1024).
-
-    Raises:
-        ValueError: it means nothing.
-    """
-    if isinstance(size, int):
-        return size
-    match = re.fullmatch(r"(\d+)([kmg]?)b?", size.strip().lower())
-    if match is None:
-        raise ValueError(f"size {size!r} is not a number of bytes; write it like 65536 or '64m'")
-    return int(match[1]) * _UNITS[match[2]]

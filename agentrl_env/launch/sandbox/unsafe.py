@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from agentrl_env.errors import SandboxFailed
-from agentrl_env.launch.sandbox import owner
+from agentrl_env.launch.sandbox import leftovers
 from agentrl_env.launch.sandbox.collecting import collect
 from agentrl_env.launch.sandbox.limits import Limits
 from agentrl_env.launch.sandbox.sandbox import (
@@ -46,7 +46,7 @@ class UnsafeSandbox(SandboxBase):
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         _sweep()
-        self._folder = Path(tempfile.gettempdir()).resolve() / owner.new_name()
+        self._folder = Path(tempfile.gettempdir()).resolve() / leftovers.new_name()
         try:
             self._folder.mkdir(mode=0o700)
         except OSError as error:
@@ -205,6 +205,6 @@ def _end(pid: int, folder: Path, running: list[subprocess.Popen[bytes]]) -> None
 
 def _sweep() -> None:
     """Delete the folders of processes that are gone."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{owner.PREFIX}*"):
-        if owner.abandoned(folder.name):
+    for folder in Path(tempfile.gettempdir()).glob(f"{leftovers.PREFIX}*"):
+        if leftovers.abandoned(folder.name):
             shutil.rmtree(folder, ignore_errors=True)
