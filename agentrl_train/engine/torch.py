@@ -28,7 +28,7 @@ from agentrl_train.types import Completion, SamplingParams
 logger = logging.getLogger(__name__)
 
 MAX_REBUILDS = 3
-"""Times in a row that a policy's cache is built anew, no completion coming of it, before the engine gives up."""
+"""Times in a row that a policy's cache is built anew, without a completion between, before it gives up."""
 
 
 class TorchEngine:
