@@ -246,6 +246,15 @@ class MetricsSection(_Section):
     tensorboard: bool = True
     trajectories: CountOrOff = 4
     """Trajectories written out readably each step."""
+    trace: bool = True
+    """Write ``trace.json``: what happened when, for https://ui.perfetto.dev."""
+    trace_megabytes: Annotated[float, Field(ge=1.0)] = 64.0
+    """Most that the trace takes; of a longer run the newest half or more is kept."""
+    prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Serve the numbers to Prometheus at this port; 0 takes a free one. Left out, it is off."""
+    prometheus_host: str = "127.0.0.1"
+    wandb: Annotated[str, Field(min_length=1)] | None = None
+    """Project of Weights & Biases that the numbers are sent to (extra ``[wandb]``). Left out, it is off."""
 
 
 class RunConfig(_Section):

@@ -30,7 +30,10 @@ from agentrl_train.runtime.metrics import MetricsLog
 from agentrl_train.runtime.models import copy_of, load_policy
 from agentrl_train.runtime.progress import Progress
 from agentrl_train.runtime.run import Cadence, Evaluator, Outcome, Policy, Run
+from agentrl_train.runtime.sinks import open_sinks, traced
+from agentrl_train.runtime.throughput import Throughput, copy_bytes_per_s
 from agentrl_train.runtime.trainer import Recipe, StepTrainer
+from agentrl_train.types import UNTRACED, Trace
 from agentrl_train.weights import Publisher
 
 EVALUATION_SEED = 1_000_003
@@ -109,7 +112,8 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
         stack.callback(journal.close)
         saved = {group.group_id: group for group in journal.read(step)}
         saved |= {group.group_id: group for group in (checkpoint.groups if checkpoint else ())}
-        log = make_log(config, checkpoint)
+        trace = stack.enter_context(traced(config))
+        log = make_log(config, checkpoint, trace)
         stack.callback(log.close)
         places = asyncio.Semaphore(config.engine.max_sessions)
         run = Run(
@@ -120,15 +124,20 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
                 publisher=ready.publisher,
                 recipe=make_recipe(config),
                 inherited=() if config.engine.deterministic else saved.keys(),
+                trace=trace,
             ),
             journal=journal,
             log=log,
-            evaluate=make_evaluator(config, served=served, policy=ready, places=places),
+            evaluate=make_evaluator(config, served=served, policy=ready, places=places, trace=trace),
             cadence=make_cadence(config),
             checkpoint=checkpoint,
+            throughput=Throughput(
+                ready.engine.statistics, copy_bytes_per_s=copy_bytes_per_s(config.engine.device)
+            ),
+            trace=trace,
         )
         run.loop = Loop(
-            actor=make_actor(config, served=served, policy=ready, places=places),
+            actor=make_actor(config, served=served, policy=ready, places=places, trace=trace),
             window=(window := make_window(config, served.sources, checkpoint, saved.keys())),
             journal=journal,
             train=run.train_step,
@@ -136,32 +145,39 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
             policy_version=int(checkpoint.loop["policy_version"]) if checkpoint else 0,
             finished=[saved[group_id] for group_id in window.finished],
             failed=run.count_failed,
+            trace=trace,
         )
         return await run.run()
 
 
-def make_log(config: RunConfig, checkpoint: Checkpoint | None) -> MetricsLog:
+def make_log(config: RunConfig, checkpoint: Checkpoint | None, trace: Trace) -> MetricsLog:
     """Return the log of a run, from the checkpoint on or from the beginning."""
     step = checkpoint.step if checkpoint else 0
     elapsed_s = float(checkpoint.loop["seconds"]) if checkpoint else 0.0
+    progress = Progress(total_steps=config.run.steps, first_step=step, elapsed_s=elapsed_s)
     return MetricsLog(
         config.run_folder,
         first_step=step,
-        tensorboard=config.metrics.tensorboard,
         trajectories=config.metrics.trajectories,
-        progress=Progress(total_steps=config.run.steps, first_step=step, elapsed_s=elapsed_s),
+        sinks=open_sinks(config, trace, tell=progress.note),
+        progress=progress,
     )
 
 
 def make_evaluator(
-    config: RunConfig, *, served: Served, policy: Policy, places: asyncio.Semaphore
+    config: RunConfig,
+    *,
+    served: Served,
+    policy: Policy,
+    places: asyncio.Semaphore,
+    trace: Trace = UNTRACED,
 ) -> Evaluator | None:
     """Return what plays the held-out samples with the current policy, or None if it is off."""
     if not config.eval.samples:
         return None
     return partial(
         evaluate,
-        make_actor(config, served=served, policy=policy, places=places, evaluation=True),
+        make_actor(config, served=served, policy=policy, places=places, trace=trace, evaluation=True),
         samples=held_out_samples(served.held_out, config.eval.samples),
         split={task: source.split for task, source in served.held_out.items()},
         seed=EVALUATION_SEED,
@@ -213,6 +229,7 @@ def make_actor(
     served: Served,
     policy: Policy,
     places: asyncio.Semaphore,
+    trace: Trace = UNTRACED,
     evaluation: bool = False,
 ) -> Actor:
     """Return the actor of a run; for evaluation it samples from the current policy alone."""
@@ -229,6 +246,7 @@ def make_actor(
             retries=config.rollout.environment_retries,
         ),
         places=places,
+        trace=trace,
     )
 
 

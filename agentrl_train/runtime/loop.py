@@ -102,13 +102,17 @@ class Loop:
         self._changed = asyncio.Event()
         self._stopping = asyncio.Event()
         self._failed_in_a_row: Counter[str] = Counter()
-        self.discarded_tokens = 0
-        """Sampled tokens of groups that were dropped."""
+        self._dropped_tokens = 0
 
     @property
     def untrained(self) -> list[TrajectoryGroup]:
         """The groups that are finished and not trained, oldest first: what a checkpoint must keep."""
         return [self._finished[i] for i in sorted(self._finished)]
+
+    @property
+    def discarded_tokens(self) -> int:
+        """Tokens of finished turns that nobody will train on: of failed attempts and dropped groups."""
+        return self._dropped_tokens + self._actor.discarded_tokens
 
     def stop(self) -> None:
         """End the run after the step under way; nothing that is finished is lost."""
@@ -212,7 +216,7 @@ class Loop:
         for failure in failures:
             self._failed(failure)
         if len(group.trajectories) < self._pace.minimum_siblings:
-            self.discarded_tokens += sum(t.num_sampled_tokens for t in group.trajectories)
+            self._dropped_tokens += sum(t.num_sampled_tokens for t in group.trajectories)
             self._drop(admitted, failures)
             return
         # Blocking on purpose: between the journal and ``_finished`` no checkpoint may be taken.

@@ -1,4 +1,4 @@
-"""What a run measures: ``metrics.jsonl``, evaluations, readable trajectories, TensorBoard, the summary.
+"""What a run measures: ``metrics.jsonl``, evaluations, readable trajectories, the summary.
 
 Files of a run folder written here::
 
@@ -7,12 +7,15 @@ Files of a run folder written here::
     evaluations.jsonl    a line a task and evaluation: {"name": "before", "task", "success", ...}
     trajectories/        step_000012.jsonl, held_out_before.jsonl, ...: a few episodes, readable
     summary.json         before and after per task, written at the end
-    tensorboard/         the same numbers as metrics.jsonl
+
+The same numbers go to every ``Sink``: TensorBoard, Prometheus, W&B, the counters of the trace.
 
 Names that the progress display and the report know: per step ``staleness_mean``, ``staleness_max``,
-``trained_tokens_per_s``, ``sampled_tokens_per_s``, ``trainer_idle``, ``engine_idle`` (shares of the
-step's time), ``kl``, ``clip_fraction``, ``entropy``, ``grad_norm``, ``learning_rate``, ``loss``; per task
-``success``, ``reward``, ``turns``, ``valid_calls``. A name that is missing is left out, an unknown kept.
+``tokens_of_age_0`` ..., ``trained_tokens_per_s``, ``sampled_tokens_per_s``, both with ``_ceiling`` behind
+them as well, ``trainer_idle``, ``engine_idle`` (shares of the step's time), ``sampled_tokens``,
+``prefilled_tokens``, ``reprefilled_tokens``, ``discarded_tokens``, ``logprob_drift``, ``kl``,
+``clip_fraction``, ``entropy``, ``grad_norm``, ``learning_rate``, ``loss``; per task ``success``, ``reward``,
+``turns``, ``valid_calls``, ``token_share``. A name that is missing is left out, an unknown kept.
 """
 
 from __future__ import annotations
@@ -23,11 +26,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
 from agentrl_train.runtime.disk import run_folder_errors, write_file
 from agentrl_train.runtime.progress import Progress
-from agentrl_train.runtime.tensorboard import ScalarWriter
 from agentrl_train.types import Trajectory, TrajectoryGroup, Turn
 
 SHOWN_PER_TASK = 8
@@ -59,14 +61,26 @@ def pass_at_k(trials: int, successes: int, k: int) -> float:
     return 1.0 - math.comb(trials - successes, k) / math.comb(trials, k)
 
 
+class Sink(Protocol):
+    """Who else is told the numbers of a run; those of a task are named ``success/shop``."""
+
+    def write(self, scalars: Mapping[str, float], *, step: int) -> None:
+        """Take one step's values."""
+        ...
+
+    def close(self) -> None:
+        """Take no more; idempotent."""
+        ...
+
+
 class MetricsLog:
     """Writes a run's measurements.
 
     Args:
         folder: the run folder.
         first_step: steps trained before this process; later lines of an interrupted run are dropped.
-        tensorboard: write TensorBoard files too.
         trajectories: episodes written out each step.
+        sinks: told every number too; closed with the log.
         progress: shows each step to whoever watches; None is silent.
     """
 
@@ -75,15 +89,15 @@ class MetricsLog:
         folder: Path,
         *,
         first_step: int = 0,
-        tensorboard: bool = True,
         trajectories: int = 4,
+        sinks: Sequence[Sink] = (),
         progress: Progress | None = None,
     ) -> None:
         """Open the files; raises ``RunFolderError`` if the folder cannot be written."""
         self._folder = folder
         self._num_trajectories = trajectories
         self._progress = progress
-        self._scalars = ScalarWriter(folder / "tensorboard") if tensorboard else None
+        self._sinks = sinks
         with run_folder_errors(folder):
             (folder / "trajectories").mkdir(parents=True, exist_ok=True)
             _drop_later_lines(folder / "metrics.jsonl", after="step", last=first_step)
@@ -112,8 +126,7 @@ class MetricsLog:
         chosen = _one_of_each(groups, self._num_trajectories)
         if chosen:
             self._write_trajectories(f"step_{step:06d}", chosen)
-        if self._scalars is not None:
-            self._scalars.write(_flat(metrics, tasks), step=step)
+        self._tell(dict(_flat(metrics, tasks)), step=step)
         if self._progress is not None:
             self._progress.step(step, elapsed_s=elapsed_s, metrics=metrics, tasks=tasks)
 
@@ -130,6 +143,8 @@ class MetricsLog:
             f"held_out_{name.replace(' ', '_')}",
             [(None, one) for episodes in results.values() for one in episodes[:SHOWN_PER_TASK]],
         )
+        shares = {f"held_out_success/{line['task']}": line["success"] for line in lines}
+        self._tell({name: share for name, share in shares.items() if share is not None}, step=policy_version)
         if self._progress is not None:
             self._progress.evaluation(name, {line["task"]: line["success"] for line in lines})
 
@@ -160,10 +175,14 @@ class MetricsLog:
 
     def close(self) -> None:
         """Close the files and the display; idempotent."""
-        if self._scalars is not None:
-            self._scalars.close()
+        for sink in self._sinks:
+            sink.close()
         if self._progress is not None:
             self._progress.close()
+
+    def _tell(self, scalars: Mapping[str, float], *, step: int) -> None:
+        for sink in self._sinks:
+            sink.write(scalars, step=step)
 
     def _write_trajectories(
         self, name: str, episodes: Sequence[tuple[TrajectoryGroup | None, Trajectory]]

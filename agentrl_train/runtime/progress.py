@@ -81,7 +81,11 @@ class Progress:
             for task, value in success.items():
                 self._tasks.setdefault(task, _TaskLine()).before = value
         shares = ", ".join(f"{task} {_percent(value)}" for task, value in success.items())
-        self._console.print(f"held-out success, {name}: {shares}", highlight=False, soft_wrap=True)
+        self.note(f"held-out success, {name}: {shares}")
+
+    def note(self, text: str) -> None:
+        """Say something once."""
+        self._console.print(text, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the last picture in place; idempotent."""

@@ -24,6 +24,7 @@ from agentrl_train.runtime.journal import Journal
 from agentrl_train.runtime.loop import Loop, Step
 from agentrl_train.runtime.metrics import MetricsLog
 from agentrl_train.runtime.report import write_report
+from agentrl_train.runtime.throughput import Throughput
 from agentrl_train.runtime.trainer import TRACK, StepTrainer, by_task
 from agentrl_train.types import UNTRACED, SamplingParams, Trace, Trajectory
 from agentrl_train.weights import Publisher, disagreement, probe_sequence, require_agreement
@@ -84,6 +85,7 @@ class Run:
         evaluate: Evaluator | None,
         cadence: Cadence,
         checkpoint: Checkpoint | None,
+        throughput: Throughput,
         trace: Trace = UNTRACED,
     ) -> None:
         self.journal = journal
@@ -100,8 +102,8 @@ class Run:
         self._seconds_before = float(state.get("seconds", 0.0))
         self._trained_tokens = int(state.get("trained_tokens", 0))
         self._failed_episodes = 0
-        self._started = self._mark = time.monotonic()
-        self._engine_mark = policy.engine.statistics()
+        self._started = time.monotonic()
+        self._throughput = throughput
         if checkpoint:
             policy.learner.load_state_dict(checkpoint.learner)
 
@@ -138,7 +140,7 @@ class Run:
         if self._fresh:
             await self._evaluate("before")
             await self._checkpoint(step=0)
-        self._mark = time.monotonic()
+        self._throughput.begin()
         await self.loop.run()
         step = self.loop.window.steps
         await self._checkpoint(step=step)
@@ -163,7 +165,10 @@ class Run:
                 self._trainer.step, step.groups, policy_version=step.policy_version + 1
             )
         self._trained_tokens += int(told.get("loss_tokens", 0))
-        metrics = {**told, **self._speeds(told, waited_s=step.waited_s)}
+        speeds = self._throughput.step(
+            told, waited_s=step.waited_s, discarded_tokens=self.loop.discarded_tokens
+        )
+        metrics = {**told, **speeds}
         metrics["failed_episodes"] = float(self._failed_episodes)
         metrics["dropped_groups"] = float(self.loop.window.dropped)
         metrics["train_seconds"] = time.monotonic() - started
@@ -179,25 +184,10 @@ class Run:
             await self._checkpoint(step=number)
         if self._due(number, self._cadence.evaluate_every):
             await self._evaluate(f"step {number}")
-            self._mark = time.monotonic()
+            self._throughput.begin()
 
     def _due(self, step: int, every: int) -> bool:
         return every > 0 and step % every == 0 and step < self._cadence.steps
-
-    def _speeds(self, told: Mapping[str, float], *, waited_s: float) -> dict[str, float]:
-        """Return tokens a second and idle shares since the last step ended."""
-        now, engine = time.monotonic(), self._policy.engine.statistics()
-        seconds = max(now - self._mark, 1e-9)
-        spent = {name: engine[name] - self._engine_mark[name] for name in engine}
-        self._mark, self._engine_mark = now, engine
-        return {
-            "step_seconds": seconds,
-            "trained_tokens_per_s": told.get("loss_tokens", 0.0) / seconds,
-            "sampled_tokens_per_s": spent["sampled_tokens"] / seconds,
-            "prefilled_tokens": spent["prefilled_tokens"],
-            "trainer_idle": min(1.0, waited_s / seconds),
-            "engine_idle": max(0.0, 1.0 - spent["busy_s"] / seconds),
-        }
 
     async def _checkpoint(self, *, step: int) -> None:
         """Save everything at this step's boundary: the snapshot and the journal's cut in one breath.

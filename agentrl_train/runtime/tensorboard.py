@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 
 from tensorboardX.event_file_writer import EventsWriter
@@ -15,7 +15,7 @@ from agentrl_train.runtime.disk import run_folder_errors
 
 
 class ScalarWriter:
-    """Appends scalars to an event file of its own in ``folder``.
+    """Appends scalars to an event file of its own in ``folder``. Satisfies ``Sink``.
 
     Raises:
         RunFolderError: the disk is full or refuses.
@@ -27,12 +27,12 @@ class ScalarWriter:
             folder.mkdir(parents=True, exist_ok=True)
             self._writer: EventsWriter | None = EventsWriter(str(folder / "events"))
 
-    def write(self, scalars: Iterable[tuple[str, float]], *, step: int) -> None:
+    def write(self, scalars: Mapping[str, float], *, step: int) -> None:
         """Write one step's values; those that are not finite are left out."""
         if self._writer is None:
             return
         with run_folder_errors(self._folder):
-            for name, value in scalars:
+            for name, value in scalars.items():
                 if math.isfinite(value):
                     event = Event(step=step, wall_time=time.time(), summary=scalar(name, value))
                     self._writer.write_event(event)

@@ -97,14 +97,15 @@ class StepTrainer:
             metrics = self.learner.step(batches) if batches else {}
         # The learning rate follows steps: a batch with nothing to learn from counts as well.
         self.learner.num_updates += recipe.minibatches - len(batches)
-        started = time.perf_counter()
+        started, weights = time.perf_counter(), self.learner.weights()
         with span("publish", version=policy_version):
-            self._publisher.publish(self.learner.weights(), policy_version=policy_version)
+            self._publisher.publish(weights, policy_version=policy_version)
         return {
             **metrics,
             **staleness(groups, rows, version=policy_version - 1),
             "logprob_drift": drift,
             "publish_seconds": time.perf_counter() - started,
+            "publish_bytes": float(sum(one.numel() * one.element_size() for one in weights.values())),
         }
 
     def _advantages(self, groups: Sequence[TrajectoryGroup]) -> list[list[float]]:
@@ -118,7 +119,7 @@ class StepTrainer:
         )
 
     def _check(self, rows: Sequence[TokenSequence], *, version: int) -> float:
-        """Compare log-probabilities, at the first step of all sequences; return how far the freshest is off."""
+        """Compare log-probabilities, at the first step all of them; return how far off the freshest is."""
         own = [row for row in rows if row.group_id not in self._inherited]
         fresh = [(int((row.versions == version).sum()), row) for row in own]
         fresh = [(count, row) for count, row in fresh if count]

@@ -18,6 +18,7 @@ from agentrl_train.runtime.metrics import (
     wilson_interval,
 )
 from agentrl_train.runtime.progress import Progress
+from agentrl_train.runtime.tensorboard import ScalarWriter
 from agentrl_train.types import Completion, EpisodeEnd, Trajectory, TrajectoryGroup, Turn
 
 
@@ -59,7 +60,7 @@ def make_group(group_id: int, task: str, rewards: tuple[float, ...] = (0.0, 1.0,
 
 
 def log_steps(folder: Path, *steps: int, first_step: int = 0, **options) -> None:
-    log = MetricsLog(folder, first_step=first_step, tensorboard=False, **options)
+    log = MetricsLog(folder, first_step=first_step, **options)
     for step in steps:
         log.log_step(
             step,
@@ -131,7 +132,7 @@ def test_a_resumed_run_drops_the_steps_that_were_lost(tmp_path: Path):
 
 
 def test_a_number_that_is_none_is_written_as_null(tmp_path: Path):
-    log = MetricsLog(tmp_path, tensorboard=False)
+    log = MetricsLog(tmp_path)
     log.log_step(
         1,
         policy_version=1,
@@ -175,7 +176,7 @@ def test_a_readable_episode_says_who_sampled_each_turn_and_what_it_earned():
 
 
 def test_the_summary_holds_before_and_after_of_every_task(tmp_path: Path):
-    log = MetricsLog(tmp_path, tensorboard=False)
+    log = MetricsLog(tmp_path)
     for name, rewards in (
         ("before", (1.0, 0.0, 0.0, 0.0)),
         ("step 10", (1.0,) * 4),
@@ -198,7 +199,7 @@ def test_the_summary_holds_before_and_after_of_every_task(tmp_path: Path):
 
 
 def test_a_task_that_was_never_evaluated_after_has_null_there(tmp_path: Path):
-    log = MetricsLog(tmp_path, tensorboard=False)
+    log = MetricsLog(tmp_path)
     log.log_evaluation("before", policy_version=0, results={"shop": [make_trajectory()]})
     summary = log.write_summary(seconds=1, trained_tokens=0, policy_version=0, seed=0)
     log.close()
@@ -206,7 +207,7 @@ def test_a_task_that_was_never_evaluated_after_has_null_there(tmp_path: Path):
 
 
 def test_an_episode_that_failed_is_no_failure_of_the_policy(tmp_path: Path):
-    log = MetricsLog(tmp_path, tensorboard=False)
+    log = MetricsLog(tmp_path)
     episodes = [make_trajectory(), make_trajectory(reward=0.0, end=EpisodeEnd.FAILED_ENVIRONMENT)]
     log.log_evaluation("before", policy_version=0, results={"shop": episodes, "sql": episodes[1:]})
     log.close()
@@ -216,7 +217,7 @@ def test_an_episode_that_failed_is_no_failure_of_the_policy(tmp_path: Path):
 
 
 def test_tensorboard_gets_the_finite_numbers(tmp_path: Path):
-    log = MetricsLog(tmp_path, tensorboard=True)
+    log = MetricsLog(tmp_path, sinks=[ScalarWriter(tmp_path / "tensorboard")])
     log.log_step(
         1,
         policy_version=1,
@@ -236,7 +237,7 @@ def test_tensorboard_gets_the_finite_numbers(tmp_path: Path):
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(RunFolderError, match="cannot be written"):
-        MetricsLog(tmp_path / "file", tensorboard=False)
+        MetricsLog(tmp_path / "file")
 
 
 def test_a_torn_line_and_a_missing_file_are_left_out(tmp_path: Path):

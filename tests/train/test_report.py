@@ -120,7 +120,7 @@ def make_run(folder: Path, *, steps: int = 60, finished: bool = True) -> Path:
     (folder / "config.toml").write_text(
         '[run]\nname = "quickstart"\nsteps = 60\n\n[train]\nlearning_rate = 0.0005\n'
     )
-    log = MetricsLog(folder, tensorboard=False, trajectories=6)
+    log = MetricsLog(folder, trajectories=6)
     before = {"household": 0.35, "shop": 0.28, "sql": 0.41}
     log.log_evaluation("before", policy_version=0, results=evaluation(chance, before, version=0))
     for step in range(1, steps + 1):

@@ -1,0 +1,96 @@
+"""How fast a run goes, and how fast it could: each speed of a step beside its ceiling.
+
+The ceiling of a speed is the speed of the part that makes it while that part worked: trained tokens a second
+of a trainer that never waits, sampled ones of an engine that never idles, weights pushed as fast as memory is
+copied. What is left between the two is waiting, so it is named as well: the idle shares.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+Statistics = Callable[[], Mapping[str, float]]
+COPIED_BYTES = 1 << 26
+"""Copied to learn the speed of the memory; more than processors' caches hold of one thing."""
+
+
+class Throughput:
+    """Turns the running totals of an engine into a step's speeds.
+
+    Args:
+        statistics: running totals of the engine; ``sampled_tokens``, ``prefilled_tokens`` and ``busy_s``,
+            and whatever else it counts.
+        copy_bytes_per_s: how fast the memory that weights are pushed through is copied.
+    """
+
+    def __init__(self, statistics: Statistics, *, copy_bytes_per_s: float = 0.0) -> None:
+        self._statistics = statistics
+        self._copy_bytes_per_s = copy_bytes_per_s
+        self._discarded = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """Count time from now on, and what the engine does."""
+        self._mark, self._totals = time.monotonic(), dict(self._statistics())
+
+    def step(
+        self, told: Mapping[str, float], *, waited_s: float, discarded_tokens: float = 0.0
+    ) -> dict[str, float]:
+        """Return the speeds since the last step ended.
+
+        Args:
+            told: what the step said of itself; ``loss_tokens``, ``publish_bytes``, ``publish_seconds``.
+            waited_s: how long the trainer waited for episodes.
+            discarded_tokens: running total of finished turns that nobody trains on.
+        """
+        now, totals = time.monotonic(), dict(self._statistics())
+        seconds = max(now - self._mark, 1e-9)
+        spent = {name: total - self._totals.get(name, 0.0) for name, total in totals.items()}
+        discarded = discarded_tokens + totals.get("abandoned_tokens", 0.0)
+        spent["discarded_tokens"] = discarded - self._discarded
+        self._mark, self._totals, self._discarded = now, totals, discarded
+        idle, busy_s = min(1.0, waited_s / seconds), min(spent.pop("busy_s"), seconds)
+        trained, sampled = told.get("loss_tokens", 0.0), spent["sampled_tokens"]
+        spent.pop("abandoned_tokens", None)
+        return {
+            **spent,
+            "step_seconds": seconds,
+            "trained_tokens_per_s": trained / seconds,
+            "trained_tokens_per_s_ceiling": trained / max(seconds * (1.0 - idle), 1e-9),
+            "sampled_tokens_per_s": sampled / seconds,
+            "sampled_tokens_per_s_ceiling": sampled / max(busy_s, 1e-9) if sampled else 0.0,
+            "trainer_idle": idle,
+            "engine_idle": 1.0 - busy_s / seconds,
+            **self._push(told),
+        }
+
+    def _push(self, told: Mapping[str, float]) -> dict[str, float]:
+        size, seconds = told.get("publish_bytes", 0.0), told.get("publish_seconds", 0.0)
+        if not (size and seconds):
+            return {}
+        speed = {"publish_bytes_per_s": size / seconds}
+        if self._copy_bytes_per_s:
+            speed["publish_bytes_per_s_ceiling"] = self._copy_bytes_per_s
+        return speed
+
+
+def copy_bytes_per_s(device: str) -> float:
+    """Return how many bytes a second one copy within a device's memory moves, the best of three."""
+    source = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = 0.0
+    for _ in range(4):
+        _synchronize(device)
+        started = time.perf_counter()
+        target.copy_(source)
+        _synchronize(device)
+        best = max(best, COPIED_BYTES / max(time.perf_counter() - started, 1e-9))
+    return best
+
+
+def _synchronize(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
