@@ -14,8 +14,9 @@ from pydantic_core import PydanticSerializationError
 
 from agentrl_env.errors import DefinitionError, ToolError
 from agentrl_env.schema import ArgumentError, Arguments, echo
+from agentrl_env.session.speech import CallSaid, Said, ToolAnswer, step_answer
 from agentrl_env.session.threads import AUTHOR_ERRORS
-from agentrl_env.types import TRUNCATED, FunctionSpec, Message, SessionStatus, StepResult, ToolCall, ToolSpec
+from agentrl_env.types import FunctionSpec, Message, SessionStatus, ToolCall, ToolSpec
 
 if TYPE_CHECKING:
     from agentrl_env.environment import Environment
@@ -28,9 +29,6 @@ Content = str | Message | list[Message]
 Call = Callable[..., Awaitable[Any]]
 """Runs author code: ``await call(function, timeout_or_None, *args, **kwargs)``."""
 _MARK = "__agentrl_tool__"
-# What ``Message(...)`` calls in the end: a step makes one of each, at two thirds of the cost.
-_MESSAGE: Callable[[dict[str, Any]], Message] = Message.__pydantic_validator__.validate_python
-_RESULT: Callable[[dict[str, Any]], StepResult] = StepResult.__pydantic_validator__.validate_python
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +140,7 @@ def toolset(environment: type) -> Toolset:
     return Toolset(environment)
 
 
-def find_call(tools: Toolset, message: Message) -> tuple[Tool, dict[str, Any]] | None:
+def find_call(tools: Toolset, message: Said) -> tuple[Tool, dict[str, Any]] | None:
     """Return the only call of a message, with its arguments; None where there is not one sound call."""
     if not message.tool_calls or len(message.tool_calls) > 1:
         return None
@@ -163,15 +161,15 @@ class Turn:
 
     Args:
         message: the assistant's.
-        said: the same as JSON.
         begin: when it came, by the session's clock.
     """
 
-    def __init__(self, message: Message, said: bytes, begin: float) -> None:
+    __slots__ = ("begin", "done", "info", "message", "messages", "metrics", "reward")
+
+    def __init__(self, message: Said, begin: float) -> None:
         self.message = message
-        self.said = said
         self.begin = begin
-        self.messages: list[Message] = []
+        self.messages: list[Message | ToolAnswer] = []
         self.reward = 0.0
         self.metrics: dict[str, float] = {"invalid_calls": 0.0}
         self.done = False
@@ -203,7 +201,9 @@ class Turn:
     def take(self, tool: Tool, value: object, error: BaseException | None) -> None:
         """Do what ``play`` does for a message's only call, once the tool has returned or raised."""
         (request,) = self.message.tool_calls or ()
-        if error is None:
+        if error is None and type(value) is str:
+            self.messages.append(_answer(request, clean(value)))
+        elif error is None:
             self.messages += tool_messages(self._take(value), request.id, tool.name)
         elif isinstance(error, ToolError):
             self.messages.append(_answer(request, clean(str(error))))
@@ -228,23 +228,19 @@ class Turn:
         self.reward = 0.0
         self.info = {"error": {"type": type(error).__name__, "message": describe(error)}}
 
-    def result(self, session_id: str, seq: int, status: SessionStatus) -> StepResult:
-        """Return what the turn has brought as the answer to step ``seq``."""
-        return _RESULT(
-            {
-                "session_id": session_id,
-                "seq": seq,
-                "messages": tuple(self.messages),
-                "reward": self.reward,
-                "terminated": status is SessionStatus.COMPLETED,
-                "truncated": status in TRUNCATED,
-                "status": status,
-                "metrics": self.metrics,
-                "info": self.info,
-            }
+    def answer(self, session_id: str, seq: int, status: SessionStatus) -> bytes:
+        """Return what the turn has brought, the answer to step ``seq``: a StepResult as JSON."""
+        return step_answer(
+            session_id,
+            seq,
+            self.messages,
+            reward=self.reward,
+            status=status,
+            metrics=self.metrics,
+            info=self.info,
         )
 
-    async def _tool_call(self, environment: Environment, request: ToolCall, call: Call) -> None:
+    async def _tool_call(self, environment: Environment, request: CallSaid, call: Call) -> None:
         name = request.function.name
         tools = toolset(type(environment))
         found = tools.tools.get(name)
@@ -273,25 +269,25 @@ class Turn:
         self.done = self.done or isinstance(value, Done)
         return value.content
 
-    def _reject(self, request: ToolCall, reason: str) -> None:
+    def _reject(self, request: CallSaid, reason: str) -> None:
         self.metrics["invalid_calls"] += 1.0
         self.messages.append(_answer(request, f"Error: {reason}."))
 
-    def _skip(self, requests: Sequence[ToolCall], reason: str) -> None:
+    def _skip(self, requests: Sequence[CallSaid], reason: str) -> None:
         self.messages += [_answer(request, f"Not executed: {reason}.") for request in requests]
 
 
-def tool_messages(content: object, call_id: str, name: str) -> list[Message]:
+def tool_messages(content: object, call_id: str, name: str) -> list[Message | ToolAnswer]:
     """Turn a tool's content into messages, exactly one of which answers the call.
 
     Raises DefinitionError where the content is none of ``str | Message | list[Message]``.
     """
     if isinstance(content, str):
-        return [_tool_message(call_id, clean(content))]
+        return [ToolAnswer(clean(content), call_id)]
     messages = as_messages(content, f"{name}()")
     answers = [message for message in messages if message.role == "tool"]
     if not answers:
-        return [_tool_message(call_id, ""), *messages]
+        return [ToolAnswer("", call_id), *messages]
     if len(answers) > 1:
         raise DefinitionError(f"{name}() returned {len(answers)} tool messages for one call")
     return [
@@ -346,15 +342,11 @@ def _attributes(environment: type) -> list[str]:
     return list(names)
 
 
-def _answer(request: ToolCall, text: str) -> Message:
-    return _tool_message(request.id, text)
+def _answer(request: CallSaid, text: str) -> ToolAnswer:
+    return ToolAnswer(text, request.id)
 
 
-def _tool_message(call_id: str, text: str) -> Message:
-    return _MESSAGE({"role": "tool", "tool_call_id": call_id, "content": text})
-
-
-def _text(message: Message) -> str:
+def _text(message: Said) -> str:
     if isinstance(message.content, list):
         return "".join(str(part.get("text", "")) for part in message.content)
     return message.content or ""

@@ -41,7 +41,7 @@ class OpenRequest(_Request):
 class StepBody(_Request):
     """Body of ``POST /v1/sessions/{id}/step``."""
 
-    seq: int = Field(ge=1)
+    seq: int = Field(ge=1, lt=_INT64)
     message: Message
 
 

@@ -33,6 +33,7 @@ from agentrl_env.server.inspection import VERSION, merge_lists, place_of
 from agentrl_env.server.once import Once
 from agentrl_env.server.stepping import ASK_AGAIN
 from agentrl_env.server.telemetry.metrics import Metrics
+from agentrl_env.session.speech import StepItem, StepSaid
 from agentrl_env.types import SessionInfo
 from agentrl_env.wire import (
     FleetInfo,
@@ -41,8 +42,6 @@ from agentrl_env.wire import (
     OpenRequest,
     SessionList,
     SessionQuery,
-    StepBody,
-    StepRequest,
     TaskList,
     TranscriptQuery,
 )
@@ -145,17 +144,16 @@ class Fleet:
             await self._keeper.written(SessionInfo.model_validate_json(opened).session_id)
         return opened
 
-    async def step(self, session_id: str, body: StepBody) -> bytes:
+    async def step(self, session_id: str, step: StepSaid) -> bytes:
         """Return a ``StepResult``."""
-        message = body.message.model_dump_json().encode()
         fields = b'"call":"step","session_id":%b,"seq":%d,"message":%b'
-        return await self._ask(session_id, fields % (to_json(session_id), body.seq, message))
+        return await self._ask(session_id, fields % (to_json(session_id), step.seq, step.message.json()))
 
     def never_waits(self, session_id: str) -> bool:
         """Return False: every step crosses a network."""
         return False
 
-    async def step_many(self, steps: Sequence[StepRequest], wait_s: float | None) -> list[bytes]:
+    async def step_many(self, steps: Sequence[StepItem], wait_s: float | None) -> list[bytes]:
         """Return for each step its ``StepResult``, or the body of its error.
 
         The batch is split by server; a server that cannot be reached for now delays its own steps
@@ -239,7 +237,7 @@ class Fleet:
             raise UnknownTask(f"no task {request.task!r} here; tasks: {known}")
         return await self._opener.open(request, name, max(request.wait_s, self._queue_s))
 
-    def _parts(self, steps: Sequence[StepRequest]) -> list[list[int]]:
+    def _parts(self, steps: Sequence[StepItem]) -> list[list[int]]:
         """Return which of the steps go to the same server; those of a session stay together."""
         parts: dict[str, list[int]] = {}
         for position, step in enumerate(steps):
@@ -253,9 +251,9 @@ class Fleet:
         member = self._adopter.here(session_id)
         return member.server_id if member is not None else session_id
 
-    async def _play(self, steps: Sequence[StepRequest], wait_s: float | None) -> list[bytes]:
+    async def _play(self, steps: Sequence[StepItem], wait_s: float | None) -> list[bytes]:
         """Play steps of one server's sessions; where that dies on the way, at those that go on with them."""
-        items = b",".join(step.model_dump_json().encode() for step in steps)
+        items = b",".join(step.json() for step in steps)
         fields = b'"call":"step_many","wait_s":%b,"steps":[%b]' % (to_json(wait_s), items)
         try:
             first = steps[0].session_id
@@ -275,7 +273,7 @@ class Fleet:
         except WireError as error:
             return [self._error(error)] * len(steps)
 
-    async def _written_soon(self, steps: Sequence[StepRequest]) -> bool:
+    async def _written_soon(self, steps: Sequence[StepItem]) -> bool:
         try:
             await self._keeper.written(*(step.session_id for step in steps))
         except StateUnavailable:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
+import msgspec
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json, to_json
 
 from agentrl_env.errors import InvalidRequest
 from agentrl_env.server.service import Service
-from agentrl_env.wire import StepBatch, StepRequest
+from agentrl_env.session.speech import UNREADABLE, StepItem, StepItems, StepSaid
+from agentrl_env.wire import StepBatch, StepBody, StepRequest
 
 M = TypeVar("M", bound=BaseModel)
+_STEP = msgspec.json.Decoder(StepSaid).decode
+_STEPS = msgspec.json.Decoder(StepItems).decode
 
 
 def read(model: type[M], body: bytes | str) -> M:
@@ -38,13 +42,26 @@ def explain(error: ValidationError) -> str:
     return f"{where}: {first['msg']}" if where else first["msg"]
 
 
+def read_step(body: bytes | str) -> StepSaid:
+    """Return the step that JSON text holds. Raises InvalidRequest."""
+    try:
+        return _STEP(body)
+    except UNREADABLE:
+        return StepSaid.of(read(StepBody, body))
+
+
 async def step_many_json(service: Service, body: bytes | str) -> bytes:
     """Play a batch; an item that is malformed is answered with its error, the others are played."""
     try:
-        batch = StepBatch.model_validate_json(body)
-    except ValidationError:
+        batch = _STEPS(body)
+    except UNREADABLE:
         return await _step_many_mixed(service, body)
-    return _joined(await service.step_many(batch.steps, batch.wait_s))
+    return await step_items_json(service, batch.steps, batch.wait_s)
+
+
+async def step_items_json(service: Service, steps: Sequence[StepItem], wait_s: float | None) -> bytes:
+    """Play a batch that is well formed."""
+    return _joined(await service.step_many(steps, wait_s))
 
 
 async def _step_many_mixed(service: Service, body: bytes | str) -> bytes:
@@ -56,11 +73,11 @@ async def _step_many_mixed(service: Service, body: bytes | str) -> bytes:
     if not isinstance(items, list):
         raise InvalidRequest('the body must be {"steps": [...]}')
     wait_s = validate(StepBatch, {**raw, "steps": []}).wait_s
-    good: list[StepRequest] = []
+    good: list[StepItem] = []
     parts: list[bytes | None] = []
     for item in items:
         try:
-            good.append(validate(StepRequest, item))
+            good.append(StepItem.of(validate(StepRequest, item)))
             parts.append(None)
         except InvalidRequest as error:
             service.metrics.errors[error.type] += 1

@@ -20,6 +20,7 @@ from agentrl_env.errors import EnvironmentFailed, InvalidRequest, SessionEnded, 
 from agentrl_env.server.pool import SessionPool
 from agentrl_env.server.service import PoolService
 from agentrl_env.server.socket import CallSocket, Line
+from agentrl_env.session.speech import StepItem, StepSaid
 from agentrl_env.session.standing import standing_of
 from agentrl_env.types import SessionInfo
 from agentrl_env.wire import (
@@ -30,8 +31,6 @@ from agentrl_env.wire import (
     LinkCall,
     OpenRequest,
     SessionRow,
-    StepBody,
-    StepRequest,
 )
 
 logger = logging.getLogger("agentrl_env")
@@ -72,9 +71,9 @@ class Keeping(PoolService):
         await self._keep([SessionInfo.model_validate_json(answer).session_id])
         return answer
 
-    async def step(self, session_id: str, body: StepBody) -> bytes:
+    async def step(self, session_id: str, step: StepSaid) -> bytes:
         """Return a ``StepResult``."""
-        answer = await super().step(session_id, body)
+        answer = await super().step(session_id, step)
         await self._keep([session_id])
         return answer
 
@@ -84,7 +83,7 @@ class Keeping(PoolService):
         kept = row is not None and (self._able is None or row.task in self._able)
         return not kept and super().never_waits(session_id)
 
-    async def step_many(self, steps: Sequence[StepRequest], wait_s: float | None) -> list[bytes]:
+    async def step_many(self, steps: Sequence[StepItem], wait_s: float | None) -> list[bytes]:
         """Return for each step its ``StepResult``, or the body of its error."""
         answers = await super().step_many(steps, wait_s)
         pairs = zip(steps, answers, strict=True)

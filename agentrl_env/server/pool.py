@@ -25,6 +25,7 @@ from agentrl_env.server.telemetry.observe import SLOW_STEP_S, SessionObserver
 from agentrl_env.server.telemetry.tracing import spanned
 from agentrl_env.session import Session
 from agentrl_env.session.runner import FairSlots
+from agentrl_env.session.speech import Said, StepItem
 from agentrl_env.session.standing import go_on
 from agentrl_env.session.threads import Threads
 from agentrl_env.types import Message, SessionInfo, SessionStatus, StepResult, TaskInfo, TaskSample
@@ -113,7 +114,7 @@ class SessionPool:
 
     async def step(self, session_id: str, seq: int | None, message: Message) -> StepResult:
         """Play one assistant message. Raises what ``Session.step`` does, and UnknownSession."""
-        return StepResult.model_validate_json(await self.stepper.step(session_id, seq, message))
+        return StepResult.model_validate_json(await self.stepper.step(session_id, seq, Said.of(message)))
 
     async def step_many(
         self, steps: Sequence[StepRequest], wait_s: float | None = None
@@ -126,7 +127,7 @@ class SessionPool:
         """
         return [
             answer if isinstance(answer, WireError) else StepResult.model_validate_json(answer)
-            for answer in await self.stepper.step_many(steps, wait_s)
+            for answer in await self.stepper.step_many([StepItem.of(step) for step in steps], wait_s)
         ]
 
     def never_waits(self, session_id: str) -> bool:

@@ -12,14 +12,13 @@ from agentrl_env.errors import WireError
 from agentrl_env.server.inspection import describe_server, list_sessions, transcript
 from agentrl_env.server.pool import SessionPool
 from agentrl_env.server.telemetry.metrics import Metrics
+from agentrl_env.session.speech import StepItem, StepSaid
 from agentrl_env.wire import (
     ExpertAnswer,
     ForkAnswer,
     ForkRequest,
     OpenRequest,
     SessionQuery,
-    StepBody,
-    StepRequest,
     TaskList,
     TranscriptQuery,
 )
@@ -46,13 +45,13 @@ class Service(Protocol):
     async def open(self, request: OpenRequest) -> bytes:
         """Return the ``SessionInfo`` of a new session."""
 
-    async def step(self, session_id: str, body: StepBody) -> bytes:
+    async def step(self, session_id: str, step: StepSaid) -> bytes:
         """Return a ``StepResult``."""
 
     def never_waits(self, session_id: str) -> bool:
         """Return whether ``step`` would be done without giving the event loop a turn."""
 
-    async def step_many(self, steps: Sequence[StepRequest], wait_s: float | None) -> list[bytes]:
+    async def step_many(self, steps: Sequence[StepItem], wait_s: float | None) -> list[bytes]:
         """Return for each step its ``StepResult``, or the body of its error."""
 
     async def info(self, session_id: str) -> bytes:
@@ -105,15 +104,15 @@ class PoolService:
         """Return the ``SessionInfo`` of a new session."""
         return (await self.pool.open(request)).model_dump_json().encode()
 
-    async def step(self, session_id: str, body: StepBody) -> bytes:
+    async def step(self, session_id: str, step: StepSaid) -> bytes:
         """Return a ``StepResult``."""
-        return await self.pool.stepper.step(session_id, body.seq, body.message)
+        return await self.pool.stepper.step(session_id, step.seq, step.message)
 
     def never_waits(self, session_id: str) -> bool:
         """Return whether ``step`` would be done without giving the event loop a turn."""
         return self.pool.never_waits(session_id)
 
-    async def step_many(self, steps: Sequence[StepRequest], wait_s: float | None) -> list[bytes]:
+    async def step_many(self, steps: Sequence[StepItem], wait_s: float | None) -> list[bytes]:
         """Return for each step its ``StepResult``, or the body of its error."""
         answers = await self.pool.stepper.step_many(steps, wait_s)
         return [answer if isinstance(answer, bytes) else self._error(answer) for answer in answers]

@@ -13,15 +13,17 @@ import logging
 import re
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
+import msgspec
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import from_json, to_json
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from agentrl_env.errors import BodyTooLarge, InternalError, InvalidRequest, WireError
-from agentrl_env.server.bodies import explain, step_many_json
+from agentrl_env.server.bodies import explain, step_items_json, step_many_json
 from agentrl_env.server.service import Service
+from agentrl_env.session.speech import UNREADABLE, StepItem, StepItems, StepSaid
 from agentrl_env.wire import (
     SOCKET_PROTOCOL,
     CloseCall,
@@ -43,6 +45,7 @@ from agentrl_env.wire import (
 
 M = TypeVar("M", bound=BaseModel)
 logger = logging.getLogger("agentrl_env")
+_INT64 = 2**63
 
 MAX_CALLS = 1024
 """Calls of one socket that may be under way or wait to be answered; beyond that none is read."""
@@ -59,6 +62,24 @@ def socket_endpoint(service: Service, max_bytes: int) -> Callable[[WebSocket], A
         await CallSocket(service, websocket, max_bytes).serve()
 
     return endpoint
+
+
+_Id = Annotated[int, msgspec.Meta(ge=-_INT64, le=_INT64 - 1)] | Annotated[str, msgspec.Meta(max_length=128)]
+
+
+class _StepFrame(StepItem, frozen=True, gc=False, tag_field="call", tag="step", kw_only=True):
+    """A ``StepCall``."""
+
+    id: _Id
+
+
+class _StepManyFrame(StepItems, frozen=True, gc=False, tag_field="call", tag="step_many", kw_only=True):
+    """A ``StepManyCall``."""
+
+    id: _Id
+
+
+_STEP_FRAME = msgspec.json.Decoder(_StepFrame | _StepManyFrame).decode
 
 
 class Line(Protocol):
@@ -122,14 +143,21 @@ class CallSocket:
             await self._send_error(_id_at_begin(text), too_large)
             return
         try:
-            call = self.calls.validate_json(text)
+            call = self._read(text)
         except ValidationError as error:
             await self._take_malformed(text, error)
         else:
-            if isinstance(call, StepCall) and self._service.never_waits(call.session_id):
+            if isinstance(call, _StepFrame) and self._service.never_waits(call.session_id):
                 await self._answer(call.id, partial(self._run, call, text))
             else:
                 await self._begin(call.id, partial(self._run, call, text))
+
+    def _read(self, text: str | bytes) -> Any:
+        """Return the call that a message is. Raises ValidationError."""
+        try:
+            return _STEP_FRAME(text)
+        except UNREADABLE:
+            return self.calls.validate_json(text)
 
     async def _take_malformed(self, text: str | bytes, error: ValidationError) -> None:
         """Refuse a call, by its id where it has one; of a batch the sound items are played."""
@@ -160,8 +188,12 @@ class CallSocket:
         """Make one call; return its result as JSON."""
         service = self._service
         match call:
+            case _StepFrame():
+                return await service.step(call.session_id, StepSaid(call.seq, call.message))
+            case _StepManyFrame():
+                return await step_items_json(service, call.steps, call.wait_s)
             case StepCall():
-                return await service.step(call.session_id, call)
+                return await service.step(call.session_id, StepSaid.of(call))
             case StepManyCall():
                 return await step_many_json(service, text)
             case OpenCall():

@@ -11,8 +11,7 @@ from typing import Any
 from agentrl_env.errors import StepPending, WireError
 from agentrl_env.server.table import Entry, SessionTable
 from agentrl_env.session.runner import settled
-from agentrl_env.types import Message
-from agentrl_env.wire import StepRequest
+from agentrl_env.session.speech import Said, StepItem
 
 ASK_AGAIN = "the step is still under way; ask again with the same seq"
 
@@ -29,7 +28,7 @@ class Stepper:
         self._table = table
         self._retire = retire
 
-    async def step(self, session_id: str, seq: int | None, message: Message) -> bytes:
+    async def step(self, session_id: str, seq: int | None, message: Said) -> bytes:
         """Play one assistant message; return the StepResult as JSON.
 
         Raises what ``Session.step`` does, and UnknownSession.
@@ -41,7 +40,7 @@ class Stepper:
         finally:
             self.leave(session_id, entry)
 
-    async def step_many(self, steps: Sequence[StepRequest], wait_s: float | None) -> list[bytes | WireError]:
+    async def step_many(self, steps: Sequence[StepItem], wait_s: float | None) -> list[bytes | WireError]:
         """Step many sessions at once, those of one session in order; return the StepResults as JSON.
 
         Args:
@@ -108,7 +107,7 @@ class Stepper:
 class _Batch:
     """Steps that are answered together."""
 
-    def __init__(self, steps: Sequence[StepRequest]) -> None:
+    def __init__(self, steps: Sequence[StepItem]) -> None:
         self.steps = steps
         self.answers: list[bytes | WireError | None] = [None] * len(steps)
         self._under_way = 0

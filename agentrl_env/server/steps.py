@@ -10,9 +10,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentrl_env.errors import MethodNotAllowed, WireError
-from agentrl_env.server.bodies import read, step_many_json
+from agentrl_env.server.bodies import read_step, step_many_json
 from agentrl_env.server.service import Service
-from agentrl_env.wire import StepBody
 
 _ONE = re.compile(r"/v1/sessions/([^/]+)/step")
 _JSON = (b"content-type", b"application/json")
@@ -60,7 +59,7 @@ class StepRoutes:
         if match is None:
             return None
         session_id = match[1]
-        return lambda body: self._service.step(session_id, read(StepBody, body))
+        return lambda body: self._service.step(session_id, read_step(body))
 
     async def _step_many(self, body: bytes) -> bytes:
         return await step_many_json(self._service, body)

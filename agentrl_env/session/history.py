@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-
-from pydantic_core import PydanticSerializationError
+from collections.abc import Iterable, Iterator
 
 from agentrl_env.errors import InvalidRequest, SeqConflict
 from agentrl_env.types import Message, StepResult
 
 KEPT_TURNS = 64
 """How many turns a session keeps."""
-# What ``model_dump_json`` calls in the end, without the way through a str.
-MESSAGE_JSON: Callable[[Message], bytes] = Message.__pydantic_serializer__.to_json
-_RESULT_JSON: Callable[[StepResult], bytes] = StepResult.__pydantic_serializer__.to_json
 
 
 class History:
@@ -26,19 +20,10 @@ class History:
 
     def __init__(self) -> None:
         self._turns: deque[tuple[bytes, bytes]] = deque(maxlen=KEPT_TURNS)
-        self._last: StepResult | None = None
 
-    def add(self, said: bytes, result: StepResult) -> bytes:
-        """Keep a turn, and return its answer as it crosses the wire.
-
-        Args:
-            said: the assistant message, from ``message_json``.
-            result: the environment's answer.
-        """
-        answer = _result_json(result)
+    def add(self, said: bytes, answer: bytes) -> None:
+        """Keep a turn: the assistant's message and the StepResult."""
         self._turns.append((said, answer))
-        self._last = result
-        return answer
 
     def answer(self, seq: int, turn: int) -> bytes:
         """Return the answer to step ``seq`` of ``turn``. Raises SeqConflict, InvalidRequest."""
@@ -48,16 +33,10 @@ class History:
             raise SeqConflict(f"the answer to seq {seq} is no longer kept", expected=turn + 1)
         return self._turns[seq - turn - 1][1]
 
-    def result(self, answer: bytes) -> StepResult:
-        """Return what an answer of this session says."""
-        if self._last is not None and self._turns[-1][1] is answer:
-            return self._last
-        return StepResult.model_validate_json(answer)
-
     @property
     def last(self) -> StepResult | None:
         """The answer to the last step."""
-        return self._last
+        return StepResult.model_validate_json(self._turns[-1][1]) if self._turns else None
 
     def __iter__(self) -> Iterator[tuple[Message, StepResult]]:
         for said, answer in self._turns:
@@ -73,33 +52,13 @@ class History:
         """Return what ``tail`` was taken of, as far as it is in there."""
         history = cls()
         for said, answer in turns:
-            history._turns.append((said.encode(), answer.encode()))
-            history._last = StepResult.model_validate_json(answer)
+            history.add(said.encode(), answer.encode())
         return history
 
     def copy(self, session_id: str) -> History:
         """Return the same turns as those of another session."""
         twin = History()
         for said, answer in self._turns:
-            result = StepResult.model_validate_json(answer)
-            twin.add(said, result.model_copy(update={"session_id": session_id}))
+            result = StepResult.model_validate_json(answer).model_copy(update={"session_id": session_id})
+            twin.add(said, result.model_dump_json().encode())
         return twin
-
-
-def message_json(message: Message) -> bytes:
-    """Return a message as JSON; what JSON cannot carry in it, such as lone surrogates, is replaced."""
-    try:
-        return MESSAGE_JSON(message)
-    except PydanticSerializationError:
-        return _forced(message)
-
-
-def _result_json(result: StepResult) -> bytes:
-    try:
-        return _RESULT_JSON(result)
-    except PydanticSerializationError:  # it repeats the id of a call that never crossed a wire
-        return _forced(result)
-
-
-def _forced(model: Message | StepResult) -> bytes:
-    return json.dumps(model.model_dump(), ensure_ascii=False, default=str).encode("utf-8", "replace")

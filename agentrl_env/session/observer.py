@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from agentrl_env.session import Session
-    from agentrl_env.types import Message, StepResult
+    from agentrl_env.tools import Turn
 
 T = TypeVar("T")
 logger = logging.getLogger("agentrl_env")
@@ -30,8 +30,8 @@ class Observer(Protocol):
     def tool_ran(self, session: Session, name: str, seconds: float) -> None:
         """Take note of a tool for which ``tool`` was not entered."""
 
-    def stepped(self, session: Session, message: Message, result: StepResult, seconds: float) -> None:
-        """Take note of a step."""
+    def stepped(self, session: Session, turn: Turn, seconds: float) -> None:
+        """Take note of a step that the session has just taken."""
 
 
 class _Unobserved:
@@ -47,7 +47,7 @@ class _Unobserved:
     def tool_ran(self, session: Session, name: str, seconds: float) -> None:
         return
 
-    def stepped(self, session: Session, message: Message, result: StepResult, seconds: float) -> None:
+    def stepped(self, session: Session, turn: Turn, seconds: float) -> None:
         return
 
 

@@ -19,9 +19,10 @@ from agentrl_env.errors import (
     SessionExpired,
 )
 from agentrl_env.session.asking import can_fork, expert_move, release, reset, snapshots
-from agentrl_env.session.history import History, message_json
+from agentrl_env.session.history import History
 from agentrl_env.session.observer import UNOBSERVED, Observer, log_failure
 from agentrl_env.session.runner import Runner, follow, run_through, settled
+from agentrl_env.session.speech import Said
 from agentrl_env.session.threads import AUTHOR_ERRORS, AuthorTimeout, Outcome, Threads, attempt
 from agentrl_env.tools import (
     Call,
@@ -132,9 +133,9 @@ class Session:
         Raises SeqConflict on a gap, SessionEnded or SessionExpired where no step is possible,
         InvalidRequest where the message is not an assistant's.
         """
-        return self.turns.result(await self.answer(message, seq))
+        return StepResult.model_validate_json(await self.answer(Said.of(message), seq))
 
-    async def answer(self, message: Message, seq: int | None = None) -> bytes:
+    async def answer(self, message: Said, seq: int | None = None) -> bytes:
         """Do what ``step`` does, and return the StepResult as JSON."""
         while True:
             step = self.begin_step(message, seq)
@@ -145,7 +146,7 @@ class Session:
                 return self.finished(step)
             await self._at_rest()
 
-    def begin_step(self, message: Message, seq: int | None = None) -> bytes | asyncio.Future[bytes] | None:
+    def begin_step(self, message: Said, seq: int | None = None) -> bytes | asyncio.Future[bytes] | None:
         """Return the answer where it is there at once, else the step that will give it to ``finished``.
 
         None stands for a session in which another step is under way. Raises what ``step`` does.
@@ -159,7 +160,7 @@ class Session:
         if self._task is not None:
             return None
         self.refuse_ended()
-        turn = Turn(message, message_json(message), self._clock())
+        turn = Turn(message, self._clock())
         found = find_call(self._tools, message) if self._plain and not self._observer.traces() else None
         if found is not None:
             call = partial(getattr(self._alive(), found[0].attribute), **found[1])
@@ -321,21 +322,18 @@ class Session:
 
     def _end_turn(self, turn: Turn, status: SessionStatus) -> bytes:
         """Make what a turn has brought the answer of its step, and return it as JSON."""
-        result = turn.result(self.session_id, self.turn + 1, status)
-        answer = self.turns.add(turn.said, result)
-        self._advance(result)
-        self._observer.stepped(self, turn.message, result, self._clock() - turn.begin)
-        return answer
-
-    def _advance(self, result: StepResult) -> None:
-        self.turn = result.seq
-        self.total += result.reward
-        if result.status is not _RUNNING:
-            self.status = result.status
+        answer = turn.answer(self.session_id, self.turn + 1, status)
+        self.turns.add(turn.message.json(), answer)
+        self.turn += 1
+        self.total += turn.reward
+        if status is not _RUNNING:
+            self.status = status
             if self._class.overrides("close"):
                 self.begin_close()
             else:
                 self._environment = None
+        self._observer.stepped(self, turn, self._clock() - turn.begin)
+        return answer
 
     async def _call(
         self, function: Callable[..., Any], timeout: float | None, /, *args: Any, **kw: Any

@@ -29,9 +29,10 @@ from agentrl_env.server import keeping
 from agentrl_env.server.pool import SessionPool
 from agentrl_env.server.serve import NOWHERE, EnvServer
 from agentrl_env.server.targets import load_target
+from agentrl_env.session.speech import Said, StepItem, StepSaid
 from agentrl_env.session.standing import standing_of
 from agentrl_env.types import SessionStatus
-from agentrl_env.wire import OpenRequest, StepBody, StepRequest
+from agentrl_env.wire import OpenRequest
 from tests.env.redis_server import RedisServer
 from tests.env.tasks import Clock, Quick, until
 from tests.env.test_controller import Site, kill
@@ -199,7 +200,7 @@ async def test_steps_of_a_batch_go_on_wherever_their_sessions_go():
         message = Message.assistant(None, WALK)
 
         async def play(seq):
-            steps = [StepRequest(session_id=s.session_id, seq=seq, message=message) for s in sessions]
+            steps = [StepItem(s.session_id, seq, Said.of(message)) for s in sessions]
             answers = await fleet.fleet.step_many(steps, None)
             return [json.loads(answer) for answer in answers]
 
@@ -223,7 +224,7 @@ async def test_a_batch_whose_server_dies_before_it_is_sent_is_split_anew():
         for _ in range(2):
             await fleet.serve(Walk)
         message = Message.assistant(None, WALK)
-        steps = [StepRequest(session_id=s.session_id, seq=1, message=message) for s in sessions]
+        steps = [StepItem(s.session_id, 1, Said.of(message)) for s in sessions]
         await kill(fleet.servers[0])
         playing = asyncio.create_task(fleet.fleet.step_many(steps, None))
         (parts,) = fleet.fleet._parts(steps)
@@ -242,7 +243,7 @@ async def test_a_batch_under_way_is_played_again_elsewhere():
         sessions = [await fleet.client.open("walk", seed=seed) for seed in range(3)]
         await fleet.serve(Walk)
         message = Message.assistant(None, ToolCall.of("wait"))
-        steps = [StepRequest(session_id=s.session_id, seq=1, message=message) for s in sessions]
+        steps = [StepItem(s.session_id, 1, Said.of(message)) for s in sessions]
         under_way = asyncio.create_task(fleet.fleet.step_many(steps, None))
         await until(lambda: len(Walk.started) == 3)
         await die(fleet, fleet.servers[0])
@@ -776,10 +777,10 @@ async def test_a_caller_is_told_to_ask_again_where_keeping_takes_too_long(redis,
     async with Pair(redis, 2) as pair:
         session = await pair.clients[0].open("walk", seed=9)
         redis.kill()
-        body = StepBody(seq=1, message=Message.assistant(None, WALK))
+        body = StepSaid(1, Said.of(Message.assistant(None, WALK)))
         with pytest.raises(StateUnavailable, match="ask again"):
             await pair.fleets[0].step(session.session_id, body)
-        step = StepRequest(session_id=session.session_id, seq=1, message=body.message)
+        step = StepItem(session.session_id, 1, body.message)
         (pending,) = await pair.fleets[0].step_many([step], None)
         assert b"step_pending" in pending
         redis.start()

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field
 from agentrl_env import Done, Message, Reply, ToolCall, ToolError, tool
 from agentrl_env.errors import DefinitionError
 from agentrl_env.schema import ArgumentError, parse_docstring
+from agentrl_env.session.speech import Said, ToolAnswer
 from agentrl_env.tools import TimeOver, Turn, tool_messages, toolset
 from tests.env.tasks import Quick
 
@@ -280,7 +281,7 @@ def test_a_docstring_splits_into_its_text_and_its_arguments():
 
 def test_a_tools_text_becomes_the_answer_to_its_call():
     (message,) = tool_messages("hi", "id7", "f")
-    assert message == Message(role="tool", tool_call_id="id7", content="hi")
+    assert message == ToolAnswer(content="hi", tool_call_id="id7")
 
 
 def test_a_tools_messages_always_hold_exactly_one_answer():
@@ -305,7 +306,7 @@ async def call(function, timeout, /, *args, **kw):
 async def play(*calls, text=None, call=call):
     environment = Quick()
     environment.notes, environment.draws = [], [5]
-    turn = Turn(Message.assistant(text, *calls), b"", 0.0)
+    turn = Turn(Said.of(Message.assistant(text, *calls)), 0.0)
     await turn.play(environment, call)
     return turn
 
@@ -367,7 +368,7 @@ async def test_a_reward_must_be_a_finite_number(value):
 
 def test_success_is_a_return_of_one_unless_the_score_says_otherwise():
     def success(scores, before, reward):
-        turn = Turn(Message.assistant(), b"", 0.0)
+        turn = Turn(Said("assistant"), 0.0)
         turn.reward = reward
         turn.score(scores, before)
         return turn.metrics["success"]
@@ -382,9 +383,9 @@ def test_success_is_a_return_of_one_unless_the_score_says_otherwise():
 
 def test_a_score_that_is_no_dict_of_numbers_is_refused():
     with pytest.raises(DefinitionError, match="return a dict"):
-        Turn(Message.assistant(), b"", 0.0).score(3, 0.0)
+        Turn(Said("assistant"), 0.0).score(3, 0.0)
     with pytest.raises(DefinitionError, match="finite number"):
-        Turn(Message.assistant(), b"", 0.0).score({"a": "b"}, 0.0)
+        Turn(Said("assistant"), 0.0).score({"a": "b"}, 0.0)
 
 
 def test_done_is_a_reply_that_ends():

@@ -11,12 +11,11 @@ from agentrl_env.errors import Forbidden, InvalidRequest
 from agentrl_env.server.access.callers import agent_token, caller
 from agentrl_env.server.access.limits import Limits
 from agentrl_env.server.service import Service
+from agentrl_env.session.speech import StepItem, StepSaid
 from agentrl_env.wire import (
     ForkRequest,
     OpenRequest,
     SessionQuery,
-    StepBody,
-    StepRequest,
     TranscriptQuery,
 )
 
@@ -60,17 +59,17 @@ class GuardedService:
         answer = await self._service.open(request)
         return answer if self._token is None else to_json(self._with_token(from_json(answer)))
 
-    def step(self, session_id: str, body: StepBody) -> Coroutine[Any, Any, bytes]:
+    def step(self, session_id: str, step: StepSaid) -> Coroutine[Any, Any, bytes]:
         """Return a ``StepResult``."""
         self._admit("step", session_id)
-        self._limits.check_message(body.message)
-        return self._service.step(session_id, body)
+        self._limits.check_message(step.message)
+        return self._service.step(session_id, step)
 
     def never_waits(self, session_id: str) -> bool:
         """Return whether ``step`` would be done without giving the event loop a turn."""
         return self._service.never_waits(session_id)
 
-    async def step_many(self, steps: Sequence[StepRequest], wait_s: float | None) -> list[bytes]:
+    async def step_many(self, steps: Sequence[StepItem], wait_s: float | None) -> list[bytes]:
         """Return for each step its ``StepResult``, or the body of its error.
 
         An agent's batch is refused whole where any of it is for another session.
@@ -141,7 +140,7 @@ class GuardedService:
         who.count_call()
         self.metrics.calls[call] += 1
 
-    def _refused(self, steps: Sequence[StepRequest]) -> dict[int, bytes]:
+    def _refused(self, steps: Sequence[StepItem]) -> dict[int, bytes]:
         """Return the errors of the steps that are over a limit, by position."""
         refused: dict[int, bytes] = {}
         check = self._limits.check_message

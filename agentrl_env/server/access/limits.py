@@ -10,7 +10,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentrl_env.errors import InvalidRequest, ServeError
-from agentrl_env.types import Message
+from agentrl_env.session.speech import Said
 
 KEPT_BUCKETS = 10_000
 """How many clients' rates are remembered; those that asked longest ago are forgotten first."""
@@ -70,7 +70,7 @@ class Limits(BaseModel):
             name = str(first["loc"][0])
             raise ServeError(f"--caller-limit {name}={given[name]}: {first['msg']}") from error
 
-    def check_message(self, message: Message) -> None:
+    def check_message(self, message: Said) -> None:
         """Raise InvalidRequest where an assistant message is over a limit."""
         content, calls = message.content, message.tool_calls
         if content is None:

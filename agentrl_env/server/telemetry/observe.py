@@ -14,7 +14,7 @@ from agentrl_env.server.telemetry.tracing import Span, annotate, span, spanned, 
 
 if TYPE_CHECKING:
     from agentrl_env.session import Session
-    from agentrl_env.types import Message, StepResult
+    from agentrl_env.tools import Turn
 
 T = TypeVar("T")
 logger = logging.getLogger("agentrl_env")
@@ -70,19 +70,20 @@ class SessionObserver:
         """Take note of a tool that ran outside of ``tool``."""
         self._metrics.tool_ran(session.sample.task, name, seconds)
 
-    def stepped(self, session: Session, message: Message, result: StepResult, seconds: float) -> None:
-        """Take note of a step."""
+    def stepped(self, session: Session, turn: Turn, seconds: float) -> None:
+        """Take note of a step that the session has just taken."""
         task = session.sample.task
         self._metrics.step_taken(task, seconds)
-        wrong = result.metrics.get("invalid_calls")
+        wrong = turn.metrics.get("invalid_calls")
         if wrong:
             self._metrics.invalid_calls[task] += int(wrong)
         if seconds >= self._slow_step_s:
-            facts = {"seq": result.seq, "duration_s": round(seconds, 6)}
+            facts = {"seq": session.turn, "duration_s": round(seconds, 6)}
             logger.warning("slow step", extra=_where(session, **facts))
         if said.isEnabledFor(logging.DEBUG):
-            turn = {"message": message.wire(), "answer": [answer.wire() for answer in result.messages]}
-            said.debug("step", extra=_where(session, seq=result.seq, **turn))
+            *_, (message, result) = session.turns
+            words = {"message": message.wire(), "answer": [answer.wire() for answer in result.messages]}
+            said.debug("step", extra=_where(session, seq=result.seq, **words))
 
 
 class _ToolRun:
