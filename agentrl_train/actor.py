@@ -13,11 +13,22 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from agentrl_env.client import ClientSession, EnvClient
-from agentrl_env.errors import AgentRLError
+from agentrl_env.errors import (
+    AgentRLError,
+    CallTimeout,
+    ServerDraining,
+    ServerFull,
+    ServerUnreachable,
+    SessionExpired,
+    SessionLost,
+    StateUnavailable,
+    UnknownSession,
+)
 from agentrl_env.types import Message, SessionStatus, StepResult, TaskSample
 from agentrl_train.engine.chat import ChatFormat
 from agentrl_train.errors import EngineError
@@ -44,6 +55,20 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
 """Longest wait for a session to be closed."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+"""Between two attempts at an episode."""
+OUTAGES = (
+    CallTimeout,
+    EngineError,
+    ServerDraining,
+    ServerFull,
+    ServerUnreachable,
+    SessionExpired,
+    SessionLost,
+    StateUnavailable,
+    UnknownSession,
+)
+"""Failures that have nothing to do with what the policy said: the same draws may be made again."""
 _numbers = itertools.count()
 
 
@@ -72,6 +97,8 @@ class Play:
     stale_fraction: float = 0.0
     episode_s: float = 600.0
     retries: int = 2
+    patience_s: float = 0.0
+    """How long an environment may be out of reach before that counts as an attempt."""
 
 
 class Actor:
@@ -115,33 +142,58 @@ class Actor:
         """Play one episode, again in a fresh session where infrastructure failed it."""
         async with self._places:
             with self._trace.lane("slots") as track:
-                for attempt in range(self._play.retries + 1):
-                    trajectory = await self._attempt(episode, number=number, attempt=attempt, track=track)
-                    if not trajectory.end.failed:
-                        break
-                    self.discarded_tokens += trajectory.num_sampled_tokens
-        return trajectory
+                return await self._until_played(episode, number=number, track=track)
 
-    async def _attempt(self, episode: Episode, *, number: int, attempt: int, track: str) -> Trajectory:
-        facts = {"index": episode.index, "sibling": number, "attempt": attempt}
+    async def _until_played(self, episode: Episode, *, number: int, track: str) -> Trajectory:
+        """Play until nothing fails, or all attempts are made.
+
+        New draws are made only where the old ones may be to blame. Otherwise what fails would decide what is
+        trained: long episodes fail more often.
+        """
+        attempt, draws, pause_s = 0, 0, FIRST_PAUSE_S
+        patient_until = time.monotonic() + self._play.patience_s
+        while True:
+            trajectory, cause = await self._attempt(
+                episode, draw_seed=(*episode.draw_seed, number, draws), track=track, attempt=attempt
+            )
+            if cause is None:
+                return trajectory
+            self.discarded_tokens += trajectory.num_sampled_tokens
+            away = isinstance(cause, OUTAGES) and not trajectory.opening
+            if not (away and time.monotonic() < patient_until):
+                attempt += 1
+                if attempt > self._play.retries:
+                    return trajectory
+            draws += not isinstance(cause, OUTAGES)
+            logger.info("an episode of %s is played again: %s", episode.task, trajectory.error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _attempt(
+        self, episode: Episode, *, draw_seed: tuple[int, ...], track: str, attempt: int
+    ) -> tuple[Trajectory, Exception | None]:
+        """Play once; return what came of it, and what failed."""
+        facts = {"index": episode.index, "sibling": draw_seed[-2], "attempt": attempt}
         with self._trace.span(track, episode.task, **facts) as told:
-            trajectory = await _Episode(
+            one = _Episode(
                 episode,
                 engine=self._engine,
                 chat=self._chat,
                 client=self._clients[episode.task],
                 play=self._play,
-                draw_seed=(*episode.draw_seed, number, attempt),
+                draw_seed=draw_seed,
                 trace=self._trace,
                 track=track,
-            ).run()
+                told=told,
+            )
+            trajectory = await one.run()
             told.update(
                 end=trajectory.end.value,
                 reward=trajectory.reward,
                 turns=len(trajectory.turns),
                 tokens=trajectory.num_sampled_tokens,
             )
-        return trajectory
+        return trajectory, one.cause
 
 
 class _Episode:
@@ -158,7 +210,10 @@ class _Episode:
         draw_seed: tuple[int, ...],
         trace: Trace,
         track: str,
+        told: dict[str, Any],
     ) -> None:
+        self.cause: Exception | None = None
+        """What failed it."""
         self._episode = episode
         self._engine = engine
         self._chat = chat
@@ -166,6 +221,7 @@ class _Episode:
         self._play = play
         self._trace = trace
         self._track = track
+        self._told = told
         self._draws = np.random.default_rng(np.random.SeedSequence(draw_seed))
         # Unique in the process: two episodes under one key would share a row of the engine's cache.
         self._key = f"{episode.task}-{next(_numbers)}"
@@ -181,11 +237,12 @@ class _Episode:
             async with asyncio.timeout(self._play.episode_s):
                 end = await self._play_session()
         except EngineError as failure:
-            end, error = EpisodeEnd.FAILED_ENGINE, str(failure)
+            end, error, self.cause = EpisodeEnd.FAILED_ENGINE, str(failure), failure
         except AgentRLError as failure:
             end, error = EpisodeEnd.FAILED_ENVIRONMENT, f"{type(failure).__name__}: {failure}"
-        except TimeoutError:
-            end = EpisodeEnd.FAILED_ENVIRONMENT
+            self.cause = failure
+        except TimeoutError as failure:
+            end, self.cause = EpisodeEnd.FAILED_ENVIRONMENT, failure
             error = f"the episode took longer than {self._play.episode_s:g} s"
         finally:
             self._engine.release(self._key)
@@ -213,6 +270,7 @@ class _Episode:
                 wait=self._play.episode_s,
             )
         try:
+            self._told["session"] = session.session_id
             self._sample, self._opening = session.info.sample, session.messages
             return await self._converse(session)
         finally:
