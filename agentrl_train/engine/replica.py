@@ -84,6 +84,7 @@ class Replica:
         self.policy_version = policy_version
         self.num_sampled = 0
         self.num_prefilled = 0
+        self.num_reprefilled = self.num_abandoned = 0
         self.num_completed = 0
         self._fixed_rows = fixed_rows
         self._stop = frozenset(stop_token_ids)
@@ -94,6 +95,8 @@ class Replica:
         self._rows: list[_Sequence | None] = [None] * num_slots
         self._active = 0
         self._sequences: OrderedDict[str, _Sequence] = OrderedDict()
+        self._reached: dict[str, int] = {}
+        """Most tokens of a session that were ever cached: prefilling up to there is work done again."""
         self._waiting: deque[Request] = deque()
         self._decodes = 0
 
@@ -114,9 +117,12 @@ class Replica:
     def abandon(self, session_key: str) -> None:
         """Forget a session: its cached prefix, and the request it has under way."""
         self._waiting = deque(r for r in self._waiting if r.session_key != session_key)
+        self._reached.pop(session_key, None)
         sequence = self._sequences.pop(session_key, None)
         if sequence is None:
             return
+        if sequence.request is not None:
+            self.num_abandoned += len(sequence.request.token_ids)
         if sequence.row < self._active:
             self._park(sequence)
         self._rows[sequence.row] = None
@@ -131,6 +137,7 @@ class Replica:
             parameter.data.copy_(state[name])
         self.policy_version = policy_version
         for sequence in self._sequences.values():
+            self._remember(sequence)
             sequence.cached.clear()
 
     def rebuilt(self, *, num_slots: int) -> Replica:
@@ -147,6 +154,8 @@ class Replica:
         fresh.num_sampled, fresh.num_prefilled = self.num_sampled, self.num_prefilled
         fresh.num_completed = self.num_completed
         under_way = [s.request for s in self._sequences.values() if s.request is not None]
+        fresh.num_reprefilled = self.num_reprefilled
+        fresh.num_abandoned = self.num_abandoned + sum(len(request.token_ids) for request in under_way)
         for request in [*under_way, *self._waiting]:
             request.restart()
             fresh.submit(request)
@@ -195,11 +204,15 @@ class Replica:
             if victim is None:
                 return None
             row = victim.row
+            self._remember(victim)
             del self._sequences[victim.key]
         sequence = _Sequence(key=key, row=row)
         self._rows[row] = sequence
         self._sequences[key] = sequence
         return sequence
+
+    def _remember(self, sequence: _Sequence) -> None:
+        self._reached[sequence.key] = max(self._reached.get(sequence.key, 0), len(sequence.cached))
 
     def _park(self, sequence: _Sequence) -> None:
         sequence.request = None
@@ -258,8 +271,11 @@ class Replica:
             tokens = [list(c) + [0] * (width - len(c)) for c in chunks]
             self._forward(torch.tensor(tokens, device=self._device), rows)
             for sequence, chunk in zip(rows, chunks, strict=True):
+                known = len(sequence.cached)
                 sequence.cached.extend(chunk)
                 self.num_prefilled += len(chunk)
+                again = min(self._reached.get(sequence.key, 0), len(sequence.cached)) - known
+                self.num_reprefilled += max(0, again)
 
     def _decode(self) -> None:
         rows = [s for s in self._rows[: self._active] if s is not None]

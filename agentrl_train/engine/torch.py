@@ -22,11 +22,15 @@ from transformers import PreTrainedModel
 
 from agentrl_train.engine.invariance import independent_rows
 from agentrl_train.engine.replica import Replica, Request
-from agentrl_train.errors import EngineBroken, EngineError, EngineOutOfMemory
-from agentrl_train.types import Completion, SamplingParams
+from agentrl_train.errors import EngineBroken, EngineError, EngineOutOfMemory, ran_out_of_memory
+from agentrl_train.types import UNTRACED, Completion, SamplingParams, Trace
 
 logger = logging.getLogger(__name__)
 
+TRACK = "engine/torch"
+"""Track of the trace that its idle gaps and weight updates are on."""
+SHORTEST_IDLE_S = 1e-3
+"""Gaps that are shorter are not traced."""
 MAX_REBUILDS = 3
 """Times in a row that a policy's cache is built anew, without a completion between, before it gives up."""
 
@@ -61,12 +65,14 @@ class TorchEngine:
         threads: int | None = None,
         policy_version: int = 0,
         deterministic: bool = False,
+        trace: Trace = UNTRACED,
     ) -> None:
         for model in models.values():
             _refuse_unsupported(model, max_context)
         self.max_context = max_context
         self._deadline_s = deadline_s
         self._threads = threads
+        self._trace = trace
         self._replicas = {
             name: Replica(
                 model,
@@ -147,8 +153,9 @@ class TorchEngine:
         loaded: Future[None] = Future()
 
         def load() -> None:
-            for name in policies:
-                self._replicas[name].load(state, policy_version=policy_version)
+            with self._trace.span(TRACK, f"load weights {policy_version}", policies=list(policies)):
+                for name in policies:
+                    self._replicas[name].load(state, policy_version=policy_version)
             loaded.set_result(None)
 
         self._waiting.add(loaded)
@@ -166,11 +173,18 @@ class TorchEngine:
         return min(replica.num_slots for replica in self._replicas.values())
 
     def statistics(self) -> dict[str, float]:
-        """Return running totals: sampled tokens, prefilled tokens, seconds busy."""
+        """Return running totals.
+
+        ``reprefilled_tokens`` are those of the prefilled ones that the session had cached before, under
+        older weights or in a row that was taken from it; ``abandoned_tokens`` were sampled for completions
+        that never came, because nobody waited for them or they started again.
+        """
         replicas = self._replicas.values()
         return {
             "sampled_tokens": float(sum(r.num_sampled for r in replicas)),
             "prefilled_tokens": float(sum(r.num_prefilled for r in replicas)),
+            "reprefilled_tokens": float(sum(r.num_reprefilled for r in replicas)),
+            "abandoned_tokens": float(sum(r.num_abandoned for r in replicas)),
             "busy_s": self._busy_s,
         }
 
@@ -218,7 +232,7 @@ class TorchEngine:
             replica.step()
         except Exception as error:
             slots = replica.num_slots
-            if _out_of_memory(error):
+            if ran_out_of_memory(error):
                 if slots == 1:
                     raise EngineOutOfMemory(
                         f"the engine has no memory for one sequence of {self.max_context} tokens: "
@@ -249,12 +263,15 @@ class TorchEngine:
 
     def _take_commands(self) -> bool:
         """Run what was posted; sleep while there is nothing to do. False once closed."""
+        slept = time.monotonic()
         with self._wake:
             while not (self._inbox or self._closed or any(r.busy for r in self._replicas.values())):
                 self._wake.wait(1.0)
             commands, self._inbox = self._inbox, []
             if self._closed:
                 return False
+        if time.monotonic() - slept > SHORTEST_IDLE_S:
+            self._trace.mark(TRACK, "idle", since=slept)
         for command in commands:
             command()
         return True
@@ -263,11 +280,6 @@ class TorchEngine:
         for future in list(self._waiting):
             with contextlib.suppress(InvalidStateError):
                 future.set_exception(error)
-
-
-def _out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out; on a CPU PyTorch says so in words alone."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def _resolver(future: Future[Completion]) -> Callable[[Completion], None]:

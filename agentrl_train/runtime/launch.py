@@ -47,7 +47,7 @@ def threads_each(config: RunConfig) -> int:
 
 
 @asynccontextmanager
-async def policy(config: RunConfig, *, path: str) -> AsyncIterator[Policy]:
+async def policy(config: RunConfig, *, path: str, trace: Trace = UNTRACED) -> AsyncIterator[Policy]:
     """Load the policy in ``path`` and start its engine; stop the engine on leaving."""
     device, threads = config.engine.device, threads_each(config)
     torch.set_num_threads(threads)
@@ -63,6 +63,7 @@ async def policy(config: RunConfig, *, path: str) -> AsyncIterator[Policy]:
         deadline_s=config.rollout.episode_seconds,
         threads=threads,
         deterministic=config.engine.deterministic,
+        trace=trace,
     )
     train = config.train
     learner = Learner(
@@ -106,13 +107,13 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
         served = await stack.enter_async_context(
             environments(config.environments, max_sessions=config.engine.max_sessions)
         )
-        ready = await stack.enter_async_context(policy(config, path=config.model.path))
+        trace = stack.enter_context(traced(config))
+        ready = await stack.enter_async_context(policy(config, path=config.model.path, trace=trace))
         step = checkpoint.step if checkpoint else 0
         journal = Journal(folder / "journal", step=step)
         stack.callback(journal.close)
         saved = {group.group_id: group for group in journal.read(step)}
         saved |= {group.group_id: group for group in (checkpoint.groups if checkpoint else ())}
-        trace = stack.enter_context(traced(config))
         log = make_log(config, checkpoint, trace)
         stack.callback(log.close)
         places = asyncio.Semaphore(config.engine.max_sessions)

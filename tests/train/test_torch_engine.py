@@ -89,6 +89,46 @@ async def test_a_prefix_is_kept_between_turns_and_dropped_when_weights_change(
     assert float((expected - torch.tensor(third.logprobs)).abs().max()) < 1e-4
 
 
+async def test_what_is_prefilled_a_second_time_is_told(engine: TorchEngine) -> None:
+    sampling, context = SamplingParams(max_new_tokens=3), prompt(1, 40)
+    first = await engine.generate(context, sampling=sampling, session_key="a")
+    assert engine.statistics()["reprefilled_tokens"] == 0.0
+    cached = len(context) + len(first.token_ids) - 1  # the last token's keys are not computed yet
+    context = [*context, *first.token_ids, *prompt(2, 9)]
+    engine.publish(dict(make_model(seed=1).named_parameters()), policy_version=1)
+    before = engine.statistics()["prefilled_tokens"]
+    await engine.generate(context, sampling=sampling, session_key="a")
+    told = engine.statistics()
+    assert told["prefilled_tokens"] - before == len(context) - 1
+    assert told["reprefilled_tokens"] == cached
+    engine.release("a")
+    await engine.generate(context, sampling=sampling, session_key="a")
+    assert engine.statistics()["reprefilled_tokens"] == cached
+
+
+async def test_a_row_that_was_taken_away_is_prefilled_a_second_time(engine: TorchEngine) -> None:
+    sampling = SamplingParams(max_new_tokens=2)
+    first = await engine.generate(prompt(0, 30), sampling=sampling, session_key="0")
+    for number in range(1, 5):  # the engine has four rows
+        await engine.generate(prompt(number, 30), sampling=sampling, session_key=str(number))
+    assert engine.statistics()["reprefilled_tokens"] == 0.0
+    await engine.generate([*prompt(0, 30), *first.token_ids, 7], sampling=sampling, session_key="0")
+    assert engine.statistics()["reprefilled_tokens"] == 30 + len(first.token_ids) - 1
+
+
+async def test_what_was_sampled_for_nobody_is_told() -> None:
+    engine = make_engine(max_context=1024, stop_token_ids=[])
+    sampling = SamplingParams(max_new_tokens=900)
+    running = asyncio.create_task(engine.generate(prompt(1), sampling=sampling, session_key="a"))
+    await sampled(engine, 5)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await engine.generate(prompt(2), sampling=SamplingParams(max_new_tokens=2), session_key="b")
+    told = engine.statistics()
+    await engine.close()
+    assert told["abandoned_tokens"] == told["sampled_tokens"] - 2 >= 5
+
+
 async def test_siblings_share_what_is_prefilled_of_their_opening(engine: TorchEngine) -> None:
     sampling = [SamplingParams(max_new_tokens=4, seed=n) for n in range(4)]
     opening = prompt(1, 60)
