@@ -8,7 +8,7 @@ FUZZ_REQUESTS ?= 100000
 # The first of quickstart, quickstart-2, quickstart-3 ... that is not taken.
 NAME ?= $(shell name=quickstart; i=2; while [ -e runs/$$name ]; do name=quickstart-$$i; i=$$((i+1)); done; echo $$name)
 
-.PHONY: setup train test docker fuzz chaos soak lint bench clean
+.PHONY: setup train test slow docker fuzz chaos soak lint bench clean
 
 setup: $(VENV)/.train $(VENV)/.dev  ## install everything that development needs
 
@@ -29,9 +29,12 @@ train: $(VENV)/.train  ## train the starter policy on three tasks; SEED=1 NAME=a
 	$(BIN)/agentrl-train run examples/quickstart/train.toml --set run.name=$(NAME) \
 		$(if $(SEED),--set run.seed=$(SEED)) $(ARGS)
 
-test: $(VENV)/.dev  ## all tests that need neither a GPU nor Docker
+test: $(VENV)/.dev  ## all quick tests that need no Docker
 	-@.ci/system-packages chromium redis-server bubblewrap
 	$(BIN)/python -m pytest $(ARGS)
+
+slow: $(VENV)/.dev  ## tests from end to end that take more than ten seconds each
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 docker: $(VENV)/.dev  ## tests in containers; starts a Docker daemon of its own (root, on Debian)
 	-@.ci/system-packages docker.io docker-compose iproute2 python3-venv python3-pip debian-archive-keyring
