@@ -5,21 +5,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 QUICKSTART = Path(__file__).parents[2] / "examples/quickstart/train.toml"
 SETTINGS = {
     "run.name": "learning",
-    "run.steps": 20,
+    "run.steps": 10,
     "run.threads": 2,
     "environments.0.tasks": "{household = 1.0}",
-    "rollout.groups_per_step": 12,
+    "rollout.groups_per_step": 8,
+    "train.warmup_steps": 2,
     "eval.samples": 0,
 }
 
 
-@pytest.mark.slow
-def test_the_starter_policy_gets_better_at_a_task_within_twenty_steps(tmp_path: Path) -> None:
+def test_the_starter_policy_gets_better_at_a_task_within_ten_steps(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "agentrl_train", "run", str(QUICKSTART)]
     for key, value in {**SETTINGS, "run.folder": tmp_path}.items():
         command += ["--set", f"{key}={value}"]
@@ -28,7 +26,7 @@ def test_the_starter_policy_gets_better_at_a_task_within_twenty_steps(tmp_path: 
     records = [json.loads(line) for line in (tmp_path / "learning/metrics.jsonl").read_text().splitlines()]
     success = [record["tasks"]["household"]["success"] for record in records]
     valid = [record["tasks"]["household"]["valid_calls"] for record in records]
-    assert sum(success[-4:]) / 4 > sum(success[:4]) / 4 + 0.1
+    assert sum(success[-3:]) / 3 > sum(success[:3]) / 3 + 0.1
     assert min(valid) > 0.9
     assert max(record["staleness_max"] for record in records) <= 2
     assert max(record["logprob_drift"] for record in records) < 1e-4
