@@ -24,7 +24,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -140,6 +140,9 @@ class TraceFile:
                 self._append(event)
             except OSError as error:
                 logger.warning("the trace ends here: %s cannot be written (%s)", self._path, error.strerror)
+                with suppress(OSError):
+                    os.ftruncate(self._file, self._size)
+                    os.pwrite(self._file, END, self._size)
                 self._shut()
 
     def _append(self, event: Mapping[str, Any]) -> None:
