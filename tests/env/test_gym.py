@@ -182,7 +182,7 @@ def test_an_episode_ends_truncated_at_its_turn_limit(env):
 
 
 class Unprintable:
-    def __str__(self):
+    def __repr__(self):
         return "no JSON"
 
 
