@@ -49,12 +49,10 @@ class Throughput:
         now, totals = time.monotonic(), dict(self._statistics())
         seconds = max(now - self._mark, 1e-9)
         spent = {name: total - self._totals.get(name, 0.0) for name, total in totals.items()}
-        discarded = discarded_tokens + totals.get("abandoned_tokens", 0.0)
-        spent["discarded_tokens"] = discarded - self._discarded
-        self._mark, self._totals, self._discarded = now, totals, discarded
+        spent["discarded_tokens"] = discarded_tokens - self._discarded + spent.pop("abandoned_tokens", 0.0)
+        self._mark, self._totals, self._discarded = now, totals, discarded_tokens
         idle, busy_s = min(1.0, waited_s / seconds), min(spent.pop("busy_s"), seconds)
         trained, sampled = told.get("loss_tokens", 0.0), spent["sampled_tokens"]
-        spent.pop("abandoned_tokens", None)
         return {
             **spent,
             "step_seconds": seconds,
