@@ -13,35 +13,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
 from agentrl_train.errors import ConfigError
+from agentrl_train.runtime.engine_config import EngineSection
+from agentrl_train.runtime.section import Count, CountOrOff, Fraction, NonNegative, Positive, Section
 from agentrl_train.runtime.toml import apply_override, dump_toml, problems, read_toml
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-NonNegative = Annotated[float, Field(ge=0.0)]
-Positive = Annotated[float, Field(gt=0.0)]
-Count = Annotated[int, Field(ge=1)]
-CountOrOff = Annotated[int, Field(ge=0)]
 
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-
-    def problems(self) -> list[str]:
-        """Return what is wrong between the fields of this section, one sentence each."""
-        return []
-
-    @model_validator(mode="after")
-    def _refuse_nonsense(self) -> Self:
-        if found := self.problems():
-            raise ValueError("\n".join(found))
-        return self
-
-
-class RunSection(_Section):
+class RunSection(Section):
     """How long, where to, and with which seed."""
 
     name: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -55,16 +37,18 @@ class RunSection(_Section):
     """Stop cleanly after this long, whatever the number of steps."""
     threads: Count | None = None
     """Threads of PyTorch's CPU operations; left out, PyTorch decides."""
+    quiet_seconds: Positive = 60.0
+    """Time without any movement after which the table of slots is printed."""
 
 
-class ModelSection(_Section):
+class ModelSection(Section):
     """Which policy is trained."""
 
     path: Annotated[str, Field(min_length=1)]
     """A Hugging Face model folder, or the name of a model on the hub (``org/name``)."""
 
 
-class EnvironmentSection(_Section):
+class EnvironmentSection(Section):
     """Environments of one server: started here (``serve``) or running already (``url``)."""
 
     serve: tuple[str, ...] = ()
@@ -88,34 +72,7 @@ class EnvironmentSection(_Section):
         return found
 
 
-class EngineSection(_Section):
-    """How completions are sampled."""
-
-    kind: Literal["torch"] = "torch"
-    device: str = "cpu"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights that sample; the trainer keeps its own in float32."""
-    max_sessions: Count = 64
-    """Episodes in flight at once."""
-    max_context: Annotated[int, Field(ge=16)] = 2048
-    """Tokens of one episode, prompt and replies included."""
-    max_new_tokens: Count = 256
-    """Tokens of one turn."""
-    temperature: NonNegative = 1.0
-    deterministic: bool = False
-    """Repeat a synchronous run bit for bit, also one that was killed and resumed, on one machine; slower."""
-
-    def problems(self) -> list[str]:
-        """Return what is wrong between the fields of this section, one sentence each."""
-        if self.max_new_tokens >= self.max_context:
-            return [
-                f"max_new_tokens ({self.max_new_tokens}) must be below max_context "
-                f"({self.max_context}), or no room is left for the prompt"
-            ]
-        return []
-
-
-class RolloutSection(_Section):
+class RolloutSection(Section):
     """How many episodes, and how old they may be when they are trained on."""
 
     groups_per_step: Count = 8
@@ -130,6 +87,8 @@ class RolloutSection(_Section):
     """Deadline of one episode."""
     environment_retries: CountOrOff = 2
     """Fresh sessions tried after an infrastructure failure before the group is dropped."""
+    environment_patience_seconds: NonNegative = 60.0
+    """How long an environment may be out of reach before that counts as such a failure."""
     stale_fraction: Fraction = 0.0
     """Cross-policy sampling: probability that a turn is sampled by the stale policy; 0 is off."""
     stale_interval: Count = 10
@@ -152,7 +111,7 @@ class RolloutSection(_Section):
         return []
 
 
-class AdvantageSection(_Section):
+class AdvantageSection(Section):
     """How rewards become advantages."""
 
     baseline: Literal["mean", "leave_one_out", "none"] = "mean"
@@ -166,7 +125,7 @@ class AdvantageSection(_Section):
     """Taken off the reward once when a limit ended the episode."""
 
 
-class TrainSection(_Section):
+class TrainSection(Section):
     """The optimizer and the loss."""
 
     learning_rate: Positive = 1e-5
@@ -191,6 +150,12 @@ class TrainSection(_Section):
     precision: Literal["float32", "bfloat16"] = "float32"
     kl_coef: NonNegative = 0.0
     """Weight of the divergence from the starting policy; 0 is off."""
+    on_bad_update: Literal["stop", "skip"] = "stop"
+    """What happens to a step whose loss or gradient is no number, or spikes; its groups are written out."""
+    spike_factor: NonNegative = 0.0
+    """A gradient norm over this many times the median of the last 50 makes a bad update; 0 is off."""
+    step_seconds: Positive = 3600.0
+    """Deadline of one training step, its publishing included."""
 
     def problems(self) -> list[str]:
         """Return what is wrong between the fields of this section, one sentence each."""
@@ -205,7 +170,7 @@ class TrainSection(_Section):
         return found
 
 
-class SftSection(_Section):
+class SftSection(Section):
     """The warm start on expert traces (``agentrl-train sft``)."""
 
     traces: Count = 1000
@@ -220,16 +185,18 @@ class SftSection(_Section):
     """The learning rate falls over this last share of the steps."""
 
 
-class CheckpointSection(_Section):
+class CheckpointSection(Section):
     """How often the run is saved."""
 
     every: Count = 10
     """Steps between two checkpoints."""
     keep: Count = 2
     """Newest checkpoints kept."""
+    seconds: Positive = 1800.0
+    """Deadline of writing one."""
 
 
-class EvalSection(_Section):
+class EvalSection(Section):
     """Held-out evaluation at the start and the end."""
 
     samples: CountOrOff = 200
@@ -240,7 +207,7 @@ class EvalSection(_Section):
     """Steps between two evaluations; 0 is only at the start and the end."""
 
 
-class MetricsSection(_Section):
+class MetricsSection(Section):
     """What is written beside ``metrics.jsonl``."""
 
     tensorboard: bool = True
@@ -257,7 +224,7 @@ class MetricsSection(_Section):
     """Project of Weights & Biases that the numbers are sent to (extra ``[wandb]``). Left out, it is off."""
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """Everything a run is told."""
 
     run: RunSection
@@ -340,6 +307,10 @@ def _resolve_paths(table: dict[str, Any], base: Path) -> list[str]:
     """Make the paths of a raw table absolute and return what is not there; odd types are left alone."""
     problems = []
     run, model, environments = (table.get(key) for key in ("run", "model", "environments"))
+    engine = table.get("engine")
+    vllm = engine.get("vllm") if isinstance(engine, dict) else None
+    if isinstance(vllm, dict) and isinstance(vllm.get("python"), str):
+        vllm["python"] = str((base / Path(vllm["python"]).expanduser()).absolute())
     if isinstance(run, dict):
         folder = run.get("folder", "runs")
         if isinstance(folder, str):
