@@ -1,0 +1,315 @@
+"""The learner: one optimizer update a batch.
+
+One micro-batch at a time. The objective (``loss.py``) is an argument: with ``policy_loss`` this is
+reinforcement learning, with ``sft_loss`` supervised fine-tuning. The same class trains on one device and on
+many: given a ``mesh`` every rank makes the same calls, holds a slice of the parameters and does a share of
+the work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from agentrl_train.errors import LossNotFinite
+from agentrl_train.learner.scoring import (
+    WHOLE,
+    Part,
+    Scorer,
+    alone,
+    check_head,
+    packs_rows,
+    select_sampled,
+)
+from agentrl_train.learner.sharding import GatheredWeights, buckets, deal, full, shard
+from agentrl_train.learner.tally import Tally, sizes
+from agentrl_train.learner.ulysses import use_ulysses
+from agentrl_train.loss import (
+    Objective,
+    entropy_bonus,
+    importance_weights,
+    kl_penalty,
+    policy_loss,
+)
+from agentrl_train.types import Batch, FloatArray, MicroBatch, TokenSequence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Learner:
+    """Trains any Hugging Face causal language model on packed batches.
+
+    ``model`` keeps its parameters in float32; ``precision="bfloat16"`` computes under autocast. The
+    learning rate rises over ``warmup_steps`` updates and, if ``total_steps`` is given, falls
+    linearly to ``final_lr_fraction`` of itself over the last ``decay_fraction`` of the rest.
+    ``temperature`` divides the logits, as it did at sampling. A ``reference`` model with a
+    ``kl_coefficient`` adds the k3 penalty; an ``importance_cap`` clips against log-probabilities
+    recomputed at the start of ``step`` and weighs tokens by the truncated importance weight of
+    those over the sampler's (decoupled PPO, arXiv 2110.00641). ``activation_checkpointing`` saves
+    memory for a second forward pass; ``max_logits`` bounds the entries of a chunk of logits.
+    ``packs_rows`` says whether the model can keep several sequences of a row apart.
+
+    ``mesh`` has the dimensions ``data`` and ``sequence``: all ranks share the parameters, those along
+    ``data`` the micro-batches, those along ``sequence`` the tokens of each row. Without one the learner is
+    alone.
+
+    Raises ``ValueError`` for a model whose logits are not simply its head's output, or that cannot be spread
+    as the mesh says.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        objective: Objective = policy_loss,
+        learning_rate: float,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        total_steps: int | None = None,
+        final_lr_fraction: float = 0.1,
+        decay_fraction: float = 1.0,
+        max_grad_norm: float = 1.0,
+        temperature: float = 1.0,
+        precision: Literal["float32", "bfloat16"] = "float32",
+        device: str | torch.device = "cpu",
+        entropy_coefficient: float = 0.0,
+        reference: PreTrainedModel | None = None,
+        kl_coefficient: float = 0.0,
+        importance_cap: float | None = None,
+        activation_checkpointing: bool = False,
+        max_logits: int = 2**26,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        self.model = model
+        self.packs_rows = packs_rows(model)
+        self.device = torch.device(device)
+        self.objective = objective
+        self.num_updates = 0
+        self._mesh = mesh
+        self._data, self._part = _place(mesh)
+        self._schedule = (warmup_steps, total_steps, final_lr_fraction, decay_fraction)
+        self._learning_rate = learning_rate
+        self._max_grad_norm = max_grad_norm
+        self._precision = precision
+        self._entropy_coefficient = entropy_coefficient
+        self._kl_coefficient = kl_coefficient
+        self._importance_cap = importance_cap
+        self._activation_checkpointing = activation_checkpointing
+        self._temperature = temperature
+        self._max_logits = max_logits
+        self._scorer = self._spread(model)
+        self._reference = None if reference is None else self._spread(reference)
+        self._optimizer = torch.optim.AdamW(
+            _parameter_groups(model, weight_decay), lr=learning_rate, betas=betas, fused=True
+        )
+        if activation_checkpointing:
+            _enable_checkpointing(model)
+
+    def step(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Make one optimizer update a batch and return metrics, averaged over all of them.
+
+        Raises ``LossNotFinite`` before an update that would spoil the parameters.
+        """
+        started = time.perf_counter()
+        shares = [deal(batch.micro_batches, *self._data) for batch in batches]
+        anchors = [[self._anchor(micro) for micro in share] for share in shares]
+        # Dropout off, so that an unchanged policy has ratio 1; checkpointing needs train mode.
+        self.model.train(self._activation_checkpointing)
+        tally = Tally()
+        for share, anchor in zip(shares, anchors, strict=True):
+            self._update(share, anchor, tally)
+        return tally.metrics(self._reduce) | sizes(batches) | {"seconds": time.perf_counter() - started}
+
+    @torch.no_grad()
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[FloatArray]:
+        """Return each sequence's log-probabilities under the parameters of now, [T], 0 if masked.
+
+        One sequence at a time, unpacked: the reference to hold an engine against.
+        """
+        self.model.eval()
+        index, count = self._data
+        rows = [torch.zeros(len(one)) for one in sequences]
+        for turn, micro in enumerate(deal([alone(one) for one in sequences], index, count)):
+            scores = self._forward(self._scorer, micro)[0].float().cpu()
+            if (number := turn * count + index) < len(rows):
+                positions = torch.arange(len(rows[number]))[None]
+                rows[number][select_sampled(positions, micro, self._part)] = scores
+        lengths = [len(one) for one in sequences]
+        together = self._reduce(torch.cat(rows), "sum").cpu() if rows else torch.zeros(0)
+        return [row.numpy() for row in together.split(lengths)]
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return name -> parameter, detached; tied parameters come once.
+
+        They share the memory of the model. Of a sharded model they are gathered as they are read, and every
+        rank must make the same calls of ``gather``.
+        """
+        if self._mesh is None:
+            return {name: value.detach() for name, value in self.model.named_parameters()}
+        return GatheredWeights(self.weight_buckets(), self.gather)
+
+    def weight_buckets(self) -> list[list[str]]:
+        """Return the names of all parameters in the portions that ``gather`` is to be asked for."""
+        named = self.model.named_parameters()
+        return buckets({name: value.numel() * value.element_size() for name, value in named})
+
+    @torch.no_grad()
+    def gather(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return some parameters, whole."""
+        return {name: full(self.model.get_parameter(name).detach()) for name in names}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that the next ``step`` depends on: model, optimizer, count, randomness."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "num_updates": self.num_updates,
+            "rng": torch.get_rng_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken; on the CPU bit for bit."""
+        self.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.num_updates = int(state["num_updates"])
+        torch.set_rng_state(state["rng"].cpu())
+
+    def _update(
+        self, micro_batches: Sequence[MicroBatch], anchors: Sequence[Tensor | None], tally: Tally
+    ) -> None:
+        total = torch.zeros((), device=self.device)
+        for micro, anchor in zip(micro_batches, anchors, strict=True):
+            loss = self._loss(micro, anchor, tally)
+            loss.backward()
+            total += loss.detach()
+        total = self._reduce(total, "sum")
+        norm = full(nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm))
+        if not bool(torch.isfinite(total + norm)):
+            self._optimizer.zero_grad(set_to_none=True)
+            raise LossNotFinite(
+                f"update {self.num_updates + 1}: loss {float(total)}, gradient norm {float(norm)}; "
+                "the parameters were not changed. Lower the learning rate or look at the batch."
+            )
+        rate = self._learning_rate * lr_fraction(self.num_updates, *self._schedule)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.num_updates += 1
+        tally.add_update(loss=float(total), grad_norm=float(norm), learning_rate=rate)
+
+    def _loss(self, micro: MicroBatch, anchor: Tensor | None, tally: Tally) -> Tensor:
+        logprobs, entropy = self._forward(self._scorer, micro)
+        behaviour, advantages, weights = (
+            select_sampled(values, micro, self._part).to(self.device)
+            for values in (micro.logprobs, micro.advantages, micro.weights)
+        )
+        corrected = weights
+        if anchor is not None and self._importance_cap is not None:
+            correction = importance_weights(anchor, behaviour, cap=self._importance_cap)
+            corrected, behaviour = weights * correction, anchor
+        loss, stats = self.objective(logprobs, behaviour, advantages, corrected)
+        stats = stats | {"entropy": entropy.detach().sum()}
+        if self._entropy_coefficient:
+            loss = loss - self._entropy_coefficient * entropy_bonus(entropy, weights)
+        if self._reference is not None:
+            with torch.no_grad():
+                reference, _ = self._forward(self._reference, micro)
+            loss = loss + self._kl_coefficient * kl_penalty(logprobs, reference, weights)
+            stats["kl_reference"] = kl_penalty(logprobs.detach(), reference, torch.ones_like(weights))
+        tally.add(stats, logprobs.numel())
+        return loss
+
+    @torch.no_grad()
+    def _anchor(self, micro: MicroBatch) -> Tensor | None:
+        """Return what the clip is anchored on if not the sampler's own log-probabilities."""
+        if self._importance_cap is None:
+            return None
+        self.model.eval()
+        return self._forward(self._scorer, micro)[0]
+
+    def _forward(self, scorer: Scorer, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        # A sharded model is gathered in bfloat16 already.
+        lowered = self._precision == "bfloat16" and self._mesh is None
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=lowered):
+            scored: tuple[Tensor, Tensor] = scorer(micro, entropy_gradient=self._entropy_coefficient > 0)
+        return scored
+
+    def _spread(self, model: PreTrainedModel) -> Scorer:
+        """Put a model on its device, or spread it over the mesh."""
+        module: nn.Module = model  # transformers' own ``to`` loses its types in a decorator
+        if self._mesh is None:
+            module.to(self.device)
+        module.eval()
+        check_head(model, next(module.parameters()).device)
+        if self._part != WHOLE and self._mesh is not None:
+            use_ulysses(model, self._mesh.get_group("sequence"))
+        scorer = Scorer(model, temperature=self._temperature, max_logits=self._max_logits, part=self._part)
+        if self._mesh is not None:
+            shard(scorer, model, self._mesh, precision=self._precision)
+        return scorer
+
+    def _reduce(self, values: Tensor, how: str) -> Tensor:
+        """Return the sum or the maximum over all ranks."""
+        if self._mesh is None or not values.numel():
+            return values
+        values = values.to(self.device)
+        dist.all_reduce(values, op=dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX)
+        return values
+
+
+def _place(mesh: DeviceMesh | None) -> tuple[Part, Part]:
+    """Return this rank's share of the micro-batches and its part of the rows."""
+    if mesh is None:
+        return WHOLE, WHOLE
+    data, sequence = (
+        (mesh.get_local_rank(name), mesh.size(number)) for number, name in enumerate(("data", "sequence"))
+    )
+    return data, sequence
+
+
+def lr_fraction(
+    update: int,
+    warmup_steps: int = 0,
+    total_steps: int | None = None,
+    final_lr_fraction: float = 0.1,
+    decay_fraction: float = 1.0,
+) -> float:
+    """Return which part of the learning rate update number ``update`` (from 0) uses.
+
+    Rises to 1 over ``warmup_steps``, stays there, and falls linearly to ``final_lr_fraction`` at
+    the last update, over the last ``decay_fraction`` of the updates after the warm-up. Without
+    ``total_steps`` it does not fall.
+    """
+    if update < warmup_steps:
+        return (update + 1) / warmup_steps
+    if total_steps is None:
+        return 1.0
+    decay = max(1.0, decay_fraction * (total_steps - warmup_steps))
+    done = min(1.0, max(0.0, (update + 1 - (total_steps - decay)) / decay))
+    return 1.0 - done * (1.0 - final_lr_fraction)
+
+
+def _enable_checkpointing(model: PreTrainedModel) -> None:
+    """Recompute activations in the backward pass; the method's name depends on transformers' age."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable()
+    else:
+        model.gradient_checkpointing_enable()
+
+
+def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return the parameters in two groups: matrices decay, vectors (norms, biases) do not."""
+    parameters = [value for value in model.parameters() if value.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]

@@ -1,0 +1,171 @@
+"""Packed rows -> log-probabilities of the sampled tokens.
+
+The rows go through the model's body; the head and the softmax run only where a token was sampled, a chunk at
+a time, so that no tensor [tokens, vocabulary] is ever whole.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
+
+from agentrl_train.types import MicroBatch, TokenSequence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Part = tuple[int, int]
+"""Which part of every row a rank holds, and how many there are: ``(0, 1)`` is all of it."""
+WHOLE: Part = (0, 1)
+
+
+class Scorer(nn.Module):
+    """A causal language model whose output is log-probability and entropy of the sampled tokens.
+
+    Body and head are one module with one ``forward``, so that a sharded model gathers the weights that they
+    share (tied embeddings) once for both.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, temperature: float, max_logits: int, part: Part) -> None:
+        super().__init__()
+        self.model = model
+        self._temperature = temperature
+        self._max_logits = max_logits
+        self._part = part
+
+    def forward(self, micro: MicroBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        """Return ``sampled_logprobs`` of this rank's part of the rows."""
+        return sampled_logprobs(
+            self.model,
+            micro,
+            temperature=self._temperature,
+            max_logits=self._max_logits,
+            entropy_gradient=entropy_gradient,
+            part=self._part,
+        )
+
+
+def sampled_logprobs(
+    model: PreTrainedModel,
+    micro: MicroBatch,
+    *,
+    temperature: float = 1.0,
+    max_logits: int = 2**26,
+    entropy_gradient: bool = False,
+    part: Part = WHOLE,
+) -> tuple[Tensor, Tensor]:
+    """Return log-probability and entropy of a micro-batch's N sampled tokens, [N] each, by rows.
+
+    Computed on the model's device. If the logits [N, vocabulary] have more than ``max_logits`` entries they
+    are made in chunks, in the forward and again in the backward pass. Of a ``part`` of the rows those tokens
+    count whose predecessor is in it.
+    """
+    device = next(model.parameters()).device
+    inputs = _inputs(micro, part, packed=_is_packed(micro, model), device=device)
+    hidden = model.base_model(use_cache=False, **inputs)[0]
+    predicts = (_next(micro.loss_mask, part) > 0).to(device)
+    hidden, targets = hidden[predicts], _next(micro.token_ids, part).to(device)[predicts]
+    head = model.get_output_embeddings()
+
+    def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = head(hidden).float() / temperature
+        logprobs = logits.log_softmax(-1)
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            entropy = -(logprobs.exp() * logprobs).sum(-1)
+        return logprobs.gather(-1, targets[:, None]).sum(-1), entropy
+
+    size = max(1, max_logits // head.weight.shape[0])
+    if len(targets) <= size:
+        return score(hidden, targets)
+    chunks = [
+        checkpoint(score, *chunk, use_reentrant=False)
+        for chunk in zip(hidden.split(size), targets.split(size), strict=True)
+    ]
+    return torch.cat([one for one, _ in chunks]), torch.cat([one for _, one in chunks])
+
+
+def select_sampled(values: Tensor, micro: MicroBatch, part: Part = WHOLE) -> Tensor:
+    """Return the entries [N] of ``values`` [rows, row length] at the sampled tokens, by rows."""
+    return _next(values, part)[_next(micro.loss_mask, part) > 0]
+
+
+def packs_rows(model: PreTrainedModel) -> bool:
+    """Return whether the model can keep several sequences of a row apart: full attention in every layer."""
+    layer_types = getattr(model.config, "layer_types", None) or ["full_attention"]
+    return set(layer_types) == {"full_attention"}
+
+
+def check_head(model: PreTrainedModel, device: torch.device) -> None:
+    """Raise ``ValueError`` if the model does more to its logits than its head (capping, scaling)."""
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    with torch.no_grad():
+        whole = model(input_ids=ids, use_cache=False).logits
+        plain = model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False)[0])
+    if not torch.allclose(whole.float(), plain.float(), rtol=1e-2, atol=1e-3):
+        raise ValueError(
+            f"{type(model).__name__} caps or scales its logits after the head, which the learner "
+            "does not reproduce; train a model whose logits are the head's output."
+        )
+
+
+def alone(one: TokenSequence) -> MicroBatch:
+    """Return a sequence as a micro-batch of one row."""
+    mask = torch.from_numpy(one.loss_mask)[None]
+    return MicroBatch(
+        token_ids=torch.from_numpy(one.token_ids)[None],
+        position_ids=torch.arange(len(one))[None],
+        segment_ids=torch.ones(1, len(one), dtype=torch.int64),
+        loss_mask=mask,
+        logprobs=torch.from_numpy(one.logprobs)[None],
+        advantages=torch.from_numpy(one.advantages)[None],
+        weights=mask,
+    )
+
+
+def _inputs(micro: MicroBatch, part: Part, *, packed: bool, device: torch.device) -> dict[str, Tensor]:
+    """Return what the body is called with: tokens, and where it must be told, positions and mask.
+
+    Packed rows get the block-causal mask [rows, 1, row length, row length]; it spans whole rows also where a
+    rank holds a part of them.
+    """
+    inputs = {"input_ids": _cut(micro.token_ids, part).to(device)}
+    if packed or part != WHOLE:
+        inputs["position_ids"] = _cut(micro.position_ids, part).to(device)
+    if packed:
+        segments = _padded(micro.segment_ids, part).to(device)
+        same = segments[:, None, :, None] == segments[:, None, None, :]
+        inputs["attention_mask"] = same.tril()
+    return inputs
+
+
+def _is_packed(micro: MicroBatch, model: PreTrainedModel) -> bool:
+    """Return whether sequences share a row and have to be kept apart.
+
+    Rows of one sequence need no mask: causal attention never looks at the padding behind, and without a mask
+    faster kernels are used. Raises ``ValueError`` if the model cannot keep them apart.
+    """
+    packed = int(micro.segment_ids.max()) > 1
+    if packed and not packs_rows(model):
+        raise ValueError(
+            "this model has layers other than full attention, which cannot keep packed sequences "
+            "apart; pack with packed=False, one sequence a row."
+        )
+    return packed
+
+
+def _next(values: Tensor, part: Part) -> Tensor:
+    """Return for each token that the part holds the entry of the token after it, 0 at the end of a row."""
+    return _cut(pad(values[:, 1:], (0, 1)), part)
+
+
+def _cut(values: Tensor, part: Part) -> Tensor:
+    index, count = part
+    return _padded(values, part).chunk(count, dim=1)[index]
+
+
+def _padded(values: Tensor, part: Part) -> Tensor:
+    return pad(values, (0, -values.shape[1] % part[1]))

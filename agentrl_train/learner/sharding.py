@@ -1,0 +1,119 @@
+"""Parameters and work, spread over ranks (FSDP2).
+
+Every rank holds a slice of every parameter and works on its own micro-batches; all of them make the same
+calls in the same order. The weights of the loss already hold the global denominator (``batch.py``), so
+gradients are summed, never averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from agentrl_train.types import MicroBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+BUCKET_BYTES = 512 * 2**20
+
+
+def shard(scorer: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, *, precision: str) -> None:
+    """Spread ``scorer`` over all ranks of the mesh, gathered block by block.
+
+    With ``bfloat16`` blocks are gathered and computed in it; the slices and the sum of gradients stay in
+    float32.
+    """
+    policy = MixedPrecisionPolicy()
+    if precision == "bfloat16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    flat = mesh._flatten() if mesh.ndim > 1 else mesh
+    for part in (*_blocks(model), scorer):
+        fully_shard(part, mesh=flat, mp_policy=policy, reshard_after_forward=True)
+    for module in scorer.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+def deal(micro_batches: Sequence[MicroBatch], index: int, count: int) -> list[MicroBatch]:
+    """Return the share of rank ``index`` of ``count``; all shares are equally long.
+
+    Whole micro-batches go round; what is left over for a last round is split by rows. A rank without work
+    gets an idle micro-batch, because the others wait for it where gradients are summed.
+    """
+    whole = len(micro_batches) // count * count
+    share = list(micro_batches[index:whole:count])
+    if rest := micro_batches[whole:]:
+        sharers = len(range(index % len(rest), count, len(rest)))
+        share.append(_rows(rest[index % len(rest)], index // len(rest), sharers))
+    return share
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Return a tensor whole; of a sharded one every rank must ask at the same time."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's slice of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class GatheredWeights(Mapping[str, Tensor]):
+    """Name -> whole parameter, gathered a bucket at a time when it is asked for; only one bucket is kept."""
+
+    def __init__(
+        self, buckets: Sequence[Sequence[str]], gather: Callable[[Sequence[str]], Mapping[str, Tensor]]
+    ) -> None:
+        """Take the names and what fetches the tensors of a bucket of them."""
+        self._buckets = {name: bucket for bucket in buckets for name in bucket}
+        self._gather = gather
+        self._held: Mapping[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return one parameter, whole."""
+        if name not in self._held:
+            self._held = {}
+            self._held = self._gather(self._buckets[name])
+        return self._held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Go through the names in the order of the buckets."""
+        return iter(self._buckets)
+
+    def __len__(self) -> int:
+        """Return the number of parameters."""
+        return len(self._buckets)
+
+
+def buckets(sizes: Mapping[str, int], *, limit: int = BUCKET_BYTES) -> list[list[str]]:
+    """Return the names in order, in runs of at most ``limit`` bytes; a larger one stands alone."""
+    runs: list[list[str]] = []
+    filled = limit
+    for name, size in sizes.items():
+        if filled + size > limit:
+            runs.append([])
+            filled = 0
+        runs[-1].append(name)
+        filled += size
+    return runs
+
+
+def _blocks(model: PreTrainedModel) -> list[nn.Module]:
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _rows(micro: MicroBatch, index: int, count: int) -> MicroBatch:
+    """Return every ``count``-th row of a micro-batch, or an idle one if none is left."""
+    fields = {name: cast(Tensor, getattr(micro, name)) for name in MicroBatch.__slots__}
+    if index >= len(micro.token_ids):
+        return MicroBatch(**{name: torch.zeros(1, 2, dtype=value.dtype) for name, value in fields.items()})
+    return MicroBatch(**{name: value[index::count] for name, value in fields.items()})
