@@ -6,13 +6,16 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from agentrl_env.errors import StepPending, WireError
 from agentrl_env.server.table import Entry, SessionTable
-from agentrl_env.session.runner import settled
+from agentrl_env.session.runner import Awaited, settled
 from agentrl_env.session.speech import Said, StepItem
 
+SOME = 128
+"""So many steps of a batch begin before their threads are given a moment: more at once only fill the
+processor's caches with what waits."""
+MOMENT_S = 0.002
 ASK_AGAIN = "the step is still under way; ask again with the same seq"
 
 
@@ -49,14 +52,17 @@ class Stepper:
         """
         batch = _Batch(steps)
         if len({step.session_id for step in steps}) == len(steps):
-            for position in range(len(steps)):
-                self._begin(batch, position)
+            for begin in range(0, len(steps), SOME):
+                for position in range(begin, min(begin + SOME, len(steps))):
+                    self._begin(batch, position)
+                if batch.under_way >= SOME and batch.quick:
+                    await batch.get_on()
         else:
             groups: dict[str, list[int]] = {}
             for position, step in enumerate(steps):
                 groups.setdefault(step.session_id, []).append(position)
             for group in groups.values():
-                batch.add(asyncio.create_task(self._step_group(batch, group)))
+                self._begin_group(batch, group)
         return await batch.answered(math.inf if wait_s is None else wait_s)
 
     def leave(self, session_id: str, entry: Entry) -> None:
@@ -80,12 +86,13 @@ class Stepper:
             if entry.session.status.final:
                 self._retire(step.session_id)
         elif begun is None:  # another step of the session is under way
-            batch.add(asyncio.create_task(self._step_group(batch, [position])))
+            self._begin_group(batch, [position])
         else:
             self._table.enter(step.session_id, entry)
-            batch.add(begun, partial(self._end, batch, position, entry))
+            batch.begin()
+            begun.add_done_callback(partial(self._end, batch, position, entry))
 
-    def _end(self, batch: _Batch, position: int, entry: Entry, step: asyncio.Future[bytes]) -> None:
+    def _end(self, batch: _Batch, position: int, entry: Entry, step: Awaited[bytes]) -> None:
         session = entry.session
         try:
             batch.answers[position] = session.finished(step)
@@ -93,6 +100,11 @@ class Stepper:
             batch.answers[position] = error
         finally:
             self.leave(session.session_id, entry)
+            batch.end()
+
+    def _begin_group(self, batch: _Batch, positions: list[int]) -> None:
+        batch.begin()
+        asyncio.create_task(self._step_group(batch, positions)).add_done_callback(batch.end)
 
     async def _step_group(self, batch: _Batch, positions: list[int]) -> None:
         """Play the steps of one session, one after another."""
@@ -110,27 +122,34 @@ class _Batch:
     def __init__(self, steps: Sequence[StepItem]) -> None:
         self.steps = steps
         self.answers: list[bytes | WireError | None] = [None] * len(steps)
-        self._under_way = 0
-        self._all: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.under_way = 0
+        self.quick = True
+        """Whether those that have begun have always ended within a moment."""
+        self._over: asyncio.Future[None] | None = None
 
-    def add(
-        self, work: asyncio.Future[Any], end: Callable[[asyncio.Future[Any]], None] | None = None
-    ) -> None:
-        """Wait for some work too; ``end`` is called when it is done."""
+    def begin(self) -> None:
+        """Wait for some work too."""
+        self.under_way += 1
 
-        def count(done: asyncio.Future[Any]) -> None:
-            self._under_way -= 1
-            if self._under_way == 0 and not self._all.done():
-                self._all.set_result(None)
-            if end is not None:
-                end(done)
+    def end(self, _: object = None) -> None:
+        """Take note that work is done."""
+        self.under_way -= 1
+        if self.under_way == 0 and self._over is not None and not self._over.done():
+            self._over.set_result(None)
 
-        self._under_way += 1
-        work.add_done_callback(count)
+    async def get_on(self) -> None:
+        """Wait a moment for what is under way."""
+        self.quick = await self._ended(MOMENT_S)
 
     async def answered(self, seconds: float) -> list[bytes | WireError]:
         """Return the answers once they are all there, at most so many seconds later."""
-        if self._under_way:
-            await settled(self._all, seconds)
+        await self._ended(seconds)
         pending = StepPending(ASK_AGAIN)
         return [pending if answer is None else answer for answer in self.answers]
+
+    async def _ended(self, seconds: float) -> bool:
+        """Wait until nothing is under way; return whether that is so within so many seconds."""
+        if not self.under_way:
+            return True
+        self._over = asyncio.get_running_loop().create_future()
+        return await settled(self._over, seconds)

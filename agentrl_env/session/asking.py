@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from agentrl_env.errors import EnvironmentFailed, NotSupported
-from agentrl_env.session.runner import Runner, settled
+from agentrl_env.session.runner import Awaited, Runner, settled
 from agentrl_env.session.threads import AUTHOR_ERRORS
 from agentrl_env.tools import as_move, describe
 from agentrl_env.types import Message, TaskSample
@@ -51,7 +50,7 @@ def can_fork(environment: type[Environment]) -> bool:
     return environment.overrides("snapshot") and environment.overrides("restore")
 
 
-async def release(environment: Environment | None, step: asyncio.Future[Any] | None, runner: Runner) -> None:
+async def release(environment: Environment | None, step: Awaited[Any] | None, runner: Runner) -> None:
     """Cancel a step under way, then close the environment. Raises whatever its ``close`` does."""
     if step is not None and not step.done():
         step.cancel()

@@ -21,7 +21,7 @@ from agentrl_env.errors import (
 from agentrl_env.session.asking import can_fork, expert_move, release, reset, snapshots
 from agentrl_env.session.history import History
 from agentrl_env.session.observer import UNOBSERVED, Observer, log_failure
-from agentrl_env.session.runner import Runner, follow, run_through, settled
+from agentrl_env.session.runner import Answering, Awaited, Runner, follow, run_through, settled
 from agentrl_env.session.speech import Said
 from agentrl_env.session.threads import AUTHOR_ERRORS, AuthorTimeout, Outcome, Threads, attempt
 from agentrl_env.tools import (
@@ -82,7 +82,7 @@ class Session:
         self.turns = History()
         self.total = 0.0
         """Sum of the rewards so far."""
-        self._task: asyncio.Future[Any] | None = None
+        self._task: Awaited[Any] | None = None
         self._closing: asyncio.Task[None] | None = None
         self.inline = not environment.blocking and self._tools.all_sync
         """Whether a step never suspends: it then needs no task, and no other can interleave."""
@@ -146,7 +146,7 @@ class Session:
                 return self.finished(step)
             await self._at_rest()
 
-    def begin_step(self, message: Said, seq: int | None = None) -> bytes | asyncio.Future[bytes] | None:
+    def begin_step(self, message: Said, seq: int | None = None) -> bytes | Awaited[bytes] | None:
         """Return the answer where it is there at once, else the step that will give it to ``finished``.
 
         None stands for a session in which another step is under way. Raises what ``step`` does.
@@ -168,7 +168,7 @@ class Session:
         played = self._observer.step(self, self._play(turn, self._call))
         return run_through(played) if self.inline else self._begin_task(played)
 
-    def finished(self, step: asyncio.Future[T]) -> T:
+    def finished(self, step: Awaited[T]) -> T:
         """Return the answer of a step that has ended. Raises what ``step`` does."""
         if step.cancelled():
             self.refuse_ended()
@@ -235,9 +235,9 @@ class Session:
         answer = self._take(turn, tool, outcome)
         return answer or run_through(self._play(turn, partial(self._runner.known, outcome)))
 
-    def _call_on_thread(self, turn: Turn, tool: Tool, call: Callable[[], Any]) -> asyncio.Future[bytes]:
+    def _call_on_thread(self, turn: Turn, tool: Tool, call: Callable[[], Any]) -> Answering:
         """Begin to play a message that is one call of a plain tool."""
-        step: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        step = Answering()
 
         def play(outcome: Outcome) -> None:  # only now, so that no coroutine has to wait
             if step.done():  # the session was closed
@@ -245,7 +245,9 @@ class Session:
             self._observer.tool_ran(self, tool.name, self._clock() - turn.begin)
             if isinstance(outcome[1], AuthorTimeout):
                 outcome = (None, AuthorTimeout(f"{tool.attribute}(): {outcome[1]}"))
-            answer = None if inspect.isawaitable(outcome[0]) else self._take(turn, tool, outcome)
+            value = outcome[0]
+            waits = type(value) is not str and inspect.isawaitable(value)
+            answer = None if waits else self._take(turn, tool, outcome)
             if answer is not None:
                 self._task = None
                 step.set_result(answer)
@@ -268,7 +270,7 @@ class Session:
         task.add_done_callback(self._end_task)
         return task
 
-    def _end_task(self, task: asyncio.Future[Any]) -> None:
+    def _end_task(self, task: Awaited[Any]) -> None:
         if self._task is task:
             self._task = None
 
@@ -372,7 +374,7 @@ class Session:
         twin.turns = self.turns.copy(session_id)
         return twin
 
-    async def _release(self, step: asyncio.Future[Any] | None) -> None:
+    async def _release(self, step: Awaited[Any] | None) -> None:
         """Cancel a step under way, then close the environment exactly once."""
         try:
             await release(self._environment, step, self._runner)
