@@ -12,6 +12,7 @@ Point = tuple[float, float]
 WIDTH, HEIGHT = 460, 210
 LEFT, RIGHT, TOP, BOTTOM = 48, 14, 10, 26
 INTERVAL_WIDTH, INTERVAL_HEIGHT, INTERVAL_MARGIN = 270, 34, 18
+BAR_WIDTH = 120
 MAX_POINTS = 240
 """Points drawn of a line; more are averaged, so that a long run makes no huge page."""
 NUM_COLOURS = 8
@@ -95,6 +96,15 @@ def interval_axis() -> str:
         for x in (0.0, 0.5, 1.0)
     )
     return f'<svg class="interval" viewBox="0 0 {INTERVAL_WIDTH} 16">{numbers}</svg>'
+
+
+def share_bar(share: float) -> str:
+    """Return a share of 1 as a bar."""
+    width = round(BAR_WIDTH * min(1.0, max(0.0, share)), 1)
+    return (
+        f'<svg class="bar" viewBox="0 0 {BAR_WIDTH} 8"><rect class="whole" width="{BAR_WIDTH}" height="8" '
+        f'rx="3"/><rect class="part" width="{width}" height="8" rx="3"/></svg>'
+    )
 
 
 def _place(share: float) -> float:

@@ -113,8 +113,8 @@ class Progress:
     def _facts(self) -> list[tuple[str, str]]:
         get = self._metrics.get
         facts: list[tuple[str, str | None]] = [
-            ("trained tok/s", _count(get("trained_tokens_per_s"))),
-            ("sampled tok/s", _count(get("sampled_tokens_per_s"))),
+            ("trained tok/s", _of(get("trained_tokens_per_s"), get("trained_tokens_per_s_ceiling"))),
+            ("sampled tok/s", _of(get("sampled_tokens_per_s"), get("sampled_tokens_per_s_ceiling"))),
             ("staleness", _pair(get("staleness_mean"), get("staleness_max"))),
             ("trainer idle", _share(get("trainer_idle"))),
             ("engine idle", _share(get("engine_idle"))),
@@ -166,6 +166,11 @@ def _number(value: float | None) -> str:
 
 def _count(value: float | None) -> str | None:
     return None if value is None else f"{value:,.0f}"
+
+
+def _of(value: float | None, ceiling: float | None) -> str | None:
+    told = _count(value)
+    return told if told is None or not ceiling else f"{told} of {_count(ceiling)}"
 
 
 def _pair(mean: float | None, most: float | None) -> str | None:

@@ -14,6 +14,7 @@ from agentrl_train.errors import RunFolderError
 from agentrl_train.runtime.charts import Interval, interval_axis, interval_chart, number_label
 from agentrl_train.runtime.curves import curves, number, task_values
 from agentrl_train.runtime.disk import run_folder_errors, write_file
+from agentrl_train.runtime.efficiency import efficiency
 from agentrl_train.runtime.episodes import episode_html
 from agentrl_train.runtime.metrics import read_jsonl
 
@@ -86,7 +87,7 @@ def read_run(folder: Path) -> RunRecord:
 def render(run: RunRecord) -> str:
     """Return the page."""
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
-    sections = (_header, _results, _curves, _comparisons, _training_episodes, _config)
+    sections = (_header, _results, _curves, _efficiency, _comparisons, _training_episodes, _config)
     body = "\n".join(part for part in (section(run) for section in sections) if part)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -199,6 +200,16 @@ def _curves(run: RunRecord) -> str:
         return ""
     head = _section_head("curves", "Curves", "Moving averages over training steps; single steps are faint.")
     return f'{head}<div class="charts">{drawn}</div>'
+
+
+def _efficiency(run: RunRecord) -> str:
+    cards = efficiency(run.steps)
+    if not cards:
+        return ""
+    note = "Over the whole run. Open trace.json at ui.perfetto.dev to see what happened when."
+    return (
+        f'{_section_head("efficiency", "Where time and tokens went", note)}<div class="charts">{cards}</div>'
+    )
 
 
 def _held_out_marks(run: RunRecord) -> dict[str, list[tuple[float, float]]]:

@@ -132,6 +132,8 @@ def make_run(folder: Path, *, steps: int = 60, finished: bool = True) -> Path:
                 ),
                 "reward": before[task] + 0.45 * gone + chance.gauss(0, 0.05),
                 "turns": 6.2 - 2 * gone + chance.gauss(0, 0.2),
+                "tokens": 20_000 / 3,
+                "token_share": 1 / 3,
                 "valid_calls": min(1.0, 0.96 + 0.03 * gone + chance.gauss(0, 0.008)),
             }
             for task in TASKS
@@ -155,6 +157,15 @@ def make_run(folder: Path, *, steps: int = 60, finished: bool = True) -> Path:
                 "staleness_max": float(chance.choice([1, 2, 2])),
                 "trained_tokens_per_s": 5200 + chance.gauss(0, 300),
                 "sampled_tokens_per_s": 5600 + chance.gauss(0, 400),
+                "trained_tokens_per_s_ceiling": 6500.0,
+                "sampled_tokens": 22_000.0,
+                "prefilled_tokens": 30_000.0,
+                "reprefilled_tokens": 3_000.0,
+                "discarded_tokens": 550.0,
+                "tokens_of_age_0": 4_000.0,
+                "tokens_of_age_1": 15_000.0,
+                "tokens_of_age_10": 1_000.0,
+                "logprob_drift": 2e-6,
                 "trainer_idle": 0.12 + 0.03 * chance.random(),
                 "engine_idle": 0.05 + 0.02 * chance.random(),
                 "entropy": 0.6 * math.exp(-gone) + chance.gauss(0, 0.01),
@@ -240,8 +251,25 @@ def test_a_finished_run_shows_results_curves_and_examples(tmp_path: Path):
         "out of turns",
     ):
         assert words in text, words
-    assert page.count('<svg class="chart"') == 12
+    assert page.count('<svg class="chart"') == 16
     assert page.count('<svg class="interval"') == 1 + len(TASKS)
+
+
+def test_speeds_stand_beside_their_ceilings_and_tokens_are_told_by_use_age_and_task(tmp_path: Path):
+    page = write_report(make_run(tmp_path / "run", steps=4)).read_text()
+    rows = re.findall(r"<tr><td>([^<]*)(?:<div[^>]*>[^<]*</div>)?</td><td>([^<]*)</td><td>([^<]*)</td>", page)
+    told = {title: (value, share) for title, value, share in rows}
+    value, share = told["trained tokens/s"]
+    assert re.fullmatch(r"5\.\d+k of 6\.5k", value)
+    assert 75 < float(share.removesuffix("%")) < 85
+    assert "sampled tokens/s" not in told  # nobody told its ceiling
+    assert told["sampled"] == ("88k", "")
+    assert told["trained on"] == ("80k", "90.9%")
+    assert told["discarded: of failed episodes, dropped groups and abandoned completions"] == ("2.2k", "2.5%")
+    assert told["prefilled a second time: new weights or a lost place"] == ("12k", "10%")
+    ages = [(title, *told[title]) for title in told if title.endswith((" step", " steps"))]
+    assert ages == [("0 steps", "16k", "20%"), ("1 step", "60k", "75%"), ("10 steps", "4k", "5%")]
+    assert [told[task] for task in TASKS] == [("26.7k", "33.3%")] * 3
 
 
 def test_the_before_column_is_the_summary_s(tmp_path: Path):
