@@ -9,7 +9,7 @@ from functools import partial
 
 from agentrl_env.errors import StepPending, WireError
 from agentrl_env.server.table import Entry, SessionTable
-from agentrl_env.session.runner import Awaited, settled
+from agentrl_env.session.answering import Awaited, settled
 from agentrl_env.session.speech import Said, StepItem
 
 SOME = 128

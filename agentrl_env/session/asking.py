@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agentrl_env.errors import EnvironmentFailed, NotSupported
-from agentrl_env.session.runner import Awaited, Runner, settled
+from agentrl_env.session.answering import Awaited, settled
+from agentrl_env.session.runner import Runner
 from agentrl_env.session.threads import AUTHOR_ERRORS
 from agentrl_env.tools import as_move, describe
 from agentrl_env.types import Message, TaskSample

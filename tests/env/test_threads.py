@@ -5,7 +5,8 @@ import time
 
 from agentrl_env import Message, ToolCall, tool
 from agentrl_env.server.pool import SessionPool
-from agentrl_env.session.runner import Runner, settled
+from agentrl_env.session.answering import settled
+from agentrl_env.session.runner import Runner
 from agentrl_env.session.threads import Threads
 from agentrl_env.wire import OpenRequest, StepRequest
 from tests.env.tasks import Quick, until
