@@ -246,9 +246,8 @@ class Session:
             self._observer.tool_ran(self, tool.name, self._clock() - turn.begin)
             if isinstance(outcome[1], AuthorTimeout):
                 outcome = (None, AuthorTimeout(f"{tool.attribute}(): {outcome[1]}"))
-            value = outcome[0]
-            waits = type(value) is not str and inspect.isawaitable(value)
-            answer = None if waits else self._take(turn, tool, outcome)
+            at_once = isinstance(outcome[0], str) or not inspect.isawaitable(outcome[0])
+            answer = self._take(turn, tool, outcome) if at_once else None
             if answer is not None:
                 self._task = None
                 step.set_result(answer)
