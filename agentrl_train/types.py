@@ -208,6 +208,14 @@ class Engine(Protocol):
         ...
 
 
+class MeasuredEngine(Engine, Protocol):
+    """An engine that counts what it does."""
+
+    def statistics(self) -> Mapping[str, float]:
+        """Return running totals: ``sampled_tokens``, ``prefilled_tokens`` and ``busy_s``."""
+        ...
+
+
 class WeightSync(Protocol):
     """Seam: how parameters reach an engine."""
 

@@ -7,12 +7,72 @@ trainer and the engine must give the same tokens the same log-probabilities.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from agentrl_train.errors import WeightMismatch
-from agentrl_train.types import Completion, TokenSequence, WeightSync
+from agentrl_train.types import Completion, SamplingParams, TokenSequence, WeightSync
+
+CANARY_TOKENS = 8
+
+
+class LogProbs(Protocol):
+    """The trainer's side of a comparison."""
+
+    def __call__(self, sequences: Sequence[TokenSequence]) -> Sequence[np.ndarray]:
+        """Return the log-probabilities of sequences, [T] each."""
+        ...
+
+
+class Probe(Protocol):
+    """The engines' side of a comparison."""
+
+    def __call__(
+        self, token_ids: Sequence[int], *, sampling: SamplingParams, policies: Sequence[str]
+    ) -> Sequence[Completion]:
+        """Return a completion of every engine of these policies."""
+        ...
+
+
+class Canary:
+    """A short completion of every engine after each push, compared with the trainer.
+
+    What a checksum cannot see, it does: a copy of a weight that the engine's kernels keep, a cache of the
+    old weights, a tensor that arrived in the wrong place.
+    """
+
+    def __init__(
+        self,
+        probe: Probe,
+        *,
+        logprobs: LogProbs,
+        context: Sequence[int],
+        temperature: float,
+        tolerance: float,
+    ) -> None:
+        self._probe = probe
+        self._logprobs = logprobs
+        self._context = context
+        self._temperature = temperature
+        self._tolerance = tolerance
+        self.worst = 0.0
+
+    def check(self, policies: Sequence[str], *, version: int) -> None:
+        """Compare what these policies say with the trainer, which holds ``version`` as well.
+
+        Raises:
+            WeightMismatch: they differ, or an engine samples with another version.
+        """
+        sampling = SamplingParams(max_new_tokens=CANARY_TOKENS, temperature=self._temperature, seed=version)
+        completions = self._probe(self._context, sampling=sampling, policies=policies)
+        if others := {v for completion in completions for v in completion.versions} - {version}:
+            raise WeightMismatch(f"an engine samples with version {min(others)} after version {version} came")
+        sequences = [probe_sequence(self._context, completion) for completion in completions]
+        difference = disagreement(self._logprobs(sequences), sequences, version=version)
+        require_agreement(difference, tolerance=self._tolerance, version=version)
+        self.worst = max(self.worst, difference)
 
 
 class Publisher:
@@ -22,18 +82,26 @@ class Publisher:
     stale policy.
     """
 
-    def __init__(self, sync: WeightSync, *, stale_interval: int = 0) -> None:
+    def __init__(self, sync: WeightSync, *, stale_interval: int = 0, canary: Canary | None = None) -> None:
         self._sync = sync
         self._stale_interval = stale_interval
+        self._canary = canary
 
     def publish(
         self, weights: Mapping[str, torch.Tensor], *, policy_version: int, everywhere: bool = False
     ) -> None:
-        """Put weights in force as ``policy_version``; ``everywhere`` includes the stale policy."""
+        """Put weights in force as ``policy_version``; ``everywhere`` includes the stale policy.
+
+        Raises:
+            WeightMismatch: the engine does not hold what it was given.
+            EngineError: the weights could not be put in force.
+        """
         due = self._stale_interval and policy_version % self._stale_interval == 0
         stale = self._stale_interval and (everywhere or due)
         policies = ("current", "stale") if stale else ("current",)
         self._sync.publish(weights, policy_version=policy_version, policies=policies)
+        if self._canary is not None:
+            self._canary.check(policies, version=policy_version)
 
 
 def disagreement(trainer: Sequence[np.ndarray], sequences: Sequence[TokenSequence], *, version: int) -> float:

@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
+from agentrl_env.types import Message
 from agentrl_train.actor import Actor, Play
 from agentrl_train.engine.chat import ChatFormat
-from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner
 from agentrl_train.loss import policy_loss
@@ -22,6 +23,7 @@ from agentrl_train.runtime.admission import Mixer, TaskSource, WorkWindow
 from agentrl_train.runtime.checkpoint import Checkpoint, load_latest
 from agentrl_train.runtime.config import RunConfig
 from agentrl_train.runtime.disk import run_folder_errors, write_file
+from agentrl_train.runtime.engines import make_engine, make_publisher
 from agentrl_train.runtime.environments import Served, environments
 from agentrl_train.runtime.evaluation import evaluate
 from agentrl_train.runtime.journal import Journal
@@ -34,7 +36,6 @@ from agentrl_train.runtime.sinks import open_sinks, traced
 from agentrl_train.runtime.throughput import Throughput, copy_bytes_per_s
 from agentrl_train.runtime.trainer import Recipe, StepTrainer
 from agentrl_train.types import UNTRACED, Trace
-from agentrl_train.weights import Publisher
 
 EVALUATION_SEED = 1_000_003
 """Held-out draws do not depend on the run's seed, so that runs can be compared."""
@@ -53,20 +54,32 @@ async def policy(config: RunConfig, *, path: str, trace: Trace = UNTRACED) -> As
     torch.set_num_threads(threads)
     model, tokenizer = load_policy(path, device=device)
     chat = ChatFormat(tokenizer)
-    cross = config.rollout.stale_fraction > 0
-    names = ("current", "stale") if cross else ("current",)
-    engine = TorchEngine(
-        {name: copy_of(model, dtype=config.engine.dtype) for name in names},
+    engine = make_engine(
+        config,
+        model=model,
+        path=path,
         stop_token_ids=chat.stop_token_ids,
-        max_sequences=config.engine.max_sessions,
-        max_context=config.engine.max_context,
-        deadline_s=config.rollout.episode_seconds,
         threads=threads,
-        deterministic=config.engine.deterministic,
         trace=trace,
     )
+    try:
+        learner = make_learner(config, model=model)
+        publisher = make_publisher(
+            config,
+            engine,
+            logprobs=learner.logprobs,
+            context=chat.opening([Message(role="user", content="probe")], ()),
+            tolerance=tolerance(config),
+        )
+        yield Policy(tokenizer=tokenizer, chat=chat, learner=learner, engine=engine, publisher=publisher)
+    finally:
+        await engine.close()
+
+
+def make_learner(config: RunConfig, *, model: PreTrainedModel) -> Learner:
+    """Return the learner of a run, which trains ``model``."""
     train = config.train
-    learner = Learner(
+    return Learner(
         model,
         objective=partial(
             policy_loss,
@@ -83,15 +96,10 @@ async def policy(config: RunConfig, *, path: str, trace: Trace = UNTRACED) -> As
         max_grad_norm=train.max_grad_norm,
         temperature=config.engine.temperature,
         precision=train.precision,
-        device=device,
+        device=config.engine.device,
         reference=copy_of(model) if train.kl_coef else None,
         kl_coefficient=train.kl_coef,
     )
-    publisher = Publisher(engine, stale_interval=config.rollout.stale_interval if cross else 0)
-    try:
-        yield Policy(tokenizer=tokenizer, chat=chat, learner=learner, engine=engine, publisher=publisher)
-    finally:
-        await engine.close()
 
 
 async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
@@ -285,7 +293,9 @@ def make_pace(config: RunConfig) -> Pace:
 def tolerance(config: RunConfig) -> float:
     """Return the largest log-probability difference that rounding explains."""
     exact = config.engine.dtype == "float32" and config.train.precision == "float32"
-    return 1e-4 if exact and config.engine.device == "cpu" else 0.2
+    if not exact or config.engine.device != "cpu":
+        return 0.2
+    return 1e-4 if config.engine.kind == "torch" else 1e-3
 
 
 def held_out_samples(sources: Mapping[str, TaskSource], count: int) -> dict[str, list[int]]:

@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 
 from agentrl_env.types import Message
 from agentrl_train.engine.chat import ChatFormat
-from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.learner import Learner
 from agentrl_train.runtime.checkpoint import Checkpoint, save_checkpoint
 from agentrl_train.runtime.evaluation import Evaluation
@@ -26,7 +25,7 @@ from agentrl_train.runtime.metrics import MetricsLog
 from agentrl_train.runtime.report import write_report
 from agentrl_train.runtime.throughput import Throughput
 from agentrl_train.runtime.trainer import TRACK, StepTrainer, by_task
-from agentrl_train.types import UNTRACED, SamplingParams, Trace, Trajectory
+from agentrl_train.types import UNTRACED, MeasuredEngine, SamplingParams, Trace, Trajectory
 from agentrl_train.weights import Publisher, disagreement, probe_sequence, require_agreement
 
 logger = logging.getLogger(__name__)
@@ -43,7 +42,7 @@ class Policy:
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
     learner: Learner
-    engine: TorchEngine
+    engine: MeasuredEngine
     publisher: Publisher
 
 

@@ -1,0 +1,191 @@
+"""One vLLM engine in processes of its own: started, spoken to, found dead, and killed whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from dataclasses import asdict
+from typing import Any
+
+from agentrl_train.engine.options import ServingOptions
+from agentrl_train.engine.wire import Frame, receive, send
+from agentrl_train.errors import EngineError
+
+STOP_S = 15.0
+"""Time that an engine has to end by itself."""
+GROUP_S = 3.0
+"""Time that what it started has after it."""
+LOG_TAIL = 4000
+"""Characters of an engine's output that are looked at for why it ended."""
+
+
+class EngineLost(Exception):
+    """The engine's process is gone, and with it the requests that it worked on."""
+
+
+class EngineProcess:
+    """An engine under way. All of it belongs to one event loop.
+
+    Args:
+        options: what the engine is told.
+        python: the interpreter it runs in; vLLM must be installed there.
+        liveness_s: longest silence; an engine tells every quarter of a second that it works.
+    """
+
+    def __init__(self, options: ServingOptions, *, python: str, liveness_s: float) -> None:
+        self._options = options
+        self._python = python
+        self._liveness_s = liveness_s
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[Frame]] = {}
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by ``stop``)
+        self._heard = time.monotonic()
+        self._loading = False
+        self._reading: asyncio.Task[None] | None = None
+        self.beat: Frame = {}
+        self.serving: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def start(self, *, within_s: float) -> None:
+        """Start the engine and wait until it serves.
+
+        Raises:
+            EngineError: it did not come up.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: ASYNC220 (returns as soon as it has started)
+                [
+                    self._python,
+                    "-m",
+                    "agentrl_train.engine.serving",
+                    str(theirs.fileno()),
+                    json.dumps(asdict(self._options)),
+                ],
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                env={**os.environ, **self._options.environment},
+            )
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._reading = asyncio.create_task(self._read(reader))
+        await asyncio.wait([self.lost, self.serving], timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        if self.lost.done():
+            raise EngineError(f"vLLM did not start: {self.lost.result()}")
+        if not self.serving.done():
+            raise EngineError(f"vLLM did not start within {within_s:g} s: {self._why_it_ended()}")
+
+    @property
+    def process_id(self) -> int:
+        """Number of the engine's process, which leads its group."""
+        return self._process.pid
+
+    async def ask(self, operation: str, **fields: Any) -> Frame:
+        """Send one request and return its answer; cancelled, it is taken back.
+
+        Raises:
+            EngineLost: the engine is gone.
+            EngineError: the engine refused.
+        """
+        if self.lost.done():
+            raise EngineLost(self.lost.result())
+        number = next(self._numbers)
+        answer: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        try:
+            send(self._writer, {"op": operation, "id": number, **fields})
+            frame = await answer
+        except asyncio.CancelledError:
+            send(self._writer, {"op": "abort", "id": number})
+            raise
+        finally:
+            self._answers.pop(number, None)
+        if "error" in frame:
+            raise EngineError(f"vLLM refused: {frame['error']}")
+        return frame
+
+    async def load(self, operation: str, **fields: Any) -> Frame:
+        """Ask for what stops the engine's steps, so that its silence means nothing meanwhile."""
+        self._loading = True
+        try:
+            return await self.ask(operation, **fields)
+        finally:
+            self._loading = False
+            self._heard = time.monotonic()
+
+    def check(self) -> None:
+        """Give the engine up if it has been silent for too long."""
+        silence = time.monotonic() - self._heard
+        if self.serving.done() and not self._loading and silence > self._liveness_s:
+            self._lose(f"it was silent for {silence:.0f} s")
+
+    async def stop(self) -> None:
+        """End the engine and everything it started; idempotent."""
+        if self._log.closed:
+            return
+        if self._reading is not None:
+            self._writer.close()  # the engine ends by itself once its trainer is gone
+            self._reading.cancel()
+            limit = STOP_S if not self.lost.done() else 0.0
+            await asyncio.to_thread(_end, self._process, limit)
+        self._lose("it was stopped")
+        self._log.close()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while (frame := await receive(reader)) is not None:
+            self._heard = time.monotonic()
+            if frame.get("event") == "beat":
+                self.beat = frame
+                if not self.serving.done():
+                    self.serving.set_result("")
+            elif (answer := self._answers.get(frame["id"])) is not None and not answer.done():
+                answer.set_result(frame)
+        self._lose(self._why_it_ended())
+
+    def _lose(self, reason: str) -> None:
+        if self.lost.done():
+            return
+        self.lost.set_result(reason)
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(EngineLost(reason))
+
+    def _why_it_ended(self) -> str:
+        """Return the last line of the engine's output that names an error."""
+        size = os.fstat(self._log.fileno()).st_size
+        tail = os.pread(self._log.fileno(), LOG_TAIL, max(0, size - LOG_TAIL)).decode(errors="replace")
+        lines = [line.strip() for line in tail.splitlines() if line.strip()]
+        errors = [line for line in lines if "Error" in line and "initialization failed" not in line]
+        return errors[-1] if errors else "its process ended"
+
+
+def _end(process: subprocess.Popen[bytes], limit_s: float) -> None:
+    """Give the process time to end, then make an end of it and all of its group."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(limit_s)
+    # Asked first: the process that cleans up vLLM's semaphores does so when the others are gone.
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + GROUP_S
+        while _signal_group(process.pid, number) and time.monotonic() < deadline:
+            process.poll()
+            time.sleep(0.05)
+    process.wait()
+
+
+def _signal_group(leader: int, number: signal.Signals) -> bool:
+    """Signal a process group; False once nothing is left of it."""
+    try:
+        os.killpg(leader, number)
+    except ProcessLookupError:
+        return False
+    return True

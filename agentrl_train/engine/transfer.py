@@ -1,0 +1,76 @@
+"""Weights on their way to an engine's process: in shared memory that nobody has to clean up."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+
+import torch
+
+Fingerprint = dict[str, int]
+"""Layer number ("" outside the layers) -> sum of the bit patterns of its parameters."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+def fingerprint(parameters: Iterable[tuple[str, torch.Tensor]]) -> Fingerprint:
+    """Return what both sides of a push can count, however an engine names, fuses or pads the parameters.
+
+    Sums of bit patterns do not change when tensors of a layer are joined, and padding with zeros adds
+    nothing. They miss a permutation inside a layer: that is for the log-probabilities to find.
+    """
+    sums: Counter[str] = Counter()
+    for name, parameter in parameters:
+        layer = re.search(r"\.(\d+)\.", name)
+        bits = parameter.detach().contiguous().view(_INTEGERS[parameter.element_size()])
+        sums[layer[1] if layer else ""] += int(bits.sum(dtype=torch.int64))
+    return dict(sums)
+
+
+class SharedWeights:
+    """One version of the weights in anonymous shared memory, as a safetensors file.
+
+    The memory goes when this process closes it or ends, however it ends, and counts as no file of
+    ``/dev/shm``, which containers keep small.
+
+    Args:
+        state: name -> parameter, as a checkpoint names them.
+        dtype: type that the engine samples with.
+        policy_version: of these weights.
+    """
+
+    def __init__(self, state: Mapping[str, torch.Tensor], *, dtype: torch.dtype, policy_version: int) -> None:
+        self.policy_version = policy_version
+        self._descriptor = os.memfd_create(f"weights-{policy_version}", os.MFD_CLOEXEC)
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        sums: Counter[str] = Counter()
+        with os.fdopen(self._descriptor, "wb", closefd=False) as file:
+            file.write(_header(state, dtype))
+            for name, value in state.items():
+                cast = value.detach().to("cpu", dtype).contiguous()
+                sums.update(fingerprint([(name, cast)]))
+                file.write(cast.view(-1).view(torch.uint8).numpy().data)
+        self.fingerprint: Fingerprint = dict(sums)
+
+    def close(self) -> None:
+        """Give the memory back; idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _header(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> bytes:
+    """Return the head of a safetensors file that holds these tensors one after another."""
+    ends = list(accumulate((value.numel() * dtype.itemsize for value in state.values()), initial=0))
+    entries = {
+        name: {"dtype": _NAMES[dtype], "shape": list(value.shape), "data_offsets": [start, end]}
+        for (name, value), start, end in zip(state.items(), ends, ends[1:], strict=False)
+    }
+    head = json.dumps(entries).encode()
+    head += b" " * (-len(head) % 8)
+    return len(head).to_bytes(8, "little") + head

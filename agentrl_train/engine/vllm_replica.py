@@ -1,0 +1,194 @@
+"""One replica of a policy on vLLM: its process, supervised, and the weights it is to hold."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from agentrl_train.engine.options import ServingOptions
+from agentrl_train.engine.pacing import Pace
+from agentrl_train.engine.process import EngineLost, EngineProcess
+from agentrl_train.engine.transfer import SharedWeights
+from agentrl_train.errors import EngineError, TrainError, WeightMismatch
+from agentrl_train.types import Completion, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+MOST_FAILURES = 3
+"""Times in a row that an engine may be lost, with no completion between, before it is given up."""
+LOOK_S = 0.25
+
+
+class VllmReplica:
+    """Keeps one engine up. All of it belongs to one event loop.
+
+    Args:
+        options: what the engine's process is told.
+        name: for messages.
+        policy: name of the policy that it samples from.
+        python: the interpreter it runs in.
+        start_s: longest time to start.
+        liveness_s: longest silence.
+        weights: returns what it is to hold, or None for the model that it starts with.
+    """
+
+    def __init__(
+        self,
+        options: ServingOptions,
+        *,
+        name: str,
+        policy: str,
+        python: str,
+        start_s: float,
+        liveness_s: float,
+        weights: Callable[[], SharedWeights | None],
+    ) -> None:
+        self.name = name
+        self.restarts = 0
+        self.pace = Pace(most=options.max_sessions)
+        self._policy = policy
+        self._options = options
+        self._python = python
+        self._start_s = start_s
+        self._liveness_s = liveness_s
+        self._weights = weights
+        self._held: SharedWeights | None = None
+        self._failures = 0
+        self._began = False
+        self._before: dict[str, float] = {}
+        self._changing = asyncio.Lock()
+        self._up: asyncio.Future[EngineProcess] = asyncio.get_running_loop().create_future()
+        self._process: EngineProcess | None = None
+        self._supervision = asyncio.create_task(self._supervise(), name=f"vllm {name}")
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are answered right away."""
+        up = self._up
+        return up.done() and up.exception() is None and not up.result().lost.done()
+
+    @property
+    def process_id(self) -> int | None:
+        """Number of the engine's process, if it is up."""
+        return self._up.result().process_id if self.ready else None
+
+    def total(self, name: str) -> float:
+        """Return a running total over all of the replica's processes."""
+        now = self._process.beat.get(name, 0.0) if self._process else 0.0
+        return float(self._before.get(name, 0.0) + now)
+
+    async def generate(self, token_ids: Sequence[int], *, sampling: SamplingParams) -> Completion:
+        """Sample one completion.
+
+        Raises:
+            EngineLost: the engine died over it; another try will find another one.
+            EngineError: no engine comes up any more, or it refused.
+        """
+        async with self.pace:
+            engine = await self._engine()
+            answer = await engine.ask(
+                "generate",
+                token_ids=list(token_ids),
+                max_new_tokens=sampling.max_new_tokens,
+                temperature=sampling.temperature,
+                seed=sampling.seed,
+            )
+        self._failures = 0
+        return Completion(
+            token_ids=answer["token_ids"],
+            logprobs=answer["logprobs"],
+            versions=answer["versions"],
+            finish_reason=answer["finish_reason"],
+            policy=self._policy,
+        )
+
+    async def take(self, weights: SharedWeights, *, pause: str) -> None:
+        """Return once the engine samples with these weights, whichever process it runs in by then.
+
+        Raises:
+            EngineError: no engine comes up any more.
+            WeightMismatch: the engine holds other weights after all.
+        """
+        while self._held is not weights:
+            engine = await self._engine()
+            async with self._changing:
+                try:
+                    await self._push(engine, weights, pause=pause)
+                except EngineLost as error:
+                    logger.info("%s takes weights again: %s", self.name, error)
+
+    async def close(self) -> None:
+        """Stop the engine; requests under way fail."""
+        self._supervision.cancel()
+        await asyncio.wait([self._supervision])
+        if self._process is not None:
+            await self._process.stop()
+
+    async def _engine(self) -> EngineProcess:
+        lost = self._up.done() and self._up.exception() is None and not self.ready
+        return await asyncio.shield(self._waiting_room() if lost else self._up)
+
+    async def _push(self, engine: EngineProcess, weights: SharedWeights, *, pause: str) -> None:
+        if self._held is weights:
+            return
+        answer = await engine.load(
+            "push",
+            path=weights.path,
+            fingerprint=weights.fingerprint,
+            policy_version=weights.policy_version,
+            pause=pause,
+        )
+        if "mismatch" in answer:
+            raise WeightMismatch(
+                f"engine {self.name} does not hold policy version {weights.policy_version}: "
+                f"{answer['mismatch']}"
+            )
+        self._held = weights
+
+    async def _supervise(self) -> None:
+        """Start the engine, give it its weights, and do so again each time it is lost."""
+        while True:
+            process = self._process = EngineProcess(
+                self._options, python=self._python, liveness_s=self._liveness_s
+            )
+            try:
+                await self._start(process)
+                reason = await self._watch(process)
+            except (TrainError, EngineLost) as error:
+                reason = str(error)
+            self._before = {name: self.total(name) for name in process.beat if name != "event"}
+            self._process, self._held = None, None
+            await process.stop()
+            self._failures += 1
+            if not self._began or self._failures >= MOST_FAILURES:
+                break
+            logger.warning("engine %s was lost and is started again: %s", self.name, reason)
+            self.restarts += 1
+        self._waiting_room().set_exception(EngineError(f"engine {self.name} is given up: {reason}"))
+
+    async def _start(self, process: EngineProcess) -> None:
+        await process.start(within_s=self._start_s)
+        async with self._changing:
+            if (weights := self._weights()) is not None:
+                try:
+                    async with asyncio.timeout(self._start_s):
+                        await self._push(process, weights, pause="keep")
+                except TimeoutError:
+                    raise EngineError(f"it did not take its weights within {self._start_s:g} s") from None
+            self._began = True
+            self._waiting_room().set_result(process)
+
+    async def _watch(self, process: EngineProcess) -> str:
+        """Look after an engine until it is lost; return why."""
+        while not process.lost.done():
+            await asyncio.wait([process.lost], timeout=LOOK_S)
+            process.check()
+            self.pace.observe(kv_usage=process.beat["kv_usage"])
+        return process.lost.result()
+
+    def _waiting_room(self) -> asyncio.Future[EngineProcess]:
+        """Return what callers wait on while no engine is up."""
+        if self._up.done():
+            self._up = asyncio.get_running_loop().create_future()
+        return self._up
