@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -28,6 +29,7 @@ from agentrl_train.learner.scoring import (
     select_sampled,
 )
 from agentrl_train.learner.sharding import GatheredWeights, buckets, deal, full, shard
+from agentrl_train.learner.storage import Snapshot, host_copy, optimizer_state, read_state, read_weights
 from agentrl_train.learner.tally import Tally, sizes
 from agentrl_train.learner.ulysses import use_ulysses
 from agentrl_train.loss import (
@@ -58,7 +60,7 @@ class Learner:
 
     ``mesh`` has the dimensions ``data`` and ``sequence``: all ranks share the parameters, those along
     ``data`` the micro-batches, those along ``sequence`` the tokens of each row. Without one the learner is
-    alone.
+    alone. ``storage_group`` are the same ranks on the CPU, where snapshots are written meanwhile.
 
     Raises ``ValueError`` for a model whose logits are not simply its head's output, or that cannot be spread
     as the mesh says.
@@ -87,6 +89,7 @@ class Learner:
         activation_checkpointing: bool = False,
         max_logits: int = 2**26,
         mesh: DeviceMesh | None = None,
+        storage_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.model = model
         self.packs_rows = packs_rows(model)
@@ -94,6 +97,7 @@ class Learner:
         self.objective = objective
         self.num_updates = 0
         self._mesh = mesh
+        self._group = storage_group
         self._data, self._part = _place(mesh)
         self._schedule = (warmup_steps, total_steps, final_lr_fraction, decay_fraction)
         self._learning_rate = learning_rate
@@ -166,21 +170,33 @@ class Learner:
         """Return some parameters, whole."""
         return {name: full(self.model.get_parameter(name).detach()) for name in names}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that the next ``step`` depends on: model, optimizer, count, randomness."""
+    def snapshot(self) -> Snapshot:
+        """Return a copy of all that the next ``step`` depends on, to be written while training goes on."""
+        writes = self._mesh is None or dist.get_rank() == 0
+        weights: dict[str, Tensor] = {}
+        for names in self.weight_buckets():
+            whole = self.gather(names)
+            weights |= {name: host_copy(value) for name, value in whole.items() if writes}
+        state = {name: host_copy(value) for name, value in self._state().items()}
+        return Snapshot(model=self.model, weights=weights, state=state, group=self._group)
+
+    def load(self, folder: Path) -> None:
+        """Go on where a snapshot was taken that is in ``folder``, on any number of ranks.
+
+        On a CPU and the same number of ranks, bit for bit.
+        """
+        read_weights(folder, self.model)
+        others = {"num_updates": torch.zeros((), dtype=torch.int64), "rng": torch.get_rng_state()}
+        read_state(folder, self.model, self._optimizer, others=others, group=self._group)
+        self.num_updates = int(others["num_updates"])
+        torch.set_rng_state(others["rng"])
+
+    def _state(self) -> dict[str, Tensor]:
         return {
-            "model": self.model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-            "num_updates": self.num_updates,
+            **optimizer_state(self.model, self._optimizer),
+            "num_updates": torch.tensor(self.num_updates),
             "rng": torch.get_rng_state(),
         }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken; on the CPU bit for bit."""
-        self.model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.num_updates = int(state["num_updates"])
-        torch.set_rng_state(state["rng"].cpu())
 
     def _update(
         self, micro_batches: Sequence[MicroBatch], anchors: Sequence[Tensor | None], tally: Tally

@@ -3,7 +3,7 @@
 ``checkpoints/step_000012/`` holds::
 
     model/          weights (safetensors), configuration and tokenizer: loads with ``from_pretrained``
-    learner.pt      optimizer and whatever else the learner keeps
+    learner/        optimizer and whatever else the learner keeps, sharded as it was trained
     loop.json       step, policy version, admission, random states
     groups.bin      groups that were finished and not trained
     manifest.json   size and SHA-256 of every file
@@ -28,8 +28,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from agentrl_train.errors import CheckpointError
 from agentrl_train.runtime.disk import run_folder_errors, sync_file, sync_folder
 from agentrl_train.runtime.journal import decode_group, encode_group, frame, read_records
@@ -37,15 +35,34 @@ from agentrl_train.types import TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
+
+
+class Part(Protocol):
+    """Seam: something that writes itself into a checkpoint, such as ``learner.Snapshot``."""
+
+    def write(self, folder: Path) -> None:
+        """Write files into the folder of a checkpoint, in folders of its own."""
+        ...
 
 
 class Pretrained(Protocol):
-    """Seam: a model or a tokenizer, which can write itself to a Hugging Face folder."""
+    """A model or a tokenizer, which can write itself to a Hugging Face folder."""
 
     def save_pretrained(self, save_directory: str) -> Any:
         """Write everything that ``from_pretrained`` needs."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InModelFolder:
+    """A ``Part`` that goes to ``model/``: the tokenizer."""
+
+    pretrained: Pretrained
+
+    def write(self, folder: Path) -> None:
+        """Write it."""
+        self.pretrained.save_pretrained(str(folder / "model"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +71,6 @@ class Checkpoint:
 
     folder: Path
     step: int
-    learner: Mapping[str, Any]
     loop: Mapping[str, Any]
     groups: Sequence[TrajectoryGroup]
     """Finished and not trained when the checkpoint was taken."""
@@ -69,8 +85,7 @@ def save_checkpoint(
     folder: Path,
     *,
     step: int,
-    model: Sequence[Pretrained],
-    learner: Mapping[str, Any],
+    parts: Sequence[Part],
     loop: Mapping[str, Any],
     groups: Sequence[TrajectoryGroup] = (),
     keep: int = 2,
@@ -80,8 +95,7 @@ def save_checkpoint(
     Args:
         folder: the ``checkpoints`` folder of a run.
         step: steps trained.
-        model: what goes into ``model/``: the model and its tokenizer.
-        learner: anything ``torch.save`` takes and ``torch.load(weights_only=True)`` gives back.
+        parts: what writes ``model/`` and ``learner/``.
         loop: JSON values.
         groups: finished and not trained.
         keep: checkpoints that stay, this one included.
@@ -98,7 +112,7 @@ def save_checkpoint(
             _recover(folder)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-            _write(temporary, step=step, model=model, learner=learner, loop=loop, groups=groups)
+            _write(temporary, step=step, parts=parts, loop=loop, groups=groups)
             _put_in_place(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -134,7 +148,6 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(
         folder=folder,
         step=loop["step"],
-        learner=torch.load(folder / "learner.pt", map_location="cpu", weights_only=True),
         loop=loop["state"],
         groups=tuple(decode_group(payload) for payload in records),
     )
@@ -150,17 +163,13 @@ def _write(
     folder: Path,
     *,
     step: int,
-    model: Sequence[Pretrained],
-    learner: Mapping[str, Any],
+    parts: Sequence[Part],
     loop: Mapping[str, Any],
     groups: Sequence[TrajectoryGroup],
 ) -> None:
     (folder / "model").mkdir()
-    for part in model:
-        part.save_pretrained(str(folder / "model"))
-    # Through a file of Python's, so that a full disk is an OSError and not a riddle of torch's.
-    with open(folder / "learner.pt", "wb") as file:
-        torch.save(dict(learner), file)
+    for part in parts:
+        part.write(folder)
     (folder / "loop.json").write_text(json.dumps({"step": step, "state": dict(loop)}))
     (folder / "groups.bin").write_bytes(b"".join(frame(encode_group(group)) for group in groups))
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -177,8 +186,8 @@ def _write(
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
     for path in [*files, folder / "manifest.json"]:
         sync_file(path)
-    sync_folder(folder / "model")
-    sync_folder(folder)
+    for path in {file.parent for file in files} | {folder}:
+        sync_folder(path)
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:

@@ -11,7 +11,14 @@ from pathlib import Path
 from agentrl_train.errors import RunFolderError
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-DISK_FULL_TEXTS = ("No space left", "os error 28", "os error 122", "os error 27", "file write failed")
+DISK_FULL_TEXTS = (
+    "No space left",
+    "os error 28",
+    "os error 122",
+    "os error 27",
+    "file write failed",
+    "unexpected pos",  # torch.save, when a write fell short
+)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from agentrl_env.types import Message
 from agentrl_train.engine.chat import ChatFormat
 from agentrl_train.learner import Learner
-from agentrl_train.runtime.checkpoint import Checkpoint, save_checkpoint
+from agentrl_train.runtime.checkpoint import Checkpoint, InModelFolder, save_checkpoint
 from agentrl_train.runtime.evaluation import Evaluation
 from agentrl_train.runtime.journal import Journal
 from agentrl_train.runtime.loop import Loop, Step
@@ -97,6 +97,7 @@ class Run:
         self._cadence = cadence
         self._fresh = checkpoint is None
         self._interrupted = False
+        self._writing: asyncio.Task[None] | None = None
         state = checkpoint.loop if checkpoint else {}
         self._seconds_before = float(state.get("seconds", 0.0))
         self._trained_tokens = int(state.get("trained_tokens", 0))
@@ -104,7 +105,7 @@ class Run:
         self._started = time.monotonic()
         self._throughput = throughput
         if checkpoint:
-            policy.learner.load_state_dict(checkpoint.learner)
+            policy.learner.load(checkpoint.folder)
 
     def interrupt(self) -> None:
         """End the run after the step under way, with a checkpoint; a second signal ends it at once."""
@@ -125,6 +126,7 @@ class Run:
             return await self._run()
         finally:
             _leave_signals()
+            await self._written()
 
     async def _run(self) -> Outcome:
         """Check the weights, evaluate, train, evaluate again, and sum up."""
@@ -143,6 +145,7 @@ class Run:
         await self.loop.run()
         step = self.loop.window.steps
         await self._checkpoint(step=step)
+        await self._written()
         summary = None if self._interrupted else await self._sum_up()
         await asyncio.to_thread(write_report, self._folder)
         return Outcome(folder=self._folder, step=step, summary=summary)
@@ -189,17 +192,19 @@ class Run:
         return every > 0 and step % every == 0 and step < self._cadence.steps
 
     async def _checkpoint(self, *, step: int) -> None:
-        """Save everything at this step's boundary: the snapshot and the journal's cut in one breath.
+        """Save everything at this step's boundary; all but the copying happens while the run goes on.
 
-        Episodes go on while it is written; the parameters do not change, because training waits.
+        The journal's cut and the loop's state are taken in one breath; the parameters do not change before,
+        because training waits for the copy.
         """
+        await self._written()
+        snapshot = await asyncio.to_thread(self._policy.learner.snapshot)
         self.journal.rotate(step)
         write = partial(
             save_checkpoint,
             self._folder / "checkpoints",
             step=step,
-            model=(self._policy.learner.model, self._policy.tokenizer),
-            learner=self._policy.learner.state_dict(),
+            parts=(snapshot, InModelFolder(pretrained=self._policy.tokenizer)),
             loop={
                 "step": step,
                 "policy_version": self.loop.policy_version,
@@ -210,8 +215,17 @@ class Run:
             groups=self.loop.untrained,
             keep=self._cadence.keep,
         )
+        self._writing = asyncio.create_task(self._write(write, step=step))
+
+    async def _write(self, write: Callable[[], int], *, step: int) -> None:
         with self._trace.span("trainer/checkpoints", f"checkpoint {step}"):
             self.journal.prune(await asyncio.to_thread(write))
+
+    async def _written(self) -> None:
+        """Wait until the last checkpoint is on the disk; raises what went wrong with it."""
+        if (writing := self._writing) is not None:
+            self._writing = None
+            await writing
 
     async def _evaluate(self, name: str) -> None:
         if self._evaluate_held_out is None:

@@ -14,7 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl_env.types import FunctionCall, Message, TaskSample, ToolCall
 from agentrl_train.errors import CheckpointError, RunFolderError
-from agentrl_train.runtime.checkpoint import load_checkpoint, load_latest, save_checkpoint, steps
+from agentrl_train.learner import Learner
+from agentrl_train.runtime.checkpoint import (
+    InModelFolder,
+    load_checkpoint,
+    load_latest,
+    save_checkpoint,
+    steps,
+)
 from agentrl_train.runtime.disk import is_disk_full, write_file
 from agentrl_train.runtime.journal import Journal, decode_group, encode_group, frame, read_records
 from agentrl_train.types import Completion, EpisodeEnd, Trajectory, TrajectoryGroup, Turn
@@ -282,6 +289,14 @@ class Weights:
         (Path(save_directory) / "weights.txt").write_text(self.content)
 
 
+class State:
+    """Stands for a learner's state."""
+
+    def write(self, folder: Path) -> None:
+        (folder / "learner").mkdir()
+        (folder / "learner" / "state.bin").write_bytes(bytes(64))
+
+
 class FullDisk:
     """Stands for a model on a disk without room."""
 
@@ -297,8 +312,7 @@ def save(folder: Path, step: int, *, model=None, keep: int = 2, **more) -> int:
     return save_checkpoint(
         folder,
         step=step,
-        model=[model or Weights(f"weights {step}")],
-        learner={"lr": 0.1, "moments": torch.arange(3.0)},
+        parts=[InModelFolder(pretrained=model or Weights(f"weights {step}")), State()],
         loop={"window": {"next_id": step}, "rng": 2**80},
         keep=keep,
         **more,
@@ -316,13 +330,16 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path):
     found = load_latest(tmp_path)
     assert found is not None
     assert (found.step, found.loop) == (12, {"window": {"next_id": 12}, "rng": 2**80})
-    assert torch.equal(found.learner["moments"], torch.arange(3.0))
+    assert (found.folder / "learner" / "state.bin").read_bytes() == bytes(64)
     assert found.groups == (make_group(3), make_group(5))
     assert (found.model_folder / "weights.txt").read_text() == "weights 12"
 
 
 def test_a_real_model_and_tokenizer_load_from_the_checkpoint(tmp_path: Path, model, tokenizer):
-    save_checkpoint(tmp_path, step=1, model=[model, tokenizer], learner={}, loop={})
+    learner = Learner(model, learning_rate=1e-3)
+    save_checkpoint(
+        tmp_path, step=1, parts=[learner.snapshot(), InModelFolder(pretrained=tokenizer)], loop={}
+    )
     folder = load_checkpoint(tmp_path / "step_000001").model_folder
     again = AutoModelForCausalLM.from_pretrained(folder)
     token_ids = torch.tensor([[1, 9, 40]])
@@ -341,7 +358,7 @@ def test_only_the_newest_are_kept_and_the_oldest_of_them_is_told(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "name", ["learner.pt", "loop.json", "groups.bin", "model/weights.txt", "manifest.json"]
+    "name", ["learner/state.bin", "loop.json", "groups.bin", "model/weights.txt", "manifest.json"]
 )
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
@@ -359,7 +376,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
 
 def test_a_missing_file_counts_as_damage(tmp_path: Path):
     save(tmp_path, 5)
-    (tmp_path / "step_000005" / "learner.pt").unlink()
+    (tmp_path / "step_000005" / "learner" / "state.bin").unlink()
     with pytest.raises(CheckpointError, match="All checkpoints"):
         load_latest(tmp_path)
 
@@ -375,7 +392,7 @@ def test_a_checkpoint_of_another_format_is_not_guessed_at(tmp_path: Path):
 def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again(tmp_path: Path):
     save(tmp_path, 5)
     save(tmp_path, 10)
-    damage(tmp_path / "step_000010" / "learner.pt")
+    damage(tmp_path / "step_000010" / "learner" / "state.bin")
     save(tmp_path, 10)
     assert load_checkpoint(tmp_path / "step_000010").step == 10
 
@@ -384,7 +401,7 @@ def test_what_a_killed_writer_left_behind_is_no_checkpoint(tmp_path: Path):
     save(tmp_path, 5)
     left = tmp_path / ".step_000010.tmp"
     left.mkdir()
-    (left / "learner.pt").write_bytes(b"half")
+    (left / "groups.bin").write_bytes(b"half")
     found = load_latest(tmp_path)
     assert found is not None
     assert found.step == 5
@@ -454,13 +471,17 @@ import resource, sys
 from pathlib import Path
 import torch
 from agentrl_train.errors import RunFolderError
+from agentrl_train.learner import Snapshot
 from agentrl_train.runtime.checkpoint import load_latest, save_checkpoint
 
+def part(size):
+    return Snapshot(model=None, weights={}, state={"x": torch.zeros(size)}, group=None)
+
 folder = Path(sys.argv[1])
-save_checkpoint(folder, step=1, model=[], learner={"x": torch.zeros(8)}, loop={})
+save_checkpoint(folder, step=1, parts=[part(8)], loop={})
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
-    save_checkpoint(folder, step=2, model=[], learner={"x": torch.zeros(100_000)}, loop={})
+    save_checkpoint(folder, step=2, parts=[part(100_000)], loop={})
 except RunFolderError as error:
     print(error)
 assert load_latest(folder).step == 1

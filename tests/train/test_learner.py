@@ -298,12 +298,13 @@ def test_a_resumed_learner_goes_on_bit_for_bit(tmp_path):
     straight = learner(**options)
     for batches in steps[:2]:
         straight.step(batches)
-    torch.save(straight.state_dict(), tmp_path / "learner.pt")
+    snapshot = straight.snapshot()
     metrics = [straight.step(batches) for batches in steps[2:]]
     draw = torch.rand(1)
+    snapshot.write(tmp_path)
 
-    resumed = learner(**options)
-    resumed.load_state_dict(torch.load(tmp_path / "learner.pt", weights_only=True))
+    resumed = learner(moved(qwen()), **options)
+    resumed.load(tmp_path)
     assert resumed.num_updates == 4
     again = [resumed.step(batches) for batches in steps[2:]]
     timeless = [{k: v for k, v in m.items() if k != "seconds"} for m in metrics]

@@ -1,0 +1,132 @@
+"""The learner's part of a checkpoint: copied at once, written later, read by any number of ranks.
+
+``model/`` is a Hugging Face folder and the only copy of the parameters; ``learner/`` holds the optimizer, the
+count of updates and the state of the random numbers, each rank its slices (``torch.distributed.checkpoint``).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MODEL, STATE = "model", "learner"
+OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A copy in host memory of all that the next update depends on; training may go on meanwhile."""
+
+    model: PreTrainedModel
+    """Says how a model folder is written; its parameters are not read."""
+    weights: Mapping[str, Tensor]
+    """The whole parameters, on the rank that writes the model; empty on the others."""
+    state: Mapping[str, Tensor]
+    """This rank's slices of everything else."""
+    group: dist.ProcessGroup | None
+    """The ranks that write together."""
+
+    def write(self, folder: Path) -> None:
+        """Write ``model/`` and ``learner/`` into a folder; every rank of the group must do so.
+
+        Raises ``RuntimeError`` with what went wrong as its cause.
+        """
+        if self.weights:
+            self.model.save_pretrained(str(folder / MODEL), state_dict=dict(self.weights))
+        writer = FileSystemWriter(folder / STATE, sync_files=False)
+        try:
+            with _quiet():
+                save(
+                    dict(self.state),
+                    storage_writer=writer,
+                    process_group=self.group,
+                    no_dist=self.group is None,
+                )
+        except CheckpointException as error:
+            rank, (cause, _) = next(iter(error.failures.items()))
+            raise RuntimeError(f"rank {rank} could not write {folder / STATE}: {cause}") from cause
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """Return a copy in host memory; of a sharded tensor, this rank's slice as a sharded one."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the optimizer's tensors as ``optimizer/<parameter>/<what>``; not copied."""
+    return {
+        f"{OPTIMIZER}/{name}/{what}": value
+        for name, parameter in model.named_parameters()
+        for what, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def read_state(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    others: dict[str, Tensor],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Fill the optimizer and ``others`` from ``learner/`` of a checkpoint, whoever wrote it."""
+    reader = FileSystemReader(folder / STATE)
+    with _quiet():
+        names = reader.read_metadata().state_dict_metadata
+        found: dict[str, Tensor] = {}
+        parameters = dict(model.named_parameters())
+        for key in names:
+            if key.startswith(f"{OPTIMIZER}/"):
+                _, name, what = key.split("/")
+                like = parameters[name].detach()
+                found[key] = torch.zeros((), device=like.device) if what == "step" else torch.zeros_like(like)
+        load(found | others, storage_reader=reader, process_group=group, no_dist=group is None)
+    optimizer.state.clear()
+    for key, value in found.items():
+        _, name, what = key.split("/")
+        optimizer.state[parameters[name]][what] = value
+
+
+@torch.no_grad()
+def read_weights(folder: Path, model: PreTrainedModel) -> None:
+    """Fill a model's parameters from ``model/`` of a checkpoint."""
+    read = type(model).from_pretrained(str(folder / MODEL), dtype=torch.float32)
+    fill(model, {name: value.detach() for name, value in read.named_parameters()})
+
+
+@torch.no_grad()
+def fill(model: nn.Module, whole: Mapping[str, Tensor]) -> None:
+    """Copy whole tensors into the parameters of their names, each rank into its slice."""
+    for name, value in whole.items():
+        parameter = model.get_parameter(name)
+        if isinstance(parameter, DTensor):
+            mine = distribute_tensor(
+                value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
+            parameter.to_local().copy_(mine.to_local())
+        else:
+            parameter.copy_(value)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the library from warning of what is meant: one process that saves alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
+        yield
