@@ -46,6 +46,9 @@ STEPS, QUICK_STEPS = 8192, 4096
 SECONDS, QUICK_SECONDS = 480.0, 120.0
 """For all rounds together. There is at least one of each size."""
 MAX_ROUNDS = 6
+COLLECTOR = (200_000, 20, 100)
+"""How seldom garbage is looked for in the players' process, as in our server: by default a third of the time
+of whoever steps thousands of sessions goes into looking."""
 CEILINGS = {"JSON": "/v1/step", "FastAPI": "/parsed"}
 OWN = {"echo": "plain", "echo_inline": "inline"}
 OPENENV = {"openenv": "OpenEnv, plain", "openenv-inline": "OpenEnv, inline"}
@@ -114,6 +117,8 @@ async def measure(players: Sequence[Player], *, sessions: int, steps: int, secon
         gc.collect()
         gc.freeze()  # else a player's own client is collected over and over for the sessions of the others
         stack.callback(gc.unfreeze)
+        stack.callback(gc.set_threshold, *gc.get_threshold())
+        gc.set_threshold(*COLLECTOR)
         order = list(zip(players, tallies, strict=True))
         for _ in range(MAX_ROUNDS):
             begin = perf_counter()
