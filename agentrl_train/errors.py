@@ -19,6 +19,12 @@ Every message is one sentence that says what to do.
 """
 
 
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out; PyTorch says so by a class on GPUs and in words on CPUs."""
+    named = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
+    return named or "can't allocate memory" in str(error)
+
+
 class TrainError(Exception):
     """Root of everything that training raises on purpose."""
 

@@ -8,8 +8,9 @@ the work.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from agentrl_train.errors import LossNotFinite
+from agentrl_train.errors import BadUpdate, LossNotFinite
 from agentrl_train.learner.scoring import (
     WHOLE,
     Part,
@@ -56,6 +57,7 @@ class Learner:
     recomputed at the start of ``step`` and weighs tokens by the truncated importance weight of
     those over the sampler's (decoupled PPO, arXiv 2110.00641). ``activation_checkpointing`` saves
     memory for a second forward pass; ``max_logits`` bounds the entries of a chunk of logits.
+    ``guard`` is shown each gradient norm before its update and may refuse it with ``BadUpdate``.
     ``packs_rows`` says whether the model can keep several sequences of a row apart.
 
     ``mesh`` has the dimensions ``data`` and ``sequence``: all ranks share the parameters, those along
@@ -86,6 +88,7 @@ class Learner:
         reference: PreTrainedModel | None = None,
         kl_coefficient: float = 0.0,
         importance_cap: float | None = None,
+        guard: Callable[[float], None] | None = None,
         activation_checkpointing: bool = False,
         max_logits: int = 2**26,
         mesh: DeviceMesh | None = None,
@@ -106,6 +109,7 @@ class Learner:
         self._entropy_coefficient = entropy_coefficient
         self._kl_coefficient = kl_coefficient
         self._importance_cap = importance_cap
+        self._guard = guard
         self._activation_checkpointing = activation_checkpointing
         self._temperature = temperature
         self._max_logits = max_logits
@@ -120,7 +124,7 @@ class Learner:
     def step(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Make one optimizer update a batch and return metrics, averaged over all of them.
 
-        Raises ``LossNotFinite`` before an update that would spoil the parameters.
+        Raises ``BadUpdate`` before an update that would spoil the parameters.
         """
         started = time.perf_counter()
         shares = [deal(batch.micro_batches, *self._data) for batch in batches]
@@ -208,12 +212,11 @@ class Learner:
             total += loss.detach()
         total = self._reduce(total, "sum")
         norm = full(nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm))
-        if not bool(torch.isfinite(total + norm)):
+        try:
+            self._refuse_bad(float(total), float(norm))
+        except BadUpdate:
             self._optimizer.zero_grad(set_to_none=True)
-            raise LossNotFinite(
-                f"update {self.num_updates + 1}: loss {float(total)}, gradient norm {float(norm)}; "
-                "the parameters were not changed. Lower the learning rate or look at the batch."
-            )
+            raise
         rate = self._learning_rate * lr_fraction(self.num_updates, *self._schedule)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -221,6 +224,15 @@ class Learner:
         self._optimizer.zero_grad(set_to_none=True)
         self.num_updates += 1
         tally.add_update(loss=float(total), grad_norm=float(norm), learning_rate=rate)
+
+    def _refuse_bad(self, loss: float, norm: float) -> None:
+        if not math.isfinite(loss + norm):
+            raise LossNotFinite(
+                f"update {self.num_updates + 1}: loss {loss}, gradient norm {norm}; "
+                "the parameters were not changed. Lower the learning rate or look at the batch."
+            )
+        if self._guard is not None:
+            self._guard(norm)
 
     def _loss(self, micro: MicroBatch, anchor: Tensor | None, tally: Tally) -> Tensor:
         logprobs, entropy = self._forward(self._scorer, micro)

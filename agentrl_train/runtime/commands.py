@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,8 @@ from agentrl_train.runtime.imitation import expert_sequences, imitate
 from agentrl_train.runtime.launch import make_evaluator, policy, threads_each, train
 from agentrl_train.runtime.models import load_policy
 
-INTERRUPTED = 130
+BY_SIGNAL = 128
+"""Added to a signal's number: the exit status of a run that it has ended in order (SIGTERM: 143)."""
 
 
 def run(config: RunConfig, *, resume: bool) -> int:
@@ -34,7 +36,7 @@ def run(config: RunConfig, *, resume: bool) -> int:
     if outcome.summary is None:
         again = f"agentrl-train run {outcome.folder / 'config.toml'} --resume"
         console.print(f"Stopped after step {outcome.step}; go on with: {again}", soft_wrap=True)
-        return INTERRUPTED
+        return BY_SIGNAL + (outcome.signal or signal.SIGINT)
     console.print(summary_table(outcome.summary))
     console.print(f"report: {outcome.folder / 'report.html'}", soft_wrap=True)
     return 0

@@ -270,6 +270,11 @@ class RunConfig(Section):
                 "engine.deterministic repeats synchronous runs, and with rollout.max_staleness = "
                 f"{rollout.max_staleness} the time decides what is trained when: set it to 0"
             )
+        if self.engine.deterministic and rollout.stale_fraction > 0:
+            found.append(
+                "engine.deterministic repeats resumed runs too, and no checkpoint holds the stale policy's "
+                "weights: set rollout.stale_fraction to 0"
+            )
         episodes = rollout.groups_per_step * rollout.group_size
         if self.train.minibatches > episodes:
             found.append(

@@ -177,6 +177,11 @@ def read_records(content: bytes) -> Iterator[bytes]:
         position += HEADER.size + length
 
 
+def read_groups(path: Path) -> tuple[TrajectoryGroup, ...]:
+    """Return the whole groups in a file of records."""
+    return tuple(decode_group(payload) for payload in read_records(path.read_bytes()))
+
+
 class Journal:
     """Every group that finished since the oldest checkpoint that is kept.
 

@@ -26,6 +26,7 @@ from agentrl_train.runtime.disk import run_folder_errors, write_file
 from agentrl_train.runtime.engines import make_engine, make_publisher
 from agentrl_train.runtime.environments import Served, environments
 from agentrl_train.runtime.evaluation import evaluate
+from agentrl_train.runtime.guard import SpikeGuard
 from agentrl_train.runtime.journal import Journal
 from agentrl_train.runtime.loop import Loop, Pace
 from agentrl_train.runtime.metrics import MetricsLog
@@ -35,6 +36,7 @@ from agentrl_train.runtime.run import Cadence, Evaluator, Outcome, Policy, Run
 from agentrl_train.runtime.sinks import open_sinks, traced
 from agentrl_train.runtime.throughput import Throughput, copy_bytes_per_s
 from agentrl_train.runtime.trainer import Recipe, StepTrainer
+from agentrl_train.runtime.watchdog import Watchdog
 from agentrl_train.types import UNTRACED, Trace
 
 EVALUATION_SEED = 1_000_003
@@ -63,7 +65,8 @@ async def policy(config: RunConfig, *, path: str, trace: Trace = UNTRACED) -> As
         trace=trace,
     )
     try:
-        learner = make_learner(config, model=model)
+        guard = SpikeGuard(config.train.spike_factor)
+        learner = make_learner(config, model=model, guard=guard)
         publisher = make_publisher(
             config,
             engine,
@@ -71,16 +74,24 @@ async def policy(config: RunConfig, *, path: str, trace: Trace = UNTRACED) -> As
             context=chat.opening([Message(role="user", content="probe")], ()),
             tolerance=tolerance(config),
         )
-        yield Policy(tokenizer=tokenizer, chat=chat, learner=learner, engine=engine, publisher=publisher)
+        yield Policy(
+            tokenizer=tokenizer,
+            chat=chat,
+            learner=learner,
+            engine=engine,
+            publisher=publisher,
+            guard=guard,
+        )
     finally:
         await engine.close()
 
 
-def make_learner(config: RunConfig, *, model: PreTrainedModel) -> Learner:
+def make_learner(config: RunConfig, *, model: PreTrainedModel, guard: SpikeGuard) -> Learner:
     """Return the learner of a run, which trains ``model``."""
     train = config.train
     return Learner(
         model,
+        guard=guard,
         objective=partial(
             policy_loss,
             clip_low=train.clip_low,
@@ -115,7 +126,9 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
         served = await stack.enter_async_context(
             environments(config.environments, max_sessions=config.engine.max_sessions)
         )
-        trace = stack.enter_context(traced(config))
+        trace = stack.enter_context(
+            Watchdog(quiet_s=config.run.quiet_seconds, trace=stack.enter_context(traced(config)))
+        )
         ready = await stack.enter_async_context(policy(config, path=config.model.path, trace=trace))
         step = checkpoint.step if checkpoint else 0
         journal = Journal(folder / "journal", step=step)
@@ -132,6 +145,7 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
                 learner=ready.learner,
                 publisher=ready.publisher,
                 recipe=make_recipe(config),
+                bad_batches=folder / "bad_batches",
                 inherited=() if config.engine.deterministic else saved.keys(),
                 trace=trace,
             ),
@@ -154,6 +168,7 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
             policy_version=int(checkpoint.loop["policy_version"]) if checkpoint else 0,
             finished=[saved[group_id] for group_id in window.finished],
             failed=run.count_failed,
+            slots=trace.table,
             trace=trace,
         )
         return await run.run()
@@ -204,6 +219,8 @@ def make_cadence(config: RunConfig) -> Cadence:
         evaluate_every=config.eval.every,
         temperature=config.engine.temperature,
         tolerance=tolerance(config),
+        step_s=config.train.step_seconds,
+        checkpoint_s=config.checkpoint.seconds,
     )
 
 
@@ -253,6 +270,7 @@ def make_actor(
             stale_fraction=0.0 if evaluation else config.rollout.stale_fraction,
             episode_s=config.rollout.episode_seconds,
             retries=config.rollout.environment_retries,
+            patience_s=config.rollout.environment_patience_seconds,
         ),
         places=places,
         trace=trace,
@@ -273,6 +291,7 @@ def make_recipe(config: RunConfig) -> Recipe:
         constant_tokens=config.engine.max_context,
         skip_zero_advantages=config.train.kl_coef == 0,
         tolerance=tolerance(config),
+        skip_bad_updates=config.train.on_bad_update == "skip",
         seed=config.run.seed,
     )
 
@@ -280,12 +299,13 @@ def make_recipe(config: RunConfig) -> Recipe:
 def make_pace(config: RunConfig) -> Pace:
     """Return how far and how fast the loop runs."""
     minutes, rollout = config.run.minutes, config.rollout
+    longest_s = rollout.episode_seconds * (rollout.environment_retries + 1)
     return Pace(
         steps=config.run.steps,
         group_size=rollout.group_size,
         seed=config.run.seed,
         minimum_siblings=min(2, rollout.group_size),
-        stall_s=rollout.episode_seconds * (rollout.environment_retries + 1) + 60.0,
+        stall_s=longest_s + rollout.environment_patience_seconds + 60.0,
         limit_s=60.0 * minutes if minutes else None,
     )
 

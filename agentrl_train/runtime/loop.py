@@ -26,10 +26,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from agentrl_train.actor import Actor, Episode
-from agentrl_train.errors import EnvironmentUnavailable, Stalled
+from agentrl_train.errors import EngineBroken, EnvironmentUnavailable, Stalled, TrainError
 from agentrl_train.runtime.admission import AdmittedGroup, WorkWindow
 from agentrl_train.runtime.journal import Journal
-from agentrl_train.types import UNTRACED, Trace, Trajectory, TrajectoryGroup
+from agentrl_train.types import UNTRACED, EpisodeEnd, Trace, Trajectory, TrajectoryGroup
 
 MAX_FAILED_GROUPS = 8
 """Groups of one task that may fail, none of it finishing between them, before the run gives up."""
@@ -71,7 +71,8 @@ class Loop:
         pace: how far and how fast.
         policy_version: of the weights in force.
         finished: groups that a resumed run brings along, finished and untrained.
-        failed: told of every episode that failed to the last.
+        failed: told of the episodes of a group that failed to the last, and whether it was dropped for it.
+        slots: says what every slot waits for.
         trace: told how long the trainer waited.
     """
 
@@ -85,7 +86,8 @@ class Loop:
         pace: Pace,
         policy_version: int = 0,
         finished: Sequence[TrajectoryGroup] = (),
-        failed: Callable[[Trajectory], None] = lambda trajectory: None,
+        failed: Callable[[AdmittedGroup, Sequence[Trajectory], bool], None] = lambda *told: None,
+        slots: Callable[[], str] = lambda: "",
         trace: Trace = UNTRACED,
     ) -> None:
         self.window = window
@@ -95,6 +97,7 @@ class Loop:
         self._train = train
         self._pace = pace
         self._failed = failed
+        self._slots = slots
         self._trace = trace
         self._finished = {group.group_id: group for group in finished}
         self._playing: dict[asyncio.Task[None], AdmittedGroup] = {}
@@ -124,6 +127,7 @@ class Loop:
 
         Raises:
             EnvironmentUnavailable: group after group failed.
+            EngineBroken: so they did, and for want of completions.
             Stalled: nothing finished for too long.
             TrainError: whatever ``train`` raises.
         """
@@ -213,9 +217,10 @@ class Loop:
             group_id=admitted.group_id,
             admitted_version=admitted.admitted_version,
         )
-        for failure in failures:
-            self._failed(failure)
-        if len(group.trajectories) < self._pace.minimum_siblings:
+        dropped = len(group.trajectories) < self._pace.minimum_siblings
+        if failures:
+            self._failed(admitted, failures, dropped)
+        if dropped:
             self._dropped_tokens += sum(t.num_sampled_tokens for t in group.trajectories)
             self._drop(admitted, failures)
             return
@@ -228,7 +233,9 @@ class Loop:
     def _drop(self, admitted: AdmittedGroup, failures: Sequence[Trajectory]) -> None:
         self._failed_in_a_row[admitted.task] += 1
         if self._failed_in_a_row[admitted.task] >= MAX_FAILED_GROUPS:
-            raise EnvironmentUnavailable(
+            engine = failures[-1].end is EpisodeEnd.FAILED_ENGINE
+            kind: type[TrainError] = EngineBroken if engine else EnvironmentUnavailable
+            raise kind(
                 f"{MAX_FAILED_GROUPS} groups of task {admitted.task} failed one after another, "
                 f"the last with: {failures[-1].error}"
             )
@@ -248,5 +255,5 @@ class Loop:
         )
         return (
             f"no group finished for {self._pace.stall_s:.0f} s at step {self.window.steps}; "
-            f"playing: {slots or 'none'}; finished: {sorted(self._finished) or 'none'}"
-        )
+            f"playing: {slots or 'none'}; finished: {sorted(self._finished) or 'none'}\n{self._slots()}"
+        ).rstrip()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,14 +18,18 @@ from transformers import PreTrainedTokenizerBase
 from agentrl_env.types import Message
 from agentrl_train.engine.chat import ChatFormat
 from agentrl_train.learner import Learner
+from agentrl_train.runtime.admission import AdmittedGroup
 from agentrl_train.runtime.checkpoint import Checkpoint, InModelFolder, save_checkpoint
+from agentrl_train.runtime.disk import run_folder_errors
 from agentrl_train.runtime.evaluation import Evaluation
+from agentrl_train.runtime.guard import SpikeGuard
 from agentrl_train.runtime.journal import Journal
 from agentrl_train.runtime.loop import Loop, Step
 from agentrl_train.runtime.metrics import MetricsLog
 from agentrl_train.runtime.report import write_report
 from agentrl_train.runtime.throughput import Throughput
 from agentrl_train.runtime.trainer import TRACK, StepTrainer, by_task
+from agentrl_train.runtime.watchdog import in_thread
 from agentrl_train.types import UNTRACED, MeasuredEngine, SamplingParams, Trace, Trajectory
 from agentrl_train.weights import Publisher, disagreement, probe_sequence, require_agreement
 
@@ -44,11 +49,12 @@ class Policy:
     learner: Learner
     engine: MeasuredEngine
     publisher: Publisher
+    guard: SpikeGuard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cadence:
-    """What happens how often; all in steps, 0 is never."""
+    """What happens how often, in steps, 0 is never; and what must not take longer, in seconds."""
 
     steps: int
     seed: int
@@ -57,15 +63,18 @@ class Cadence:
     evaluate_every: int
     temperature: float
     tolerance: float
+    step_s: float
+    checkpoint_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a run ended; ``summary`` is None if it was interrupted."""
+    """How a run ended; ``summary`` is None if it was interrupted, by the signal of that number."""
 
     folder: Path
     step: int
     summary: Mapping[str, Any] | None
+    signal: int | None = None
 
 
 class Run:
@@ -96,62 +105,84 @@ class Run:
         self._evaluate_held_out = evaluate
         self._cadence = cadence
         self._fresh = checkpoint is None
-        self._interrupted = False
+        self._signal: int | None = None
+        self._interrupted = asyncio.Event()
         self._writing: asyncio.Task[None] | None = None
         state = checkpoint.loop if checkpoint else {}
         self._seconds_before = float(state.get("seconds", 0.0))
         self._trained_tokens = int(state.get("trained_tokens", 0))
-        self._failed_episodes = 0
+        self._failed_episodes = int(state.get("failed_episodes", 0))
         self._started = time.monotonic()
         self._throughput = throughput
         if checkpoint:
             policy.learner.load(checkpoint.folder)
+            policy.guard.restore(state.get("gradient_norms", ()))
 
-    def interrupt(self) -> None:
+    def interrupt(self, number: int) -> None:
         """End the run after the step under way, with a checkpoint; a second signal ends it at once."""
-        self._interrupted = True
+        self._signal = number
+        self._interrupted.set()
         self.loop.stop()
         _leave_signals()
 
-    def count_failed(self, trajectory: Trajectory) -> None:
-        """Note an episode that infrastructure failed to the last."""
-        self._failed_episodes += 1
-        logger.warning("an episode of %s failed: %s", trajectory.sample.task, trajectory.error)
+    def count_failed(self, group: AdmittedGroup, failures: Sequence[Trajectory], dropped: bool) -> None:
+        """Note the episodes of a group that infrastructure failed to the last, in ``failures.jsonl``."""
+        self._failed_episodes += len(failures)
+        reason = str(failures[-1].error)
+        fate = "it is dropped" if dropped else "it goes on without them"
+        logger.warning("%d episodes of a group of %s failed, %s: %s", len(failures), group.task, fate, reason)
+        line = {
+            "group_id": group.group_id,
+            "task": group.task,
+            "index": group.index,
+            "episodes": len(failures),
+            "dropped": dropped,
+            "end": failures[-1].end.value,
+            "error": reason,
+        }
+        with run_folder_errors(self._folder), open(self._folder / "failures.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
 
     async def run(self) -> Outcome:
         """Run to the end, or until a signal to stop."""
         for number in STOP_SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self.interrupt)
+            asyncio.get_running_loop().add_signal_handler(number, self.interrupt, number)
         try:
             return await self._run()
         finally:
+            # Whatever ends the run, a checkpoint that is being written is finished.
+            await asyncio.gather(self._written(), return_exceptions=True)
             _leave_signals()
             await self._written()
 
     async def _run(self) -> Outcome:
         """Check the weights, evaluate, train, evaluate again, and sum up."""
         version = self.loop.policy_version
-        await asyncio.to_thread(
+        publish = partial(
             self._policy.publisher.publish,
             self._policy.learner.weights(),
             policy_version=version,
             everywhere=True,
         )
+        await in_thread(publish, within_s=self._cadence.step_s, doing="publishing the first weights")
         await self._probe(version)
         if self._fresh:
-            await self._evaluate("before")
+            if not await self._evaluate("before"):
+                return Outcome(folder=self._folder, step=0, summary=None, signal=self._signal)
             await self._checkpoint(step=0)
         self._throughput.begin()
         await self.loop.run()
         step = self.loop.window.steps
         await self._checkpoint(step=step)
         await self._written()
-        summary = None if self._interrupted else await self._sum_up()
-        await asyncio.to_thread(write_report, self._folder)
-        return Outcome(folder=self._folder, step=step, summary=summary)
+        summary = None if self._signal else await self._sum_up()
+        report = partial(write_report, self._folder)
+        await in_thread(report, within_s=self._cadence.checkpoint_s, doing="writing the report")
+        return Outcome(folder=self._folder, step=step, summary=summary, signal=self._signal)
 
-    async def _sum_up(self) -> Mapping[str, Any]:
-        await self._evaluate("after")
+    async def _sum_up(self) -> Mapping[str, Any] | None:
+        if not await self._evaluate("after"):
+            return None
         return self._log.write_summary(
             seconds=self._elapsed(),
             trained_tokens=self._trained_tokens,
@@ -163,9 +194,8 @@ class Run:
         """Train one step, record it, and save or evaluate where it is due."""
         number, started = self.loop.window.steps, time.monotonic()
         with self._trace.span(TRACK, f"step {number}", groups=[group.group_id for group in step.groups]):
-            told = await asyncio.to_thread(
-                self._trainer.step, step.groups, policy_version=step.policy_version + 1
-            )
+            train = partial(self._trainer.step, step.groups, policy_version=step.policy_version + 1)
+            told = await in_thread(train, within_s=self._cadence.step_s, doing=f"training step {number}")
         self._trained_tokens += int(told.get("loss_tokens", 0))
         speeds = self._throughput.step(
             told, waited_s=step.waited_s, discarded_tokens=self.loop.discarded_tokens
@@ -198,7 +228,8 @@ class Run:
         because training waits for the copy.
         """
         await self._written()
-        snapshot = await asyncio.to_thread(self._policy.learner.snapshot)
+        copy, doing = self._policy.learner.snapshot, f"copying the parameters of step {step}"
+        snapshot = await in_thread(copy, within_s=self._cadence.checkpoint_s, doing=doing)
         self.journal.rotate(step)
         write = partial(
             save_checkpoint,
@@ -211,6 +242,8 @@ class Run:
                 "window": self.loop.window.state(),
                 "seconds": self._elapsed(),
                 "trained_tokens": self._trained_tokens,
+                "failed_episodes": self._failed_episodes,
+                "gradient_norms": self._policy.guard.norms,
             },
             groups=self.loop.untrained,
             keep=self._cadence.keep,
@@ -219,7 +252,8 @@ class Run:
 
     async def _write(self, write: Callable[[], int], *, step: int) -> None:
         with self._trace.span("trainer/checkpoints", f"checkpoint {step}"):
-            self.journal.prune(await asyncio.to_thread(write))
+            doing = f"writing the checkpoint of step {step}"
+            self.journal.prune(await in_thread(write, within_s=self._cadence.checkpoint_s, doing=doing))
 
     async def _written(self) -> None:
         """Wait until the last checkpoint is on the disk; raises what went wrong with it."""
@@ -227,16 +261,28 @@ class Run:
             self._writing = None
             await writing
 
-    async def _evaluate(self, name: str) -> None:
+    async def _evaluate(self, name: str) -> bool:
+        """Measure held-out success; return False if a signal came first."""
         if self._evaluate_held_out is None:
-            return
+            return True
         with self._trace.span(TRACK, f"evaluation {name}"):
-            results = await self._evaluate_held_out()
+            evaluation = asyncio.ensure_future(self._evaluate_held_out())
+            interruption = asyncio.create_task(self._interrupted.wait())
+            try:
+                await asyncio.wait((evaluation, interruption), return_when=asyncio.FIRST_COMPLETED)
+                if not evaluation.done():
+                    return False
+                results = evaluation.result()
+            finally:
+                interruption.cancel()
+                evaluation.cancel()
+                await asyncio.gather(evaluation, interruption, return_exceptions=True)
         self._log.log_evaluation(
             name,
             policy_version=self.loop.policy_version,
             results={task: result.trajectories for task, result in results.items()},
         )
+        return True
 
     async def _probe(self, version: int) -> None:
         """Compare one short completion of the engine with the trainer before anything is played."""

@@ -5,18 +5,25 @@ This is where the pure steps meet; it also takes the measurements that a step's 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from agentrl_train.advantage import Baseline, Scale, advantages
 from agentrl_train.batch import Aggregation, pack, sequences
+from agentrl_train.errors import BadUpdate, LearnerOutOfMemory, ran_out_of_memory
 from agentrl_train.learner import Learner
-from agentrl_train.types import UNTRACED, TokenSequence, Trace, TrajectoryGroup
+from agentrl_train.runtime.disk import run_folder_errors, write_file
+from agentrl_train.runtime.journal import encode_group, frame
+from agentrl_train.types import UNTRACED, Batch, TokenSequence, Trace, TrajectoryGroup
 from agentrl_train.weights import Publisher, disagreement, require_agreement
+
+logger = logging.getLogger(__name__)
 
 TRACK = "trainer/steps"
 """Track of the trace that the parts of a step are on."""
@@ -42,6 +49,8 @@ class Recipe:
     """Leave sequences without a signal out of the computation; they stay in the denominators."""
     tolerance: float = 1e-4
     """Largest difference between the engine's and the trainer's log-probabilities of the same tokens."""
+    skip_bad_updates: bool = False
+    """Leave out a step whose update would spoil the parameters, instead of ending the run."""
     seed: int = 0
 
 
@@ -54,17 +63,20 @@ class StepTrainer:
         learner: Learner,
         publisher: Publisher,
         recipe: Recipe,
+        bad_batches: Path,
         inherited: Collection[int] = frozenset(),
         trace: Trace = UNTRACED,
     ) -> None:
         """Take what a step needs.
 
+        ``bad_batches`` is the folder for the groups of updates that would have spoiled the parameters.
         ``inherited`` are the groups that a resumed run brings along: the versions they name may be of weights
         that were lost, so their log-probabilities cannot be compared.
         """
         self.learner = learner
         self._publisher = publisher
         self._recipe = recipe
+        self._bad_batches = bad_batches
         self._inherited = inherited
         self._trace = trace
         self._checked_all = False
@@ -74,7 +86,8 @@ class StepTrainer:
 
         Raises:
             WeightMismatch: the engine does not hold the weights it should.
-            LossNotFinite: the loss or a gradient is not a number; nothing was changed.
+            BadUpdate: it would spoil the parameters and was not made.
+            LearnerOutOfMemory: a micro-batch does not fit beside the model.
             EngineError: the new weights could not be put in force.
         """
         recipe, span = self._recipe, partial(self._trace.span, TRACK)
@@ -93,10 +106,11 @@ class StepTrainer:
                 constant_tokens=recipe.constant_tokens,
                 skip_zero_advantages=recipe.skip_zero_advantages,
             )
+        # The learning rate follows steps: one with nothing to learn from, or left out, counts as well.
+        due = self.learner.num_updates + recipe.minibatches
         with span("learn"):
-            metrics = self.learner.step(batches) if batches else {}
-        # The learning rate follows steps: a batch with nothing to learn from counts as well.
-        self.learner.num_updates += recipe.minibatches - len(batches)
+            metrics = self._learn(batches, groups, step=policy_version)
+        self.learner.num_updates = due
         started, weights = time.perf_counter(), self.learner.weights()
         with span("publish", version=policy_version):
             self._publisher.publish(weights, policy_version=policy_version)
@@ -107,6 +121,35 @@ class StepTrainer:
             "publish_seconds": time.perf_counter() - started,
             "publish_bytes": float(sum(one.numel() * one.element_size() for one in weights.values())),
         }
+
+    def _learn(
+        self, batches: Sequence[Batch], groups: Sequence[TrajectoryGroup], *, step: int
+    ) -> dict[str, float]:
+        if not batches:
+            return {}
+        try:
+            return self.learner.step(batches)
+        except BadUpdate as error:
+            place = self._write_out(groups, step=step)
+            if not self._recipe.skip_bad_updates:
+                raise type(error)(f"{error} The groups of step {step} are in {place}.") from error
+            logger.warning("%s The step is left out; its groups are in %s.", error, place)
+            return {"skipped_steps": 1.0}
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out_of_memory(error):
+                raise
+            raise LearnerOutOfMemory(
+                f"step {step} does not fit into memory beside the model: lower train.micro_batch_tokens, "
+                f"now {self._recipe.micro_batch_tokens}, and go on with --resume"
+            ) from error
+
+    def _write_out(self, groups: Sequence[TrajectoryGroup], *, step: int) -> Path:
+        """Keep the groups of a bad update; ``journal.read_groups`` reads them."""
+        place = self._bad_batches / f"step_{step:06d}.bin"
+        with run_folder_errors(place.parent):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            write_file(place, b"".join(frame(encode_group(group)) for group in groups))
+        return place
 
     def _advantages(self, groups: Sequence[TrajectoryGroup]) -> list[list[float]]:
         return advantages(

@@ -167,7 +167,7 @@ async def test_a_group_that_failed_is_replaced_and_not_trained(tmp_path: Path) -
 async def test_a_group_with_some_failures_is_trained_with_the_rest(tmp_path: Path) -> None:
     recorder, failed = Recorder(), []
     loop = make_loop(tmp_path, FakeActor(survivors=lambda i: 3), recorder, steps=2)
-    loop._failed = failed.append
+    loop._failed = lambda group, failures, dropped: failed.extend(failures)
     await play(loop)
     assert {len(group.trajectories) for step in recorder.steps for group in step.groups} == {3}
     assert len(failed) >= 6

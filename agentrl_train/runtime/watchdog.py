@@ -1,0 +1,195 @@
+"""Nothing waits for ever, and nobody has to guess what for: deadlines, and the table of slots.
+
+The watchdog listens where the trace does. Whatever begins or ends is movement; when nothing has moved for a
+while it prints what every slot waits for, from a thread of its own, so that a blocked loop is told of too::
+
+    nothing has moved for 60 s; what is under way:
+    slot      task   sample  sibling  attempt  session   turn    waiting for   seconds
+    slot 1    shop   17      0        0        8f3kX2    turn 3  environment   61
+    slot 2    shop   17      1        0        -         -       open          75
+    trainer   step 12 > publish                                                64
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+from agentrl_train.errors import Stalled
+from agentrl_train.types import UNTRACED, Trace
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+SLOTS = "slots"
+"""Group of tracks that episodes are played on."""
+HEADINGS = ("slot", "task", "sample", "sibling", "attempt", "session", "turn", "waiting for", "seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """What is under way on a track."""
+
+    name: str
+    since: float
+    facts: dict[str, Any]
+
+
+class Watchdog:
+    """Knows what is under way; satisfies ``Trace`` and passes all on to another one.
+
+    Args:
+        quiet_s: time without movement after which the table is printed, and after twice that again.
+        trace: who else is told.
+        tell: where the table goes.
+    """
+
+    def __init__(
+        self,
+        *,
+        quiet_s: float,
+        trace: Trace = UNTRACED,
+        tell: Callable[[str], None] = logger.warning,
+    ) -> None:
+        self._quiet_s = quiet_s
+        self._trace = trace
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._under_way: dict[str, list[Span]] = {}
+        self._lent: set[int] = set()
+        self._moved = time.monotonic()
+        self._over = threading.Event()
+
+    @contextmanager
+    def span(self, track: str, name: str, **facts: Any) -> Iterator[dict[str, Any]]:
+        """Note what begins, and that it ended."""
+        with self._trace.span(track, name, **facts) as told:
+            span = Span(name=name, since=time.monotonic(), facts=told)
+            self._note(track, span, begins=True)
+            try:
+                yield told
+            finally:
+                self._note(track, span, begins=False)
+
+    def mark(self, track: str, name: str, *, since: float, **facts: Any) -> None:
+        """Pass on what has ended."""
+        self._moved = time.monotonic()
+        self._trace.mark(track, name, since=since, **facts)
+
+    @contextmanager
+    def lane(self, group: str) -> Iterator[str]:
+        """Lend the first free track of a group."""
+        with self._lock:
+            number = next(n for n in itertools.count(1) if n not in self._lent)
+            self._lent.add(number)
+        try:
+            yield f"{group}/{group.removesuffix('s')} {number}"
+        finally:
+            with self._lock:
+                self._lent.discard(number)
+
+    def _note(self, track: str, span: Span, *, begins: bool) -> None:
+        with self._lock:
+            self._moved = time.monotonic()
+            spans = self._under_way.setdefault(track, [])
+            if begins:
+                spans.append(span)
+            else:
+                spans.remove(span)
+            if not spans:
+                del self._under_way[track]
+
+    def table(self) -> str:
+        """Return what every slot and the trainer are at, a line each."""
+        now = time.monotonic()
+        with self._lock:
+            tracks = {track: list(spans) for track, spans in sorted(self._under_way.items(), key=_order)}
+        rows: list[tuple[str, ...]] = [HEADINGS]
+        rows += [_slot(track, spans, now) for track, spans in tracks.items() if track.startswith(SLOTS)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        for track, spans in tracks.items():
+            if not track.startswith(SLOTS):
+                path = " > ".join(span.name for span in spans)
+                lines.append(f"{track.partition('/')[0]}: {path}, {now - spans[-1].since:.0f} s")
+        return "\n".join(lines)
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+
+    def _watch(self) -> None:
+        told_at, limit = 0.0, self._quiet_s
+        while not self._over.wait(limit / 10):
+            quiet = time.monotonic() - self._moved
+            if self._moved > told_at:
+                limit = self._quiet_s
+            if quiet >= limit:
+                self._tell(f"nothing has moved for {quiet:.0f} s; what is under way:\n{self.table()}")
+                told_at, limit = time.monotonic(), 2 * limit
+
+
+def _order(item: tuple[str, list[Span]]) -> tuple[str, int, str]:
+    group, _, name = item[0].partition("/")
+    number = name.rpartition(" ")[2]
+    return group, int(number) if number.isdigit() else 0, name
+
+
+def _slot(track: str, spans: list[Span], now: float) -> tuple[str, ...]:
+    episode, last = spans[0], spans[-1]
+    turn = next((span.name for span in spans if span.name.startswith("turn ")), "-")
+    facts = [str(episode.facts.get(key, "-")) for key in ("index", "sibling", "attempt", "session")]
+    waiting = "-" if last is episode else last.name
+    return (track.partition("/")[2], episode.name, *facts, turn, waiting, f"{now - last.since:.0f}")
+
+
+async def in_thread(call: Callable[[], T], *, within_s: float, doing: str) -> T:
+    """Return what a blocking call returns, from a thread that does not hold up the end of the process.
+
+    Args:
+        call: takes no arguments.
+        within_s: its deadline.
+        doing: what it does, for the message.
+
+    Raises:
+        Stalled: it was not back in time; its thread cannot be stopped and is left to itself.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(error: BaseException | None, result: Any) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def run() -> None:
+        error, result = None, None
+        try:
+            result = call()
+        except BaseException as raised:  # the boundary of the thread: the caller must hear of it
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, error, result)
+
+    threading.Thread(target=run, name=doing, daemon=True).start()
+    try:
+        done, _ = await asyncio.wait((future,), timeout=within_s)
+        if not done:
+            raise Stalled(f"{doing} took longer than {within_s:g} s; its thread is left to itself")
+        return future.result()
+    finally:
+        future.cancel()

@@ -1,0 +1,90 @@
+"""Runs as processes: a tiny policy, a task of the tests served for real, killed where a test says so."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import make_model, make_tokenizer
+
+CONFIG = """
+[run]
+name = "run"
+folder = "{folder}"
+steps = 8
+threads = 1
+[model]
+path = "model"
+[[environments]]
+serve = ["{target}"]
+[engine]
+max_sessions = 8
+max_context = 512
+max_new_tokens = 12
+[rollout]
+groups_per_step = 3
+group_size = 3
+max_staleness = 0
+[train]
+learning_rate = 1e-3
+[checkpoint]
+every = 3
+[eval]
+samples = 0
+"""
+
+
+def write_config(folder: Path, *, target: str = "babble.py:Babble") -> Path:
+    """Write a tiny model and a configuration that trains it; return the latter."""
+    folder.mkdir(parents=True, exist_ok=True)
+    make_model().save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
+    config = folder / "train.toml"
+    config.write_text(CONFIG.format(folder=folder, target=Path(__file__).with_name(target)))
+    return config
+
+
+def command(config: Path, *overrides: str, resume: bool = False) -> list[str]:
+    """Return the command line that trains."""
+    options = [part for override in overrides for part in ("--set", override)]
+    return [sys.executable, "-m", "agentrl_train", "run", str(config), *options, *["--resume"] * resume]
+
+
+def begin(config: Path, *overrides: str, resume: bool = False) -> subprocess.Popen[str]:
+    """Start a run."""
+    line = command(config, *overrides, resume=resume)
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(config: Path, *overrides: str, resume: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run to the end."""
+    line = command(config, *overrides, resume=resume)
+    return subprocess.run(line, capture_output=True, text=True, timeout=180)
+
+
+def steps(run: Path) -> list[dict[str, Any]]:
+    """Return what a run has recorded of its steps so far."""
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def until_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
+    """Wait until a step is recorded, or the process has ended."""
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        done = steps(run)
+        if done and done[-1]["step"] >= step:
+            return
+        time.sleep(0.002)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """Kill a run that is under way."""
+    process.send_signal(signal.SIGKILL)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL, output + errors
