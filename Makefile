@@ -1,6 +1,7 @@
 # Every target makes .venv itself if it is missing; nothing needs to be installed by hand but Python 3.11 or newer.
 PYTHON ?= python3
 VENV := .venv
+VLLM := .venv-vllm
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 ARGS ?=
@@ -8,7 +9,7 @@ FUZZ_REQUESTS ?= 100000
 # The first of quickstart, quickstart-2, quickstart-3 ... that is not taken.
 NAME ?= $(shell name=quickstart; i=2; while [ -e runs/$$name ]; do name=quickstart-$$i; i=$$((i+1)); done; echo $$name)
 
-.PHONY: setup train test slow docker fuzz chaos soak lint bench clean
+.PHONY: setup train test slow docker vllm fuzz chaos soak lint bench clean
 
 setup: $(VENV)/.train $(VENV)/.dev  ## install everything that development needs
 
@@ -40,6 +41,14 @@ docker: $(VENV)/.dev  ## tests in containers; starts a Docker daemon of its own 
 	-@.ci/system-packages docker.io docker-compose iproute2 python3-venv python3-pip debian-archive-keyring
 	$(BIN)/python -m pytest -m docker tests/docker $(ARGS)
 
+vllm: $(VENV)/.dev $(VLLM)/.installed  ## real vLLM, on the CPU, in a venv of its own: its tests, and a training run on it
+	$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
+
+$(VLLM)/.installed: constraints-vllm.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -r constraints-vllm.txt -e .
+	touch $@
+
 fuzz: $(VENV)/.dev  ## FUZZ_REQUESTS=100000 hostile requests to a server; prints their account last
 	@$(BIN)/python -m tests.fuzz --requests $(FUZZ_REQUESTS) $(ARGS)
 
@@ -59,4 +68,4 @@ bench: $(VENV)/.bench  ## figures, each beside a peer's and its ceiling
 	$(BIN)/python -m tests.benchmarks $(ARGS)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VLLM)
