@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from agentrl_train.errors import BadUpdate, LossNotFinite
+from agentrl_train.learner.guard import SpikeGuard
 from agentrl_train.learner.scoring import (
     WHOLE,
     Part,
@@ -57,7 +58,7 @@ class Learner:
     recomputed at the start of ``step`` and weighs tokens by the truncated importance weight of
     those over the sampler's (decoupled PPO, arXiv 2110.00641). ``activation_checkpointing`` saves
     memory for a second forward pass; ``max_logits`` bounds the entries of a chunk of logits.
-    ``guard`` is shown each gradient norm before its update and may refuse it with ``BadUpdate``.
+    An update is refused whose gradient norm is over ``spike_factor`` times the median of the last; 0 is off.
     ``packs_rows`` says whether the model can keep several sequences of a row apart.
 
     ``mesh`` has the dimensions ``data`` and ``sequence``: all ranks share the parameters, those along
@@ -88,7 +89,7 @@ class Learner:
         reference: PreTrainedModel | None = None,
         kl_coefficient: float = 0.0,
         importance_cap: float | None = None,
-        guard: Callable[[float], None] | None = None,
+        spike_factor: float = 0.0,
         activation_checkpointing: bool = False,
         max_logits: int = 2**26,
         mesh: DeviceMesh | None = None,
@@ -109,7 +110,7 @@ class Learner:
         self._entropy_coefficient = entropy_coefficient
         self._kl_coefficient = kl_coefficient
         self._importance_cap = importance_cap
-        self._guard = guard
+        self._guard = SpikeGuard(spike_factor)
         self._activation_checkpointing = activation_checkpointing
         self._temperature = temperature
         self._max_logits = max_logits
@@ -169,9 +170,12 @@ class Learner:
         named = self.model.named_parameters()
         return buckets({name: value.numel() * value.element_size() for name, value in named})
 
-    @torch.no_grad()
     def gather(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return some parameters, whole."""
+        return self._gather(names)
+
+    @torch.no_grad()
+    def _gather(self, names: Sequence[str]) -> dict[str, Tensor]:
         return {name: full(self.model.get_parameter(name).detach()) for name in names}
 
     def snapshot(self) -> Snapshot:
@@ -179,7 +183,7 @@ class Learner:
         writes = self._mesh is None or dist.get_rank() == 0
         weights: dict[str, Tensor] = {}
         for names in self.weight_buckets():
-            whole = self.gather(names)
+            whole = self._gather(names)
             weights |= {name: host_copy(value) for name, value in whole.items() if writes}
         state = {name: host_copy(value) for name, value in self._state().items()}
         return Snapshot(model=self.model, weights=weights, state=state, group=self._group)
@@ -190,16 +194,22 @@ class Learner:
         On a CPU and the same number of ranks, bit for bit.
         """
         read_weights(folder, self.model)
-        others = {"num_updates": torch.zeros((), dtype=torch.int64), "rng": torch.get_rng_state()}
+        others = {
+            "num_updates": torch.zeros((), dtype=torch.int64),
+            "rng": torch.get_rng_state(),
+            "norms": self._guard.state(),
+        }
         read_state(folder, self.model, self._optimizer, others=others, group=self._group)
         self.num_updates = int(others["num_updates"])
         torch.set_rng_state(others["rng"])
+        self._guard.restore(others["norms"])
 
     def _state(self) -> dict[str, Tensor]:
         return {
             **optimizer_state(self.model, self._optimizer),
             "num_updates": torch.tensor(self.num_updates),
             "rng": torch.get_rng_state(),
+            "norms": self._guard.state(),
         }
 
     def _update(
@@ -231,8 +241,7 @@ class Learner:
                 f"update {self.num_updates + 1}: loss {loss}, gradient norm {norm}; "
                 "the parameters were not changed. Lower the learning rate or look at the batch."
             )
-        if self._guard is not None:
-            self._guard(norm)
+        self._guard(norm)
 
     def _loss(self, micro: MicroBatch, anchor: Tensor | None, tally: Tally) -> Tensor:
         logprobs, entropy = self._forward(self._scorer, micro)

@@ -22,7 +22,6 @@ from agentrl_train.runtime.admission import AdmittedGroup
 from agentrl_train.runtime.checkpoint import Checkpoint, InModelFolder, save_checkpoint
 from agentrl_train.runtime.disk import run_folder_errors
 from agentrl_train.runtime.evaluation import Evaluation
-from agentrl_train.runtime.guard import SpikeGuard
 from agentrl_train.runtime.journal import Journal
 from agentrl_train.runtime.loop import Loop, Step
 from agentrl_train.runtime.metrics import MetricsLog
@@ -49,7 +48,6 @@ class Policy:
     learner: Learner
     engine: MeasuredEngine
     publisher: Publisher
-    guard: SpikeGuard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +114,6 @@ class Run:
         self._throughput = throughput
         if checkpoint:
             policy.learner.load(checkpoint.folder)
-            policy.guard.restore(state.get("gradient_norms", ()))
 
     def interrupt(self, number: int) -> None:
         """End the run after the step under way, with a checkpoint; a second signal ends it at once."""
@@ -243,7 +240,6 @@ class Run:
                 "seconds": self._elapsed(),
                 "trained_tokens": self._trained_tokens,
                 "failed_episodes": self._failed_episodes,
-                "gradient_norms": self._policy.guard.norms,
             },
             groups=self.loop.untrained,
             keep=self._cadence.keep,

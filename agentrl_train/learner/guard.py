@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from statistics import median
+
+import torch
+from torch import Tensor
 
 from agentrl_train.errors import GradientSpike
 
@@ -24,14 +26,15 @@ class SpikeGuard:
         self._factor = factor
         self._norms: deque[float] = deque(maxlen=REMEMBERED)
 
-    @property
-    def norms(self) -> list[float]:
-        """The norms that are remembered: what a checkpoint must keep."""
-        return list(self._norms)
+    def state(self) -> Tensor:
+        """Return what is remembered, for a checkpoint."""
+        free = [float("nan")] * (REMEMBERED - len(self._norms))
+        return torch.tensor([*self._norms, *free], dtype=torch.float64)
 
-    def restore(self, norms: Sequence[float]) -> None:
-        """Remember ``norms``, those of a checkpoint, instead."""
-        self._norms = deque(norms, maxlen=REMEMBERED)
+    def restore(self, state: Tensor) -> None:
+        """Remember what ``state()`` returned."""
+        self._norms.clear()
+        self._norms.extend(norm for norm in state.tolist() if norm == norm)
 
     def __call__(self, norm: float) -> None:
         """Look at the norm of an update that is about to be made; raises ``GradientSpike``."""
