@@ -26,7 +26,6 @@ from agentrl_train.runtime.disk import run_folder_errors, write_file
 from agentrl_train.runtime.engines import make_engine, make_publisher
 from agentrl_train.runtime.environments import Served, environments
 from agentrl_train.runtime.evaluation import evaluate
-from agentrl_train.runtime.guard import SpikeGuard
 from agentrl_train.runtime.journal import Journal
 from agentrl_train.runtime.loop import Loop, Pace
 from agentrl_train.runtime.metrics import MetricsLog
@@ -65,8 +64,7 @@ async def policy(config: RunConfig, *, path: str, trace: Trace = UNTRACED) -> As
         trace=trace,
     )
     try:
-        guard = SpikeGuard(config.train.spike_factor)
-        learner = make_learner(config, model=model, guard=guard)
+        learner = make_learner(config, model=model)
         publisher = make_publisher(
             config,
             engine,
@@ -80,18 +78,17 @@ async def policy(config: RunConfig, *, path: str, trace: Trace = UNTRACED) -> As
             learner=learner,
             engine=engine,
             publisher=publisher,
-            guard=guard,
         )
     finally:
         await engine.close()
 
 
-def make_learner(config: RunConfig, *, model: PreTrainedModel, guard: SpikeGuard) -> Learner:
+def make_learner(config: RunConfig, *, model: PreTrainedModel) -> Learner:
     """Return the learner of a run, which trains ``model``."""
     train = config.train
     return Learner(
         model,
-        guard=guard,
+        spike_factor=train.spike_factor,
         objective=partial(
             policy_loss,
             clip_low=train.clip_low,
