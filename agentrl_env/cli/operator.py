@@ -45,8 +45,14 @@ def serve(
     workers: Annotated[int, typer.Option(min=1, help="Processes, each with its share of sessions.")] = 1,
     controller: Annotated[
         list[str] | None,
-        typer.Option(help="A controller's URL to dial; with --host none nothing listens here."),
+        typer.Option(
+            help="A controller's URL to dial, with its fleet's token (controller --print-link-token); "
+            "with --host none nothing listens here."
+        ),
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a dead worker's sessions, where tasks can fork.")
+    ] = False,
     stop_with_stdin: Annotated[
         bool,
         typer.Option(
@@ -66,11 +72,10 @@ def serve(
     operations = _operations(caller_limit, log_format, log_level, log_messages, traces)
     if stop_with_stdin:
         threading.Thread(target=stop_at_end_of_input, args=(drain, host == "none"), daemon=True).start()
+    _refuse_contradictions(workers, controller, resume)
     if workers > 1:
         from agentrl_env.controller.serve import serve_with_workers
 
-        if controller:
-            raise AgentRLError("--workers brings a controller of its own; give --workers or --controller")
         each = ["--max-sessions", str(-(-max_sessions // workers)), "--lease", str(lease)]
         each += ["--slow-step", str(slow_step), *operations.arguments()]
         with operations.begin() as begun:
@@ -79,6 +84,7 @@ def serve(
                 workers=workers,
                 arguments=[*each, "--oracle"] if oracle else each,
                 drain_s=drain,
+                resume=resume,
                 host=host,
                 port=port,
                 token=token,
@@ -128,17 +134,28 @@ def controller(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with a dead server's sessions, where tasks can fork.")
     ] = False,
+    print_link_token: Annotated[
+        bool,
+        typer.Option("--print-link-token", help="Print the token that only lets servers dial in, and end."),
+    ] = False,
     caller_limit: CallerLimit = None,
     log_format: LogFormat = "text",
     log_level: LogLevel = None,
     log_messages: LogMessages = False,
     traces: Traces = None,
 ) -> None:
-    """Put one address in front of many servers; they dial in with ``serve --controller``."""
+    """Put one address in front of many servers; they dial in with ``serve --controller``.
+
+    The token is the operator's, who may do all. Servers need no more than the fleet's token, which is
+    derived from it and printed by --print-link-token.
+    """
     from agentrl_env.controller.fleet import Fleet
     from agentrl_env.controller.redis import RedisState
     from agentrl_env.controller.serve import control
 
+    if print_link_token:
+        print(_link_token(token))
+        return
     with _operations(caller_limit, log_format, log_level, log_messages, traces).begin() as begun:
         control(
             Fleet(
@@ -198,6 +215,22 @@ def bench(
         client_of(target, token), task=task, sessions=sessions, seconds=seconds, warmup=1.0, seed=seed
     )
     print(load.model_dump_json() if as_json else load.text())
+
+
+def _refuse_contradictions(workers: int, controller: list[str] | None, resume: bool) -> None:
+    if workers > 1 and controller:
+        raise AgentRLError("--workers brings a controller of its own; give --workers or --controller")
+    if workers == 1 and resume:
+        words = "--resume goes on with the sessions of a worker that dies; give --workers too"
+        raise AgentRLError(f"{words}, or let the controller resume: agentrl-env controller --resume")
+
+
+def _link_token(token: str | None) -> str:
+    from agentrl_env.server.access.callers import link_token
+
+    if not token:
+        raise AgentRLError("the fleet's token is made of the operator's; give --token or AGENTRL_TOKEN")
+    return link_token(token)
 
 
 def _task_limit(text: str) -> tuple[str, int]:

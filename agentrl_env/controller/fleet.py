@@ -56,6 +56,7 @@ class Fleet:
         state: what is shared with the other controllers; by default there are none.
         lost_after_s: seconds without a sign of life after which a server's sessions are lost.
         queue_s: seconds that an opening waits for room at least, whatever its client asks for.
+        adoption_s: seconds that a session of a lost server waits for room; ``queue_s`` by default.
         task_limits: how many sessions of a task may be open in the whole fleet.
         client_limit: how many sessions one client may have open.
         resume: go on with the sessions of a server that is lost at another, where their tasks have
@@ -70,6 +71,7 @@ class Fleet:
         state: FleetState | None = None,
         lost_after_s: float = 5.0,
         queue_s: float = 30.0,
+        adoption_s: float | None = None,
         task_limits: Mapping[str, int] | None = None,
         client_limit: int | None = None,
         resume: bool = False,
@@ -92,7 +94,8 @@ class Fleet:
         self._openings: Once[bytes] = Once()
         self.resume = resume
         """Whether sessions outlive their servers."""
-        self._adopter = Adopter(self.roster, self._placement, self.state, queue_s, clock)
+        patience_s = queue_s if adoption_s is None else adoption_s
+        self._adopter = Adopter(self.roster, self._placement, self.state, patience_s, clock)
         self._keeper = Keeper(self.state, self._adopter.disown)
         if resume:
             self.roster.keeper = self._keeper

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from agentrl_env.controller.fleet import Fleet
 from agentrl_env.controller.link import link_endpoint
 from agentrl_env.controller.workers import Workers
 from agentrl_env.errors import ServeError
+from agentrl_env.server.access.callers import is_link_token, link_token
 from agentrl_env.server.access.connections import Connections
 from agentrl_env.server.access.limits import Limits
 from agentrl_env.server.app import create_app
@@ -24,6 +26,8 @@ from agentrl_env.wire import LINK_PATH
 
 PATIENCE_S = 3.0
 """How long a controller that is told to end waits for answers; then their callers may ask another."""
+ADOPTION_S = 30.0
+"""How long a session waits for room at another worker, or for its own to be started again."""
 
 
 class Controller:
@@ -35,7 +39,8 @@ class Controller:
         fleet: the servers.
         host: the address to bind.
         port: 0 picks a free one.
-        token: what clients and servers must show; needed for an address that is not loopback.
+        token: what clients must show; needed for an address that is not loopback. Servers show it, or
+            the fleet's token that ``link_token`` makes of it.
         insecure: allow such an address without a token.
         advertise: the address that servers reach this controller at; by default where it listens.
         limits: of one caller.
@@ -56,11 +61,8 @@ class Controller:
         limits: Limits | None = None,
         tracing: Tracing | None = None,
     ) -> None:
-        if fleet.resume and not token:
-            words = (
-                "a controller with --resume needs a token: with it servers prove whose states they unpickle"
-            )
-            raise ServeError(f"{words}; use --token or AGENTRL_TOKEN")
+        if token and is_link_token(token):
+            raise ServeError("this token only brings servers into a fleet; a controller needs the operator's")
         self.fleet = fleet
         self._listener = Listener(host, port, token=token, insecure=insecure)
         self.url = self._listener.url
@@ -103,6 +105,7 @@ class WorkerServer:
         workers: how many processes.
         arguments: further options of ``agentrl-env serve`` for each.
         drain_s: seconds that open sessions get to end when the server stops.
+        resume: go on with a dead worker's sessions at another, as ``Fleet`` does.
         options: of ``Controller``.
     """
 
@@ -113,16 +116,18 @@ class WorkerServer:
         workers: int,
         arguments: Sequence[str],
         drain_s: float,
+        resume: bool = False,
         **options: Any,
     ) -> None:
-        self._controller = Controller(Fleet(queue_s=0.0), **options)
+        fleet = Fleet(queue_s=0.0, adoption_s=ADOPTION_S, resume=resume)
+        self._controller = Controller(fleet, **options)
         self._number, self._drain_s = workers, drain_s
         self._workers = Workers(
             workers,
             self._controller.fleet,
             arguments=[*arguments, "--", *targets],
             controller=_dialled(self._controller.url),
-            token=options.get("token"),
+            token=link_token(options.get("token") or secrets.token_urlsafe()),
             drain_s=drain_s,
         )
 
@@ -156,7 +161,12 @@ def control(fleet: Fleet, announce: Callable[[str], None] | None = None, **optio
         fleet: the servers.
         announce: is given the one line that says the controller is ready; printed by default.
         options: of ``Controller``.
+
+    Raises ServeError.
     """
+    if fleet.resume and not options.get("token"):
+        words = "a controller with --resume needs a token: with it servers prove whose states they unpickle"
+        raise ServeError(f"{words}; use --token or AGENTRL_TOKEN")
     run_until_stopped(Controller(fleet, **options), announce or print_now)
 
 

@@ -33,7 +33,7 @@ class Workers:
         fleet: is told at once which server has died.
         arguments: of ``agentrl-env serve``, targets included.
         controller: the address to dial.
-        token: the fleet's.
+        token: what they show it, from ``link_token``.
         drain_s: seconds that open sessions get when the workers are stopped.
     """
 
@@ -44,14 +44,14 @@ class Workers:
         *,
         arguments: Sequence[str],
         controller: str,
-        token: str | None,
+        token: str,
         drain_s: float,
     ) -> None:
         self._number = number
         self._fleet = fleet
         options = ["--host", "none", "--controller", controller, "--drain", str(drain_s), "--stop-with-stdin"]
         self._command = [sys.executable, "-m", "agentrl_env", "serve", *options, *arguments]
-        self._environment = {**os.environ, **({"AGENTRL_TOKEN": token} if token else {})}
+        self._environment = {**os.environ, "AGENTRL_TOKEN": token}
         self._drain_s = drain_s
         self._processes: set[asyncio.subprocess.Process] = set()
         self._keeping: list[asyncio.Task[None]] = []

@@ -63,7 +63,8 @@ class DockerServer:
             this machine does); then its port is published on loopback.
         limits: what it may use.
         environment: its environment variables.
-        token: what callers must show; a random one where there is a network and none is given.
+        token: what callers must show; a random one where there is a network and none is given. With a
+            controller, what the server shows it: a fleet's is enough, from ``link_token``.
         max_sessions: how many sessions may be open at once.
         lease: seconds a session may be idle.
         drain: seconds that open sessions get to end when the server stops.

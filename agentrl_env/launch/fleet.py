@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import signal
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from agentrl_env.launch.image import build_image
 from agentrl_env.launch.placement import Placed
 from agentrl_env.launch.plan import FleetPlan, TaskPlan
 from agentrl_env.launch.process import ServerProcess
+from agentrl_env.server.access.callers import link_token
 
 _LOOK_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
@@ -43,8 +45,8 @@ class _Replica:
 class LocalFleet:
     """A plan's controller in this process, and its servers as children or containers.
 
-    Every server dials the controller. One that dies is started again, after growing pauses while it
-    dies young; none outlives this process.
+    Every server dials the controller with a token that lets it do nothing else. One that dies is started
+    again, after growing pauses while it dies young; none outlives this process.
 
     Args:
         plan: what to run.
@@ -54,8 +56,9 @@ class LocalFleet:
     def __init__(self, plan: FleetPlan, report: Callable[[str], None] = lambda line: None) -> None:
         self._plan, self._report = plan, report
         settings = plan.controller
-        state = Fleet(queue_s=settings.queue)
+        state = Fleet(queue_s=settings.queue, resume=settings.resume)
         self._controller = Controller(state, host=settings.host, port=settings.port, token=plan.token)
+        self._link_token = link_token(plan.token or secrets.token_urlsafe())
         self.url = self._controller.url
         self._dialled = self.url.replace("//0.0.0.0:", "//127.0.0.1:")
         self._images: dict[str, str] = {}
@@ -137,7 +140,7 @@ class LocalFleet:
         replica.server, replica.state = server, "serving"
 
     def _place(self, task: TaskPlan) -> Placed:
-        shared = {"token": self._plan.token, "controller": self._dialled, "start_timeout": _START_S}
+        shared = {"token": self._link_token, "controller": self._dialled, "start_timeout": _START_S}
         numbers = {"max_sessions": task.max_sessions, "lease": task.lease, "drain": task.drain}
         options = {**shared, **numbers, "oracle": task.oracle}
         if task.kind == "process":

@@ -10,7 +10,9 @@ from agentrl_env.launch.plan import FleetPlan, TaskPlan
 
 _CONTROLLER_PORT = 8100
 _ENTRY = "/opt/agentrl/bin/agentrl-env"
-_SECRET = "token"
+_OPERATOR, _LINK = "token", "link"
+"""The keys of the secret, of which servers see the second alone."""
+_LINK_VARIABLE = "AGENTRL_LINK_TOKEN"
 _GRACE_S = 15.0
 
 
@@ -18,7 +20,9 @@ def kubernetes(plan: FleetPlan) -> str:
     """Return the manifests: YAML, one document each.
 
     The servers dial the controller, so they need no Service; the network policy lets them reach it and
-    the name server, and nothing else. The token is read from the secret ``NAME-token``, key ``token``.
+    the name server, and nothing else. The secret ``NAME-token`` holds the operator's token under the key
+    ``token``, for the controller, and what ``agentrl-env controller --print-link-token`` makes of it under
+    the key ``link``, for the servers.
     """
     selector = {"app.kubernetes.io/part-of": plan.name, "app.kubernetes.io/component": "controller"}
     documents = [
@@ -44,9 +48,13 @@ def kubernetes(plan: FleetPlan) -> str:
 def compose(plan: FleetPlan) -> str:
     """Return a Compose file; the servers reach the controller and nothing else.
 
-    Only the controller is on a network that leads outside. The token is the variable that the plan names.
+    Only the controller is on a network that leads outside. The operator's token is the variable that the
+    plan names; what ``agentrl-env controller --print-link-token`` makes of it, for the servers, is
+    ``AGENTRL_LINK_TOKEN``.
     """
     token = {"AGENTRL_TOKEN": f"${{{plan.controller.token_env}:?set the token of the fleet}}"}
+    hint = "set it to what agentrl-env controller --print-link-token prints"
+    link = {"AGENTRL_TOKEN": f"${{{_LINK_VARIABLE}:?{hint}}}"}
     services = {
         "controller": {
             **_confined(plan.tasks[0]),
@@ -64,7 +72,7 @@ def compose(plan: FleetPlan) -> str:
             **_confined(task),
             "image": task.image_name,
             "command": _serve_arguments(task, f"http://controller:{_CONTROLLER_PORT}"),
-            "environment": {**task.environment, **token},
+            "environment": {**task.environment, **link},
             "networks": ["fleet"],
             "depends_on": {"controller": {"condition": "service_healthy"}},
             "deploy": {
@@ -86,7 +94,8 @@ def _controller_arguments(plan: FleetPlan) -> list[str]:
     settings = plan.controller
     arguments = ["controller", "--host", "0.0.0.0", "--port", str(_CONTROLLER_PORT)]
     arguments += ["--advertise", f"http://controller:{_CONTROLLER_PORT}", "--queue", f"{settings.queue:g}"]
-    return [*arguments, "--redis", settings.redis] if settings.redis else arguments
+    arguments += ["--redis", settings.redis] if settings.redis else []
+    return [*arguments, "--resume"] if settings.resume else arguments
 
 
 def _serve_arguments(task: TaskPlan, controller: str) -> list[str]:
@@ -164,7 +173,9 @@ def _controller_container(plan: FleetPlan) -> dict[str, Any]:
     arguments = _controller_arguments(plan)
     arguments[arguments.index("--advertise") + 1] = _controller_url(plan)
     return {
-        **_container(plan, "controller", _controller_image(plan), arguments, {}, limits, _CONTROLLER_PORT),
+        **_container(
+            plan, "controller", _controller_image(plan), arguments, {}, limits, _CONTROLLER_PORT, _OPERATOR
+        ),
         "command": [_ENTRY],
     }
 
@@ -172,7 +183,7 @@ def _controller_container(plan: FleetPlan) -> dict[str, Any]:
 def _task_container(plan: FleetPlan, task: TaskPlan) -> dict[str, Any]:
     limits = {"cpu": f"{task.limits.cpus:g}", "memory": str(task.limits.memory)}
     arguments = _serve_arguments(task, _controller_url(plan))
-    return _container(plan, task.name, task.image_name, arguments, task.environment, limits, PORT)
+    return _container(plan, task.name, task.image_name, arguments, task.environment, limits, PORT, _LINK)
 
 
 def _controller_url(plan: FleetPlan) -> str:
@@ -187,8 +198,9 @@ def _container(
     environment: dict[str, str],
     limits: dict[str, str],
     port: int,
+    token: str,
 ) -> dict[str, Any]:
-    secret = {"secretKeyRef": {"name": f"{plan.name}-token", "key": _SECRET}}
+    secret = {"secretKeyRef": {"name": f"{plan.name}-token", "key": token}}
     health = {"httpGet": {"path": "/health", "port": "http"}}
     return {
         "name": name,

@@ -19,7 +19,7 @@ _FROZEN = ConfigDict(frozen=True, extra="forbid")
 class ControllerPlan(BaseModel):
     """The fleet's address.
 
-    ``token_env`` names the environment variable with the fleet's token: a secret is no part of a file.
+    ``token_env`` names the environment variable with the operator's token: a secret is no part of a file.
     """
 
     model_config = _FROZEN
@@ -32,6 +32,8 @@ class ControllerPlan(BaseModel):
     """What runs the controller in Compose and Kubernetes; the first task's image by default."""
     redis: str | None = None
     """Where several controllers share their state."""
+    resume: bool = False
+    """Go on with a dead server's sessions at another, where tasks can fork."""
 
 
 class TaskPlan(BaseModel):
@@ -100,7 +102,7 @@ class FleetPlan(BaseModel):
 
     @property
     def token(self) -> str | None:
-        """The fleet's token, out of this process's environment."""
+        """The operator's token, out of this process's environment."""
         return os.environ.get(self.controller.token_env) or None
 
 

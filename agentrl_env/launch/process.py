@@ -39,7 +39,7 @@ class ServerProcess:
         targets: what to serve, as on the command line.
         host: the address to bind.
         port: 0 takes a free one.
-        token: what callers must show.
+        token: what callers must show; with a controller, what the server shows it.
         max_sessions: how many sessions may be open at once.
         lease: seconds a session may be idle.
         drain: seconds that open sessions get to end when the server stops.

@@ -17,6 +17,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from agentrl_env.errors import InternalError, ServeError
+from agentrl_env.server.access.callers import link_token
 from agentrl_env.server.access.gate import MAX_BODY_BYTES
 from agentrl_env.server.inspection import VERSION, place_of
 from agentrl_env.server.keeping import Keeping, LinkSocket
@@ -60,7 +61,7 @@ class Dialer:
         service: what answers the controllers' calls.
         urls: controllers, or ``unix:PATH`` for one behind a socket in the file system; those that they
             name are dialled as well.
-        token: the fleet's token.
+        token: the operator's, or the fleet's that is derived from it; the fleet's is shown.
     """
 
     def __init__(self, pool: SessionPool, service: Service, urls: Sequence[str], token: str | None) -> None:
@@ -71,8 +72,8 @@ class Dialer:
         self._pool = pool
         self._service = service
         self._urls = [url.rstrip("/") for url in urls]
-        self._token = token
-        self._headers = {"authorization": f"Bearer {token}"} if token else {}
+        self._token = link_token(token) if token else None
+        self._headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
         self._links: dict[str, asyncio.Task[None]] = {}
         self._open: set[_Link] = set()
         self._joined = asyncio.Event()

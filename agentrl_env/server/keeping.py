@@ -49,7 +49,7 @@ class Keeping(PoolService):
     Args:
         pool: the sessions.
         tell: sends a frame to the controller.
-        token: the fleet's; it seals the states, which run code where they are unpickled.
+        token: the fleet's, from ``link_token``; it seals the states, which run code where they are unpickled.
         complained: the tasks of which the log has said that their sessions cannot be kept.
     """
 

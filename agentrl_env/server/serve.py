@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import secrets
 import signal
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -14,6 +15,7 @@ import uvicorn
 
 from agentrl_env.environment import Environment
 from agentrl_env.errors import EnvironmentFailed, ServeError
+from agentrl_env.server.access.callers import is_link_token
 from agentrl_env.server.access.connections import Connections
 from agentrl_env.server.access.limits import Limits
 from agentrl_env.server.app import create_app
@@ -39,7 +41,8 @@ class EnvServer:
         host: the address to bind, ``unix:PATH`` for a socket in the file system, or ``none``.
         port: 0 picks a free one.
         max_sessions: how many sessions may be open at once.
-        token: what callers must show; needed for an address that is not loopback.
+        token: what callers must show; needed for an address that is not loopback. A fleet's, as
+            ``link_token`` makes it, only lets this server dial: then nobody may call it directly.
         insecure: allow such an address without a token.
         oracle: answer ``expert`` calls.
         lease_s: seconds a session may be idle.
@@ -71,9 +74,15 @@ class EnvServer:
         limits: Limits | None = None,
         tracing: Tracing | None = None,
     ) -> None:
+        own = token
+        if token and is_link_token(token):
+            if not controllers:
+                words = "this token only brings a server into a fleet"
+                raise ServeError(f"{words}; give --controller, or a token of its own")
+            own = secrets.token_urlsafe()  # who has the fleet's token may not call its servers
         environments = load_targets(targets)
         self.names = [environment.name for environment in environments]
-        self._listener = None if host == NOWHERE else Listener(host, port, token=token, insecure=insecure)
+        self._listener = None if host == NOWHERE else Listener(host, port, token=own, insecure=insecure)
         self.url = self._listener.url if self._listener else ""
         self.pool = SessionPool(
             environments,
@@ -85,7 +94,7 @@ class EnvServer:
         )
         service = PoolService(self.pool)
         self._limits = limits or Limits()
-        self._app = create_app(service, token=token, limits=self._limits, tracing=tracing)
+        self._app = create_app(service, token=own, limits=self._limits, tracing=tracing)
         self._dialer = Dialer(self.pool, service, controllers, token) if controllers else None
         if self._listener is None and self._dialer is None:
             raise ServeError("a server that listens nowhere needs a controller to dial")

@@ -48,7 +48,8 @@ def test_compose_takes_the_printed_file(tmp_path):
     file = tmp_path / "compose.yaml"
     file.write_text(compose(FleetPlan(tasks=(task,))))
     command = ["docker-compose", "-f", str(file), "config", "--quiet"]
-    assert run(*command, env={"PATH": os.environ["PATH"], "AGENTRL_TOKEN": "x"}).stderr == ""
+    tokens = {"AGENTRL_TOKEN": "x", "AGENTRL_LINK_TOKEN": "y"}
+    assert run(*command, env={"PATH": os.environ["PATH"], **tokens}).stderr == ""
     unset = run(*command, env={"PATH": os.environ["PATH"]})
     assert unset.returncode != 0
     assert "set the token of the fleet" in unset.stderr

@@ -20,6 +20,7 @@ from agentrl_env.errors import (
     UnknownSession,
     UnknownTask,
 )
+from agentrl_env.server.access.callers import link_token
 from agentrl_env.server.serve import NOWHERE, EnvServer
 from agentrl_env.testing import run_checks
 from agentrl_env.types import SessionStatus
@@ -50,7 +51,7 @@ class Site:
     async def serve(self, *tasks, controllers=(), **options) -> EnvServer:
         urls = [self.controller.url, *controllers]
         options.setdefault("drain_s", 0)
-        server = EnvServer(tasks, host=NOWHERE, controllers=urls, token="secret", **options)
+        server = EnvServer(tasks, host=NOWHERE, controllers=urls, token=link_token("secret"), **options)
         self.servers.append(server)
         await server.start()
         return server

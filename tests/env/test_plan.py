@@ -34,6 +34,7 @@ name = "sql"
 image = "registry.example/sql:2"
 kind = "docker"
 """
+TASK = '[[tasks]]\nname = "shop"\ntarget = "shop"'
 
 
 @pytest.fixture
@@ -105,7 +106,8 @@ def test_the_pods_can_do_nothing_else(plan):
         assert container["resources"]["limits"]["memory"]
         assert {"startupProbe", "readinessProbe", "livenessProbe"} <= set(container)
         token = container["env"][0]
-        assert token["valueFrom"]["secretKeyRef"] == {"name": "lab-token", "key": "token"}
+        key = "token" if container["name"] == "controller" else "link"
+        assert token["valueFrom"]["secretKeyRef"] == {"name": "lab-token", "key": key}
 
 
 def test_the_servers_reach_the_controller_alone(plan):
@@ -115,6 +117,23 @@ def test_the_servers_reach_the_controller_alone(plan):
     link, names = spec["egress"]
     assert link["to"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "controller"
     assert {port["port"] for port in names["ports"]} == {53}
+
+
+def test_a_fleet_resumes_where_its_file_says_so(plan):
+    assert plan().controller.resume is False
+    resuming = plan(f"[controller]\nresume = true\n{TASK}")
+    (controller, *_) = yaml.safe_load_all(kubernetes(resuming))
+    (container,) = controller["spec"]["template"]["spec"]["containers"]
+    assert "--resume" in container["args"]
+    assert "--resume" in yaml.safe_load(compose(resuming))["services"]["controller"]["command"]
+    assert "--resume" not in kubernetes(plan()) + compose(plan())
+
+
+def test_in_the_compose_file_servers_have_no_more_than_the_fleets_token(plan):
+    services = yaml.safe_load(compose(plan()))["services"]
+    tokens = {name: service["environment"]["AGENTRL_TOKEN"] for name, service in services.items()}
+    assert tokens.pop("controller").startswith("${LAB_TOKEN:?")
+    assert all(token.startswith("${AGENTRL_LINK_TOKEN:?") for token in tokens.values())
 
 
 def test_the_plan_is_in_the_compose_file(plan):

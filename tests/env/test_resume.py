@@ -23,7 +23,7 @@ from agentrl_env import Done, EnvClient, Environment, Message, Reply, ToolCall, 
 from agentrl_env.controller import keeper
 from agentrl_env.controller.fleet import Fleet
 from agentrl_env.controller.redis import RedisState
-from agentrl_env.controller.serve import Controller
+from agentrl_env.controller.serve import Controller, control
 from agentrl_env.errors import InvalidRequest, ServeError, SessionEnded, SessionLost, StateUnavailable
 from agentrl_env.server import keeping
 from agentrl_env.server.pool import SessionPool
@@ -524,7 +524,7 @@ async def test_nobody_but_a_controller_may_ask_for_an_adoption():
 
 async def test_a_controller_that_resumes_needs_a_token():
     with pytest.raises(ServeError, match="--resume needs a token"):
-        Controller(Fleet(resume=True), port=0)
+        control(Fleet(resume=True), port=0)
 
 
 async def test_an_agents_token_goes_on_with_its_session():

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from agentrl_env import EnvClient, ToolCall
+from agentrl_env.launch.fleet import LocalFleet
+from agentrl_env.launch.plan import ControllerPlan, FleetPlan, TaskPlan
 
 TASKS = Path(__file__).with_name("tasks.py")
 FILE = f"""
@@ -92,6 +94,26 @@ async def test_a_fleet_serves_survives_a_death_and_is_replaced_without_losing_a_
         assert len(servers(process.pid)) == 2
         assert not before & servers(process.pid)
         await (await client.open("guess")).close()
+
+
+async def test_a_fleet_that_resumes_takes_no_session_with_a_killed_server(tmp_path):
+    plan = FleetPlan(
+        controller=ControllerPlan(port=0, resume=True),
+        tasks=(TaskPlan(name="walk", target=f"{TASKS.with_name('test_resume.py')}:Walk", replicas=2),),
+    )
+    fleet = LocalFleet(plan)
+    try:
+        await fleet.start()
+        async with EnvClient.connect(fleet.url, timeout=60) as client:
+            sessions = [await client.open("walk", seed=n) for n in range(4)]
+            assert len({session.session_id.partition(".")[0] for session in sessions}) == 2
+            for session in sessions:
+                await session.step(ToolCall.of("walk"))
+            os.kill(min(servers(os.getpid())), signal.SIGKILL)
+            results = await asyncio.gather(*(session.step(ToolCall.of("walk")) for session in sessions))
+            assert [result.seq for result in results] == [2] * 4
+    finally:
+        await fleet.stop()
 
 
 def test_a_killed_fleet_leaves_no_server(tmp_path):

@@ -29,16 +29,42 @@ class Who(Environment):
         """Ask for the process."""
         return str(os.getpid())
 
+    @tool
+    def token(self):
+        """Ask for what the process could show."""
+        return os.environ["AGENTRL_TOKEN"]
+
+
+class Count(Who):
+    """Counts, and can be gone on with."""
+
+    def reset(self, sample, rng):
+        self.count = 0
+        return "Hello."
+
+    @tool
+    def add(self):
+        """Count one."""
+        self.count += 1
+        return str(self.count)
+
+    def snapshot(self):
+        return self.count
+
+    def restore(self, state):
+        self.count = state
+
 
 @contextlib.contextmanager
-def serving(*options: str):
-    command = [sys.executable, "-m", "agentrl_env", "serve", TARGET, "--port", "0", *options]
+def serving(*options: str, target: str = TARGET):
+    command = [sys.executable, "-m", "agentrl_env", "serve", target, "--port", "0", *options]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
         line = process.stdout.readline()
-        assert line.startswith("serving who at http://"), process.stderr.read()
+        task = target.rpartition(":")[2].lower()
+        assert line.startswith(f"serving {task} at http://"), process.stderr.read()
         yield process, line.split(" at ")[1].split()[0]
     finally:
         process.kill()
@@ -99,6 +125,27 @@ async def test_sessions_stay_with_their_worker_and_the_death_of_one_is_told_at_o
         until_dead([alive, pid])
 
 
+async def test_with_resume_the_sessions_of_a_killed_worker_go_on_at_the_others_even_where_these_are_full():
+    options = ["--workers", "2", "--max-sessions", "4", "--drain", "0", "--resume"]
+    with serving(*options, target=f"{__file__}:Count") as (process, url):
+        async with EnvClient.connect(url, timeout=60) as client:
+            sessions = [await client.open("count", wait=20) for _ in range(4)]
+            pids = [await ask(session) for session in sessions]
+            assert len(set(pids)) == 2
+            for session in sessions:
+                assert said(await session.step(ToolCall.of("add"))) == "1"
+            os.kill(pids[0], signal.SIGKILL)  # the other worker is full: another has to be started
+            seconds = await asyncio.gather(*(session.step(ToolCall.of("add")) for session in sessions))
+            assert [said(second) for second in seconds] == ["2"] * 4
+            assert pids[0] not in [await ask(session) for session in sessions]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+def said(result):
+    return result.messages[0].content
+
+
 async def test_the_workers_end_with_their_parent_even_where_it_is_killed():
     with serving("--workers", "2") as (process, url):
         async with EnvClient.connect(url, timeout=30) as client:
@@ -125,6 +172,16 @@ def test_workers_and_a_controller_together_are_refused():
     assert done.returncode == 1
     assert done.stderr == (
         "error: --workers brings a controller of its own; give --workers or --controller\n"
+    )
+
+
+def test_resuming_without_workers_is_refused():
+    command = [sys.executable, "-m", "agentrl_env", "serve", TARGET, "--resume"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: --resume goes on with the sessions of a worker that dies; give --workers too, "
+        "or let the controller resume: agentrl-env controller --resume\n"
     )
 
 

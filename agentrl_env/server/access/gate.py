@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import re
 from base64 import urlsafe_b64decode
@@ -15,17 +14,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from agentrl_env.errors import BodyTooLarge, Forbidden, RateLimited, Unauthorized, WireError
 from agentrl_env.server.access.callers import (
     CLIENT_HEADER,
+    OPERATOR,
     Caller,
+    bearer_of,
     caller,
     client_name,
     refuse_hurry,
-    session_of,
 )
 from agentrl_env.server.access.limits import Limits, Rates
 from agentrl_env.server.page.shell import SHELL
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.server.telemetry.tracing import Tracing
-from agentrl_env.wire import PROTOCOL_HEADER, PROTOCOL_VERSION, SOCKET_HEADER, SOCKET_PATH
+from agentrl_env.wire import LINK_PATH, PROTOCOL_HEADER, PROTOCOL_VERSION, SOCKET_HEADER, SOCKET_PATH
 
 logger = logging.getLogger("agentrl_env")
 
@@ -118,40 +118,39 @@ class Gate:
         name = client_name(headers.get(_CLIENT, b""), scope.get("client"))
         if path in _PUBLIC:
             return Caller(name=name)
-        session_id = self._session_of(headers.get(b"authorization", b""))
-        if session_id is not None:
-            name = session_id
-            if not _agent_may(scope["method"], path, session_id):
-                raise Forbidden("an agent's token may only step its own session and read how it stands")
+        who = self._who(headers.get(b"authorization", b""))
+        if who.session_id is not None:
+            name = who.session_id
+        if who.session_id is None or not _agent_may(scope["method"], path, who.session_id):
+            who.refuse_all_but(None)
         if self._token is None and scope["method"] not in _HARMLESS and not _same_origin(headers):
             # Its page cannot read the answer, but what it asked for would be done.
             raise Forbidden("this server takes no calls from web pages of other origins; give it a --token")
         if self._rates is not None:
             refuse_hurry(self._rates, name)
-        return Caller(name=name, session_id=session_id)
+        return Caller(name=name, session_id=who.session_id)
 
     def _meet_socket(self, scope: Scope, headers: dict[bytes, bytes]) -> Caller:
         """Return who opens a WebSocket; a browser, which sets no headers, shows a token as a subprotocol."""
-        session_id = self._session_of(headers.get(b"authorization") or _token_of(scope["subprotocols"]))
-        if session_id is not None and scope["path"] != SOCKET_PATH:
-            raise Forbidden("an agent's token may only step its own session and read how it stands")
+        who = self._who(headers.get(b"authorization") or _token_of(scope["subprotocols"]))
+        if scope["path"] != (LINK_PATH if who.is_server else SOCKET_PATH):
+            who.refuse_all_but(None)
         if self._token is None and not _same_origin(headers):
             # Without a token, any web page could otherwise reach a server on its reader's machine.
             raise Unauthorized("this server takes no WebSocket from web pages of other origins")
-        name = session_id or client_name(headers.get(_CLIENT, b""), scope.get("client"))
-        return Caller(name=name, session_id=session_id, rates=self._rates)
+        name = who.session_id or client_name(headers.get(_CLIENT, b""), scope.get("client"))
+        return Caller(name=name, session_id=who.session_id, is_server=who.is_server, rates=self._rates)
 
-    def _session_of(self, shown: bytes) -> str | None:
-        """Return the session of an agent's token, None for an operator. Raises Unauthorized."""
+    def _who(self, shown: bytes) -> Caller:
+        """Return who has shown a header or subprotocol. Raises Unauthorized."""
         if self._token is None:
-            return None
-        if hmac.compare_digest(shown, f"Bearer {self._token}".encode()):
-            return None
-        session_id = session_of(shown.removeprefix(b"Bearer ").decode("latin-1"), self._token)
-        if session_id is None:
+            return OPERATOR
+        scheme, _, token = shown.partition(b" ")
+        who = bearer_of(token, self._token) if scheme == b"Bearer" else None
+        if who is None:
             words = f"a token: Authorization: Bearer, or of a WebSocket a subprotocol {TOKEN_PREFIX}..."
             raise Unauthorized(f"this server needs {words}")
-        return session_id
+        return who
 
     def _measured(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> Receive:
         """Return what gives a body within the limit. Raises BodyTooLarge where it says it is larger."""

@@ -1,0 +1,188 @@
+"""The fleet's token: with it a server dials its controller, and nobody does anything else."""
+
+import json
+import os
+import subprocess
+import sys
+from base64 import urlsafe_b64encode
+from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosedError, InvalidStatus
+
+from agentrl_env import EnvClient, ToolCall
+from agentrl_env.controller.fleet import Fleet
+from agentrl_env.controller.serve import Controller
+from agentrl_env.errors import Forbidden, ServeError, Unauthorized
+from agentrl_env.server.access.callers import agent_token, is_link_token, link_token, session_of
+from agentrl_env.server.access.gate import TOKEN_PREFIX
+from agentrl_env.server.serve import NOWHERE, EnvServer
+from tests.env.tasks import Quick
+from tests.env.test_fork import Walk
+
+TOKEN = "sesam"
+LINK = link_token(TOKEN)
+OWN = "/v1/sessions/{}"
+CALLS = [
+    ("GET", "/v1/tasks", None),
+    ("GET", "/v1/sessions", None),
+    ("GET", "/v1/fleet", None),
+    ("GET", "/metrics", None),
+    ("GET", "/openapi.json", None),
+    ("GET", "/nowhere", None),
+    ("GET", "/v1/link", None),
+    ("POST", "/v1/link", {}),
+    ("POST", "/v1/sessions", {"task": "quick"}),
+    ("POST", "/v1/step", {"steps": []}),
+    ("GET", OWN, None),
+    ("DELETE", OWN, None),
+    ("POST", f"{OWN}/step", {}),
+    ("POST", f"{OWN}/fork", {"n": 1}),
+    ("POST", f"{OWN}/expert", None),
+    ("GET", f"{OWN}/transcript", None),
+]
+
+
+@asynccontextmanager
+async def running(*things):
+    try:
+        for thing in things:
+            await thing.start()
+        yield
+    finally:
+        for thing in reversed(things):
+            await thing.stop()
+
+
+def bearer(token):
+    return {"authorization": f"Bearer {token}"}
+
+
+@pytest.fixture
+async def fleet():
+    """A controller and a server that have different tokens; the server listens, too."""
+    front = Controller(Fleet(resume=True), port=0, token=TOKEN)
+    server = EnvServer([Quick, Walk], port=0, drain_s=0.0, token=LINK, controllers=[front.url], oracle=True)
+    async with running(front, server), EnvClient.connect(front.url, token=TOKEN) as operator:
+        yield SimpleNamespace(front=front, server=server, operator=operator)
+
+
+async def test_a_server_needs_no_other_to_serve_a_fleet_and_its_sessions_go_on_elsewhere(fleet):
+    session = await fleet.operator.open("walk")
+    await session.step(ToolCall.of("walk"))
+    assert session.agent_token == agent_token(TOKEN, session.session_id)
+    known = EnvServer([Walk], host=NOWHERE, token=TOKEN, controllers=[fleet.front.url], drain_s=0.0)
+    async with running(known):  # it has the operator's token, and trusts what the other has sealed
+        await fleet.server.stop()
+        assert (await session.step(ToolCall.of("walk"))).seq == 2
+        assert known.pool.open_sessions == 1
+
+
+@pytest.mark.parametrize(("method", "path", "body"), CALLS)
+async def test_it_makes_no_call(fleet, method, path, body):
+    session = await fleet.operator.open("quick")
+    async with httpx.AsyncClient(headers=bearer(LINK), trust_env=False) as holder:
+        path = path.format(session.session_id)
+        answer = await holder.request(method, fleet.front.url + path, json=body)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (403, "forbidden")
+        answer = await holder.request(method, fleet.server.url + path, json=body)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (401, "unauthorized")
+        for url in (fleet.front.url, fleet.server.url):
+            assert (await holder.get(f"{url}/health")).status_code == 200
+    assert fleet.server.pool.session(session.session_id).turn == 0
+
+
+@pytest.mark.parametrize("shown", ["header", "subprotocol"])
+async def test_it_opens_no_socket_but_the_link(fleet, shown):
+    name = TOKEN_PREFIX + urlsafe_b64encode(LINK.encode()).rstrip(b"=").decode()
+    options = {"additional_headers": bearer(LINK)} if shown == "header" else {"subprotocols": [name]}
+    for url, path, status in ((fleet.front.url, "/v1/ws", 403), (fleet.server.url, "/v1/ws", 401)):
+        with pytest.raises(InvalidStatus) as refused:
+            await connect(url.replace("http", "ws", 1) + path, **options)
+        assert refused.value.response.status_code == status
+    with pytest.raises(InvalidStatus) as refused:  # a server has no such thing
+        await connect(fleet.server.url.replace("http", "ws", 1) + "/v1/link", **options)
+    assert refused.value.response.status_code == 401
+
+
+async def heard(line):
+    with suppress(ConnectionClosedError):
+        while True:
+            yield json.loads(await line.recv())
+
+
+async def test_over_the_link_it_is_asked_and_asks_nothing(fleet):
+    session = await fleet.operator.open("quick")
+    close = {"id": 1, "call": "close", "session_id": session.session_id}
+    address = fleet.front.url.replace("http", "ws", 1) + "/v1/link"
+    hello = {"server_id": "mine", "tasks": [], "capacity": 1}
+    for frames in ([close], [{"hello": hello}, close]):
+        async with connect(address, additional_headers=bearer(LINK)) as line:
+            for frame in frames:
+                await line.send(json.dumps(frame))
+            assert all("welcome" in frame for frame in [frame async for frame in heard(line)])
+            assert line.close_code == 1008
+    assert (await fleet.operator.resume(session.session_id)).info.status == "running"
+
+
+async def test_a_server_on_its_own_refuses_it():
+    server = EnvServer([Quick], port=0, drain_s=0.0, token=TOKEN)
+    async with running(server), EnvClient.connect(server.url, token=LINK) as client:
+        with pytest.raises(Forbidden, match="may only bring a server into a fleet"):
+            await client.open("quick")
+
+
+async def test_the_tokens_of_a_server_open_no_other_servers_door(fleet):
+    for token in (TOKEN, LINK, agent_token(LINK, "a.b"), agent_token(TOKEN, "a.b")):
+        async with EnvClient.connect(fleet.server.url, token=token) as client:
+            with pytest.raises(Unauthorized):
+                await client.open("quick")
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        link_token("other"),
+        LINK[:-1] + ("A" if LINK[-1] != "A" else "B"),
+        LINK.removeprefix("link."),
+        LINK + "=",
+        "link.",
+        agent_token(TOKEN, "link").removeprefix("agent."),
+    ],
+)
+async def test_a_forged_one_is_a_strangers(fleet, forged):
+    address = fleet.front.url.replace("http", "ws", 1) + "/v1/link"
+    with pytest.raises(InvalidStatus) as refused:
+        await connect(address, additional_headers=bearer(forged))
+    assert refused.value.response.status_code == 401
+
+
+def test_it_is_derived_once_and_is_no_agents():
+    assert link_token(LINK) == LINK
+    assert is_link_token(LINK)
+    assert not is_link_token(TOKEN)
+    assert session_of(LINK, TOKEN) is None
+    assert LINK.removeprefix("link.") != agent_token(TOKEN, "link").rpartition(".")[2]
+
+
+def test_where_the_operators_is_needed_it_is_refused_in_one_sentence():
+    with pytest.raises(ServeError, match="a controller needs the operator's"):
+        Controller(Fleet(), port=0, token=LINK)
+    with pytest.raises(ServeError, match="give --controller, or a token of its own"):
+        EnvServer([Quick], port=0, token=LINK)
+
+
+def test_the_command_prints_it():
+    command = [sys.executable, "-m", "agentrl_env", "controller", "--print-link-token"]
+    environment = {key: value for key, value in os.environ.items() if key != "AGENTRL_TOKEN"}
+    known = {**environment, "AGENTRL_TOKEN": TOKEN}
+    done = subprocess.run(command, env=known, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{LINK}\n")
+    without = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (without.returncode, without.stdout) == (1, "")
+    assert without.stderr == (
+        "error: the fleet's token is made of the operator's; give --token or AGENTRL_TOKEN\n"
+    )
