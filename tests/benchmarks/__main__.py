@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-PARTS = ("serving", "engine", "overlap", "sandbox")
+PARTS = ("serving", "engine", "overlap", "longtail", "trl", "sandbox")
 
 
 def main() -> None:
@@ -30,6 +30,14 @@ def main() -> None:
                 from tests.benchmarks import overlap
 
                 overlap.run(quick=chosen.quick)
+            case "longtail":
+                from tests.benchmarks import longtail
+
+                longtail.run(quick=chosen.quick)
+            case "trl":
+                from tests.benchmarks import trl
+
+                trl.run(quick=chosen.quick)
             case "sandbox":
                 from tests.benchmarks import sandbox
 

@@ -1,0 +1,53 @@
+"""A shop that answers late: most calls within some tens of milliseconds, a few after seconds.
+
+Each call waits for a Pareto-distributed time, ``SHORTEST_S (1 - u) ** (-1 / SHAPE)``, at most ``LONGEST_S``.
+An episode's waits are drawn from its seed, so that everybody who plays it waits as long. Waiting takes no
+processor time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from pathlib import Path
+
+from agentrl_env import tool
+
+SHORTEST_S, SHAPE, LONGEST_S = 0.05, 1.1, 6.0
+_FILE = Path(__file__).parents[2] / "environments/shop/environment.py"
+_spec = importlib.util.spec_from_file_location("shop_environment", _FILE)
+assert _spec is not None
+assert _spec.loader is not None
+_module = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_module)
+
+
+class LateShop(_module.Shop):  # type: ignore[misc]
+    """Buy an article within the budget: search, view the sellers' offers, buy one."""
+
+    name = "shop"
+
+    def reset(self, sample, rng):
+        (self.waits,) = rng.spawn(1)
+        return super().reset(sample, rng)
+
+    async def _wait(self):
+        await asyncio.sleep(min(LONGEST_S, SHORTEST_S * (1.0 - self.waits.random()) ** (-1.0 / SHAPE)))
+
+    @tool
+    async def search(self, query: str):
+        """Search the shop for an article; its offers can then be viewed and bought."""
+        await self._wait()
+        return super().search(query)
+
+    @tool
+    async def view(self, seller: str):
+        """See a seller's offer; search first."""
+        await self._wait()
+        return super().view(seller)
+
+    @tool
+    async def buy(self, seller: str):
+        """Buy a seller's offer. This ends the task, so be sure; search first."""
+        await self._wait()
+        return super().buy(seller)

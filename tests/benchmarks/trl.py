@@ -1,0 +1,149 @@
+"""GRPO side by side with TRL's trainer on the CPU: the same tiny model, the same task, equal samples.
+
+Both start from the quick start's policy and play the one-turn task of ``trl_task``: the same prompt tokens, up
+to 48 new ones, groups of 8 scaled by their standard deviation, one update a step with clipping at 0.2 and
+0.28, means over sequences, AdamW with the same learning rate and the same bound on the gradient's norm, the
+same number of threads. TRL samples with Hugging Face ``generate``, since vLLM is what it uses on a GPU alone.
+They take turns seed by seed, so that whatever else the machine does meets all alike.
+
+*Tokens/s* counts the sampled tokens of the episodes trained on, over the time of all steps but the first. The
+ceiling is a loop that never waits: tokens over the time that the engine or the trainer worked, whichever is
+longer, in the synchronous run. *Success* is that of the last quarter of the samples.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "examples/quickstart/train.toml"
+MODEL = ROOT / "examples/quickstart/starter"
+TASK = Path(__file__).with_name("trl_task.py")
+GROUPS, GROUP_SIZE, LEARNING_RATE = 8, 8, 7e-4
+SETTINGS = (
+    "eval.samples=0",
+    "metrics.tensorboard=false",
+    "metrics.trajectories=0",
+    "metrics.trace=false",
+    "checkpoint.every=1000",
+    f"rollout.groups_per_step={GROUPS}",
+    f"rollout.group_size={GROUP_SIZE}",
+    "rollout.window=1",
+    "rollout.stale_fraction=0.0",
+    "advantage.task_normalization=false",
+    "advantage.invalid_call_penalty=0.0",
+    f"train.learning_rate={LEARNING_RATE}",
+    "train.warmup_steps=3",
+    "train.final_lr_fraction=1.0",
+    "train.minibatches=1",
+    "train.dual_clip=0.0",
+)
+Step = Mapping[str, float]
+
+
+def trl(*, seed: int, steps: int, threads: int) -> list[Step]:
+    """Run TRL and return each step's success, sampled tokens and seconds."""
+    options = {
+        "model": MODEL,
+        "steps": steps,
+        "groups": GROUPS,
+        "seed": seed,
+        "threads": threads,
+        "learning-rate": LEARNING_RATE,
+    }
+    command = [sys.executable, "-m", "tests.benchmarks.trl_player"]
+    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"success"')]
+
+
+def ours(*, staleness: int, seed: int, steps: int, threads: int) -> list[Step]:
+    """Run our trainer and return the same, and the idle shares."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = [
+            *SETTINGS,
+            f"environments=[{{serve=['{TASK}:FirstPick']}}]",
+            f"run.folder={folder}",
+            f"run.steps={steps}",
+            f"run.seed={seed}",
+            f"run.threads={threads}",
+            f"rollout.max_staleness={staleness}",
+        ]
+        command = [sys.executable, "-m", "agentrl_train", "run", str(CONFIG)]
+        command += [part for option in options for part in ("--set", option)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+        lines = (Path(folder) / "quickstart" / "metrics.jsonl").read_text().splitlines()
+    return [
+        {
+            "success": record["tasks"]["shop"]["success"],
+            "tokens": record["tasks"]["shop"]["tokens"],
+            "seconds": record["step_seconds"],
+            "trainer_idle": record["trainer_idle"],
+            "engine_idle": record["engine_idle"],
+        }
+        for record in map(json.loads, lines)
+    ]
+
+
+def speed(steps: Sequence[Step]) -> float:
+    """Return trained tokens a second over all steps but the first."""
+    return sum(step["tokens"] for step in steps[1:]) / sum(step["seconds"] for step in steps[1:])
+
+
+def idle(steps: Sequence[Step], who: str) -> float:
+    """Return the share of the time that one stood idle."""
+    seconds = sum(step["seconds"] for step in steps[1:])
+    return sum(step[f"{who}_idle"] * step["seconds"] for step in steps[1:]) / seconds
+
+
+def run(*, quick: bool) -> None:
+    """Print the table."""
+    steps, seeds, threads = (8, 1, 2) if quick else (30, 3, 2)
+    runs: dict[str, list[list[Step]]] = {"TRL": [], "synchronous": [], "staleness 1": []}
+    for seed in range(seeds):
+        runs["TRL"].append(trl(seed=seed, steps=steps, threads=threads))
+        for name, staleness in (("synchronous", 0), ("staleness 1", 1)):
+            runs[name].append(ours(staleness=staleness, seed=seed, steps=steps, threads=threads))
+    Console(width=120).print(_table(runs, threads=threads))
+
+
+def _table(runs: Mapping[str, Sequence[Sequence[Step]]], *, threads: int) -> Table:
+    steps, seeds = len(runs["TRL"][0]), len(runs["TRL"])
+    table = Table(
+        title=f"GRPO, {steps} steps of {GROUPS * GROUP_SIZE} episodes, {seeds} seeds, {threads} threads of "
+        f"{os.cpu_count()} processors"
+    )
+    headings = "trainer", "tokens/s", "ratio", "of ceiling", "1st quarter", "2nd", "3rd", "last", "seconds"
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    base = fmean(speed(one) for one in runs["TRL"])
+    working = fmean(1 - min(idle(one, "trainer"), idle(one, "engine")) for one in runs["synchronous"])
+    ceiling = fmean(speed(one) for one in runs["synchronous"]) / working
+    for name, repeats in runs.items():
+        own = fmean(speed(one) for one in repeats)
+        size = steps // 4
+        quarters = [
+            [fmean(step["success"] for step in one[part * size : (part + 1) * size]) for one in repeats]
+            for part in range(4)
+        ]
+        last = quarters[-1]
+        table.add_row(
+            name,
+            f"{own:,.0f}",
+            f"{own / base:.2f}",
+            "-" if name == "TRL" else f"{own / ceiling:.0%}",
+            *(f"{fmean(part):.0%}" for part in quarters[:-1]),
+            f"{fmean(last):.1%}" + (f" ± {stdev(last):.1%}" if len(last) > 1 else ""),
+            f"{fmean(sum(step['seconds'] for step in one[1:]) for one in repeats):.0f}",
+        )
+    return table

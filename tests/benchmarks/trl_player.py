@@ -1,0 +1,119 @@
+"""TRL's GRPO trainer on the task of ``trl_task``: a line of JSON a step. Run as a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import Dataset
+from datasets.table import InMemoryTable
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from agentrl_env.client import EnvClient
+from agentrl_env.types import TaskSample
+from agentrl_train.engine.chat import ChatFormat
+from tests.benchmarks.trl_task import FirstPick, reward
+
+GROUP_SIZE = 8
+
+
+async def prompts(chat: ChatFormat, number: int, *, seed: int) -> list[dict[str, str]]:
+    """Return prompts as text that encodes to the tokens that our actor sends, and what is right."""
+    rows, tokenizer = [], chat.tokenizer
+    async with EnvClient.local(FirstPick) as client:
+        tools = (await client.open("shop", index=0)).tools
+    problems, draws = FirstPick.samples("train"), np.random.default_rng(seed)
+    for index in draws.choice(len(problems), size=number, replace=False):
+        environment, data = FirstPick(), problems[index]
+        messages = environment.reset(TaskSample(task="shop", data=data), draws)
+        ids = chat.opening(messages, tools)
+        text = str(tokenizer.decode(ids, skip_special_tokens=False))
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids
+        rows.append({"prompt": text, "right": environment.right})
+    return rows
+
+
+class Steps(TrainerCallback):  # type: ignore[misc]
+    """Writes each step's reward, sampled tokens and seconds."""
+
+    def __init__(self, episodes: int) -> None:
+        self._episodes = episodes
+        self._mark = time.perf_counter()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):  # type: ignore[no-untyped-def]
+        if not logs or "completions/mean_length" not in logs:
+            return
+        now = time.perf_counter()
+        record = {
+            "success": logs["reward"],
+            "tokens": logs["completions/mean_length"] * self._episodes,
+            "seconds": now - self._mark,
+        }
+        self._mark = now
+        print(json.dumps(record), file=sys.__stdout__, flush=True)
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--groups", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--learning-rate", type=float, required=True)
+    chosen = parser.parse_args()
+    torch.set_num_threads(chosen.threads)
+    tokenizer = AutoTokenizer.from_pretrained(chosen.model, padding_side="left")
+    rows = asyncio.run(prompts(ChatFormat(tokenizer), chosen.steps * chosen.groups, seed=1000 * chosen.seed))
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+            seed=chosen.seed,
+            max_steps=chosen.steps,
+            per_device_train_batch_size=chosen.groups * GROUP_SIZE,
+            num_generations=GROUP_SIZE,
+            max_completion_length=48,
+            temperature=1.0,
+            learning_rate=chosen.learning_rate,
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=3,
+            adam_beta2=0.99,
+            max_grad_norm=0.1,
+            beta=0.0,
+            epsilon=0.2,
+            epsilon_high=0.28,
+            loss_type="grpo",
+            bf16=False,
+            gradient_checkpointing=False,
+            dataloader_pin_memory=False,
+        )
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(chosen.model, dtype=torch.float32),
+            reward_funcs=lambda completions, right, **_: [
+                reward(text, one) for text, one in zip(completions, right, strict=True)
+            ],
+            args=config,
+            # Named by hand: the name that is made of a table's content cannot be made under every pyarrow.
+            train_dataset=Dataset(InMemoryTable.from_pylist(rows), fingerprint="prompts"),
+            processing_class=tokenizer,
+            callbacks=[Steps(chosen.groups * GROUP_SIZE)],
+        )
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main()

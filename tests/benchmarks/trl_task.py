@@ -1,0 +1,63 @@
+"""One decision of the shop, in one turn: which seller's offer to look at, the search being done.
+
+TRL's own loop ends an episode where the model stops calling tools; an environment cannot end it. A task of one
+turn is the same on both sides: the same prompt tokens, one completion, one reward.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+from agentrl_env import Done, Message, ToolCall, tool
+
+_FILE = Path(__file__).parents[2] / "environments/shop/environment.py"
+_spec = importlib.util.spec_from_file_location("shop_environment", _FILE)
+assert _spec is not None
+assert _spec.loader is not None
+_module = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_module)
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+
+
+class FirstPick(_module.Shop):  # type: ignore[misc]
+    """Name the seller who has the right offer: most articles have a usual one, which the task never says."""
+
+    name = "shop"
+    max_turns = 1
+
+    def reset(self, sample, rng):
+        wish = super().reset(sample, rng)
+        self.searched = True
+        search = ToolCall.of("search", query=self.article)
+        return [
+            Message(role="user", content=wish),
+            Message.assistant(f"{self.article}.", search),
+            Message(role="tool", tool_call_id=search.id, content="6 offers."),
+        ]
+
+    @tool
+    def view(self, seller: str):
+        """See a seller's offer."""
+        return self._pick(seller)
+
+    @tool
+    def buy(self, seller: str):
+        """Buy a seller's offer."""
+        return self._pick(seller)
+
+    def _pick(self, seller):
+        return Done("That was it.", reward=float(seller == self.right))
+
+
+def reward(text: str, right: str) -> float:
+    """Return what ``FirstPick`` gives for a completion: 1 if its first call names the right seller."""
+    found = _CALL.search(text)
+    try:
+        call = json.loads(found.group(1)) if found else {}
+        named = call["arguments"] if call.get("name") in ("view", "buy") else {}
+        return float(named == {"seller": right})
+    except (ValueError, KeyError, AttributeError):
+        return 0.0
