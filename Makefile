@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 ARGS ?=
 FUZZ_REQUESTS ?= 100000
+TEST_PROCESSES ?= 2
 # The first of quickstart, quickstart-2, quickstart-3 ... that is not taken.
 NAME ?= $(shell name=quickstart; i=2; while [ -e runs/$$name ]; do name=quickstart-$$i; i=$$((i+1)); done; echo $$name)
 
@@ -30,9 +31,9 @@ train: $(VENV)/.train  ## train the starter policy on three tasks; SEED=1 NAME=a
 	$(BIN)/agentrl-train run examples/quickstart/train.toml --set run.name=$(NAME) \
 		$(if $(SEED),--set run.seed=$(SEED)) $(ARGS)
 
-test: $(VENV)/.dev  ## all quick tests that need no Docker
+test: $(VENV)/.dev  ## all quick tests that need no Docker, in TEST_PROCESSES=2 processes
 	-@.ci/system-packages chromium redis-server bubblewrap
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
 slow: $(VENV)/.dev  ## tests from end to end that take more than ten seconds each
 	$(BIN)/python -m pytest -m slow $(ARGS)

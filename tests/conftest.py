@@ -1,11 +1,18 @@
-"""Fixtures that several folders need: a tiny model and a tiny tokenizer, both made on the spot."""
+"""What several folders need: a tiny model and a tiny tokenizer, both made on the spot."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+# How long an example takes says something about the machine and what else it does, and nothing about the code.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 CHAT_TEMPLATE = """\
 {%- if tools %}<|im_start|>system
@@ -59,6 +66,14 @@ def make_model(seed: int = 0, vocabulary: int = 261) -> Qwen3ForCausalLM:
         pad_token_id=0,
     )
     return Qwen3ForCausalLM(config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Let a report hold text alone that crosses between processes; some tests log what UTF-8 cannot carry."""
+    report = yield
+    report.sections = [(name, text.encode("utf-8", "replace").decode()) for name, text in report.sections]
+    return report
 
 
 @pytest.fixture
