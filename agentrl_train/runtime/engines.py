@@ -97,9 +97,7 @@ def require_vllm(python: str) -> None:
     Raises:
         ConfigError: it is not, or does not.
     """
-    question = (
-        "import importlib.util as u; print([n for n in ('vllm', 'agentrl_train') if not u.find_spec(n)])"
-    )
+    question = "from importlib.util import find_spec as f; print(f('vllm') and f('agentrl_train') and 1)"
     try:
         answer = subprocess.run(
             [python, "-c", question], capture_output=True, text=True, timeout=60, check=True

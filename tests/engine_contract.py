@@ -1,0 +1,243 @@
+"""What every engine must do, told once: a folder's tests subclass ``EngineContract`` for their own engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from agentrl_train.errors import EngineError
+from agentrl_train.types import Completion, MeasuredEngine, SamplingParams, WeightSync
+
+VOCABULARY, STOP, MAX_CONTEXT = 261, 2, 512
+POLICIES = ("current", "stale")
+
+
+def contract_model(seed: int) -> Qwen3ForCausalLM:
+    """Return a random Qwen3 with grouped heads and tied embeddings, of sizes that every engine takes."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=128,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=STOP,
+        pad_token_id=0,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+class ServingEngine(MeasuredEngine, WeightSync, Protocol):
+    """What a run needs of an engine."""
+
+
+@dataclass
+class Subject:
+    """An engine under test, and which weights each of its policies holds."""
+
+    engine: ServingEngine
+    tolerance: float
+    version: int = 0
+    held: dict[tuple[str, int], int] = field(default_factory=lambda: {(policy, 0): 0 for policy in POLICIES})
+
+    async def generate(
+        self, context: Sequence[int], *, key: str, policy: str = "current", **sampling: float
+    ) -> Completion:
+        params = SamplingParams(**{"max_new_tokens": 6, **sampling})  # type: ignore[arg-type]
+        return await self.engine.generate(context, sampling=params, session_key=key, policy=policy)
+
+    async def publish(self, seed: int, *policies: str) -> int:
+        """Publish the weights of ``contract_model(seed)``; return their version."""
+        self.version += 1
+        for policy in policies or POLICIES:
+            self.held[policy, self.version] = seed
+        weights = dict(contract_model(seed).named_parameters())
+        await asyncio.to_thread(
+            self.engine.publish, weights, policy_version=self.version, policies=policies or POLICIES
+        )
+        return self.version
+
+    def difference(self, context: Sequence[int], done: Completion, *, temperature: float = 1.0) -> float:
+        """Return the largest difference in log-probability from the model of each token's version."""
+        told, versions = np.array(done.logprobs), np.array(done.versions)
+        worst = 0.0
+        for version in set(done.versions):
+            model = contract_model(self.held[done.policy, version])
+            expected = reference_logprobs(model, context, done, temperature)
+            worst = max(worst, float(np.abs(expected - told)[versions == version].max()))
+        return worst
+
+
+def reference_logprobs(
+    model: PreTrainedModel, context: Sequence[int], done: Completion, temperature: float
+) -> np.ndarray:
+    ids = torch.tensor([[*context, *done.token_ids]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(context) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(-1, ids[0, len(context) :, None])[:, 0].numpy()
+
+
+def prompt(number: int, length: int = 20) -> list[int]:
+    return [(number * 31 + i * 7) % 250 + 5 for i in range(length)]
+
+
+async def sampled(engine: MeasuredEngine, count: float) -> None:
+    """Wait until the engine has sampled ``count`` tokens in all."""
+    async with asyncio.timeout(120):
+        while engine.statistics()["sampled_tokens"] < count:  # noqa: ASYNC110 (it counts elsewhere)
+            await asyncio.sleep(0.005)
+
+
+class EngineContract:
+    """Subclasses give the fixture ``subject``: an engine that stops at token 2 and holds 512 tokens."""
+
+    async def test_each_list_has_an_entry_a_token_and_the_end_is_named(self, subject: Subject) -> None:
+        done = await asyncio.gather(
+            *(subject.generate(prompt(n), key=f"lists {n}", max_new_tokens=40, seed=n) for n in range(12))
+        )
+        for completion in done:
+            count = len(completion.token_ids)
+            assert len(completion.logprobs) == len(completion.versions) == count
+            stopped = completion.token_ids[-1] == STOP
+            assert STOP not in completion.token_ids[:-1]
+            assert completion.finish_reason == ("stop" if stopped else "length")
+            assert stopped or count == 40
+        assert {completion.policy for completion in done} == {"current"}
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    async def test_logprobs_are_those_of_the_model_over_the_turns_of_many_sessions(
+        self, subject: Subject, temperature: float
+    ) -> None:
+        async def session(number: int) -> float:
+            context, worst = prompt(number, 5 + 3 * number), 0.0
+            for turn in range(3):
+                done = await subject.generate(
+                    context,
+                    key=f"turns {temperature} {number}",
+                    temperature=temperature,
+                    seed=100 * number + turn,
+                )
+                worst = max(worst, subject.difference(context, done, temperature=temperature))
+                context = [*context, *done.token_ids, *prompt(turn, 4)]
+            return worst
+
+        assert max(await asyncio.gather(*(session(n) for n in range(9)))) < subject.tolerance
+
+    async def test_temperature_zero_takes_the_likeliest_token(self, subject: Subject) -> None:
+        context = prompt(3)
+        greedy, other = await asyncio.gather(
+            subject.generate(context, key="greedy", temperature=0.0),
+            subject.generate(context, key="beside", seed=5),
+        )
+        model = contract_model(subject.held["current", subject.version])
+        ids = torch.tensor([[*context, *greedy.token_ids]])
+        with torch.no_grad():
+            likeliest = model(ids).logits[0, len(context) - 1 : -1].argmax(-1)
+        assert list(greedy.token_ids) == likeliest.tolist()
+        assert subject.difference(context, greedy) < subject.tolerance
+        assert subject.difference(context, other) < subject.tolerance
+
+    async def test_a_draw_depends_on_its_seed_and_not_on_its_neighbours(self, subject: Subject) -> None:
+        async def draw(key: str, number: int) -> Sequence[int]:
+            done = await subject.generate(
+                prompt(number), key=f"{key} {number}", max_new_tokens=12, seed=number
+            )
+            return list(done.token_ids)
+
+        alone = [await draw("alone", n) for n in range(6)]
+        assert alone == await asyncio.gather(*(draw("together", n) for n in range(6)))
+
+    async def test_new_weights_are_in_force_when_publish_returns(self, subject: Subject) -> None:
+        context = prompt(1, 40)
+        first = await subject.generate(context, key="grows", seed=1)
+        context = [*context, *first.token_ids, *prompt(2, 5)]
+        version = await subject.publish(seed=version_seed(subject))
+        done = await subject.generate(context, key="grows", seed=2)
+        assert set(done.versions) == {version}
+        assert subject.difference(context, done) < subject.tolerance
+
+    async def test_weights_change_in_the_middle_and_every_token_says_by_which(self, subject: Subject) -> None:
+        before = subject.engine.statistics()["sampled_tokens"]
+        running = [
+            asyncio.create_task(subject.generate(prompt(n), key=f"long {n}", max_new_tokens=490, seed=n))
+            for n in range(8)
+        ]
+        await sampled(subject.engine, before + 8)
+        version = await subject.publish(seed=version_seed(subject))
+        done = await asyncio.gather(*running)
+        assert any(set(completion.versions) == {version - 1, version} for completion in done)
+        for number, completion in enumerate(done):
+            assert list(completion.versions) == sorted(completion.versions)
+            assert subject.difference(prompt(number), completion) < subject.tolerance
+
+    async def test_policies_hold_their_own_weights(self, subject: Subject) -> None:
+        both = await subject.publish(seed=version_seed(subject))
+        newer = await subject.publish(version_seed(subject), "current")
+        stale = await subject.generate(prompt(1), key="cross", policy="stale", seed=1)
+        current = await subject.generate(prompt(1), key="cross", seed=1)
+        assert (stale.policy, set(stale.versions)) == ("stale", {both})
+        assert (current.policy, set(current.versions)) == ("current", {newer})
+        assert subject.difference(prompt(1), stale) < subject.tolerance
+        assert subject.difference(prompt(1), current) < subject.tolerance
+
+    @pytest.mark.parametrize("length", [0, MAX_CONTEXT - 5, MAX_CONTEXT + 1])
+    async def test_a_context_without_room_is_refused(self, subject: Subject, length: int) -> None:
+        with pytest.raises(EngineError, match="no room"):
+            await subject.generate(prompt(1, length), key="long")
+
+    async def test_a_full_context_is_used_to_its_last_token(self, subject: Subject) -> None:
+        context = prompt(1, MAX_CONTEXT - 6)
+        done = await subject.generate(context, key="full", seed=1)
+        assert subject.difference(context, done) < subject.tolerance
+
+    async def test_releasing_a_session_is_idempotent_and_ends_nothing_of_others(
+        self, subject: Subject
+    ) -> None:
+        running = asyncio.create_task(subject.generate(prompt(1), key="other", max_new_tokens=60, seed=1))
+        for key in ("never seen", "never seen", "lists 1"):
+            subject.engine.release(key)
+        again = await subject.generate(prompt(1), key="lists 1", seed=1)
+        assert again.token_ids
+        assert (await running).token_ids
+
+    async def test_a_cancelled_call_is_taken_back(self, subject: Subject) -> None:
+        before = subject.engine.statistics()["sampled_tokens"]
+        long = [
+            asyncio.create_task(
+                subject.generate(prompt(n), key=f"cancelled {n}", max_new_tokens=490, seed=n + 7)
+            )
+            for n in range(16)
+        ]
+        await sampled(subject.engine, before + 16)
+        for task in long:
+            task.cancel()
+        ended = await asyncio.gather(*long, return_exceptions=True)
+        assert any(isinstance(end, asyncio.CancelledError) for end in ended)
+        done = await subject.generate(prompt(2), key="after", max_new_tokens=2, seed=1)
+        assert len(done.token_ids) <= 2
+
+    async def test_it_counts_what_it_does(self, subject: Subject) -> None:
+        before = subject.engine.statistics()
+        done = await subject.generate(prompt(77, 30), key="counted", seed=1)
+        await sampled(subject.engine, before["sampled_tokens"] + len(done.token_ids))
+        after = subject.engine.statistics()
+        assert after["prefilled_tokens"] - before["prefilled_tokens"] >= 14
+        assert after["busy_s"] > before["busy_s"]
+
+
+def version_seed(subject: Subject) -> int:
+    """Return a seed of weights that were not published yet."""
+    return subject.version + 1

@@ -1,0 +1,62 @@
+"""Real vLLM engines on the CPU, in the environment that ``make vllm`` installs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from agentrl_train.engine.options import ServingOptions
+from agentrl_train.engine.vllm import VllmEngine
+from tests.engine_contract import MAX_CONTEXT, POLICIES, STOP, Subject, contract_model
+
+PYTHON = Path(__file__).parents[2] / ".venv-vllm/bin/python"
+START_S = 240.0
+"""An engine starts in 10 s on a quiet machine, and in minutes on a busy one."""
+
+
+@pytest.fixture(scope="session")
+def python() -> str:
+    """Return the interpreter that has vLLM."""
+    chosen = Path(os.environ.get("VLLM_PYTHON", PYTHON))
+    if not chosen.exists():
+        pytest.skip("vLLM is not installed here: run `make vllm`")
+    return str(chosen)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the contract's model of seed 0."""
+    folder = tmp_path_factory.mktemp("vllm") / "model"
+    contract_model(0).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def start_engine(python: str, model_folder: Path) -> Callable[..., VllmEngine]:
+    """Return what starts an engine; the caller closes it."""
+
+    def start(*, model: Path = model_folder, **settings: object) -> VllmEngine:
+        options = ServingOptions(
+            model=str(model),
+            stop_token_ids=[STOP],
+            max_sessions=16,
+            max_context=MAX_CONTEXT,
+            kv_gib=0.0625,
+        )
+        return VllmEngine(
+            options, **{"python": python, "deadline_s": 60.0 + START_S, "start_s": START_S, **settings}
+        )  # type: ignore[arg-type]
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def subject(start_engine: Callable[..., VllmEngine]) -> Iterator[Subject]:
+    """Return one pool of engines for all tests: two policies, the current one with two replicas' worth."""
+    engine = start_engine(policies=POLICIES, liveness_s=10.0)
+    yield Subject(engine, tolerance=1e-3)
+    asyncio.run(engine.close())

@@ -1,0 +1,190 @@
+"""Engines that die, hang or hold the wrong weights: callers see a late completion or an error, never less."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agentrl_train.engine import vllm
+from agentrl_train.engine.transfer import SharedWeights
+from agentrl_train.engine.vllm import VllmEngine
+from agentrl_train.errors import EngineError, WeightMismatch
+from agentrl_train.types import SamplingParams
+from agentrl_train.weights import Canary, Publisher
+from tests.engine_contract import Subject, contract_model, prompt, reference_logprobs, sampled, version_seed
+
+pytestmark = pytest.mark.vllm
+
+
+def members(leader: int) -> list[int]:
+    """Return the processes of a group."""
+    found = subprocess.run(["pgrep", "-g", str(leader)], capture_output=True, text=True, check=False)
+    return [int(number) for number in found.stdout.split()]
+
+
+def core_of(leader: int) -> int:
+    """Return the process that holds the model, of the engine that ``leader`` leads."""
+    names = {number: Path(f"/proc/{number}/cmdline").read_text() for number in members(leader)}
+    return next(number for number, name in names.items() if "EngineCore" in name)
+
+
+def gone(leader: int) -> bool:
+    """Whether a group ends within a minute."""
+    deadline = time.monotonic() + 60
+    while members(leader) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not members(leader)
+
+
+@pytest.mark.parametrize("victim", ["process", "core", "hangs"])
+async def test_an_engine_killed_in_the_middle_comes_back_and_loses_no_completion(
+    subject: Subject, victim: str
+) -> None:
+    engine = subject.engine
+    assert isinstance(engine, VllmEngine)
+    version = await subject.publish(version_seed(subject))
+    before, restarts = engine.statistics()["sampled_tokens"], engine.restarts
+    running = [
+        asyncio.create_task(subject.generate(prompt(n), key=f"{victim} {n}", max_new_tokens=490, seed=n))
+        for n in range(8)
+    ]
+    await sampled(engine, before + 8)
+    leader = engine.process_ids[0]
+    target = leader if victim == "process" else core_of(leader)
+    os.kill(target, signal.SIGSTOP if victim == "hangs" else signal.SIGKILL)
+    done = await asyncio.gather(*running)
+    assert engine.restarts == restarts + 1
+    for number, completion in enumerate(done):
+        assert set(completion.versions) == {version}
+        assert subject.difference(prompt(number), completion) < subject.tolerance
+    assert gone(leader)
+
+
+async def test_weights_published_while_an_engine_is_down_are_in_force_when_it_is_back(
+    subject: Subject,
+) -> None:
+    assert isinstance(subject.engine, VllmEngine)
+    os.kill(subject.engine.process_ids[0], signal.SIGKILL)
+    version = await subject.publish(version_seed(subject))
+    done = await subject.generate(prompt(1), key="after", seed=1)
+    assert set(done.versions) == {version}
+    assert subject.difference(prompt(1), done) < subject.tolerance
+
+
+async def test_the_canary_stops_a_trainer_whose_weights_are_not_the_engines(subject: Subject) -> None:
+    engine, seed = subject.engine, version_seed(subject)
+    assert isinstance(engine, VllmEngine)
+
+    def publisher(trainers_seed: int) -> Publisher:
+        model = contract_model(trainers_seed)
+        canary = Canary(
+            engine.probe,
+            logprobs=lambda rows: [trainers_logprobs(model, row.token_ids.tolist()) for row in rows],
+            context=prompt(1),
+            temperature=1.0,
+            tolerance=1e-3,
+        )
+        return Publisher(engine, canary=canary)
+
+    def trainers_logprobs(model, ids):
+        import numpy as np
+
+        from agentrl_train.types import Completion
+
+        rest = Completion(token_ids=ids[1:], logprobs=[], versions=[], finish_reason="length")
+        return np.concatenate([[0.0], reference_logprobs(model, ids[:1], rest, 1.0)])
+
+    subject.version += 1
+    subject.held["current", subject.version] = seed
+    weights = dict(contract_model(seed).named_parameters())
+    await asyncio.to_thread(publisher(seed).publish, weights, policy_version=subject.version)
+    subject.version += 1
+    subject.held["current", subject.version] = seed
+    with pytest.raises(WeightMismatch, match="differ by"):
+        await asyncio.to_thread(publisher(seed + 1).publish, weights, policy_version=subject.version)
+
+
+async def test_an_engine_that_holds_other_weights_samples_nothing_any_more(
+    start_engine: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start_engine()
+    leader = None
+    try:
+        sampling = SamplingParams(max_new_tokens=3)
+        await engine.generate(prompt(1), sampling=sampling, session_key="a")
+        leader = engine.process_ids[0]
+        await refuses_lacking(engine)
+        await refuses_stale(engine, monkeypatch)
+        waiting = asyncio.create_task(engine.generate(prompt(1), sampling=sampling, session_key="b"))
+        done, _ = await asyncio.wait([waiting], timeout=1.0)
+        assert not done
+    finally:
+        await engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        await waiting
+    with pytest.raises(EngineError, match="closed"):
+        await engine.generate(prompt(1), sampling=sampling, session_key="a")
+    engine.release("a")
+    await engine.close()
+    assert gone(leader)
+
+
+async def refuses_lacking(engine: VllmEngine) -> None:
+    weights = dict(contract_model(1).named_parameters())
+    del weights["model.layers.1.mlp.down_proj.weight"]
+    with pytest.raises(
+        WeightMismatch, match=r"1 parameters were not in .* model\.layers\.1\.mlp\.down"
+    ):
+        await asyncio.to_thread(engine.publish, weights, policy_version=1)
+
+
+async def refuses_stale(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tensor does not arrive as it was sent: the count of its layer differs."""
+
+    class Corrupted(SharedWeights):
+        def __init__(self, state, **told):
+            whole = SharedWeights(state, **told)
+            name = "model.layers.1.mlp.down_proj.weight"
+            super().__init__({**state, name: contract_model(9).get_parameter(name)}, **told)
+            self.fingerprint = whole.fingerprint
+            whole.close()
+
+    monkeypatch.setattr(vllm, "SharedWeights", Corrupted)
+    weights = dict(contract_model(2).named_parameters())
+    with pytest.raises(WeightMismatch, match=r"layers \['1'\]"):
+        await asyncio.to_thread(engine.publish, weights, policy_version=2)
+
+
+async def test_what_cannot_start_says_why_and_is_not_tried_again(
+    start_engine: Callable[..., VllmEngine], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
+    engine = start_engine(model=tmp_path)
+    with pytest.raises(EngineError, match=r"given up: vLLM did not start: .*unheard_of"):
+        await engine.generate(prompt(1), sampling=SamplingParams(max_new_tokens=2), session_key="a")
+    await engine.close()
+
+
+def test_engines_end_with_their_trainer_however_it_ends(python: str, model_folder: Path) -> None:
+    trainer = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("orphan.py")), python, str(model_folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert trainer.stdout is not None
+    leader = int(trainer.stdout.readline())
+    assert members(leader)
+    trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    assert gone(leader)
