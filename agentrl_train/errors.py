@@ -12,6 +12,7 @@ TrainError
 │   ├── LossNotFinite         the loss or a gradient is not a number
 │   └── GradientSpike         a gradient far larger than those before it
 ├── LearnerOutOfMemory        a batch does not fit beside the model
+├── RanksLost                 one of the learner's processes failed or is gone
 ├── CheckpointError           a checkpoint cannot be written or read
 └── RunFolderError            the run folder cannot be used (disk full, not writable)
 
@@ -71,6 +72,10 @@ class GradientSpike(BadUpdate):
 
 class LearnerOutOfMemory(TrainError):
     """A batch does not fit into memory beside the model."""
+
+
+class RanksLost(TrainError):
+    """One of the learner's processes failed or is gone, and the others cannot go on without it."""
 
 
 class CheckpointError(TrainError):

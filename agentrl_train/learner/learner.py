@@ -174,9 +174,9 @@ class Learner:
         """Return some parameters, whole."""
         return self._gather(names)
 
-    @torch.no_grad()
     def _gather(self, names: Sequence[str]) -> dict[str, Tensor]:
-        return {name: full(self.model.get_parameter(name).detach()) for name in names}
+        with torch.inference_mode(False), torch.no_grad():  # an engine may read in inference mode
+            return {name: full(self.model.get_parameter(name).detach()) for name in names}
 
     def snapshot(self) -> Snapshot:
         """Return a copy of all that the next ``step`` depends on, to be written while training goes on."""

@@ -7,7 +7,7 @@ count of updates and the state of the random numbers, each rank its slices (``to
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,12 +41,16 @@ class Snapshot:
     """This rank's slices of everything else."""
     group: dist.ProcessGroup | None
     """The ranks that write together."""
+    announce: Callable[[Path], None] | None = None
+    """Makes the other ranks write into the same folder."""
 
     def write(self, folder: Path) -> None:
         """Write ``model/`` and ``learner/`` into a folder; every rank of the group must do so.
 
         Raises ``RuntimeError`` with what went wrong as its cause.
         """
+        if self.announce is not None:
+            self.announce(folder)
         if self.weights:
             self.model.save_pretrained(str(folder / MODEL), state_dict=dict(self.weights))
         writer = FileSystemWriter(folder / STATE, sync_files=False)

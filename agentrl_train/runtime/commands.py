@@ -23,14 +23,19 @@ from agentrl_train.runtime.environments import environments
 from agentrl_train.runtime.evaluation import Evaluation
 from agentrl_train.runtime.imitation import expert_sequences, imitate
 from agentrl_train.runtime.launch import make_evaluator, policy, threads_each, train
+from agentrl_train.runtime.learners import work
 from agentrl_train.runtime.models import load_policy
+from agentrl_train.runtime.ranks import rank
 
 BY_SIGNAL = 128
 """Added to a signal's number: the exit status of a run that it has ended in order (SIGTERM: 143)."""
 
 
 def run(config: RunConfig, *, resume: bool) -> int:
-    """Train to the end and print what came of it."""
+    """Train to the end and print what came of it; a rank other than 0 helps until that is done."""
+    if rank() > 0:
+        work(config)
+        return 0
     console = Console()
     outcome = asyncio.run(train(config, resume=resume))
     if outcome.summary is None:

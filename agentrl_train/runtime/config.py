@@ -150,6 +150,14 @@ class TrainSection(Section):
     precision: Literal["float32", "bfloat16"] = "float32"
     kl_coef: NonNegative = 0.0
     """Weight of the divergence from the starting policy; 0 is off."""
+    activation_checkpointing: bool = False
+    """Compute each layer again in the backward pass instead of keeping what it computed."""
+    processes: Count = 1
+    """Processes on this machine that share the learner, started by ``agentrl-train run`` itself."""
+    sequence_parallel: Count = 1
+    """Ranks that share each row of tokens, for long contexts; divides the processes and attention heads."""
+    rank_seconds: Positive = 600.0
+    """Longest that one process of the learner waits for another."""
     on_bad_update: Literal["stop", "skip"] = "stop"
     """What happens to a step whose loss or gradient is no number, or spikes; its groups are written out."""
     spike_factor: NonNegative = 0.0

@@ -11,14 +11,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
 
 from agentrl_env.types import Message
 from agentrl_train.actor import Actor, Play
 from agentrl_train.engine.chat import ChatFormat
 from agentrl_train.errors import ConfigError
-from agentrl_train.learner import Learner
-from agentrl_train.loss import policy_loss
 from agentrl_train.runtime.admission import Mixer, TaskSource, WorkWindow
 from agentrl_train.runtime.checkpoint import Checkpoint, load_latest
 from agentrl_train.runtime.config import RunConfig
@@ -27,10 +24,12 @@ from agentrl_train.runtime.engines import make_engine, make_publisher
 from agentrl_train.runtime.environments import Served, environments
 from agentrl_train.runtime.evaluation import evaluate
 from agentrl_train.runtime.journal import Journal
+from agentrl_train.runtime.learners import all_ranks, learner_of
 from agentrl_train.runtime.loop import Loop, Pace
 from agentrl_train.runtime.metrics import MetricsLog
-from agentrl_train.runtime.models import copy_of, load_policy
+from agentrl_train.runtime.models import load_policy
 from agentrl_train.runtime.progress import Progress
+from agentrl_train.runtime.ranks import Ranks
 from agentrl_train.runtime.run import Cadence, Evaluator, Outcome, Policy, Run
 from agentrl_train.runtime.sinks import open_sinks, traced
 from agentrl_train.runtime.throughput import Throughput, copy_bytes_per_s
@@ -49,7 +48,9 @@ def threads_each(config: RunConfig) -> int:
 
 
 @asynccontextmanager
-async def policy(config: RunConfig, *, path: str, trace: Trace = UNTRACED) -> AsyncIterator[Policy]:
+async def policy(
+    config: RunConfig, *, path: str, trace: Trace = UNTRACED, ranks: Ranks | None = None
+) -> AsyncIterator[Policy]:
     """Load the policy in ``path`` and start its engine; stop the engine on leaving."""
     device, threads = config.engine.device, threads_each(config)
     torch.set_num_threads(threads)
@@ -64,50 +65,17 @@ async def policy(config: RunConfig, *, path: str, trace: Trace = UNTRACED) -> As
         trace=trace,
     )
     try:
-        learner = make_learner(config, model=model)
-        publisher = make_publisher(
-            config,
-            engine,
-            logprobs=learner.logprobs,
-            context=chat.opening([Message(role="user", content="probe")], ()),
-            tolerance=tolerance(config),
-        )
-        yield Policy(
-            tokenizer=tokenizer,
-            chat=chat,
-            learner=learner,
-            engine=engine,
-            publisher=publisher,
-        )
+        with learner_of(config, model=model, ranks=ranks) as learner:
+            publisher = make_publisher(
+                config,
+                engine,
+                logprobs=learner.logprobs,
+                context=chat.opening([Message(role="user", content="probe")], ()),
+                tolerance=tolerance(config),
+            )
+            yield Policy(tokenizer=tokenizer, chat=chat, learner=learner, engine=engine, publisher=publisher)
     finally:
         await engine.close()
-
-
-def make_learner(config: RunConfig, *, model: PreTrainedModel) -> Learner:
-    """Return the learner of a run, which trains ``model``."""
-    train = config.train
-    return Learner(
-        model,
-        spike_factor=train.spike_factor,
-        objective=partial(
-            policy_loss,
-            clip_low=train.clip_low,
-            clip_high=train.clip_high,
-            dual_clip=train.dual_clip or None,
-        ),
-        learning_rate=train.learning_rate,
-        betas=train.betas,
-        weight_decay=train.weight_decay,
-        warmup_steps=train.warmup_steps * train.minibatches,
-        total_steps=config.run.steps * train.minibatches,
-        final_lr_fraction=train.final_lr_fraction,
-        max_grad_norm=train.max_grad_norm,
-        temperature=config.engine.temperature,
-        precision=train.precision,
-        device=config.engine.device,
-        reference=copy_of(model) if train.kl_coef else None,
-        kl_coefficient=train.kl_coef,
-    )
 
 
 async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
@@ -120,13 +88,16 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
     async with AsyncExitStack() as stack:
         stack.enter_context(claimed(folder, config, resume=resume))
         checkpoint = load_latest(folder / "checkpoints") if resume else None
+        ranks = stack.enter_context(all_ranks(config))
         served = await stack.enter_async_context(
             environments(config.environments, max_sessions=config.engine.max_sessions)
         )
         trace = stack.enter_context(
             Watchdog(quiet_s=config.run.quiet_seconds, trace=stack.enter_context(traced(config)))
         )
-        ready = await stack.enter_async_context(policy(config, path=config.model.path, trace=trace))
+        ready = await stack.enter_async_context(
+            policy(config, path=config.model.path, trace=trace, ranks=ranks)
+        )
         step = checkpoint.step if checkpoint else 0
         journal = Journal(folder / "journal", step=step)
         stack.callback(journal.close)

@@ -1,0 +1,295 @@
+"""Several processes, one learner: rank 0 runs the loop, the others do what it tells them.
+
+torchrun starts the processes, on one node or many, or ``local_workers`` does on this one. Rank 0 keeps the
+rollouts, the window, the journal and the metrics; its ``LeadLearner`` is a ``Learner`` whose every call is
+told to the others first::
+
+    rank 0    LeadLearner.step(batches)   -> ("step", batches) ->   own step
+    rank 1    follow(learner, ranks)      <- ("step", batches) <-   learner.step(batches)
+
+Nobody waits for ever: rank 0 says something at least every quarter of ``timeout_s``, a collective takes at
+most ``timeout_s``, and a rank that is gone closes its connections.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from agentrl_train.errors import BadUpdate, ConfigError, RanksLost
+from agentrl_train.learner import Learner, Snapshot
+from agentrl_train.types import Batch, FloatArray, TokenSequence
+
+logger = logging.getLogger(__name__)
+
+WRITING_S = 3600.0
+"""Longest that the ranks wait for one another while a checkpoint is written."""
+IDLE, STOP, SNAPSHOT, WRITE = "idle", "stop", "snapshot", "write"
+
+
+def world_size() -> int:
+    """Return how many processes were started together, as torchrun says."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """Return which of them this one is."""
+    return int(os.environ.get("RANK", "0"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """This process among the others."""
+
+    device: torch.device
+    mesh: DeviceMesh
+    commands: dist.ProcessGroup
+    """What rank 0 tells the others; on the CPU."""
+    storage: dist.ProcessGroup
+    """Who writes a checkpoint together; on the CPU."""
+    timeout_s: float
+
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Say something to all others; raises ``RanksLost``."""
+        try:
+            dist.broadcast_object_list([(name, arguments)], src=0, group=self.commands)
+        except RuntimeError as error:
+            raise lost(error) from error
+
+    def hear(self) -> tuple[str, tuple[Any, ...]]:
+        """Return what rank 0 says next; raises ``RanksLost``."""
+        told: list[Any] = [None]
+        try:
+            dist.broadcast_object_list(told, src=0, group=self.commands)
+        except RuntimeError as error:
+            raise lost(error) from error
+        name, arguments = told[0]
+        return name, arguments
+
+
+@contextmanager
+def joined(*, device: str, sequence_parallel: int, timeout_s: float) -> Iterator[Ranks]:
+    """Meet the other processes of torchrun's environment variables, and part from them at the end.
+
+    Args:
+        device: "cpu", or "cuda": then each process takes the GPU of its number on its node.
+        sequence_parallel: ranks that share each row.
+        timeout_s: longest that a rank waits for another.
+
+    Raises:
+        ConfigError: the processes cannot be divided so.
+        RanksLost: they did not come together.
+    """
+    count = world_size()
+    if count % sequence_parallel:
+        raise ConfigError(
+            f"train.sequence_parallel = {sequence_parallel} does not divide the {count} processes; start a "
+            "multiple of it"
+        )
+    on_gpu = device.startswith("cuda")
+    place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(place)
+    wait = timedelta(seconds=timeout_s)
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=wait)
+    except RuntimeError as error:
+        raise lost(error) from error
+    try:
+        shape = (count // sequence_parallel, sequence_parallel)
+        yield Ranks(
+            device=place,
+            mesh=init_device_mesh(place.type, shape, mesh_dim_names=("data", "sequence")),
+            commands=dist.new_group(backend="gloo", timeout=wait),
+            storage=dist.new_group(backend="gloo", timeout=timedelta(seconds=WRITING_S)),
+            timeout_s=timeout_s,
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+class LeadLearner(Learner):
+    """The learner of rank 0: whatever it does, all ranks do. Its calls may come from any thread."""
+
+    def __init__(self, model: Any, *, ranks: Ranks, **options: Any) -> None:
+        """Take the options of ``Learner``; the other ranks must have been given the same."""
+        super().__init__(model, mesh=ranks.mesh, device=ranks.device, storage_group=ranks.storage, **options)
+        self._ranks = ranks
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._beats = threading.Thread(target=self._beat, name="ranks", daemon=True)
+        self._beats.start()
+
+    def step(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Update on all ranks."""
+        with self._together("step", batches):
+            return super().step(batches)
+
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[FloatArray]:
+        """Score on all ranks."""
+        with self._together("logprobs", sequences):
+            return super().logprobs(sequences)
+
+    def gather(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Gather parameters of all ranks."""
+        with self._together("gather", names):
+            return super().gather(names)
+
+    def snapshot(self) -> Snapshot:
+        """Copy on all ranks; writing it makes all of them write."""
+        with self._together(SNAPSHOT):
+            return replace(super().snapshot(), announce=partial(self.tell, WRITE))
+
+    def load(self, folder: Path) -> None:
+        """Load on all ranks."""
+        with self._together("load", folder):
+            super().load(folder)
+
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Say something to the others without doing it."""
+        with self._lock:
+            self._ranks.tell(name, self.num_updates, *arguments)
+
+    def close(self) -> None:
+        """Let the others go; idempotent, and silent if they are gone."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._beats.join()
+        try:
+            self.tell(STOP)
+        except RanksLost as error:
+            logger.warning("%s", error)
+
+    @contextmanager
+    def _together(self, name: str, *arguments: Any) -> Iterator[None]:
+        """Tell the others to do what the block does."""
+        with self._lock:
+            self._ranks.tell(name, self.num_updates, *arguments)
+            try:
+                yield
+            except RuntimeError as error:
+                raise lost(error) from error
+
+    def _beat(self) -> None:
+        """Tell the others that this process lives."""
+        while not self._closed.wait(self._ranks.timeout_s / 4):
+            try:
+                self.tell(IDLE)
+            except RanksLost as error:
+                logger.warning("%s", error)
+                return
+
+
+def follow(learner: Learner, ranks: Ranks) -> None:
+    """Do what rank 0 says until it says stop.
+
+    A signal to end is rank 0's affair: it needs the others for its last step and checkpoint.
+
+    Raises:
+        RanksLost: rank 0 or another rank failed or is gone.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    held: Snapshot | None = None
+    writer = threading.Thread()
+    while True:
+        name, (num_updates, *arguments) = ranks.hear()
+        if name == STOP:
+            break
+        learner.num_updates = num_updates
+        try:
+            if name == SNAPSHOT:
+                held = learner.snapshot()
+            elif name == WRITE and held is not None:
+                writer = threading.Thread(target=_write, args=(held, *arguments))
+                writer.start()
+            elif name != IDLE:
+                getattr(learner, name)(*arguments)
+        except BadUpdate as error:
+            logger.debug("%s Rank 0 saw it too, and decides.", error)
+        except RuntimeError as error:
+            raise lost(error) from error
+    if writer.ident is not None:
+        writer.join()
+
+
+def _write(snapshot: Snapshot, folder: Path) -> None:
+    try:
+        snapshot.write(folder)
+    except RuntimeError as error:
+        logger.error("%s", error)
+
+
+def lost(error: BaseException) -> RanksLost:
+    """Return the error of a rank that can no longer work with the others."""
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return RanksLost(
+        f"the ranks of the learner are out of step, because one failed or is gone ({reason}): look at what "
+        "each has printed, then go on with --resume"
+    )
+
+
+@contextmanager
+def local_workers(count: int, *, config: str, grace_s: float = 10.0) -> Iterator[None]:
+    """Start ranks 1 to ``count - 1`` on this machine and make this process rank 0; stop them at the end.
+
+    Args:
+        count: processes, this one included.
+        config: the run's configuration, as TOML.
+        grace_s: how long they may take to end by themselves.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(count),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store above: no rank opens its own
+    }
+    with tempfile.TemporaryDirectory(prefix="agentrl-") as folder:
+        path = Path(folder) / "config.toml"
+        path.write_text(config)
+        command = [sys.executable, "-m", "agentrl_train", "run", str(path)]
+        others = [
+            subprocess.Popen(command, env=os.environ | place | {"RANK": str(n), "LOCAL_RANK": str(n)})
+            for n in range(1, count)
+        ]
+        before = {name: os.environ.get(name) for name in (*place, "RANK", "LOCAL_RANK")}
+        os.environ.update(place | {"RANK": "0", "LOCAL_RANK": "0"})
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
+            _end(others, grace_s=grace_s)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]], *, grace_s: float) -> None:
+    deadline = time.monotonic() + grace_s
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
