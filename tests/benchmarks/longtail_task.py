@@ -8,21 +8,14 @@ processor time.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-from pathlib import Path
 
 from agentrl_env import tool
+from environments.shop.environment import Shop
 
 SHORTEST_S, SHAPE, LONGEST_S = 0.05, 1.1, 6.0
-_FILE = Path(__file__).parents[2] / "environments/shop/environment.py"
-_spec = importlib.util.spec_from_file_location("shop_environment", _FILE)
-assert _spec is not None
-assert _spec.loader is not None
-_module = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_module)
 
 
-class LateShop(_module.Shop):  # type: ignore[misc]
+class LateShop(Shop):
     """Buy an article within the budget: search, view the sellers' offers, buy one."""
 
     name = "shop"

@@ -1,10 +1,10 @@
 """GRPO side by side with TRL's trainer on the CPU: the same tiny model, the same task, equal samples.
 
-Both start from the quick start's policy and play the one-turn task of ``trl_task``: the same prompt tokens, up
-to 48 new ones, groups of 8 scaled by their standard deviation, one update a step with clipping at 0.2 and
-0.28, means over sequences, AdamW with the same learning rate and the same bound on the gradient's norm, the
-same number of threads. TRL samples with Hugging Face ``generate``, since vLLM is what it uses on a GPU alone.
-They take turns seed by seed, so that whatever else the machine does meets all alike.
+Both start from the quick start's policy and play the one-turn task of ``trl_task``: the same prompt tokens,
+48 new ones at most, groups of 8 scaled by their standard deviation, one update a step with clipping at 0.2
+and 0.28, means over sequences, AdamW with the same learning rate and the same bound on the gradient's norm,
+the same number of threads. TRL samples with Hugging Face ``generate``: vLLM is what it uses on a GPU. They
+take turns seed by seed, so that whatever else the machine does meets all alike.
 
 *Tokens/s* counts the sampled tokens of the episodes trained on, over the time of all steps but the first. The
 ceiling is a loop that never waits: tokens over the time that the engine or the trainer worked, whichever is

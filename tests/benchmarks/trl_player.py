@@ -8,7 +8,6 @@ import json
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 import torch

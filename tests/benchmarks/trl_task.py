@@ -1,28 +1,21 @@
 """One decision of the shop, in one turn: which seller's offer to look at, the search being done.
 
-TRL's own loop ends an episode where the model stops calling tools; an environment cannot end it. A task of one
-turn is the same on both sides: the same prompt tokens, one completion, one reward.
+TRL's own loop ends an episode where the model stops calling tools; an environment cannot end it. A task of
+one turn is the same on both sides: the same prompt tokens, one completion, one reward.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-from pathlib import Path
 
 from agentrl_env import Done, Message, ToolCall, tool
+from environments.shop.environment import Shop
 
-_FILE = Path(__file__).parents[2] / "environments/shop/environment.py"
-_spec = importlib.util.spec_from_file_location("shop_environment", _FILE)
-assert _spec is not None
-assert _spec.loader is not None
-_module = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_module)
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
-class FirstPick(_module.Shop):  # type: ignore[misc]
+class FirstPick(Shop):
     """Name the seller who has the right offer: most articles have a usual one, which the task never says."""
 
     name = "shop"
