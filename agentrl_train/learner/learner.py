@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from agentrl_train.errors import BadUpdate, LossNotFinite
 from agentrl_train.learner.guard import SpikeGuard
+from agentrl_train.learner.lora import Lora, add_adapters, is_adapter, merged
+from agentrl_train.learner.offload import HostCopies
+from agentrl_train.learner.schedule import lr_fraction
 from agentrl_train.learner.scoring import (
     WHOLE,
     Part,
@@ -41,10 +46,13 @@ from agentrl_train.loss import (
     kl_penalty,
     policy_loss,
 )
-from agentrl_train.types import Batch, FloatArray, MicroBatch, TokenSequence
+from agentrl_train.types import UNTRACED, Batch, FloatArray, MicroBatch, TokenSequence, Trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+TRACK = "trainer/steps"
+"""Track of the trace that the parts of an update are on."""
 
 
 class Learner:
@@ -57,13 +65,15 @@ class Learner:
     ``kl_coefficient`` adds the k3 penalty; an ``importance_cap`` clips against log-probabilities
     recomputed at the start of ``step`` and weighs tokens by the truncated importance weight of
     those over the sampler's (decoupled PPO, arXiv 2110.00641). ``activation_checkpointing`` saves
-    memory for a second forward pass; ``max_logits`` bounds the entries of a chunk of logits.
-    An update is refused whose gradient norm is over ``spike_factor`` times the median of the last; 0 is off.
+    memory for a second forward pass, ``offload_optimizer`` keeps the optimizer in host memory, ``lora``
+    trains adapters alone; ``max_logits`` bounds the entries of a chunk of logits. An update
+    is refused whose gradient norm is over ``spike_factor`` times the median of the last; 0 is off.
     ``packs_rows`` says whether the model can keep several sequences of a row apart.
 
     ``mesh`` has the dimensions ``data`` and ``sequence``: all ranks share the parameters, those along
     ``data`` the micro-batches, those along ``sequence`` the tokens of each row. Without one the learner is
-    alone. ``storage_group`` are the same ranks on the CPU, where snapshots are written meanwhile.
+    alone. ``storage_group`` are the same ranks on the CPU, where snapshots are written meanwhile. ``trace``
+    is told of forward, backward and optimizer; on a GPU, of when they were queued.
 
     Raises ``ValueError`` for a model whose logits are not simply its head's output, or that cannot be spread
     as the mesh says.
@@ -91,11 +101,15 @@ class Learner:
         importance_cap: float | None = None,
         spike_factor: float = 0.0,
         activation_checkpointing: bool = False,
+        offload_optimizer: bool = False,
+        lora: Lora | None = None,
         max_logits: int = 2**26,
         mesh: DeviceMesh | None = None,
         storage_group: dist.ProcessGroup | None = None,
+        trace: Trace = UNTRACED,
     ) -> None:
         self.model = model
+        self._span = partial(trace.span, TRACK)
         self.packs_rows = packs_rows(model)
         self.device = torch.device(device)
         self.objective = objective
@@ -114,10 +128,17 @@ class Learner:
         self._activation_checkpointing = activation_checkpointing
         self._temperature = temperature
         self._max_logits = max_logits
+        self._lora = lora
+        if lora is not None:
+            add_adapters(model, lora)
         self._scorer = self._spread(model)
         self._reference = None if reference is None else self._spread(reference)
+        self._updated = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._host = HostCopies(self._updated) if offload_optimizer else None
+        if self._host is not None:
+            self._updated = self._host.copies
         self._optimizer = torch.optim.AdamW(
-            _parameter_groups(model, weight_decay), lr=learning_rate, betas=betas, fused=True
+            _parameter_groups(self._updated.values(), weight_decay), lr=learning_rate, betas=betas, fused=True
         )
         if activation_checkpointing:
             _enable_checkpointing(model)
@@ -161,14 +182,15 @@ class Learner:
         They share the memory of the model. Of a sharded model they are gathered as they are read, and every
         rank must make the same calls of ``gather``.
         """
-        if self._mesh is None:
+        if self._mesh is None and self._lora is None:
             return {name: value.detach() for name, value in self.model.named_parameters()}
         return GatheredWeights(self.weight_buckets(), self.gather)
 
     def weight_buckets(self) -> list[list[str]]:
         """Return the names of all parameters in the portions that ``gather`` is to be asked for."""
         named = self.model.named_parameters()
-        return buckets({name: value.numel() * value.element_size() for name, value in named})
+        sizes = {name: value.numel() * value.element_size() for name, value in named if not is_adapter(name)}
+        return buckets(sizes)
 
     def gather(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return some parameters, whole."""
@@ -176,17 +198,19 @@ class Learner:
 
     def _gather(self, names: Sequence[str]) -> dict[str, Tensor]:
         with torch.inference_mode(False), torch.no_grad():  # an engine may read in inference mode
-            return {name: full(self.model.get_parameter(name).detach()) for name in names}
+            return {name: merged(self.model, name) for name in names}
 
     def snapshot(self) -> Snapshot:
         """Return a copy of all that the next ``step`` depends on, to be written while training goes on."""
         writes = self._mesh is None or dist.get_rank() == 0
+        kept = is_adapter if self._lora is not None else lambda name: True
         weights: dict[str, Tensor] = {}
-        for names in self.weight_buckets():
-            whole = self._gather(names)
-            weights |= {name: host_copy(value) for name, value in whole.items() if writes}
+        for name, value in self.model.named_parameters():
+            if kept(name):
+                whole = full(value.detach())
+                weights |= {name: host_copy(whole)} if writes else {}
         state = {name: host_copy(value) for name, value in self._state().items()}
-        return Snapshot(model=self.model, weights=weights, state=state, group=self._group)
+        return Snapshot(model=self.model, weights=weights, lora=self._lora, state=state, group=self._group)
 
     def load(self, folder: Path) -> None:
         """Go on where a snapshot was taken that is in ``folder``, on any number of ranks.
@@ -199,14 +223,16 @@ class Learner:
             "rng": torch.get_rng_state(),
             "norms": self._guard.state(),
         }
-        read_state(folder, self.model, self._optimizer, others=others, group=self._group)
+        if self._host is not None:
+            self._host.refresh()
+        read_state(folder, self._updated, self._optimizer, others=others, group=self._group)
         self.num_updates = int(others["num_updates"])
         torch.set_rng_state(others["rng"])
         self._guard.restore(others["norms"])
 
     def _state(self) -> dict[str, Tensor]:
         return {
-            **optimizer_state(self.model, self._optimizer),
+            **optimizer_state(self._updated, self._optimizer),
             "num_updates": torch.tensor(self.num_updates),
             "rng": torch.get_rng_state(),
             "norms": self._guard.state(),
@@ -217,21 +243,24 @@ class Learner:
     ) -> None:
         total = torch.zeros((), device=self.device)
         for micro, anchor in zip(micro_batches, anchors, strict=True):
-            loss = self._loss(micro, anchor, tally)
-            loss.backward()
+            with self._span("forward", slots=micro.token_ids.numel()):
+                loss = self._loss(micro, anchor, tally)
+            with self._span("backward"):
+                loss.backward()
             total += loss.detach()
         total = self._reduce(total, "sum")
         norm = full(nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm))
         try:
             self._refuse_bad(float(total), float(norm))
         except BadUpdate:
-            self._optimizer.zero_grad(set_to_none=True)
+            self.model.zero_grad(set_to_none=True)
             raise
         rate = self._learning_rate * lr_fraction(self.num_updates, *self._schedule)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        with self._span("optimizer"), self._host.updating() if self._host is not None else nullcontext():
+            self._optimizer.step()
+        self.model.zero_grad(set_to_none=True)
         self.num_updates += 1
         tally.add_update(loss=float(total), grad_norm=float(norm), learning_rate=rate)
 
@@ -313,28 +342,6 @@ def _place(mesh: DeviceMesh | None) -> tuple[Part, Part]:
     return data, sequence
 
 
-def lr_fraction(
-    update: int,
-    warmup_steps: int = 0,
-    total_steps: int | None = None,
-    final_lr_fraction: float = 0.1,
-    decay_fraction: float = 1.0,
-) -> float:
-    """Return which part of the learning rate update number ``update`` (from 0) uses.
-
-    Rises to 1 over ``warmup_steps``, stays there, and falls linearly to ``final_lr_fraction`` at
-    the last update, over the last ``decay_fraction`` of the updates after the warm-up. Without
-    ``total_steps`` it does not fall.
-    """
-    if update < warmup_steps:
-        return (update + 1) / warmup_steps
-    if total_steps is None:
-        return 1.0
-    decay = max(1.0, decay_fraction * (total_steps - warmup_steps))
-    done = min(1.0, max(0.0, (update + 1 - (total_steps - decay)) / decay))
-    return 1.0 - done * (1.0 - final_lr_fraction)
-
-
 def _enable_checkpointing(model: PreTrainedModel) -> None:
     """Recompute activations in the backward pass; the method's name depends on transformers' age."""
     if hasattr(model, "activation_checkpointing_enable"):
@@ -343,9 +350,9 @@ def _enable_checkpointing(model: PreTrainedModel) -> None:
         model.gradient_checkpointing_enable()
 
 
-def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def _parameter_groups(updated: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """Return the parameters in two groups: matrices decay, vectors (norms, biases) do not."""
-    parameters = [value for value in model.parameters() if value.requires_grad]
+    parameters = list(updated)
     return [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},

@@ -65,7 +65,7 @@ async def policy(
         trace=trace,
     )
     try:
-        with learner_of(config, model=model, ranks=ranks) as learner:
+        with learner_of(config, model=model, ranks=ranks, trace=trace) as learner:
             publisher = make_publisher(
                 config,
                 engine,
@@ -92,9 +92,8 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
         served = await stack.enter_async_context(
             environments(config.environments, max_sessions=config.engine.max_sessions)
         )
-        trace = stack.enter_context(
-            Watchdog(quiet_s=config.run.quiet_seconds, trace=stack.enter_context(traced(config)))
-        )
+        recorded = stack.enter_context(traced(config))
+        trace = stack.enter_context(Watchdog(quiet_s=config.run.quiet_seconds, trace=recorded))
         ready = await stack.enter_async_context(
             policy(config, path=config.model.path, trace=trace, ranks=ranks)
         )
@@ -103,7 +102,7 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
         stack.callback(journal.close)
         saved = {group.group_id: group for group in journal.read(step)}
         saved |= {group.group_id: group for group in (checkpoint.groups if checkpoint else ())}
-        log = make_log(config, checkpoint, trace)
+        log = make_log(config, checkpoint, recorded)
         stack.callback(log.close)
         places = asyncio.Semaphore(config.engine.max_sessions)
         run = Run(

@@ -15,6 +15,7 @@ from agentrl_train.loss import policy_loss
 from agentrl_train.runtime.config import RunConfig
 from agentrl_train.runtime.models import copy_of, load_policy
 from agentrl_train.runtime.ranks import LeadLearner, Ranks, follow, joined, local_workers, world_size
+from agentrl_train.types import UNTRACED, Trace
 
 
 @contextmanager
@@ -32,9 +33,11 @@ def all_ranks(config: RunConfig) -> Iterator[Ranks | None]:
 
 
 @contextmanager
-def learner_of(config: RunConfig, *, model: PreTrainedModel, ranks: Ranks | None) -> Iterator[Learner]:
+def learner_of(
+    config: RunConfig, *, model: PreTrainedModel, ranks: Ranks | None, trace: Trace = UNTRACED
+) -> Iterator[Learner]:
     """Make the learner of a run, which trains ``model``; the other ranks are let go at the end."""
-    options = learner_options(config, model=model)
+    options = learner_options(config, model=model) | {"trace": trace}
     if ranks is None:
         yield Learner(model, device=config.engine.device, **options)
     else:
