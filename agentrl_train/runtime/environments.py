@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
+from urllib.parse import urlsplit
 
 from agentrl_env.client import EnvClient
 from agentrl_env.errors import AgentRLError
@@ -15,6 +18,11 @@ from agentrl_env.types import TaskInfo
 from agentrl_train.errors import ConfigError, EnvironmentUnavailable
 from agentrl_train.runtime.admission import TaskSource
 from agentrl_train.runtime.config import EnvironmentSection
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.5
+"""How often a server of our own is looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +74,46 @@ async def _client(
         raise ConfigError(f"environments.token_env names {section.token_env}, which is not set")
     url = section.url
     if url is None:
-        server = ServerProcess(*section.serve, max_sessions=max_sessions, oracle=oracle)
-        try:
-            await asyncio.to_thread(server.start)
-        except AgentRLError as error:
-            raise EnvironmentUnavailable(str(error)) from error
-        stack.push_async_callback(asyncio.to_thread, server.stop)
-        url = server.url
+        make = partial(ServerProcess, *section.serve, max_sessions=max_sessions, oracle=oracle)
+        url = await stack.enter_async_context(kept(make))
     return await stack.enter_async_context(EnvClient.connect(url, token=token))
+
+
+@asynccontextmanager
+async def kept(make: Callable[..., ServerProcess]) -> AsyncIterator[str]:
+    """Start a server and yield its address; where it dies it is started again, at the same one.
+
+    Raises:
+        EnvironmentUnavailable: it cannot be started at all.
+    """
+    server = make()
+    try:
+        await asyncio.to_thread(server.start)
+    except AgentRLError as error:
+        raise EnvironmentUnavailable(str(error)) from error
+    current, url = [server], server.url
+    keeping = asyncio.create_task(_keep(current, partial(make, port=urlsplit(url).port)))
+    try:
+        yield url
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        await asyncio.to_thread(current[0].stop)
+
+
+async def _keep(current: list[ServerProcess], make: Callable[[], ServerProcess]) -> None:
+    """Replace the server in ``current`` whenever it has died; its sessions are lost, and played again."""
+    while True:
+        await asyncio.sleep(LOOK_EVERY_S)
+        if current[0].running:
+            continue
+        logger.warning("the environment server at %s died; it is started again", current[0].url)
+        await asyncio.to_thread(current[0].stop)
+        current[0] = make()
+        try:
+            await asyncio.to_thread(current[0].start)
+        except AgentRLError as error:
+            logger.warning("it could not be: %s", error)
 
 
 async def _tasks(client: EnvClient, section: EnvironmentSection) -> dict[str, TaskInfo]:

@@ -1,8 +1,10 @@
 """``python -m tests.chaos``: the seeded fault runs, and their account as one JSON object on the last line.
 
 CHAOS_SECONDS and CHAOS_SEED set length and seed: two runs with one seed have the same faults at the same
-times, and clients that decide alike. With CHAOS_RESUME=1 other servers go on with the sessions of lost
-ones; what a lost one did after its last answer counts as undone.
+times, and clients that decide alike. Each half gets the time; the training half spends a half of it on each
+engine. CHAOS_HALF=serving or training runs one alone, CHAOS_ENGINE=scripted or torch trains with one alone.
+With CHAOS_RESUME=1 other servers go on with the sessions of lost ones; what a lost one did after its last
+answer counts as undone.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import os
 import shutil
 import sys
 
-from tests.chaos.serving import run_in_folder
+from tests.chaos.serving import ServingReport, run_in_folder
+from tests.chaos.training import ENGINES, TrainingReport, run_training
 
 SHOWN_NOTES = 40
 
@@ -25,28 +28,61 @@ def main() -> int:
         return 2
     logging.getLogger("httpx").setLevel(logging.WARNING)
     seed, seconds = int(os.environ.get("CHAOS_SEED", "1")), float(os.environ.get("CHAOS_SECONDS", "900"))
+    half = os.environ.get("CHAOS_HALF")
+    served = _serving(seed, seconds) if half in (None, "", "serving") else None
+    trained = _training(seed, seconds) if half in (None, "", "training") else []
+    account = served.account if served else None
+    serving = {
+        "steps": account.steps if account else 0,
+        "applied_twice": account.applied_twice if account else 0,
+        "lost_silently": account.lost_silently if account else 0,
+        "leaked": account.leaked if account else 0,
+    }
+    training = {
+        "samples": sum(one.account.samples for one in trained),
+        "trained_twice": sum(one.account.trained_twice for one in trained),
+        "lost_silently": sum(one.account.lost_silently for one in trained),
+        "hangs": sum(len(one.hangs) for one in trained),
+    }
+    reports = [one for one in (served, *trained) if one is not None]
+    whole = {
+        "seed": seed,
+        "seconds": round(sum(one.seconds for one in reports)),
+        "kills": sum(one.kills for one in reports),
+    }
+    print(json.dumps({**whole, "serving": serving, "training": training}), flush=True)
+    return 1 if any(one.failed for one in reports) else 0
+
+
+def _serving(seed: int, seconds: float) -> ServingReport:
     resume = bool(os.environ.get("CHAOS_RESUME"))
     words = ", lost servers' sessions go on at others" if resume else ""
     print(f"serving: {seconds:g} seconds of faults, seed {seed}{words}", flush=True)
     report = run_in_folder(seed, seconds, resume=resume)
+    _show(report, report.account.notes)
+    return report
+
+
+def _training(seed: int, seconds: float) -> list[TrainingReport]:
+    chosen = [os.environ["CHAOS_ENGINE"]] if os.environ.get("CHAOS_ENGINE") else ENGINES
+    reports = []
+    for engine in chosen:
+        share = seconds / len(chosen)
+        print(f"training, {engine} engine: {share:g} seconds of faults, seed {seed}", flush=True)
+        report = run_training(engine, seed, share)
+        _show(report, [*report.account.notes, *report.hangs])
+        reports.append(report)
+    return reports
+
+
+def _show(report: ServingReport | TrainingReport, notes: list[str]) -> None:
     for name, value in report.rows():
         print(f"  {name}: {value}")
-    for note in report.account.notes[:SHOWN_NOTES]:
+    for note in notes[:SHOWN_NOTES]:
         print(f"  ! {note}")
-    if len(report.account.notes) > SHOWN_NOTES:
-        print(f"  ! and {len(report.account.notes) - SHOWN_NOTES} more")
-    print("training: not run; its zeros below say nothing")
-    account = report.account
-    serving = {
-        "steps": account.steps,
-        "applied_twice": account.applied_twice,
-        "lost_silently": account.lost_silently,
-        "leaked": account.leaked,
-    }
-    training = {"samples": 0, "trained_twice": 0, "lost_silently": 0, "hangs": 0}
-    whole = {"seed": seed, "seconds": round(report.seconds), "kills": report.kills}
-    print(json.dumps({**whole, "serving": serving, "training": training}), flush=True)
-    return 1 if report.failed else 0
+    if len(notes) > SHOWN_NOTES:
+        print(f"  ! and {len(notes) - SHOWN_NOTES} more")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

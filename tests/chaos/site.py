@@ -155,7 +155,7 @@ class Site:
         self.controllers: list[Part] = []
         self.servers: list[Part] = []
         workers = ["--workers", str(WORKERS), "--port", str(ports[0]), *_serve_options()]
-        self.workers = self._part("workers", _agentrl("serve", *workers, *TARGETS), "serving ")
+        self.workers = self._part("workers", agentrl("serve", *workers, *TARGETS), "serving ")
 
     @property
     def urls(self) -> list[str]:
@@ -178,13 +178,13 @@ class Site:
             options = ["--port", str(port), "--redis", f"redis://127.0.0.1:{redis}", "--queue", "3"]
             options += ["--advertise", f"http://127.0.0.1:{link}", "--lost-after", str(LOST_AFTER_S)]
             options += ["--resume"] if self.resume else []
-            command = _agentrl("controller", *options)
+            command = agentrl("controller", *options)
             self.controllers.append(self._part(f"controller{n}", command, "controlling "))
         dialled = [f"--controller=http://127.0.0.1:{proxy.port}" for proxy in self.link_proxies]
         for n in range(SERVERS):
             # One of them knows one controller, and hears of the others from it.
             options = ["--host", "none", *dialled[: 1 if n == 0 else None], *_serve_options()]
-            self.servers.append(self._part(f"server{n}", _agentrl("serve", *options, *TARGETS), "serving "))
+            self.servers.append(self._part(f"server{n}", agentrl("serve", *options, *TARGETS), "serving "))
         for part in (*self.controllers, *self.servers, self.workers):
             await part.start()
         await asyncio.gather(*(part.until_ready() for part in self.parts))
@@ -237,7 +237,8 @@ def _environ(pid: int) -> bytes:
         return b""
 
 
-def _agentrl(*arguments: str) -> list[str]:
+def agentrl(*arguments: str) -> list[str]:
+    """Return a command line of the environments'."""
     return [sys.executable, "-m", "agentrl_env", *arguments]
 
 

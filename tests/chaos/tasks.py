@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from agentrl_env import Done, Environment, tool
+from agentrl_env import Done, Environment, Reply, tool
 
 FOLDER = Path(os.environ.get("CHAOS_LEDGER", tempfile.gettempdir()))
 """Where the ledgers are, one for each serving process, and the folders that sessions hold."""
@@ -94,3 +94,35 @@ class ThreadLedger(Ledger):
         text = self.apply(nonce)
         time.sleep(seconds / 2)
         return text
+
+
+class Tally(Environment):
+    """Say letters; each episode is written down with what it was worth."""
+
+    max_turns = 3
+    blocking = False
+
+    def reset(self, sample, rng):
+        self.key, self.total = secrets.token_hex(8), 0.0
+        write("open", self.key)
+        return f"{self.key} Say {int(rng.integers(100))}."
+
+    @tool
+    def nothing(self):
+        """Do nothing."""
+        return "fine"
+
+    async def respond(self, text: str) -> Reply:
+        """Reward the share of letters, after a while."""
+        await asyncio.sleep(0.02 * (len(text) % 5))
+        reward = sum(one.isascii() and one.isalpha() for one in text) / max(1, len(text))
+        self.total += reward
+        write("turn", self.key, reward)
+        return Reply("go on", reward=reward)
+
+    def close(self):
+        write("close", self.key, self.total)
+
+
+class OwnTally(Tally):
+    """The same, served by the trainer itself."""

@@ -1,0 +1,44 @@
+"""``python -m tests.chaos.trainer ENGINE run CONFIG ...``: the command line, its engine to be broken.
+
+``scripted`` is the engine without a model; ``torch`` is the ordinary one, whose next forward pass fails after
+SIGUSR1, as a device that is lost would make it.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import Any
+
+from agentrl_train.__main__ import main
+from agentrl_train.engine.replica import Replica
+from agentrl_train.runtime import launch
+from tests.chaos.scripted import ScriptedEngine
+
+
+def scripted(*_: Any, **__: Any) -> ScriptedEngine:
+    """Take the place of ``make_engine``."""
+    return ScriptedEngine()
+
+
+def break_on(number: signal.Signals) -> None:
+    """Let the forward pass after a signal fail."""
+    broken: list[int] = []
+    signal.signal(number, lambda *_: broken.append(1))
+    whole = Replica._forward
+
+    def forward(self: Replica, *args: Any, **options: Any) -> Any:
+        if broken:
+            broken.pop()
+            raise RuntimeError("the device is lost")
+        return whole(self, *args, **options)
+
+    Replica._forward = forward  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    engine = sys.argv.pop(1)
+    break_on(signal.SIGUSR1)
+    if engine == "scripted":
+        launch.make_engine = scripted  # type: ignore[assignment]
+    main()

@@ -1,0 +1,442 @@
+"""The training half: a run whose environments, engine, controller and trainer are killed while it trains."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import random
+import re
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, variance
+
+from agentrl_train.runtime.metrics import read_jsonl
+from tests.chaos.site import MARK, TASKS_FILE, Part, agentrl, free_ports, left_processes
+from tests.chaos.trained import TrainedAccount, rewards, settle_training
+from tests.conftest import make_model, make_tokenizer
+
+ENGINES = ("scripted", "torch")
+GROUP_SIZE, PER_STEP = 2, 4
+SERVERS = 2
+HANG_S = 75.0
+"""Longest time without a step; a start and the longest pause are part of it."""
+CALM_STEPS = 3
+"""Steps that must follow once all is calm."""
+COMPARED = 30
+"""Steps of the undisturbed run, whose last third is compared."""
+NOISE = 4.0
+"""Standard errors that two mean rewards may differ by."""
+WEIGHTS = {
+    "kill server": 5,
+    "pause server": 3,
+    "kill controller": 3,
+    "pause controller": 2,
+    "kill own server": 4,
+    "kill engine": 6,
+    "kill trainer": 4,
+    "stop trainer": 2,
+    "pause trainer": 1,
+}
+CONFIG = """
+[run]
+name = "run"
+folder = "{folder}"
+steps = 1000000
+threads = 1
+quiet_seconds = 30
+[model]
+path = "{folder}/model"
+[[environments]]
+url = "{url}"
+token_env = "AGENTRL_TOKEN"
+[[environments]]
+serve = ["{tasks}:OwnTally"]
+[engine]
+max_sessions = 16
+max_context = 512
+max_new_tokens = 16
+[rollout]
+groups_per_step = {per_step}
+group_size = {group_size}
+max_staleness = 1
+window = 2
+episode_seconds = 15
+environment_retries = 4
+environment_patience_seconds = 30
+[train]
+learning_rate = {learning_rate}
+[checkpoint]
+every = 3
+[eval]
+samples = 0
+[metrics]
+tensorboard = false
+trajectories = 1000000
+"""
+
+
+@dataclass(slots=True)
+class TrainingReport:
+    """What a run under one engine has come to."""
+
+    engine: str
+    seconds: float = 0.0
+    steps: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
+    """How the trainer's processes ended."""
+    hangs: list[str] = field(default_factory=list)
+    account: TrainedAccount = field(default_factory=TrainedAccount)
+    disturbed: float = math.nan
+    undisturbed: float = math.nan
+    compared: int = 0
+    same: int = 0
+
+    @property
+    def kills(self) -> int:
+        """Processes and engines that were killed."""
+        return sum(number for name, number in self.faults.items() if name.startswith("kill"))
+
+    @property
+    def failed(self) -> bool:
+        """Whether anything was not as it should be."""
+        return bool(self.account.notes or self.hangs)
+
+    def rows(self) -> list[tuple[str, object]]:
+        """Return what to show."""
+        account = self.account
+        return [
+            ("faults", dict(sorted(self.faults.items()))),
+            ("ends of the trainer", dict(self.ends)),
+            ("steps", f"{self.steps} in {self.seconds:.0f} s"),
+            ("episodes begun, trained on", f"{account.played}, {account.samples}"),
+            ("groups reported failed, still waiting", f"{account.dropped}, {account.unfinished}"),
+            ("trained twice, lost silently", f"{account.trained_twice}, {account.lost_silently}"),
+            ("reward, and that of the undisturbed run", f"{self.disturbed:.3f}, {self.undisturbed:.3f}"),
+            ("groups compared, with the very same rewards", f"{self.compared}, {self.same}"),
+            ("hangs", len(self.hangs)),
+        ]
+
+
+class Trainer:
+    """The trainer's process: begun, gone on with, and never trusted to end by itself."""
+
+    def __init__(self, engine: str, folder: Path, environment: dict[str, str], *overrides: str) -> None:
+        self.run = folder / "run"
+        self.log = folder / "trainer.log"
+        self._engine, self._config, self._environment = engine, folder / "train.toml", environment
+        self._overrides = [part for override in overrides for part in ("--set", override)]
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, while it runs."""
+        process = self._process
+        return process.pid if process is not None and process.returncode is None else None
+
+    @property
+    def status(self) -> int | None:
+        """Its exit status, once it has ended."""
+        return None if self._process is None else self._process.returncode
+
+    def steps(self) -> int:
+        """Return how many steps are recorded."""
+        lines = read_jsonl(self.run / "metrics.jsonl")
+        return int(lines[-1]["step"]) if lines else 0
+
+    async def start(self) -> None:
+        """Begin, or go on."""
+        resume = ["--resume"] if (self.run / "config.toml").exists() else []
+        command = [
+            "-m",
+            "tests.chaos.trainer",
+            self._engine,
+            "run",
+            str(self._config),
+            *self._overrides,
+            *resume,
+        ]
+        with self.log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self._environment},
+                start_new_session=True,
+            )
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        if self.pid is not None:
+            os.kill(self.pid, number)
+
+    async def ended(self, within_s: float) -> bool:
+        """Wait for its end; return whether it came."""
+        assert self._process is not None
+        try:
+            async with asyncio.timeout(within_s):
+                await self._process.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def children(self, words: str) -> list[int]:
+        """Return its children whose command line has these words."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                parent = int(path.read_text().rpartition(")")[2].split()[1])
+                command = (path.parent / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+            except OSError:
+                continue
+            if parent == self.pid and words in command:
+                found.append(int(path.parent.name))
+        return found
+
+
+class TrainingSite:
+    """A controller, its servers, and the trainer."""
+
+    def __init__(self, engine: str, folder: Path) -> None:
+        self.mark, token = secrets.token_hex(8), secrets.token_hex(16)
+        self.ledgers = folder / "ledgers"
+        self.ledgers.mkdir(parents=True)
+        environment = {
+            MARK: self.mark,
+            "AGENTRL_TOKEN": token,
+            "CHAOS_LEDGER": str(self.ledgers),
+            "PYTHONUNBUFFERED": "1",
+            "TMPDIR": str(folder),
+        }
+        (port,) = free_ports(1)
+        url = f"http://127.0.0.1:{port}"
+
+        def part(name: str, ready: str, *command: str) -> Part:
+            log = folder / f"{name}.log"
+            log.touch()
+            return Part(name, agentrl(*command), environment, log, ready)
+
+        options = ("--queue", "5", "--lost-after", "4")
+        self.controller = part("controller", "controlling ", "controller", "--port", str(port), *options)
+        serve = ("serve", "--host", "none", f"--controller={url}", "--lease", "30", "--max-sessions", "40")
+        self.servers = [part(f"server{n}", "serving ", *serve, f"{TASKS_FILE}:Tally") for n in range(SERVERS)]
+        make_model().save_pretrained(folder / "model")
+        make_tokenizer().save_pretrained(folder / "model")
+        rate = 1e-2 if engine == "torch" else 1e-4
+        shape = {"per_step": PER_STEP, "group_size": GROUP_SIZE, "learning_rate": rate}
+        text = CONFIG.format(folder=folder, url=url, tasks=TASKS_FILE, **shape)
+        (folder / "train.toml").write_text(text)
+        self.trainer = Trainer(engine, folder, environment)
+        self.reference = Trainer(
+            engine, folder, environment, f"run.steps={COMPARED}", "run.name='undisturbed'"
+        )
+        self.reference.run = folder / "undisturbed"
+
+    async def start(self) -> None:
+        """Start all but the trainer."""
+        for part in (self.controller, *self.servers):
+            await part.start()
+            await part.until_ready()
+
+    async def stop(self) -> list[str]:
+        """End all; return what would not."""
+        parts = (*self.servers, self.controller)
+        return [part.name for part in parts if not await part.stop()]
+
+
+async def run(engine: str, seed: int, seconds: float, folder: Path) -> TrainingReport:
+    """Break a training run for some seconds, let it come to rest, and account for every sample."""
+    report, site = TrainingReport(engine=engine), TrainingSite(engine, folder)
+    begin = time.monotonic()
+    try:
+        await site.start()
+        await _train_under_faults(site, report, seed, seconds)
+        report.seconds = time.monotonic() - begin
+        report.account = settle_training(site.trainer.run, site.ledgers, group_size=GROUP_SIZE)
+        await _train_undisturbed(site, report)
+    finally:
+        for trainer in (site.trainer, site.reference):
+            trainer.send(signal.SIGKILL)
+        unwilling = await site.stop()
+    report.steps = site.trainer.steps()
+    notes = report.account.notes
+    notes += [f"{name} had to be killed at the end" for name in unwilling]
+    notes += await _left(site.mark)
+    log = site.trainer.log.read_text(errors="replace")
+    notes += [f"the trainer's log has a bug: {text}" for text in bugs(log)]
+    _compare(site, report)
+    return report
+
+
+def bugs(log: str) -> list[str]:
+    """Return the last lines of tracebacks that tell of more than an engine that was broken on purpose."""
+    found = []
+    for block in log.split("Traceback (most recent call last):\n")[1:]:
+        last = next((line for line in block.splitlines() if re.match(r"[^\s|+]", line)), "")
+        if "the device is lost" not in last:
+            found.append(last)
+    return found
+
+
+async def _train_under_faults(site: TrainingSite, report: TrainingReport, seed: int, seconds: float) -> None:
+    trainer, faults = site.trainer, draw(seed, seconds)
+    await trainer.start()
+    watch = Watch(trainer)
+    begin, due = time.monotonic(), next(faults, None)
+    calm_from: int | None = None
+    while True:
+        await asyncio.sleep(0.1)
+        now = time.monotonic() - begin
+        if trainer.pid is None:
+            report.ends[_end(trainer)] += 1
+            await trainer.start()
+            watch.begin()
+        if watch.hangs():
+            report.hangs.append(f"no step for {HANG_S:g} s after step {trainer.steps()}: see {trainer.log}")
+            trainer.send(signal.SIGKILL)
+        if due is not None and now >= due[0]:
+            # A trainer that never gets to a step would not be a run at all.
+            if "trainer" not in due[1] or watch.moved:
+                report.faults[due[1]] += 1
+                await _break(site, report, *due[1:])
+                due = next(faults, None)
+        elif due is None and now >= seconds:
+            calm_from = trainer.steps() if calm_from is None else calm_from
+            if trainer.steps() >= max(calm_from + CALM_STEPS, 1) or len(report.hangs) > 2:
+                break
+    trainer.send(signal.SIGTERM)
+    if not await trainer.ended(HANG_S):
+        report.hangs.append("the trainer did not end when it was told to")
+        trainer.send(signal.SIGKILL)
+        await trainer.ended(HANG_S)
+    report.ends[_end(trainer)] += 1
+
+
+async def _break(site: TrainingSite, report: TrainingReport, kind: str, which: int, pause_s: float) -> None:
+    what, _, whom = kind.partition(" ")
+    trainer = site.trainer
+    if what == "stop":
+        trainer.send(signal.SIGTERM)
+        if not await trainer.ended(HANG_S):
+            report.hangs.append("the trainer did not end when it was told to")
+            trainer.send(signal.SIGKILL)
+    elif whom == "engine" and not trainer.children("tests.chaos.scripted"):
+        trainer.send(signal.SIGUSR1)
+    elif pid := _pid(site, whom, which):
+        if what == "kill":
+            os.kill(pid, signal.SIGKILL)
+            return
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(pause_s)
+        os.kill(pid, signal.SIGCONT)
+
+
+def _pid(site: TrainingSite, whom: str, which: int) -> int | None:
+    match whom:
+        case "server":
+            return site.servers[which % SERVERS].pid
+        case "controller":
+            return site.controller.pid
+        case "own server":
+            return next(iter(site.trainer.children("agentrl_env serve")), None)
+        case "engine":
+            return next(iter(site.trainer.children("tests.chaos.scripted")), None)
+        case _:
+            return site.trainer.pid
+
+
+class Watch:
+    """Sees whether the trainer gets anywhere."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin anew: the process has started."""
+        self._at, self._since, self.moved = self._trainer.steps(), time.monotonic(), False
+
+    def hangs(self) -> bool:
+        """Return whether there was no step for too long; then begin anew."""
+        steps = self._trainer.steps()
+        if steps != self._at:
+            self.moved = self.moved or steps > self._at
+            self._at, self._since = steps, time.monotonic()
+        if late := time.monotonic() - self._since > HANG_S:
+            self.begin()
+        return late
+
+
+def draw(seed: int, seconds: float) -> Iterator[tuple[float, str, int, float]]:
+    """Yield what happens when to whom: seconds from the beginning, kind, which, length of a pause."""
+    rng, at = random.Random(seed), 8.0
+    while at < seconds:
+        kind = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        yield at, kind, rng.randrange(1000), rng.choice([0.5, 2.0, 6.0])
+        at += rng.uniform(0.5, 5.0)
+
+
+def _end(trainer: Trainer) -> str:
+    status = trainer.status or 0
+    if status == 1:
+        last = [line for line in trainer.log.read_text(errors="replace").splitlines() if line.strip()][-1]
+        return f"gave up: {last}"
+    names = {143: "stopped in order", -9: "killed"}
+    return names.get(status, f"exit status {status}")
+
+
+async def _train_undisturbed(site: TrainingSite, report: TrainingReport) -> None:
+    await site.reference.start()
+    if not await site.reference.ended(4 * HANG_S):
+        report.hangs.append("the undisturbed run did not end")
+
+
+def _compare(site: TrainingSite, report: TrainingReport) -> None:
+    """Hold the rewards of both runs against each other, at the same groups of the same steps."""
+    last = min(report.steps, site.reference.steps(), COMPARED)
+    # What the scripted engine says does not change with the steps.
+    first = 1 if report.engine == "scripted" else max(1, last - last // 3)
+    ours, theirs = (rewards(trainer.run, first, last) for trainer in (site.trainer, site.reference))
+    both = ours.keys() & theirs.keys()
+    report.compared, report.same = len(both), sum(ours[i] == theirs[i] for i in both)
+    one, other = ([reward for i in both for reward in side[i]] for side in (ours, theirs))
+    if len(both) < 2:
+        report.account.notes.append("there are too few groups to compare")
+        return
+    report.disturbed, report.undisturbed = fmean(one), fmean(other)
+    error = math.sqrt(variance(one) / len(one) + variance(other) / len(other))
+    if abs(report.disturbed - report.undisturbed) > NOISE * error:
+        report.account.notes.append(
+            f"the reward of steps {first} to {last} is {report.disturbed:.3f}, and {report.undisturbed:.3f} "
+            f"undisturbed: more than {NOISE:g} standard errors ({error:.3f}) apart"
+        )
+
+
+async def _left(mark: str) -> list[str]:
+    """Return what is left of a run's processes after a moment."""
+    end = time.monotonic() + 10
+    while (pids := left_processes(mark)) and time.monotonic() < end:  # noqa: ASYNC110 (others' processes)
+        await asyncio.sleep(0.2)
+    return [f"process {pid} was left" for pid in pids]
+
+
+def run_training(engine: str, seed: int, seconds: float) -> TrainingReport:
+    """Run in a temporary folder, which is kept where something was wrong."""
+    folder = Path(tempfile.mkdtemp(prefix=f"chaos-{engine}-"))
+    report = asyncio.run(run(engine, seed, seconds, folder))
+    if report.failed:
+        print(f"logs, ledgers and the run are in {folder}")
+    else:
+        shutil.rmtree(folder)
+    return report
