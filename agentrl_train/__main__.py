@@ -1,4 +1,4 @@
-"""The command line: ``agentrl-train run | sft | eval | report``.
+"""The command line: ``agentrl-train run | sft | eval | merge | report``.
 
 The configuration is read and checked before PyTorch is imported, so that ``--help`` and mistakes are quick.
 """
@@ -75,6 +75,25 @@ def eval_command(
     from agentrl_train.runtime.commands import evaluate_policy
 
     raise typer.Exit(evaluate_policy(loaded, model=model))
+
+
+@app.command("merge")
+def merge_command(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|CHECKPOINT", help="A run folder (its newest checkpoint) or a checkpoint."
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the model.")],
+    dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
+) -> None:
+    """Write a checkpoint's policy as a Hugging Face folder, LoRA adapters merged."""
+    if dtype not in ("float32", "bfloat16"):
+        raise typer.BadParameter("use float32 or bfloat16", param_hint="--dtype")
+    from agentrl_train.runtime.commands import merge
+
+    raise typer.Exit(merge(source, output=output, dtype=dtype))
 
 
 @app.command("report")

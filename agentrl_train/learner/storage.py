@@ -1,7 +1,8 @@
 """The learner's part of a checkpoint: copied at once, written later, read by any number of ranks.
 
-``model/`` is a Hugging Face folder and the only copy of the parameters; ``learner/`` holds the optimizer, the
-count of updates and the state of the random numbers, each rank its slices (``torch.distributed.checkpoint``).
+``model/`` is a Hugging Face folder (for LoRA one of PEFT's) and the only copy of the parameters; ``learner/``
+holds the optimizer, the count of updates and the state of the random numbers, each rank its slices
+(``torch.distributed.checkpoint``).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from agentrl_train.learner.lora import Lora, adapter_base, read_adapter, save_adapter
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -36,7 +39,8 @@ class Snapshot:
     model: PreTrainedModel
     """Says how a model folder is written; its parameters are not read."""
     weights: Mapping[str, Tensor]
-    """The whole parameters, on the rank that writes the model; empty on the others."""
+    """The whole parameters, or those of the adapters, on the rank that writes them; empty on the others."""
+    lora: Lora | None = None
     state: Mapping[str, Tensor]
     """This rank's slices of everything else."""
     group: dist.ProcessGroup | None
@@ -51,7 +55,9 @@ class Snapshot:
         """
         if self.announce is not None:
             self.announce(folder)
-        if self.weights:
+        if self.weights and self.lora is not None:
+            save_adapter(folder / MODEL, self.model, self.lora, self.weights)
+        elif self.weights:
             self.model.save_pretrained(str(folder / MODEL), state_dict=dict(self.weights))
         writer = FileSystemWriter(folder / STATE, sync_files=False)
         try:
@@ -72,18 +78,20 @@ def host_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_state(
+    updated: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
     """Return the optimizer's tensors as ``optimizer/<parameter>/<what>``; not copied."""
     return {
         f"{OPTIMIZER}/{name}/{what}": value
-        for name, parameter in model.named_parameters()
+        for name, parameter in updated.items()
         for what, value in optimizer.state.get(parameter, {}).items()
     }
 
 
 def read_state(
     folder: Path,
-    model: nn.Module,
+    updated: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
     *,
     others: dict[str, Tensor],
@@ -94,22 +102,24 @@ def read_state(
     with _quiet():
         names = reader.read_metadata().state_dict_metadata
         found: dict[str, Tensor] = {}
-        parameters = dict(model.named_parameters())
         for key in names:
             if key.startswith(f"{OPTIMIZER}/"):
                 _, name, what = key.split("/")
-                like = parameters[name].detach()
+                like = updated[name].detach()
                 found[key] = torch.zeros((), device=like.device) if what == "step" else torch.zeros_like(like)
         load(found | others, storage_reader=reader, process_group=group, no_dist=group is None)
     optimizer.state.clear()
     for key, value in found.items():
         _, name, what = key.split("/")
-        optimizer.state[parameters[name]][what] = value
+        optimizer.state[updated[name]][what] = value
 
 
 @torch.no_grad()
 def read_weights(folder: Path, model: PreTrainedModel) -> None:
-    """Fill a model's parameters from ``model/`` of a checkpoint."""
+    """Fill a model's parameters, or its adapters', from ``model/`` of a checkpoint."""
+    if adapter_base(folder / MODEL) is not None:
+        fill(model, read_adapter(folder / MODEL))
+        return
     read = type(model).from_pretrained(str(folder / MODEL), dtype=torch.float32)
     fill(model, {name: value.detach() for name, value in read.named_parameters()})
 

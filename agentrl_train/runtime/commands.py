@@ -17,14 +17,15 @@ from agentrl_train.engine.chat import ChatFormat
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner
 from agentrl_train.loss import sft_loss
-from agentrl_train.runtime.checkpoint import load_latest
+from agentrl_train.runtime.checkpoint import load_checkpoint, load_latest
 from agentrl_train.runtime.config import RunConfig
+from agentrl_train.runtime.disk import run_folder_errors
 from agentrl_train.runtime.environments import environments
 from agentrl_train.runtime.evaluation import Evaluation
 from agentrl_train.runtime.imitation import expert_sequences, imitate
 from agentrl_train.runtime.launch import make_evaluator, policy, threads_each, train
 from agentrl_train.runtime.learners import work
-from agentrl_train.runtime.models import load_policy
+from agentrl_train.runtime.models import DTYPES, load_policy
 from agentrl_train.runtime.ranks import rank
 
 BY_SIGNAL = 128
@@ -117,6 +118,33 @@ def sft(config: RunConfig, *, output: Path) -> int:
     asyncio.run(_sft(config, output=output))
     Console().print(f"model: {output}", soft_wrap=True)
     return 0
+
+
+def merge(source: Path, *, output: Path, dtype: str) -> int:
+    """Write the policy of a checkpoint as a whole model folder, adapters merged."""
+    if (output / "config.json").exists():
+        raise ConfigError(f"{output} holds a model already: name another folder")
+    model, tokenizer = load_policy(str(_model_folder(source)))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[dtype])
+    model.config.dtype = DTYPES[dtype]
+    with run_folder_errors(output):
+        model.save_pretrained(output)
+        tokenizer.save_pretrained(output)
+    Console().print(f"model: {output}", soft_wrap=True)
+    return 0
+
+
+def _model_folder(source: Path) -> Path:
+    """Return the model folder that a run, a checkpoint or a model folder means."""
+    if (source / "checkpoints").is_dir():
+        checkpoint = load_latest(source / "checkpoints")
+        if checkpoint is None:
+            raise ConfigError(f"{source} holds no checkpoint yet")
+        return checkpoint.model_folder
+    if (source / "manifest.json").is_file():
+        return load_checkpoint(source).model_folder
+    return source
 
 
 async def _sft(config: RunConfig, *, output: Path) -> None:

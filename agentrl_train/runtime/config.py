@@ -19,6 +19,7 @@ from pydantic import Field
 
 from agentrl_train.errors import ConfigError
 from agentrl_train.runtime.engine_config import EngineSection
+from agentrl_train.runtime.placement_config import PlacementSection
 from agentrl_train.runtime.section import Count, CountOrOff, Fraction, NonNegative, Positive, Section
 from agentrl_train.runtime.toml import apply_override, dump_toml, problems, read_toml
 
@@ -125,6 +126,16 @@ class AdvantageSection(Section):
     """Taken off the reward once when a limit ended the episode."""
 
 
+class LoraSection(Section):
+    """Adapters that are trained in place of the model (``[train.lora]``)."""
+
+    rank: Count
+    alpha: Positive
+    """Scale of what the adapters add, times ``rank``."""
+    targets: tuple[str, ...] = ()
+    """Names of linear layers that get one, such as "q_proj"; left out, all but the head."""
+
+
 class TrainSection(Section):
     """The optimizer and the loss."""
 
@@ -152,6 +163,10 @@ class TrainSection(Section):
     """Weight of the divergence from the starting policy; 0 is off."""
     activation_checkpointing: bool = False
     """Compute each layer again in the backward pass instead of keeping what it computed."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's moments, and a copy of the parameters that it updates, in host memory."""
+    lora: LoraSection | None = None
+    """Train adapters instead of the whole model; left out, it is off."""
     processes: Count = 1
     """Processes on this machine that share the learner, started by ``agentrl-train run`` itself."""
     sequence_parallel: Count = 1
@@ -238,6 +253,7 @@ class RunConfig(Section):
     run: RunSection
     model: ModelSection
     environments: tuple[EnvironmentSection, ...]
+    placement: PlacementSection = PlacementSection()
     engine: EngineSection = EngineSection()
     rollout: RolloutSection = RolloutSection()
     advantage: AdvantageSection = AdvantageSection()
@@ -252,9 +268,18 @@ class RunConfig(Section):
         """Return the folder of this run, ``<run.folder>/<run.name>``."""
         return Path(self.run.folder) / self.run.name
 
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Return the names of the policies that act."""
+        return ("current", "stale") if self.rollout.stale_fraction > 0 else ("current",)
+
     def problems(self) -> list[str]:
         """Return what is wrong between sections, one sentence each."""
-        found = []
+        found = self.placement.problems_with(
+            device=self.engine.device,
+            processes=self.train.processes,
+            max_staleness=self.rollout.max_staleness,
+        )
         if not self.environments:
             found.append("environments is empty: give at least one [[environments]] table")
         rollout, advantage = self.rollout, self.advantage

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from agentrl_train.learner import Learner
+from agentrl_train.learner import Learner, Lora
 from agentrl_train.loss import policy_loss
 from agentrl_train.runtime.config import RunConfig
 from agentrl_train.runtime.models import copy_of, load_policy
@@ -80,6 +80,8 @@ def learner_options(config: RunConfig, *, model: PreTrainedModel) -> dict[str, A
         "temperature": config.engine.temperature,
         "precision": train.precision,
         "activation_checkpointing": train.activation_checkpointing,
+        "offload_optimizer": train.offload_optimizer,
+        "lora": Lora(**train.lora.model_dump()) if train.lora else None,
         "reference": copy_of(model) if train.kl_coef else None,
         "kl_coefficient": train.kl_coef,
     }

@@ -10,6 +10,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl_train.errors import ConfigError
+from agentrl_train.learner import adapter_base, merge_adapter
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -19,13 +20,20 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def load_policy(path: str, *, device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the model, in float32, and the tokenizer in ``path``: a folder, or a model's name on the hub.
 
+    A folder with an adapter (PEFT) gives the model that it was trained on, the adapter merged.
+
     Raises:
         ConfigError: there is no such model, or the device is not there.
     """
     _check_place(path, device)
+    base = adapter_base(Path(path))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(
+            base or path, dtype=torch.float32, attn_implementation="sdpa"
+        )
+        if base is not None:
+            merge_adapter(model, Path(path))
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"model.path = {path!r} cannot be loaded: {reason}") from error
@@ -43,7 +51,8 @@ def copy_of(model: PreTrainedModel, *, dtype: str = "float32") -> PreTrainedMode
 
 def _check_place(path: str, device: str) -> None:
     looks_local = path.startswith((".", "/", "~")) or Path(path).exists()
-    if looks_local and not (Path(path) / "config.json").is_file():
+    whole = (Path(path) / "config.json").is_file() or adapter_base(Path(path)) is not None
+    if looks_local and not whole:
         raise ConfigError(f"model.path = {path!r} is no model folder: it holds no config.json")
     try:
         torch.empty(0, device=device)

@@ -1,0 +1,157 @@
+"""LoRA (arXiv 2106.09685): trains a product of two thin matrices beside each frozen one.
+
+On the disk it is PEFT's format, so that other tools read it; engines get the merged weights, under the names
+that the model had before.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from agentrl_train.learner.sharding import full
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """Which layers get adapters, and of what size."""
+
+    rank: int
+    alpha: float
+    """The product is scaled by ``alpha / rank``."""
+    targets: tuple[str, ...] = ()
+    """Names of linear layers, or the ends of them, such as ``q_proj``; none means all but the head."""
+
+
+class LoraLinear(nn.Linear):
+    """A frozen linear layer and its adapter."""
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    scaling: float
+
+    @classmethod
+    def around(cls, layer: nn.Linear, lora: Lora, generator: torch.Generator) -> Self:
+        """Return a layer that computes as ``layer`` does until it is trained; it shares its weights."""
+        size, device = (layer.in_features, layer.out_features), layer.weight.device
+        one = cls(*size, bias=layer.bias is not None, device="meta")
+        one.weight, one.bias = layer.weight, layer.bias
+        bound = 1.0 / math.sqrt(layer.in_features)  # as PEFT begins
+        drawn = torch.empty(lora.rank, layer.in_features).uniform_(-bound, bound, generator=generator)
+        one.lora_A = nn.Parameter(drawn.to(device))
+        one.lora_B = nn.Parameter(torch.zeros(layer.out_features, lora.rank, device=device))
+        one.scaling = lora.alpha / lora.rank
+        return one
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return what the merged layer would."""
+        return super().forward(input) + self.scaling * linear(linear(input, self.lora_A), self.lora_B)
+
+
+def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
+    """Freeze a model and give it adapters, the same on every rank.
+
+    Raises:
+        ValueError: no layer has such a name.
+    """
+    chosen = {name: layer for name, layer in _layers(model).items() if _matches(name, lora.targets)}
+    if not chosen:
+        raise ValueError(
+            f"train.lora.targets = {list(lora.targets)} names no linear layer of {type(model).__name__}; "
+            f"it has {', '.join(_ends(model))}."
+        )
+    model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for name, layer in chosen.items():
+        model.set_submodule(name, LoraLinear.around(layer, lora, generator))
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter belongs to an adapter."""
+    return name.endswith((".lora_A", ".lora_B"))
+
+
+def merged(model: nn.Module, name: str) -> Tensor:
+    """Return a parameter whole, its adapter added; of a sharded model every rank must ask."""
+    owner, _, leaf = name.rpartition(".")
+    layer = model.get_submodule(owner)
+    whole = full(layer.get_parameter(leaf).detach())
+    if isinstance(layer, LoraLinear) and leaf == "weight":
+        whole = whole + layer.scaling * (full(layer.lora_B.detach()) @ full(layer.lora_A.detach()))
+    return whole
+
+
+def save_adapter(folder: Path, model: PreTrainedModel, lora: Lora, tensors: Mapping[str, Tensor]) -> None:
+    """Write an adapter's tensors in PEFT's format."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model.name_or_path,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(lora.targets) or _ends(model),
+        "inference_mode": True,
+    }
+    (folder / CONFIG).write_text(json.dumps(config, indent=1))
+    named = {f"{PREFIX}{name}.weight": value.contiguous() for name, value in tensors.items()}
+    save_file(named, folder / TENSORS, metadata={"format": "pt"})
+
+
+def read_adapter(folder: Path) -> dict[str, Tensor]:
+    """Return an adapter's tensors under the names that they have here."""
+    found = load_file(folder / TENSORS)
+    return {name.removeprefix(PREFIX).removesuffix(".weight"): value for name, value in found.items()}
+
+
+def adapter_base(folder: Path) -> str | None:
+    """Return which model the adapter in a folder was trained on; None if there is no adapter."""
+    path = folder / CONFIG
+    return str(json.loads(path.read_text())["base_model_name_or_path"]) if path.is_file() else None
+
+
+@torch.no_grad()
+def merge_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Add the adapter in a folder to the weights of the model that it was trained on."""
+    config, tensors = json.loads((folder / CONFIG).read_text()), read_adapter(folder)
+    scaling = config["lora_alpha"] / config["r"]
+    for name in tensors:
+        if name.endswith(".lora_A"):
+            layer = name.removesuffix(".lora_A")
+            product = tensors[f"{layer}.lora_B"] @ tensors[name]
+            weight = model.get_submodule(layer).get_parameter("weight")
+            weight.add_(scaling * product.to(weight))
+
+
+def _layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    head = model.get_output_embeddings()
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and layer is not head
+    }
+
+
+def _ends(model: PreTrainedModel) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in _layers(model)})
+
+
+def _matches(name: str, targets: tuple[str, ...]) -> bool:
+    return not targets or any(name == target or name.endswith(f".{target}") for target in targets)
