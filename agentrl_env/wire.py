@@ -340,8 +340,8 @@ class Standing(BaseModel):
     """Sum of the rewards so far."""
     used_s: float
     """Seconds of its time limit that are over."""
-    turns: tuple[tuple[str, str], ...]
-    """What was said last and answered, as JSON, to repeat an answer that was lost."""
+    turns: tuple[tuple[str, str], ...] = ()
+    """The last turns, what was said and answered, as JSON; a ``Kept`` carries them beside it."""
     state: bytes
     """What ``snapshot`` returned, pickled."""
 
@@ -360,6 +360,8 @@ class Kept(_Request):
     standing: Standing | None = None
     seal: str = ""
     """Proves that a server with the fleet's token has made the state."""
+    turns: tuple[tuple[str, str], ...] = ()
+    """The turns that the controller has not been told of yet; to an adopter, all that are kept."""
 
 
 class KeptHead(_Request):

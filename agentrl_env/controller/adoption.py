@@ -189,7 +189,8 @@ class Adopter:
         Raises SessionLost where no server can: the state cannot be restored.
         """
         try:
-            await member.ask(b'"call":"adopt",' + (known.kept or b"{}")[1:-1])
+            turns = b'"turns":[%b]' % b",".join(known.turns)
+            await member.ask(b'"call":"adopt",%b,%b' % (turns, (known.kept or b"{}")[1:-1]))
             return True
         except ServerFull:
             member.full = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from agentrl_env.controller.state import FleetState
 from agentrl_env.errors import SessionLost, StateUnavailable
@@ -36,16 +36,17 @@ class Keeper:
         self._writing: dict[str, asyncio.Task[bool]] = {}
         self._ended: deque[tuple[float, str, str]] = deque()
 
-    def keep(self, server_id: str, head: KeptHead, kept: bytes) -> None:
+    def keep(self, server_id: str, head: KeptHead, kept: bytes, turns: Sequence[bytes]) -> None:
         """Take in where a session stands, or that it cannot be kept.
 
         Args:
             server_id: who says so.
             head: what it begins with.
-            kept: all of it, as JSON.
+            kept: all of it but the turns, as JSON.
+            turns: those that have not been told of before, each as JSON.
         """
         if head.seal:
-            self._write(head.session_id, lambda: self._keep(head, server_id, kept))
+            self._write(head.session_id, lambda: self._keep(head, server_id, kept, turns))
         else:
             self._forget(server_id, head.session_id)
 
@@ -109,8 +110,8 @@ class Keeper:
         if self._writing.get(session_id) is writing and (writing.cancelled() or writing.result()):
             del self._writing[session_id]
 
-    async def _keep(self, head: KeptHead, server_id: str, kept: bytes) -> bool:
-        if await self._state.keep(head.session_id, server_id, head.seq, kept):
+    async def _keep(self, head: KeptHead, server_id: str, kept: bytes, turns: Sequence[bytes]) -> bool:
+        if await self._state.keep(head.session_id, server_id, head.seq, kept, turns):
             return True
         await self._disown(head.session_id, server_id)
         return False

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import from_json, to_json
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from agentrl_env.controller.member import Outbox
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 HELLO_S = 10.0
 """How long a server may take to say who it is."""
-_KEPT = b'{"kept":'
+_KEPT, _TURNS = b'{"kept":', b',"turns":'
 
 
 class _FirstFrame(BaseModel):
@@ -65,6 +66,12 @@ def link_endpoint(roster: Roster) -> Callable[[WebSocket], Awaitable[None]]:
     return endpoint
 
 
+def split_kept(kept: bytes) -> tuple[bytes, tuple[bytes, ...]]:
+    """Return a ``Kept`` without its turns, and these, each as JSON. Raises ValueError."""
+    head, _, turns = kept.rpartition(_TURNS)  # the last field, and there are no such quotes in its strings
+    return head + b"}", tuple(map(to_json, from_json(turns[:-1])))
+
+
 async def _frame(websocket: WebSocket) -> bytes:
     """Return the next frame. Raises WebSocketDisconnect."""
     message = await websocket.receive()
@@ -96,8 +103,8 @@ async def _read(websocket: WebSocket, roster: Roster, server_id: str, outbox: Ou
             if frame.startswith(b'{"beat":'):
                 await roster.hear_beat(server_id, _BeatFrame.model_validate_json(frame).beat)
             elif frame.startswith(_KEPT):
-                kept = frame[len(_KEPT) : -1]
-                roster.hear_kept(server_id, KeptHead.model_validate_json(kept), kept)
+                kept, turns = split_kept(frame[len(_KEPT) : -1])
+                roster.hear_kept(server_id, KeptHead.model_validate_json(kept), kept, turns)
             else:
                 roster.hear_answer(server_id, frame)
         except ValueError:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl_env.controller.state import CLAIM_S, STANDING_S, KeptSession, home
 from agentrl_env.errors import ServeError, StateUnavailable
+from agentrl_env.server.keeping import ANSWERS, MAX_TURNS_BYTES
+from agentrl_env.session.history import KEPT_TURNS
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -24,20 +26,36 @@ KEPT_S = 24 * 3600
 _KEEP = """
 local holder = redis.call('hget', KEYS[1], 'holder')
 if holder and holder ~= ARGV[1] then return 0 end
-if tonumber(redis.call('hget', KEYS[1], 'seq') or 0) > tonumber(ARGV[2]) then return 1 end
-redis.call('hset', KEYS[1], 'holder', ARGV[1], 'seq', ARGV[2], 'kept', ARGV[3], 'deaths', 0)
+local new = tonumber(ARGV[2]) - tonumber(redis.call('hget', KEYS[1], 'seq') or -1)
+if new < 0 then return 1 end
+local told, bytes = #ARGV - 7, tonumber(redis.call('hget', KEYS[1], 'bytes') or 0)
+if new > told then
+  new, bytes = told, 0
+  redis.call('del', KEYS[2])
+end
+local number = redis.call('llen', KEYS[2])
+for i = #ARGV - new + 1, #ARGV do
+  number, bytes = redis.call('rpush', KEYS[2], ARGV[i]), bytes + #ARGV[i]
+end
+while number > tonumber(ARGV[5]) or (bytes > tonumber(ARGV[6]) and number > tonumber(ARGV[7])) do
+  number, bytes = number - 1, bytes - #redis.call('lpop', KEYS[2])
+end
+redis.call('hset', KEYS[1], 'holder', ARGV[1], 'seq', ARGV[2], 'kept', ARGV[3], 'deaths', 0, 'bytes', bytes)
+redis.call('expire', KEYS[2], ARGV[4])
 return redis.call('expire', KEYS[1], ARGV[4])
 """
 _MOVE = """
 if redis.call('hget', KEYS[1], 'holder') ~= ARGV[1] then return 0 end
 redis.call('hset', KEYS[1], 'holder', ARGV[2])
 redis.call('hincrby', KEYS[1], 'deaths', ARGV[3])
+redis.call('expire', KEYS[2], ARGV[4])
 return redis.call('expire', KEYS[1], ARGV[4])
 """
 _FORGET = """
 if redis.call('hget', KEYS[1], 'holder') ~= ARGV[1] then return 0 end
+redis.call('del', KEYS[2])
 if ARGV[2] == '0' then return redis.call('del', KEYS[1]) end
-redis.call('hdel', KEYS[1], 'kept')
+redis.call('hdel', KEYS[1], 'kept', 'bytes')
 return redis.call('expire', KEYS[1], ARGV[2])
 """
 _UNCLAIM = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end return 0"
@@ -128,21 +146,29 @@ class RedisState:
         """Return whether any controller has ever seen a server."""
         return bool(await _answer(self._redis.exists(f"{self._prefix}seen:{server_id}")))
 
-    async def keep(self, session_id: str, server_id: str, seq: int, kept: bytes) -> bool:
+    async def keep(
+        self, session_id: str, server_id: str, seq: int, kept: bytes, turns: Sequence[bytes] = ()
+    ) -> bool:
         """Keep where a session stands after step ``seq``, unless a later one is kept.
 
+        ``turns`` are the last up to that step; those that are known already change nothing.
         False where another server is its holder.
         """
-        return await self._on_session(_KEEP, session_id, server_id, seq, kept.decode(), int(STANDING_S))
+        bounds = (int(STANDING_S), KEPT_TURNS, MAX_TURNS_BYTES, ANSWERS)
+        told = [turn.decode() for turn in turns]
+        return await self._on_session(_KEEP, session_id, server_id, seq, kept.decode(), *bounds, *told)
 
     async def kept(self, session_id: str) -> KeptSession | None:
         """Return what is kept of a session."""
-        asking = self._redis.hmget(self._session(session_id), ["holder", "seq", "kept", "deaths"])
-        holder, seq, kept, deaths = await _answer(asking)
+        key, turns_key = self._session(session_id)
+        async with self._redis.pipeline() as pipe:
+            pipe.hmget(key, ["holder", "seq", "kept", "deaths"])
+            pipe.lrange(turns_key, 0, -1)
+            (holder, seq, kept, deaths), told = await _answer(pipe.execute())
         if holder is None:
             return None
-        last = None if kept is None else kept.encode()
-        return KeptSession(holder=holder, seq=int(seq), kept=last, deaths=int(deaths))
+        last, turns = None if kept is None else kept.encode(), tuple(turn.encode() for turn in told)
+        return KeptSession(holder=holder, seq=int(seq), kept=last, deaths=int(deaths), turns=turns)
 
     async def move(self, session_id: str, holder: str, server_id: str, *, died: bool) -> bool:
         """Give a session from its holder, which has ``died`` or has no room; False where another has it."""
@@ -160,11 +186,12 @@ class RedisState:
                 await _answer(self._redis.zrem(self._prefix + "controllers", self._own_url))
         await self._redis.aclose()
 
-    def _session(self, session_id: str) -> str:
-        return f"{self._prefix}session:{session_id}"
+    def _session(self, session_id: str) -> tuple[str, str]:
+        """Return the keys of what is kept of a session, and of its turns."""
+        return f"{self._prefix}session:{session_id}", f"{self._prefix}turns:{session_id}"
 
     async def _on_session(self, script: str, session_id: str, *arguments: str | int) -> bool:
-        return bool(await _answer(self._redis.eval(script, 1, self._session(session_id), *arguments)))
+        return bool(await _answer(self._redis.eval(script, 2, *self._session(session_id), *arguments)))
 
 
 async def _answer(asking: Awaitable[Any] | Any) -> Any:

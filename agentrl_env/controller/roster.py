@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from agentrl_env.controller.keeper import Keeper
@@ -126,10 +126,10 @@ class Roster:
             self._forget(server_id, beat.ended)
             self._changed()
 
-    def hear_kept(self, server_id: str, head: KeptHead, kept: bytes) -> None:
+    def hear_kept(self, server_id: str, head: KeptHead, kept: bytes, turns: Sequence[bytes]) -> None:
         """Take in where a session stands."""
         if self.keeper is not None and server_id in self.members:
-            self.keeper.keep(server_id, head, kept)
+            self.keeper.keep(server_id, head, kept, turns)
 
     def hear_answer(self, server_id: str, frame: bytes) -> None:
         """Hand a server's answer to whoever asked. Raises ValueError where it is none."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
+
+from agentrl_env.server.keeping import ANSWERS, MAX_TURNS_BYTES
+from agentrl_env.session.history import KEPT_TURNS
 
 CLAIM_S = 900.0
 """How long it is remembered which server an opening was given to, or where a session has ended."""
@@ -26,6 +29,17 @@ class KeptSession:
     """Where it stands, as a ``Kept``; None: it has ended."""
     deaths: int = 0
     """How many of its servers have died since its last step."""
+    turns: tuple[bytes, ...] = ()
+    """Its last turns, each as JSON."""
+
+    def after(self, seq: int, turns: Sequence[bytes]) -> tuple[bytes, ...]:
+        """Return the last turns after step ``seq``, of which ``turns`` were told: within the bounds."""
+        new = seq - self.seq
+        last = [*self.turns, *turns[len(turns) - new :]] if new <= len(turns) else list(turns)
+        last, size = last[-KEPT_TURNS:], sum(map(len, last[-KEPT_TURNS:]))
+        while size > MAX_TURNS_BYTES and len(last) > ANSWERS:
+            size -= len(last.pop(0))
+        return tuple(last)
 
 
 def home(session_id: str) -> str:
@@ -69,9 +83,12 @@ class FleetState(Protocol):
     async def knows(self, server_id: str) -> bool:
         """Return whether any controller has ever seen a server."""
 
-    async def keep(self, session_id: str, server_id: str, seq: int, kept: bytes) -> bool:
+    async def keep(
+        self, session_id: str, server_id: str, seq: int, kept: bytes, turns: Sequence[bytes] = ()
+    ) -> bool:
         """Keep where a session stands after step ``seq``, unless a later one is kept.
 
+        ``turns`` are the last up to that step; those that are known already change nothing.
         False where another server is its holder.
         """
 
@@ -153,16 +170,21 @@ class MemoryState:
         """Return whether a server was ever seen."""
         return server_id in self._seen
 
-    async def keep(self, session_id: str, server_id: str, seq: int, kept: bytes) -> bool:
+    async def keep(
+        self, session_id: str, server_id: str, seq: int, kept: bytes, turns: Sequence[bytes] = ()
+    ) -> bool:
         """Keep where a session stands after step ``seq``, unless a later one is kept.
 
+        ``turns`` are the last up to that step; those that are known already change nothing.
         False where another server is its holder.
         """
-        known = await self.kept(session_id)
-        if known is not None and known.holder != server_id:
+        known = await self.kept(session_id) or KeptSession(holder=server_id, seq=-1, kept=None)
+        if known.holder != server_id:
             return False
-        if known is None or known.seq <= seq:
-            self._remember(session_id, KeptSession(holder=server_id, seq=seq, kept=kept), STANDING_S)
+        if known.seq <= seq:
+            last = known.after(seq, turns)
+            given = KeptSession(holder=server_id, seq=seq, kept=kept, turns=last)
+            self._remember(session_id, given, STANDING_S)
         return True
 
     async def kept(self, session_id: str) -> KeptSession | None:
@@ -187,7 +209,7 @@ class MemoryState:
         if holder == home(session_id):
             del self._sessions[session_id]
         else:
-            self._remember(session_id, replace(known, kept=None), CLAIM_S)
+            self._remember(session_id, replace(known, kept=None, turns=()), CLAIM_S)
 
     async def aclose(self) -> None:
         """Do nothing: the state ends with the process."""

@@ -37,6 +37,10 @@ logger = logging.getLogger("agentrl_env")
 
 MAX_KEPT_BYTES = 1024 * 1024
 """A session whose standing is larger, as JSON, is not kept."""
+MAX_TURNS_BYTES = 256 * 1024
+"""What a session's earlier turns may take where they are kept; the oldest go first."""
+ANSWERS = 2
+"""The last turns that are kept whatever they take: an agent may have asked for a step and for the next."""
 _NEVER = 1 << 62
 
 
@@ -105,7 +109,7 @@ class Keeping(PoolService):
         right = "" if standing is None else self._seal(kept.session_id, standing.state)
         if standing is None or not hmac.compare_digest(kept.seal.encode(), right.encode()):
             raise InvalidRequest("the session's state was not sealed with this fleet's token")
-        await self.pool.adopt(kept.session_id, kept.client, standing)
+        await self.pool.adopt(kept.session_id, kept.client, standing.model_copy(update={"turns": kept.turns}))
 
     def forget(self, session_id: str) -> None:
         """Take note that a session has ended."""
@@ -127,14 +131,15 @@ class Keeping(PoolService):
             session = self.pool.session(row.session_id)
             if session.turn <= self._told.get(row.session_id, -1):
                 return
-            standing = await standing_of(session, self.pool.now)
+            standing = await standing_of(session, self.pool.now, self._told.get(row.session_id, -1))
         except (SessionEnded, SessionExpired, UnknownSession):
             return
         except EnvironmentFailed as error:
             await self._give_up(row, error.message)
             return
         seal = self._seal(row.session_id, standing.state)
-        frame = _frame(Kept(**row.model_dump(), seq=standing.turn, standing=standing, seal=seal))
+        turns, standing = _recent(standing.turns), standing.model_copy(update={"turns": ()})
+        frame = _frame(Kept(**row.model_dump(), seq=standing.turn, standing=standing, seal=seal, turns=turns))
         if len(frame) > MAX_KEPT_BYTES:
             await self._give_up(row, f"it takes {len(frame)} bytes; at most {MAX_KEPT_BYTES} are kept")
             return
@@ -170,6 +175,17 @@ class LinkSocket(CallSocket):
             return await super()._run(call, text)
         await self._keeping.adopt(call)
         return b"null"
+
+
+def _recent(turns: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """Return the last turns, as many as a controller keeps."""
+    room, number = MAX_TURNS_BYTES, 0
+    for said, answer in reversed(turns):
+        room -= len(said) + len(answer)
+        if room < 0 and number >= ANSWERS:
+            break
+        number += 1
+    return turns[len(turns) - number :]
 
 
 def _frame(kept: Kept) -> str:

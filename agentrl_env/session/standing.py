@@ -18,18 +18,17 @@ if TYPE_CHECKING:
     from agentrl_env.environment import Environment
     from agentrl_env.session import Session
 
-ANSWERS = 2
-"""How many of the last answers go with a session: an agent may have asked for a step and for the next."""
 TARGET_PACKAGE = "agentrl_target_"
 """How the package of a task's folder is named; the rest of the name stands for the folder's place."""
 
 
-async def standing_of(session: Session, clock: Callable[[], float]) -> Standing:
+async def standing_of(session: Session, clock: Callable[[], float], since: int = -1) -> Standing:
     """Return where a session stands between two steps.
 
     Args:
         session: one whose task has ``snapshot``.
         clock: the session's.
+        since: the turn after which it takes turns along.
 
     Raises EnvironmentFailed where the state cannot be had or pickled, SessionEnded, SessionExpired.
     """
@@ -47,7 +46,7 @@ async def standing_of(session: Session, clock: Callable[[], float]) -> Standing:
             turn=session.turn,
             total=session.total,
             used_s=clock() - session.begin,
-            turns=session.turns.tail(ANSWERS),
+            turns=session.turns.tail(session.turn - since),
             state=data,
         )
 

@@ -11,7 +11,9 @@ from agentrl_env.controller.redis import RedisState
 from agentrl_env.controller.serve import Controller
 from agentrl_env.controller.state import CLAIM_S, STANDING_S, KeptSession, MemoryState
 from agentrl_env.errors import ServeError, SessionLost, StateUnavailable
+from agentrl_env.server.keeping import MAX_TURNS_BYTES
 from agentrl_env.server.serve import NOWHERE, EnvServer
+from agentrl_env.session.history import KEPT_TURNS
 from agentrl_env.wire import OpenRequest
 from tests.env.redis_server import RedisServer
 from tests.env.tasks import Clock, Quick, until
@@ -74,6 +76,36 @@ async def test_where_a_session_stands_is_kept_for_its_holder_alone(state):
     assert await state.kept("a.1") == KeptSession(holder="a", seq=2, kept=b"two")
 
 
+def turns(*numbers, size=1):
+    return tuple(b"%d" % number * size for number in numbers)
+
+
+async def test_turns_are_kept_one_after_the_other_however_often_they_are_told(state):
+    await state.keep("a.1", "a", 0, b"zero")
+    await state.keep("a.1", "a", 1, b"one", turns(1))
+    await state.keep("a.1", "a", 1, b"one", turns(1))
+    await state.keep("a.1", "a", 3, b"three", turns(1, 2, 3))
+    await state.keep("a.1", "a", 2, b"late", turns(2))
+    assert (await state.kept("a.1")).turns == turns(1, 2, 3)
+    await state.move("a.1", "a", "b", died=True)
+    await state.keep("a.1", "b", 4, b"four", turns(1, 2, 3, 4))
+    assert (await state.kept("a.1")).turns == turns(1, 2, 3, 4)
+    await state.keep("a.1", "b", 7, b"seven", turns(6, 7))  # the fifth was never told
+    assert (await state.kept("a.1")).turns == turns(6, 7)
+    await state.forget_kept("a.1", "b")
+    assert (await state.kept("a.1")).turns == ()
+
+
+async def test_of_many_or_large_turns_the_last_are_kept(state):
+    for seq in range(1, KEPT_TURNS + 10):
+        await state.keep("a.1", "a", seq, b"here", turns(seq))
+    assert (await state.kept("a.1")).turns == turns(*range(10, KEPT_TURNS + 10))
+    await state.keep("a.2", "a", 9, b"here", turns(*range(1, 10), size=MAX_TURNS_BYTES // 4))
+    assert (await state.kept("a.2")).turns == turns(6, 7, 8, 9, size=MAX_TURNS_BYTES // 4)
+    await state.keep("a.2", "a", 11, b"here", turns(1, 2, size=MAX_TURNS_BYTES))
+    assert (await state.kept("a.2")).turns == turns(1, 2, size=MAX_TURNS_BYTES)
+
+
 async def test_a_session_is_given_on_by_who_knows_its_holder(state):
     assert not await state.move("a.1", "a", "b", died=True)
     await state.keep("a.1", "a", 1, b"one")
@@ -117,13 +149,17 @@ def test_the_memory_of_where_sessions_stand_is_bounded():
 async def test_redis_forgets_where_sessions_stand_in_time(redis):
     state = RedisState(redis.url)
     await state.start("http://one")
-    await state.keep("a.1", "a", 1, b"one")
+    await state.keep("a.1", "a", 1, b"one", turns(1))
     await state.move("a.1", "a", "b", died=True)
-    assert 0 < await state._redis.ttl(state._session("a.1")) <= STANDING_S
+    for key in state._session("a.1"):
+        assert 0 < await state._redis.ttl(key) <= STANDING_S
     await state.forget_kept("a.1", "b")
-    assert 0 < await state._redis.ttl(state._session("a.1")) <= CLAIM_S
-    await state.keep("a.2", "a", 1, b"one")
-    assert 0 < await state._redis.ttl(state._session("a.2")) <= STANDING_S
+    key, turns_key = state._session("a.1")
+    assert 0 < await state._redis.ttl(key) <= CLAIM_S
+    assert not await state._redis.exists(turns_key)
+    await state.keep("a.2", "a", 1, b"one", turns(1))
+    for key in state._session("a.2"):
+        assert 0 < await state._redis.ttl(key) <= STANDING_S
     await state.aclose()
 
 

@@ -22,6 +22,7 @@ from websockets.asyncio.client import connect
 from agentrl_env import Done, EnvClient, Environment, Message, Reply, ToolCall, tool
 from agentrl_env.controller import keeper
 from agentrl_env.controller.fleet import Fleet
+from agentrl_env.controller.keeper import Keeper
 from agentrl_env.controller.redis import RedisState
 from agentrl_env.controller.serve import Controller, control
 from agentrl_env.errors import InvalidRequest, ServeError, SessionEnded, SessionLost, StateUnavailable
@@ -32,7 +33,7 @@ from agentrl_env.server.targets import load_target
 from agentrl_env.session.speech import Said, StepItem, StepSaid
 from agentrl_env.session.standing import standing_of
 from agentrl_env.types import SessionStatus
-from agentrl_env.wire import OpenRequest
+from agentrl_env.wire import OpenRequest, TranscriptQuery
 from tests.env.redis_server import RedisServer
 from tests.env.tasks import Clock, Quick, until
 from tests.env.test_controller import Site, kill
@@ -265,6 +266,37 @@ async def test_a_repeated_step_gets_the_answer_that_was_given_before():
         resumed = await fleet.client.resume(session.session_id)
         assert (resumed.turn, resumed.last) == (2, given[1])
         assert (await session.step(WALK)).seq == 3
+
+
+async def test_the_transcript_of_a_session_that_moved_twice_has_all_its_turns():
+    async with site() as fleet:
+        await fleet.serve(Walk), await fleet.serve(Walk), await fleet.serve(Walk)
+        session = await fleet.client.open("walk", seed=1)
+        given = []
+        for _ in range(2):
+            given += [await session.step(WALK) for _ in range(3)]
+            await die(fleet, holder(fleet, session))
+        transcript = json.loads(await fleet.fleet.transcript(session.session_id, TranscriptQuery()))
+        assert [turn["result"] for turn in transcript["turns"]] == [r.model_dump(mode="json") for r in given]
+        assert {turn["message"]["tool_calls"][0]["function"]["name"] for turn in transcript["turns"]} == {
+            "walk"
+        }
+        backend, message = fleet.client.backend, Message.assistant(None, WALK)
+        assert await backend.step(session.session_id, 1, message) == given[0]
+
+
+async def test_after_each_step_a_controller_is_told_of_that_turn_alone(monkeypatch):
+    told = []
+    monkeypatch.setattr(Keeper, "keep", lambda *frame: told.append(frame[-1]))
+    async with site() as fleet:
+        await fleet.serve(Walk)
+        session = await fleet.client.open("walk")
+        for _ in range(4):
+            await session.step(WALK)
+        assert [len(turns) for turns in told] == [0, 1, 1, 1, 1]
+        fork = (await session.fork())[0]
+        await fork.step(WALK)
+        assert [len(turns) for turns in told[5:]] == [4, 1]
 
 
 async def test_the_last_answer_of_a_session_that_moved_can_be_asked_for_again():
