@@ -283,3 +283,26 @@ async def test_a_call_that_came_over_a_websocket_is_passed_on_under_an_id_of_its
         assert {session["session_id"] for session in listed["sessions"]} == ids
         shown = await ask(id=779, call="transcript", session_id=session_id)
         assert shown["session_id"] == session_id
+
+
+async def test_a_server_that_is_gone_when_it_is_to_hear_of_its_loss_is_no_bug(
+    controller, monkeypatch, caplog
+):
+    refused = asyncio.Event()
+    async with connect(f"{controller.url.replace('http', 'ws')}/v1/link", proxy=None) as socket:
+
+        async def refuse(hello, outbox):
+            socket.transport.abort()
+            for _ in range(20):  # the abort reaches the other end of the socket meanwhile
+                await asyncio.sleep(0.001)
+            refused.set()
+            return False
+
+        monkeypatch.setattr(controller.fleet.roster, "join", refuse)
+        hello = Hello(server_id="gone", tasks=(), capacity=1, sessions=())
+        await socket.send(json.dumps({"hello": hello.model_dump(mode="json")}))
+        await refused.wait()
+    async with connect(f"{controller.url.replace('http', 'ws')}/v1/ws", proxy=None) as other:
+        await other.send('{"id": 1, "call": "tasks"}')
+        await other.recv()
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []

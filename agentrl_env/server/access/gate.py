@@ -10,6 +10,7 @@ from math import ceil
 
 from pydantic_core import to_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocketDisconnect
 
 from agentrl_env.errors import BodyTooLarge, Forbidden, RateLimited, Unauthorized, WireError
 from agentrl_env.server.access.callers import (
@@ -107,6 +108,8 @@ class Gate:
                 await self._app(scope, receive, stamped)
             else:
                 await self._traced(self._tracing, scope, headers, receive, stamped)
+        except WebSocketDisconnect:
+            return  # the peer went away while something was sent to it
         except Exception as error:
             facts = {"facts": {"method": scope.get("method", "WEBSOCKET"), "path": scope["path"]}}
             logger.error("a bug in the server", exc_info=error, extra=facts)
