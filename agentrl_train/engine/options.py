@@ -27,13 +27,21 @@ class ServingOptions:
     """Share of a GPU's memory that vLLM may fill."""
     tensor_parallel: int = 1
     """GPUs that the model is cut over."""
-    devices: Sequence[int] = ()
-    """GPUs it may use; none given, it sees all."""
+    devices: Sequence[str] = ()
+    """GPUs it may use, as ``CUDA_VISIBLE_DEVICES`` names them; none given, it sees what its parent sees."""
     threads: int = 1
     """OpenMP threads on a CPU: more fight with the trainer's for the cores."""
     transfer: Transfer = "memory"
     """How weights come: shared memory, or vLLM's own NCCL or CUDA IPC transfer."""
     policy_version: int = 0
+    sleeps: bool = False
+    """Whether it gives its GPUs' memory back while the learner works."""
+    deterministic: bool = False
+    """See ``TorchEngine``."""
+    deadline_s: float = 600.0
+    """Longest time that one completion may take."""
+    module: str = "agentrl_train.engine.serving"
+    """What runs in its process."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -47,7 +55,7 @@ class ServingOptions:
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker inside the engine: one import less
             }
         elif self.devices:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.devices))
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
         if self.transfer == "ipc":
             variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles are pickled, by our own trainer
         return variables

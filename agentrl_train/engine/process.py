@@ -7,24 +7,36 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import tempfile
 import time
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.wire import Frame, receive, send
 from agentrl_train.errors import EngineError
 
-STOP_S = 15.0
+STOP_S = 10.0
 """Time that an engine has to end by itself."""
 GROUP_S = 3.0
 """Time that what it started has after it."""
-LOG_TAIL = 4000
+LOG_TAIL = 8000
 """Characters of an engine's output that are looked at for why it ended."""
+ERROR_LENGTH = 500
+_ERROR = re.compile(r"(\(.*\) )?[\w.]*(Error|Exception)\b(?!.*initialization failed)")
+
+
+class Spawn(Protocol):
+    """Seam: where an engine's process runs. ``EngineProcess`` itself is the one on this machine."""
+
+    def __call__(self, options: ServingOptions, *, python: str, liveness_s: float) -> EngineProcess:
+        """Return an engine that is yet to be started."""
+        ...
 
 
 class EngineLost(Exception):
@@ -66,7 +78,7 @@ class EngineProcess:
                 [
                     self._python,
                     "-m",
-                    "agentrl_train.engine.serving",
+                    self._options.module,
                     str(theirs.fileno()),
                     json.dumps(asdict(self._options)),
                 ],
@@ -81,9 +93,9 @@ class EngineProcess:
         self._reading = asyncio.create_task(self._read(reader))
         await asyncio.wait([self.lost, self.serving], timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
         if self.lost.done():
-            raise EngineError(f"vLLM did not start: {self.lost.result()}")
+            raise EngineError(f"the engine did not start: {self.lost.result()}")
         if not self.serving.done():
-            raise EngineError(f"vLLM did not start within {within_s:g} s: {self._why_it_ended()}")
+            raise EngineError(f"the engine did not start within {within_s:g} s: {self._why_it_ended()}")
 
     @property
     def process_id(self) -> int:
@@ -111,7 +123,7 @@ class EngineProcess:
         finally:
             self._answers.pop(number, None)
         if "error" in frame:
-            raise EngineError(f"vLLM refused: {frame['error']}")
+            raise EngineError(f"the engine refused: {frame['error']}")
         return frame
 
     async def load(self, operation: str, **fields: Any) -> Frame:
@@ -161,31 +173,38 @@ class EngineProcess:
                 answer.set_exception(EngineLost(reason))
 
     def _why_it_ended(self) -> str:
-        """Return the last line of the engine's output that names an error."""
+        """Return the last error that the engine's output names."""
         size = os.fstat(self._log.fileno()).st_size
         tail = os.pread(self._log.fileno(), LOG_TAIL, max(0, size - LOG_TAIL)).decode(errors="replace")
-        lines = [line.strip() for line in tail.splitlines() if line.strip()]
-        errors = [line for line in lines if "Error" in line and "initialization failed" not in line]
-        return errors[-1] if errors else "its process ended"
+        lines = [line.strip() for line in tail.splitlines()]
+        errors = [number for number, line in enumerate(lines) if _ERROR.match(line)]
+        return " ".join(lines[errors[-1] :])[:ERROR_LENGTH] if errors else "its process ended"
 
 
 def _end(process: subprocess.Popen[bytes], limit_s: float) -> None:
     """Give the process time to end, then make an end of it and all of its group."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(limit_s)
-    # Asked first: the process that cleans up vLLM's semaphores does so when the others are gone.
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    # Python's process that removes the others' semaphores does so when they are gone: it goes last.
+    for spared in ("resource_tracker", None):
         deadline = time.monotonic() + GROUP_S
-        while _signal_group(process.pid, number) and time.monotonic() < deadline:
+        while (members := _members(process.pid)) and time.monotonic() < deadline:
+            for number, command in members.items():
+                if spared is None or spared not in command:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(number, signal.SIGKILL)
             process.poll()
-            time.sleep(0.05)
+            time.sleep(0.02)
     process.wait()
 
 
-def _signal_group(leader: int, number: signal.Signals) -> bool:
-    """Signal a process group; False once nothing is left of it."""
-    try:
-        os.killpg(leader, number)
-    except ProcessLookupError:
-        return False
-    return True
+def _members(group: int) -> dict[int, str]:
+    """Return the processes of a group: number -> command line."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            with contextlib.suppress(OSError):  # it ended while we looked
+                # The fields behind the name, which may hold anything: state, parent, group.
+                if (folder / "stat").read_text().rpartition(")")[2].split()[2] == str(group):
+                    found[int(folder.name)] = (folder / "cmdline").read_text()
+    return found

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from typing import Any
 
 from vllm import SamplingParams
@@ -106,6 +107,7 @@ def engine_arguments(options: ServingOptions) -> AsyncEngineArgs:
         logprobs_mode="processed_logprobs",
         enable_prefix_caching=True,
         worker_extension_cls="agentrl_train.engine.worker.WeightReceiver",
+        enable_sleep_mode=options.sleeps,
         **chosen,
     )
 
@@ -185,6 +187,15 @@ class Server:
         await self._engine.pause_generation(mode=frame["pause"], clear_cache=True)
         return {}
 
+    async def _sleep(self, frame: Frame) -> Frame:
+        """Free the KV cache and keep the weights on the host: not every policy gets new ones each step."""
+        await self._engine.sleep(level=1, mode="keep")
+        return {}
+
+    async def _wake(self, frame: Frame) -> Frame:
+        await self._engine.wake_up()
+        return {}
+
     async def _transfer(self, frame: Frame) -> Frame:
         """Do one step of vLLM's own weight transfer; the trainer's end of it drives the steps."""
         match frame["step"]:
@@ -234,13 +245,17 @@ async def main(descriptor: int, options: ServingOptions) -> None:
     try:
         await Server(engine, tally, writer, options).serve(reader)
     finally:
-        engine.shutdown(timeout=2.0)
+        engine.shutdown(timeout=1.0)
 
 
 if __name__ == "__main__":
     try:
         asyncio.run(main(int(sys.argv[1]), ServingOptions(**json.loads(sys.argv[2]))))
+    except BaseException:
+        traceback.print_exc()
     finally:
         # What vLLM started is in this process's group: nothing of it may outlive the trainer.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)
+        sys.stderr.flush()
+        os._exit(0)  # nothing is left to save, and vLLM's threads take seconds to end
