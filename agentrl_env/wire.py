@@ -197,6 +197,8 @@ class _Call(_Request):
 
     id: Annotated[int, Field(strict=True, ge=-_INT64, lt=_INT64)] | Annotated[str, Field(max_length=128)]
     """Chosen by the caller; the answer carries it: ``{"id", "result"}`` or ``{"id", "error"}``."""
+    traceparent: str | None = Field(default=None, max_length=128)
+    """The caller's span, as the HTTP header of that name has it."""
 
 
 class _SessionCall(_Call):

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from agentrl_env.errors import InternalError, SessionLost, WireError, from_wire
+from agentrl_env.server.telemetry.tracing import traceparent
 from agentrl_env.types import TaskInfo
 from agentrl_env.wire import Beat, Hello, ServerSummary, SessionRow
 
@@ -207,7 +208,9 @@ class Member:
         if self._lost is not None:
             raise self._lost()
         number = next(self._numbers)
-        call = _Call(b'{"id":%d,%b}' % (number, fields), asyncio.get_running_loop().create_future())
+        span = traceparent()
+        trace = b"" if span is None else b',"traceparent":%b' % to_json(span)
+        call = _Call(b'{"id":%d,%b%b}' % (number, fields, trace), asyncio.get_running_loop().create_future())
         self._calls[number] = call
         if self._outbox is not None:
             self._outbox.put(number, call.frame)

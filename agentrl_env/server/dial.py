@@ -24,6 +24,7 @@ from agentrl_env.server.keeping import Keeping, LinkSocket
 from agentrl_env.server.pool import SessionPool
 from agentrl_env.server.service import Service
 from agentrl_env.server.socket import CallSocket
+from agentrl_env.server.telemetry.tracing import Tracing
 from agentrl_env.wire import LINK_PATH, Beat, Hello, SessionRow, Welcome
 
 logger = logging.getLogger("agentrl_env")
@@ -62,15 +63,24 @@ class Dialer:
         urls: controllers, or ``unix:PATH`` for one behind a socket in the file system; those that they
             name are dialled as well.
         token: the operator's, or the fleet's that is derived from it; the fleet's is shown.
+        tracing: makes OpenTelemetry spans of what controllers ask, under theirs.
     """
 
-    def __init__(self, pool: SessionPool, service: Service, urls: Sequence[str], token: str | None) -> None:
+    def __init__(
+        self,
+        pool: SessionPool,
+        service: Service,
+        urls: Sequence[str],
+        token: str | None,
+        tracing: Tracing | None = None,
+    ) -> None:
         for url in urls:
             known = urlsplit(url).scheme in ("http", "https") and urlsplit(url).hostname
             if not known and not url.startswith(_UNIX):
                 raise ServeError(f"{url!r} is not the http:// or https:// address of a controller")
         self._pool = pool
         self._service = service
+        self._tracing = tracing
         self._urls = [url.rstrip("/") for url in urls]
         self._token = link_token(token) if token else None
         self._headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
@@ -119,6 +129,8 @@ class Dialer:
 
     async def _keep(self, url: str) -> None:
         """Hold one link, opening it again whenever it breaks."""
+        if self._tracing is not None:
+            self._tracing.activate()
         pause, complained = FIRST_PAUSE_S, False
         while True:
             try:

@@ -95,7 +95,7 @@ class EnvServer:
         service = PoolService(self.pool)
         self._limits = limits or Limits()
         self._app = create_app(service, token=own, limits=self._limits, tracing=tracing)
-        self._dialer = Dialer(self.pool, service, controllers, token) if controllers else None
+        self._dialer = Dialer(self.pool, service, controllers, token, tracing) if controllers else None
         if self._listener is None and self._dialer is None:
             raise ServeError("a server that listens nowhere needs a controller to dial")
         self._drain_s = drain_s

@@ -23,6 +23,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from agentrl_env.errors import BodyTooLarge, InternalError, InvalidRequest, WireError
 from agentrl_env.server.bodies import explain, step_items_json, step_many_json
 from agentrl_env.server.service import Service
+from agentrl_env.server.telemetry.tracing import under_caller
 from agentrl_env.session.speech import UNREADABLE, StepItem, StepItems, StepSaid
 from agentrl_env.wire import (
     SOCKET_PROTOCOL,
@@ -67,16 +68,21 @@ def socket_endpoint(service: Service, max_bytes: int) -> Callable[[WebSocket], A
 _Id = Annotated[int, msgspec.Meta(ge=-_INT64, le=_INT64 - 1)] | Annotated[str, msgspec.Meta(max_length=128)]
 
 
+_Traceparent = Annotated[str, msgspec.Meta(max_length=128)]
+
+
 class _StepFrame(StepItem, frozen=True, gc=False, tag_field="call", tag="step", kw_only=True):
     """A ``StepCall``."""
 
     id: _Id
+    traceparent: _Traceparent | None = None
 
 
 class _StepManyFrame(StepItems, frozen=True, gc=False, tag_field="call", tag="step_many", kw_only=True):
     """A ``StepManyCall``."""
 
     id: _Id
+    traceparent: _Traceparent | None = None
 
 
 _STEP_FRAME = msgspec.json.Decoder(_StepFrame | _StepManyFrame).decode
@@ -147,10 +153,13 @@ class CallSocket:
         except ValidationError as error:
             await self._take_malformed(text, error)
         else:
+            work = partial(self._run, call, text)
+            if call.traceparent is not None:
+                work = partial(under_caller, call.traceparent, work)
             if isinstance(call, _StepFrame) and self._service.never_waits(call.session_id):
-                await self._answer(call.id, partial(self._run, call, text))
+                await self._answer(call.id, work)
             else:
-                await self._begin(call.id, partial(self._run, call, text))
+                await self._begin(call.id, work)
 
     def _read(self, text: str | bytes) -> Any:
         """Return the call that a message is. Raises ValidationError."""

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 
 import httpx
 import pytest
@@ -16,6 +17,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
+from websockets.asyncio.client import connect
 
 from agentrl_env import EnvClient, Environment, Message, ToolCall, tool
 from agentrl_env.client.http import HttpBackend
@@ -47,7 +49,7 @@ async def serving():
     servers = []
 
     async def start(*environments, **options):
-        server = EnvServer(environments or (Quick, Threaded), port=0, drain_s=0.0, **options)
+        server = EnvServer(environments or (Quick, Threaded), drain_s=0.0, **{"port": 0, **options})
         servers.append(server)
         await server.start()
         return server
@@ -278,6 +280,58 @@ async def test_batches_and_sockets_are_traced_step_by_step(serving, spans):
     steps = [span for span in exporter.get_finished_spans() if span.name == "step"]
     assert len(steps) == 4
     assert {span.attributes["agentrl.session_id"] for span in steps} == {s.session_id for s in sessions}
+
+
+async def test_a_call_over_a_socket_goes_on_in_the_callers_trace(serving, spans):
+    exporter, tracing = spans
+    server = await serving(Quick, tracing=tracing)
+    async with connect(server.url.replace("http", "ws", 1) + "/v1/ws") as socket:
+        await socket.send(json.dumps({"id": 1, "call": "open", "task": "quick", "traceparent": PARENT}))
+        session_id = json.loads(await socket.recv())["result"]["session_id"]
+        step = {"session_id": session_id, "message": Message.assistant(None, ToolCall.of("gain")).wire()}
+        calls = [
+            {"call": "step", **step, "seq": 1},
+            {"call": "step_many", "steps": [{**step, "seq": 2}]},
+        ]
+        for number, call in enumerate(calls, 2):
+            await socket.send(json.dumps({"id": number, **call, "traceparent": PARENT}))
+            assert "result" in json.loads(await socket.recv())
+        await socket.send(json.dumps({"id": 9, **calls[0], "seq": 3, "traceparent": "nonsense"}))
+        assert json.loads(await socket.recv())["result"]["seq"] == 3
+    ended = exporter.get_finished_spans()
+    found = [span for span in ended if f"{span.context.trace_id:032x}" == PARENT.split("-")[1]]
+    names = Counter(span.name for span in found)
+    assert (names["call"], names["open"], names["step"]) == (3, 1, 2)
+    assert {f"{s.parent.span_id:016x}" for s in found if s.name == "call"} == {PARENT.split("-")[2]}
+
+
+async def test_a_trace_goes_on_at_the_server_behind_a_controller(serving, spans):
+    exporter, tracing = spans
+    front = Controller(Fleet(), port=0, tracing=tracing)
+    await front.start()
+    try:
+        await serving(Quick, tracing=tracing, host="none", controllers=[front.url])
+        async with httpx.AsyncClient(
+            base_url=front.url, headers={"traceparent": PARENT}, trust_env=False
+        ) as http:
+            info = (await http.post("/v1/sessions", json={"task": "quick"})).json()
+            call = Message.assistant(None, ToolCall.of("gain")).wire()
+            step = {"seq": 1, "message": call}
+            await http.post(f"/v1/sessions/{info['session_id']}/step", json=step)
+            items = [{"session_id": info["session_id"], **step, "seq": 2}]
+            await http.post("/v1/step", json={"steps": items})
+            await http.delete(f"/v1/sessions/{info['session_id']}")
+    finally:
+        await front.stop()
+    ended = exporter.get_finished_spans()
+    assert {f"{span.context.trace_id:032x}" for span in ended} == {PARENT.split("-")[1]}
+    by_id = {span.context.span_id: span for span in ended}
+    steps = [span for span in ended if span.name == "step"]
+    assert len(steps) == 2
+    for step in steps:
+        link = by_id[step.parent.span_id]
+        assert link.name == "call"
+        assert by_id[link.parent.span_id].name in ("POST /v1/sessions/{id}/step", "POST /v1/step")
 
 
 async def test_a_failure_is_on_its_span(serving, spans):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,6 +39,21 @@ async def _under(entered: Span, work: Coroutine[Any, Any, T]) -> T:
         return await work
 
 
+async def under_caller(traceparent: str, work: Callable[[], Awaitable[T]]) -> T:
+    """Do what a WebSocket's call asks for under a span whose parent is the caller's, where it is traced."""
+    tracing = _active.get()
+    if tracing is None:
+        return await work()
+    with tracing.span("call", {"traceparent": traceparent}):
+        return await work()
+
+
+def traceparent() -> str | None:
+    """Return the present span as callees are told of it; None where nothing is traced."""
+    tracing = _active.get()
+    return None if tracing is None else tracing.traceparent()
+
+
 def annotate(**attributes: str) -> None:
     """Add attributes to the span that the running task is in, where there is one."""
     tracing = _active.get()
@@ -64,7 +79,7 @@ class Tracing:
         except ModuleNotFoundError as error:
             raise ServeError(_MISSING) from error
         self._tracer = provider.get_tracer("agentrl_env")
-        self._extract = propagate.extract
+        self._extract, self._inject = propagate.extract, propagate.inject
         self._current = trace.get_current_span
 
     def activate(self) -> None:
@@ -77,6 +92,12 @@ class Tracing:
         shown = {f"agentrl.{key}": value for key, value in attributes.items()}
         manager: Span = self._tracer.start_as_current_span(name, context=context, attributes=shown)
         return manager
+
+    def traceparent(self) -> str | None:
+        """Return the current span in the form of the W3C header; None where there is none."""
+        carrier: dict[str, str] = {}
+        self._inject(carrier)
+        return carrier.get("traceparent")
 
     def annotate(self, attributes: Mapping[str, str]) -> None:
         """Add attributes to the current span."""
