@@ -57,10 +57,12 @@ class Canary:
         self._context = context
         self._temperature = temperature
         self._tolerance = tolerance
-        self.worst = 0.0
 
-    def check(self, policies: Sequence[str], *, version: int) -> None:
+    def check(self, policies: Sequence[str], *, version: int) -> float:
         """Compare what these policies say with the trainer, which holds ``version`` as well.
+
+        Returns:
+            The largest difference in log-probability.
 
         Raises:
             WeightMismatch: they differ, or an engine samples with another version.
@@ -72,7 +74,7 @@ class Canary:
         sequences = [probe_sequence(self._context, completion) for completion in completions]
         difference = disagreement(self._logprobs(sequences), sequences, version=version)
         require_agreement(difference, tolerance=self._tolerance, version=version)
-        self.worst = max(self.worst, difference)
+        return difference
 
 
 class Publisher:
@@ -86,6 +88,8 @@ class Publisher:
         self._sync = sync
         self._stale_interval = stale_interval
         self._canary = canary
+        self.difference = 0.0
+        """What the canary found after the last push."""
 
     def publish(
         self, weights: Mapping[str, torch.Tensor], *, policy_version: int, everywhere: bool = False
@@ -101,7 +105,7 @@ class Publisher:
         policies = ("current", "stale") if stale else ("current",)
         self._sync.publish(weights, policy_version=policy_version, policies=policies)
         if self._canary is not None:
-            self._canary.check(policies, version=policy_version)
+            self.difference = self._canary.check(policies, version=policy_version)
 
 
 def disagreement(trainer: Sequence[np.ndarray], sequences: Sequence[TokenSequence], *, version: int) -> float:

@@ -118,6 +118,7 @@ class StepTrainer:
             **metrics,
             **staleness(groups, rows, version=policy_version - 1),
             "logprob_drift": drift,
+            "canary_drift": self._publisher.difference,
             "publish_seconds": time.perf_counter() - started,
             "publish_bytes": float(sum(one.numel() * one.element_size() for one in weights.values())),
         }
