@@ -1,0 +1,115 @@
+"""The quick start's configuration with ``engine.kind = "vllm"``: 20 steps, an engine killed in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+ROOT = Path(__file__).parents[2]
+STEPS, KILL_AFTER = 20, 6
+TOLERANCE = 1e-3
+SHORT = {
+    "run.name": "vllm",
+    "run.steps": STEPS,
+    "engine.kind": "vllm",
+    "engine.vllm.push": "in_flight",
+    "engine.vllm.kv_gib": 0.125,
+    "engine.max_sessions": 32,
+    "rollout.groups_per_step": 6,
+    "rollout.group_size": 4,
+    "rollout.episode_seconds": 600,
+    "checkpoint.every": 100,
+    "metrics.trajectories": 24,
+    "eval.samples": 0,
+}
+
+
+def started(python: str, folder: Path, errors: Path) -> subprocess.Popen[bytes]:
+    """Start the run."""
+    settings = {**SHORT, "run.folder": str(folder), "engine.vllm.python": python}
+    chosen = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    with errors.open("wb") as stream:
+        return subprocess.Popen(
+            [sys.executable, "-m", "agentrl_train", "run", "examples/quickstart/train.toml", *chosen],
+            cwd=ROOT,
+            stdout=stream,
+            stderr=stream,
+        )
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """Return the records of the steps so far; the last line may be half written."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def engines_of(run: int) -> list[int]:
+    """Return the processes that hold the models, of the engines that a run has started."""
+    leaders = subprocess.run(["pgrep", "-P", str(run)], capture_output=True, text=True, check=False).stdout
+    cores = []
+    for leader in leaders.split():
+        below = subprocess.run(
+            ["pgrep", "-f", "EngineCore", "-P", leader], capture_output=True, text=True, check=False
+        )
+        cores += [int(number) for number in below.stdout.split()]
+    return cores
+
+
+def wait_for_step(process: subprocess.Popen[bytes], run: Path, step: int) -> None:
+    deadline = time.monotonic() + 480
+    while len(records(run)) < step and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def test_twenty_steps_with_weights_in_flight_and_an_engine_killed_in_the_middle(
+    python: str, tmp_path: Path
+) -> None:
+    run, errors = tmp_path / "vllm", tmp_path / "output"
+    process = started(python, tmp_path, errors)
+    try:
+        wait_for_step(process, run, KILL_AFTER)
+        victims = engines_of(process.pid)
+        assert victims, errors.read_text()
+        os.kill(victims[0], signal.SIGKILL)
+        assert process.wait(480) == 0, errors.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert "was lost and is started again" in errors.read_text()
+    steps = records(run)
+    assert len(steps) == STEPS
+    assert all(0.0 < step["canary_drift"] < TOLERANCE for step in steps)
+    assert max(step["logprob_drift"] for step in steps) < TOLERANCE
+    assert steps[-1]["failed_episodes"] == steps[-1]["dropped_groups"] == 0
+    assert json.loads((run / "summary.json").read_text())["policy_version"] == STEPS
+    assert changed_in_the_middle(run) > 0
+    print(f"largest difference from the learner after a push: {max(s['canary_drift'] for s in steps):.1e}")
+
+
+def changed_in_the_middle(run: Path) -> int:
+    """Return how many completions were sampled by two versions of the weights."""
+    count = 0
+    for path in (run / "trajectories").glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            count += sum(low < high for low, high in _versions(json.loads(line)))
+    return count
+
+
+def _versions(node: Any) -> list[tuple[int, int]]:
+    if isinstance(node, dict):
+        found = [tuple(node["versions"])] if "versions" in node else []
+        return found + [pair for value in node.values() for pair in _versions(value)]
+    if isinstance(node, list):
+        return [pair for value in node for pair in _versions(value)]
+    return []
