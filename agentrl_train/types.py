@@ -216,6 +216,22 @@ class MeasuredEngine(Engine, Protocol):
         ...
 
 
+class Sleeper(Protocol):
+    """Seam: an engine that gives its device's memory back while others need it. Blocking, as ``publish``."""
+
+    def sleep(self) -> None:
+        """Release what is cached and move the weights to host memory; requests wait. Idempotent."""
+        ...
+
+    def wake(self) -> None:
+        """Go on with the same weights; idempotent."""
+        ...
+
+
+class RunningEngine(MeasuredEngine, Sleeper, Protocol):
+    """What a run has of its engine beside its weights."""
+
+
 class WeightSync(Protocol):
     """Seam: how parameters reach an engine."""
 

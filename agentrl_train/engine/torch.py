@@ -51,7 +51,7 @@ class TorchEngine:
     What breaks in a forward pass costs nobody a completion: the cache is built anew around the weights last
     published, for half as many sequences where memory ran out, and every request starts again.
 
-    Satisfies ``Engine`` and ``WeightSync``.
+    Satisfies ``Engine``, ``WeightSync`` and ``Sleeper``.
     """
 
     def __init__(
@@ -85,6 +85,8 @@ class TorchEngine:
             )
             for name, model in models.items()
         }
+        self._devices = {name: next(model.parameters()).device for name, model in models.items()}
+        self._asleep = False
         self._inbox: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._closed = False
@@ -150,22 +152,25 @@ class TorchEngine:
         Raises:
             EngineError: the engine broke, or did not answer within its deadline.
         """
-        loaded: Future[None] = Future()
 
         def load() -> None:
             with self._trace.span(TRACK, f"load weights {policy_version}", policies=list(policies)):
                 for name in policies:
                     self._replicas[name].load(state, policy_version=policy_version)
-            loaded.set_result(None)
 
-        self._waiting.add(loaded)
-        try:
-            self._post(load)
-            loaded.result(timeout=self._deadline_s)
-        except TimeoutError as error:
-            raise EngineError(f"the engine did not take new weights within {self._deadline_s:g} s") from error
-        finally:
-            self._waiting.discard(loaded)
+        self._between_steps(load, doing="take new weights")
+
+    def sleep(self) -> None:
+        """Give the device's memory back until ``wake``; requests under way start again then. Idempotent.
+
+        Raises:
+            EngineError: the engine broke, or did not answer within its deadline.
+        """
+        self._between_steps(self._fall_asleep, doing="fall asleep")
+
+    def wake(self) -> None:
+        """Take the device again; raises as ``sleep`` does. Idempotent."""
+        self._between_steps(self._wake_up, doing="wake up")
 
     @property
     def max_sequences(self) -> int:
@@ -204,6 +209,38 @@ class TorchEngine:
             self._inbox.append(command)
             self._wake.notify()
 
+    def _between_steps(self, command: Callable[[], None], *, doing: str) -> None:
+        """Run a command in the engine's thread and return once it is done."""
+        done: Future[None] = Future()
+
+        def run() -> None:
+            command()
+            done.set_result(None)
+
+        self._waiting.add(done)
+        try:
+            self._post(run)
+            done.result(timeout=self._deadline_s)
+        except TimeoutError as error:
+            raise EngineError(f"the engine did not {doing} within {self._deadline_s:g} s") from error
+        finally:
+            self._waiting.discard(done)
+
+    def _fall_asleep(self) -> None:
+        if self._asleep:
+            return
+        self._asleep = True
+        for name, replica in self._replicas.items():
+            self._replicas[name] = replica.rebuilt(num_slots=replica.num_slots)
+            _move(replica.model, torch.device("cpu"))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _wake_up(self) -> None:
+        for name, replica in self._replicas.items():
+            _move(replica.model, self._devices[name])
+        self._asleep = False
+
     def _abandon(self, session_key: str) -> None:
         for replica in self._replicas.values():
             replica.abandon(session_key)
@@ -216,7 +253,7 @@ class TorchEngine:
                 while self._take_commands():
                     started = time.perf_counter()
                     for name, replica in self._replicas.items():
-                        if replica.busy:
+                        if replica.busy and not self._asleep:
                             self._step(name, replica)
                     self._busy_s += time.perf_counter() - started
             self._fail_waiting(EngineError("the engine was closed"))
@@ -265,7 +302,7 @@ class TorchEngine:
         """Run what was posted; sleep while there is nothing to do. False once closed."""
         slept = time.monotonic()
         with self._wake:
-            while not (self._inbox or self._closed or any(r.busy for r in self._replicas.values())):
+            while not (self._inbox or self._closed or self._has_work()):
                 self._wake.wait(1.0)
             commands, self._inbox = self._inbox, []
             if self._closed:
@@ -275,6 +312,9 @@ class TorchEngine:
         for command in commands:
             command()
         return True
+
+    def _has_work(self) -> bool:
+        return not self._asleep and any(replica.busy for replica in self._replicas.values())
 
     def _fail_waiting(self, error: EngineError) -> None:
         for future in list(self._waiting):
@@ -288,6 +328,14 @@ def _resolver(future: Future[Completion]) -> Callable[[Completion], None]:
             future.set_result(completion)
 
     return done
+
+
+def _move(model: PreTrainedModel, device: torch.device) -> None:
+    module: torch.nn.Module = model  # transformers' own ``to`` loses its types in a decorator
+    with torch.inference_mode(
+        False
+    ):  # parameters must stay ordinary tensors, for new weights to be copied in
+        module.to(device)
 
 
 def _refuse_unsupported(model: PreTrainedModel, max_context: int) -> None:

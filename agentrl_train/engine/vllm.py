@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from agentrl_train.engine.options import ServingOptions
-from agentrl_train.engine.process import EngineLost
+from agentrl_train.engine.process import EngineLost, EngineProcess, Spawn
 from agentrl_train.engine.transfer import SharedWeights
 from agentrl_train.engine.vllm_replica import VllmReplica
 from agentrl_train.errors import EngineError
@@ -47,8 +47,10 @@ class VllmEngine:
         push: "in_flight" freezes requests while weights are exchanged, and they go on with the new ones;
             "drained" lets them end first.
         python: interpreter of the engines' processes, where vLLM is installed.
+        spawn: where those run.
 
-    Satisfies ``Engine`` and ``WeightSync``. The engines start in the background; the first call waits.
+    Satisfies ``Engine``, ``WeightSync`` and ``Sleeper``. The engines start in the background; the first
+    call waits.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class VllmEngine:
         liveness_s: float = 60.0,
         push: Push = "in_flight",
         python: str = sys.executable,
+        spawn: Spawn = EngineProcess,
     ) -> None:
         self.max_context = options.max_context
         self._dtype = getattr(torch, options.dtype)
@@ -76,6 +79,7 @@ class VllmEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-engine", daemon=True)
         self._thread.start()
         self._replicas: dict[str, list[VllmReplica]] = {}
+        self._spawn = spawn
         self._submit(self._open(options, policies, replicas, python=python, liveness_s=liveness_s)).result()
 
     async def generate(
@@ -126,6 +130,18 @@ class VllmEngine:
     ) -> list[Completion]:
         """Return a completion of every replica of these policies. Blocking, as ``publish``."""
         return self._submit(self._probe(list(token_ids), sampling, policies)).result()
+
+    def sleep(self) -> None:
+        """Give the devices' memory back until ``wake``; requests wait. Blocking, as ``publish``.
+
+        Raises:
+            EngineError: an engine did not answer within its deadline.
+        """
+        self._submit(self._each(VllmReplica.sleep, "fall asleep")).result()
+
+    def wake(self) -> None:
+        """Take the devices again; raises as ``sleep`` does."""
+        self._submit(self._each(VllmReplica.wake, "wake up")).result()
 
     def statistics(self) -> dict[str, float]:
         """Return running totals: sampled tokens, prefilled tokens, seconds busy (mean of the replicas)."""
@@ -206,6 +222,7 @@ class VllmEngine:
                         start_s=self._start_s,
                         liveness_s=liveness_s,
                         weights=partial(self._published.get, policy),
+                        spawn=self._spawn,
                     )
                 )
 
@@ -265,6 +282,14 @@ class VllmEngine:
         finally:
             for old in before - set(self._published.values()):
                 old.close()
+
+    async def _each(self, what: Callable[[VllmReplica], Coroutine[Any, Any, None]], doing: str) -> None:
+        limit = self._start_s + self._deadline_s
+        try:
+            async with asyncio.timeout(limit):
+                await asyncio.gather(*(what(replica) for replica in self._all))
+        except TimeoutError:
+            raise EngineError(f"the engine did not {doing} within {limit:g} s") from None
 
     async def _probe(
         self, token_ids: list[int], sampling: SamplingParams, policies: Sequence[str]

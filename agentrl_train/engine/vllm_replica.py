@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.pacing import Pace
-from agentrl_train.engine.process import EngineLost, EngineProcess
+from agentrl_train.engine.process import EngineLost, EngineProcess, Spawn
 from agentrl_train.engine.transfer import SharedWeights
 from agentrl_train.errors import EngineError, TrainError, WeightMismatch
 from agentrl_train.types import Completion, SamplingParams
@@ -31,6 +32,7 @@ class VllmReplica:
         start_s: longest time to start.
         liveness_s: longest silence.
         weights: returns what it is to hold, or None for the model that it starts with.
+        spawn: where its process runs.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class VllmReplica:
         start_s: float,
         liveness_s: float,
         weights: Callable[[], SharedWeights | None],
+        spawn: Spawn = EngineProcess,
     ) -> None:
         self.name = name
         self.restarts = 0
@@ -53,6 +56,9 @@ class VllmReplica:
         self._start_s = start_s
         self._liveness_s = liveness_s
         self._weights = weights
+        self._spawn = spawn
+        self._awake = asyncio.Event()
+        self._awake.set()
         self._held: SharedWeights | None = None
         self._failures = 0
         self._began = False
@@ -118,6 +124,28 @@ class VllmReplica:
                 except EngineLost as error:
                     logger.info("%s takes weights again: %s", self.name, error)
 
+    async def sleep(self) -> None:
+        """Give the devices' memory back; an engine that is lost meanwhile is not started before ``wake``."""
+        if self._awake.is_set():
+            self._awake.clear()
+            if self.ready:
+                with contextlib.suppress(EngineLost):
+                    await self._up.result().load("sleep")
+
+    async def wake(self) -> None:
+        """Return once the engine is awake, or another one is up.
+
+        Raises:
+            EngineError: no engine comes up any more.
+        """
+        if not self._awake.is_set():
+            self._awake.set()
+            slept = self._process if self.ready else None
+            engine = await self._engine()
+            if engine is slept:
+                with contextlib.suppress(EngineLost):
+                    await engine.load("wake")
+
     async def close(self) -> None:
         """Stop the engine; requests under way fail."""
         self._supervision.cancel()
@@ -149,7 +177,8 @@ class VllmReplica:
     async def _supervise(self) -> None:
         """Start the engine, give it its weights, and do so again each time it is lost."""
         while True:
-            process = self._process = EngineProcess(
+            await self._awake.wait()
+            process = self._process = self._spawn(
                 self._options, python=self._python, liveness_s=self._liveness_s
             )
             try:

@@ -26,6 +26,8 @@ from agentrl_train.runtime.imitation import expert_sequences, imitate
 from agentrl_train.runtime.launch import make_evaluator, policy, threads_each, train
 from agentrl_train.runtime.learners import work
 from agentrl_train.runtime.models import DTYPES, load_policy
+from agentrl_train.runtime.placement.launcher import Launcher
+from agentrl_train.runtime.placement.launchers import launcher_of, place_of_a_follower
 from agentrl_train.runtime.ranks import rank
 
 BY_SIGNAL = 128
@@ -35,7 +37,8 @@ BY_SIGNAL = 128
 def run(config: RunConfig, *, resume: bool) -> int:
     """Train to the end and print what came of it; a rank other than 0 helps until that is done."""
     if rank() > 0:
-        work(config)
+        with place_of_a_follower(config):
+            work(config)
         return 0
     console = Console()
     outcome = asyncio.run(train(config, resume=resume))
@@ -78,9 +81,14 @@ def evaluate_policy(config: RunConfig, *, model: str | None) -> int:
 
 
 async def _evaluate(config: RunConfig, *, path: str) -> dict[str, Evaluation]:
+    with launcher_of(config) as launcher:
+        return await _evaluate_on(config, path=path, launcher=launcher)
+
+
+async def _evaluate_on(config: RunConfig, *, path: str, launcher: Launcher) -> dict[str, Evaluation]:
     async with (
         environments(config.environments, max_sessions=config.engine.max_sessions) as served,
-        policy(config, path=path) as ready,
+        policy(config, path=path, launcher=launcher) as ready,
     ):
         places = asyncio.Semaphore(config.engine.max_sessions)
         evaluator = make_evaluator(config, served=served, policy=ready, places=places)

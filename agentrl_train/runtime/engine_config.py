@@ -26,8 +26,6 @@ class VllmSection(Section):
     """Share of a GPU's memory that an engine may fill."""
     tensor_parallel: Count = 1
     """GPUs that one engine's model is cut over."""
-    devices: tuple[int, ...] = ()
-    """GPUs for the engines, ``tensor_parallel`` of them each; left out, every engine sees all."""
     start_seconds: Positive = 300.0
     """Deadline of an engine's start."""
     silent_seconds: Positive = 60.0
@@ -39,7 +37,6 @@ class VllmSection(Section):
         chosen = {
             f"vllm.transfer = {self.transfer!r}": self.transfer != "memory",
             f"vllm.tensor_parallel = {self.tensor_parallel}": self.tensor_parallel > 1,
-            "vllm.devices": bool(self.devices),
         }
         return next((name for name, given in chosen.items() if given), None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedModel
 
@@ -14,10 +15,12 @@ from agentrl_train.engine.vllm import VllmEngine
 from agentrl_train.errors import ConfigError
 from agentrl_train.runtime.config import RunConfig
 from agentrl_train.runtime.models import copy_of
+from agentrl_train.runtime.placement.launcher import Launcher
 from agentrl_train.types import Trace
 from agentrl_train.weights import Canary, LogProbs, Publisher
 
 KV_GIB_ON_A_CPU = 1.0
+TORCH_SERVING = "agentrl_train.runtime.placement.serving"
 
 
 def make_engine(
@@ -28,6 +31,7 @@ def make_engine(
     stop_token_ids: Sequence[int],
     threads: int,
     trace: Trace,
+    launcher: Launcher,
 ) -> TorchEngine | VllmEngine:
     """Start the engine of a run.
 
@@ -38,15 +42,19 @@ def make_engine(
         stop_token_ids: tokens that end a completion.
         threads: of an engine on the CPU.
         trace: of the run.
+        launcher: says where an engine's processes run, and on which devices.
 
     Raises:
         ConfigError: vLLM is asked for and not installed.
     """
     engine = config.engine
-    if engine.kind == "vllm":
-        return _vllm(config, path=path, stop_token_ids=stop_token_ids)
+    if engine.kind == "vllm" or launcher.engines_apart:
+        return _processes(
+            config, path=path, stop_token_ids=stop_token_ids, threads=threads, launcher=launcher
+        )
+    device = launcher.devices.of_the_torch_engine or engine.device
     return TorchEngine(
-        {name: copy_of(model, dtype=engine.dtype) for name in policies(config)},
+        {name: copy_of(model, dtype=engine.dtype, device=device) for name in config.policies},
         stop_token_ids=stop_token_ids,
         max_sequences=engine.max_sessions,
         max_context=engine.max_context,
@@ -57,37 +65,44 @@ def make_engine(
     )
 
 
-def policies(config: RunConfig) -> tuple[str, ...]:
-    """Return the names of the policies that act."""
-    return ("current", "stale") if config.rollout.stale_fraction > 0 else ("current",)
-
-
-def _vllm(config: RunConfig, *, path: str, stop_token_ids: Sequence[int]) -> VllmEngine:
+def _processes(
+    config: RunConfig, *, path: str, stop_token_ids: Sequence[int], threads: int, launcher: Launcher
+) -> VllmEngine:
+    """Return engines in processes of their own."""
     engine, vllm = config.engine, config.engine.vllm
-    python = vllm.python or sys.executable
-    require_vllm(python)
+    python = sys.executable
     on_cpu = engine.device == "cpu"
+    options = ServingOptions(
+        model=path,
+        stop_token_ids=tuple(stop_token_ids),
+        max_sessions=engine.max_sessions,
+        max_context=engine.max_context,
+        dtype=engine.dtype,
+        device="cpu" if on_cpu else "cuda",
+        kv_gib=vllm.kv_gib or (KV_GIB_ON_A_CPU if on_cpu else None),
+        memory_fraction=vllm.memory_fraction,
+        tensor_parallel=vllm.tensor_parallel,
+        devices=launcher.devices.engine,
+        transfer=vllm.transfer,
+        sleeps=config.placement.layout == "colocated" and not on_cpu,
+        deterministic=engine.deterministic,
+        deadline_s=config.rollout.episode_seconds,
+    )
+    if engine.kind == "vllm":
+        python = vllm.python or python
+        require_vllm(python)
+    else:
+        options = replace(options, module=TORCH_SERVING, threads=threads)
     return VllmEngine(
-        ServingOptions(
-            model=path,
-            stop_token_ids=tuple(stop_token_ids),
-            max_sessions=engine.max_sessions,
-            max_context=engine.max_context,
-            dtype=engine.dtype,
-            device="cpu" if on_cpu else "cuda",
-            kv_gib=vllm.kv_gib or (KV_GIB_ON_A_CPU if on_cpu else None),
-            memory_fraction=vllm.memory_fraction,
-            tensor_parallel=vllm.tensor_parallel,
-            devices=vllm.devices,
-            transfer=vllm.transfer,
-        ),
-        policies=policies(config),
+        options,
+        policies=config.policies,
         replicas=vllm.replicas,
         deadline_s=config.rollout.episode_seconds,
         start_s=vllm.start_seconds,
         liveness_s=vllm.silent_seconds,
         push=vllm.push,
         python=python,
+        spawn=launcher.spawn,
     )
 
 

@@ -5,8 +5,14 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import (
+    AbstractContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from functools import partial
 from pathlib import Path
 
@@ -28,8 +34,11 @@ from agentrl_train.runtime.learners import all_ranks, learner_of
 from agentrl_train.runtime.loop import Loop, Pace
 from agentrl_train.runtime.metrics import MetricsLog
 from agentrl_train.runtime.models import load_policy
+from agentrl_train.runtime.placement.colocated import learners_turn
+from agentrl_train.runtime.placement.launcher import Launcher
+from agentrl_train.runtime.placement.launchers import launcher_of
 from agentrl_train.runtime.progress import Progress
-from agentrl_train.runtime.ranks import Ranks
+from agentrl_train.runtime.ranks import LeadLearner, Ranks, release_memory
 from agentrl_train.runtime.run import Cadence, Evaluator, Outcome, Policy, Run
 from agentrl_train.runtime.sinks import open_sinks, traced
 from agentrl_train.runtime.throughput import Throughput, copy_bytes_per_s
@@ -49,7 +58,12 @@ def threads_each(config: RunConfig) -> int:
 
 @asynccontextmanager
 async def policy(
-    config: RunConfig, *, path: str, trace: Trace = UNTRACED, ranks: Ranks | None = None
+    config: RunConfig,
+    *,
+    path: str,
+    launcher: Launcher,
+    trace: Trace = UNTRACED,
+    ranks: Ranks | None = None,
 ) -> AsyncIterator[Policy]:
     """Load the policy in ``path`` and start its engine; stop the engine on leaving."""
     device, threads = config.engine.device, threads_each(config)
@@ -63,6 +77,7 @@ async def policy(
         stop_token_ids=chat.stop_token_ids,
         threads=threads,
         trace=trace,
+        launcher=launcher,
     )
     try:
         with learner_of(config, model=model, ranks=ranks, trace=trace) as learner:
@@ -88,6 +103,8 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
     async with AsyncExitStack() as stack:
         stack.enter_context(claimed(folder, config, resume=resume))
         checkpoint = load_latest(folder / "checkpoints") if resume else None
+        launcher = stack.enter_context(launcher_of(config))
+        stack.enter_context(launcher.ranks())
         ranks = stack.enter_context(all_ranks(config))
         served = await stack.enter_async_context(
             environments(config.environments, max_sessions=config.engine.max_sessions)
@@ -95,7 +112,7 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
         recorded = stack.enter_context(traced(config))
         trace = stack.enter_context(Watchdog(quiet_s=config.run.quiet_seconds, trace=recorded))
         ready = await stack.enter_async_context(
-            policy(config, path=config.model.path, trace=trace, ranks=ranks)
+            policy(config, path=config.model.path, launcher=launcher, trace=trace, ranks=ranks)
         )
         step = checkpoint.step if checkpoint else 0
         journal = Journal(folder / "journal", step=step)
@@ -114,6 +131,7 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
                 recipe=make_recipe(config),
                 bad_batches=folder / "bad_batches",
                 inherited=() if config.engine.deterministic else saved.keys(),
+                turn=make_turn(config, policy=ready, trace=trace),
                 trace=trace,
             ),
             journal=journal,
@@ -174,6 +192,17 @@ def make_evaluator(
         seed=EVALUATION_SEED,
         attempts=config.eval.attempts,
     )
+
+
+def make_turn(
+    config: RunConfig, *, policy: Policy, trace: Trace
+) -> Callable[[], AbstractContextManager[None]]:
+    """Return what the learner's turn at the devices is, which it may share with the engine."""
+    if config.placement.layout == "separated":
+        return nullcontext
+    learner = policy.learner
+    release = learner.release if isinstance(learner, LeadLearner) else release_memory
+    return partial(learners_turn, policy.engine, release=release, trace=trace)
 
 
 def make_cadence(config: RunConfig) -> Cadence:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from agentrl_train.learner import Learner, Lora
 from agentrl_train.loss import policy_loss
 from agentrl_train.runtime.config import RunConfig
 from agentrl_train.runtime.models import copy_of, load_policy
-from agentrl_train.runtime.ranks import LeadLearner, Ranks, follow, joined, local_workers, world_size
+from agentrl_train.runtime.ranks import LeadLearner, Ranks, follow, joined, world_size
 from agentrl_train.types import UNTRACED, Trace
 
 
@@ -26,10 +26,11 @@ def all_ranks(config: RunConfig) -> Iterator[Ranks | None]:
         ConfigError: the processes cannot be divided as the configuration says.
         RanksLost: they did not come together.
     """
-    with ExitStack() as stack:
-        if config.train.processes > 1 and world_size() == 1:
-            stack.enter_context(local_workers(config.train.processes, config=config.to_toml()))
-        yield stack.enter_context(_joined(config)) if world_size() > 1 else None
+    if world_size() == 1:
+        yield None
+        return
+    with _joined(config) as ranks:
+        yield ranks
 
 
 @contextmanager

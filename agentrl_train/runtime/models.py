@@ -41,9 +41,11 @@ def load_policy(path: str, *, device: str = "cpu") -> tuple[PreTrainedModel, Pre
     return model, tokenizer
 
 
-def copy_of(model: PreTrainedModel, *, dtype: str = "float32") -> PreTrainedModel:
-    """Return a copy that an engine can own."""
+def copy_of(model: PreTrainedModel, *, dtype: str = "float32", device: str | None = None) -> PreTrainedModel:
+    """Return a copy that an engine can own, on another device if one is named."""
     copied = copy.deepcopy(model)
+    if device is not None:
+        copied.to(device)  # type: ignore[arg-type]  # the library types this by its first parameter
     for parameter in copied.parameters():  # not the buffers: rotary frequencies need float32
         parameter.data = parameter.data.to(DTYPES[dtype])
     return copied

@@ -1,6 +1,6 @@
 """Several processes, one learner: rank 0 runs the loop, the others do what it tells them.
 
-torchrun starts the processes, on one node or many, or ``local_workers`` does on this one. Rank 0 keeps the
+``placement`` or torchrun starts the processes, on one node or many. Rank 0 keeps the
 rollouts, the window, the journal and the metrics; its ``LeadLearner`` is a ``Learner`` whose every call is
 told to the others first::
 
@@ -16,11 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,7 +28,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from agentrl_train.errors import BadUpdate, ConfigError, RanksLost
@@ -43,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 WRITING_S = 3600.0
 """Longest that the ranks wait for one another while a checkpoint is written."""
-IDLE, STOP, SNAPSHOT, WRITE = "idle", "stop", "snapshot", "write"
+IDLE, STOP, SNAPSHOT, WRITE, RELEASE = "idle", "stop", "snapshot", "write", "release"
 
 
 def world_size() -> int:
@@ -164,6 +159,11 @@ class LeadLearner(Learner):
         with self._together("load", folder):
             super().load(folder)
 
+    def release(self) -> None:
+        """Give back, on all ranks, device memory that holds nothing."""
+        with self._together(RELEASE):
+            release_memory()
+
     def tell(self, name: str, *arguments: Any) -> None:
         """Say something to the others without doing it."""
         with self._lock:
@@ -200,6 +200,12 @@ class LeadLearner(Learner):
                 return
 
 
+def release_memory() -> None:
+    """Give back device memory that PyTorch keeps and that holds nothing."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 def follow(learner: Learner, ranks: Ranks) -> None:
     """Do what rank 0 says until it says stop.
 
@@ -223,6 +229,8 @@ def follow(learner: Learner, ranks: Ranks) -> None:
             elif name == WRITE and held is not None:
                 writer = threading.Thread(target=_write, args=(held, *arguments))
                 writer.start()
+            elif name == RELEASE:
+                release_memory()
             elif name != IDLE:
                 getattr(learner, name)(*arguments)
         except BadUpdate as error:
@@ -247,49 +255,3 @@ def lost(error: BaseException) -> RanksLost:
         f"the ranks of the learner are out of step, because one failed or is gone ({reason}): look at what "
         "each has printed, then go on with --resume"
     )
-
-
-@contextmanager
-def local_workers(count: int, *, config: str, grace_s: float = 10.0) -> Iterator[None]:
-    """Start ranks 1 to ``count - 1`` on this machine and make this process rank 0; stop them at the end.
-
-    Args:
-        count: processes, this one included.
-        config: the run's configuration, as TOML.
-        grace_s: how long they may take to end by themselves.
-    """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "WORLD_SIZE": str(count),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store above: no rank opens its own
-    }
-    with tempfile.TemporaryDirectory(prefix="agentrl-") as folder:
-        path = Path(folder) / "config.toml"
-        path.write_text(config)
-        command = [sys.executable, "-m", "agentrl_train", "run", str(path)]
-        others = [
-            subprocess.Popen(command, env=os.environ | place | {"RANK": str(n), "LOCAL_RANK": str(n)})
-            for n in range(1, count)
-        ]
-        before = {name: os.environ.get(name) for name in (*place, "RANK", "LOCAL_RANK")}
-        os.environ.update(place | {"RANK": "0", "LOCAL_RANK": "0"})
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name)
-                if value is not None:
-                    os.environ[name] = value
-            _end(others, grace_s=grace_s)
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]], *, grace_s: float) -> None:
-    deadline = time.monotonic() + grace_s
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()

@@ -29,7 +29,7 @@ from agentrl_train.runtime.report import write_report
 from agentrl_train.runtime.throughput import Throughput
 from agentrl_train.runtime.trainer import TRACK, StepTrainer, by_task
 from agentrl_train.runtime.watchdog import in_thread
-from agentrl_train.types import UNTRACED, MeasuredEngine, SamplingParams, Trace, Trajectory
+from agentrl_train.types import UNTRACED, RunningEngine, SamplingParams, Trace, Trajectory
 from agentrl_train.weights import Publisher, disagreement, probe_sequence, require_agreement
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Policy:
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
     learner: Learner
-    engine: MeasuredEngine
+    engine: RunningEngine
     publisher: Publisher
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,19 +66,22 @@ class StepTrainer:
         recipe: Recipe,
         bad_batches: Path,
         inherited: Collection[int] = frozenset(),
+        turn: Callable[[], AbstractContextManager[None]] = nullcontext,
         trace: Trace = UNTRACED,
     ) -> None:
         """Take what a step needs.
 
         ``bad_batches`` is the folder for the groups of updates that would have spoiled the parameters.
         ``inherited`` are the groups that a resumed run brings along: the versions they name may be of weights
-        that were lost, so their log-probabilities cannot be compared.
+        that were lost, so their log-probabilities cannot be compared. Within ``turn`` the learner has its
+        devices, which it may share with the engine.
         """
         self.learner = learner
         self._publisher = publisher
         self._recipe = recipe
         self._bad_batches = bad_batches
         self._inherited = inherited
+        self._turn = turn
         self._trace = trace
         self._checked_all = False
 
@@ -90,9 +94,28 @@ class StepTrainer:
             LearnerOutOfMemory: a micro-batch does not fit beside the model.
             EngineError: the new weights could not be put in force.
         """
-        recipe, span = self._recipe, partial(self._trace.span, TRACK)
+        span = partial(self._trace.span, TRACK)
         with span("advantages"):
             rows = sequences(groups, self._advantages(groups))
+        with self._turn():
+            drift, metrics = self._learn_from(rows, groups, policy_version=policy_version)
+        started, weights = time.perf_counter(), self.learner.weights()
+        with span("publish", version=policy_version):
+            self._publisher.publish(weights, policy_version=policy_version)
+        return {
+            **metrics,
+            **staleness(groups, rows, version=policy_version - 1),
+            "logprob_drift": drift,
+            "canary_drift": self._publisher.difference,
+            "publish_seconds": time.perf_counter() - started,
+            "publish_bytes": float(sum(one.numel() * one.element_size() for one in weights.values())),
+        }
+
+    def _learn_from(
+        self, rows: Sequence[TokenSequence], groups: Sequence[TrajectoryGroup], *, policy_version: int
+    ) -> tuple[float, dict[str, float]]:
+        """Make the update; return how far engine and trainer differed before it, and its metrics."""
+        recipe, span = self._recipe, partial(self._trace.span, TRACK)
         with span("check") as told:
             told["drift"] = drift = self._check(rows, version=policy_version - 1)
         with span("pack"):
@@ -111,17 +134,7 @@ class StepTrainer:
         with span("learn"):
             metrics = self._learn(batches, groups, step=policy_version)
         self.learner.num_updates = due
-        started, weights = time.perf_counter(), self.learner.weights()
-        with span("publish", version=policy_version):
-            self._publisher.publish(weights, policy_version=policy_version)
-        return {
-            **metrics,
-            **staleness(groups, rows, version=policy_version - 1),
-            "logprob_drift": drift,
-            "canary_drift": self._publisher.difference,
-            "publish_seconds": time.perf_counter() - started,
-            "publish_bytes": float(sum(one.numel() * one.element_size() for one in weights.values())),
-        }
+        return drift, metrics
 
     def _learn(
         self, batches: Sequence[Batch], groups: Sequence[TrajectoryGroup], *, step: int

@@ -1,0 +1,127 @@
+"""The process of one torch engine: what ``engine.serving`` is for vLLM, behind the same socket.
+
+``python -m agentrl_train.runtime.placement.serving DESCRIPTOR OPTIONS`` is started by ``engine.process``, and
+ends with whoever holds the other end of the socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+
+from safetensors import safe_open
+
+from agentrl_train.engine.options import ServingOptions
+from agentrl_train.engine.torch import TorchEngine
+from agentrl_train.engine.transfer import fingerprint
+from agentrl_train.engine.wire import Frame, receive, send
+from agentrl_train.errors import EngineError
+from agentrl_train.runtime.models import copy_of, load_policy
+from agentrl_train.types import SamplingParams
+
+BEAT_S = 0.25
+
+
+class Server:
+    """Answers the frames of one trainer."""
+
+    def __init__(self, options: ServingOptions, writer: asyncio.StreamWriter) -> None:
+        """Load the model."""
+        self._model = copy_of(load_policy(options.model, device=options.device)[0], dtype=options.dtype)
+        self._engine = TorchEngine(
+            {"current": self._model},
+            stop_token_ids=options.stop_token_ids,
+            max_sequences=options.max_sessions,
+            max_context=options.max_context,
+            deadline_s=options.deadline_s,
+            threads=options.threads,
+            policy_version=options.policy_version,
+            deterministic=options.deterministic,
+        )
+        self._writer = writer
+        self._running: dict[int, asyncio.Task[None]] = {}
+
+    async def serve(self, reader: asyncio.StreamReader) -> None:
+        """Work until the trainer is gone."""
+        async with asyncio.TaskGroup() as tasks:
+            beating = tasks.create_task(self._beat())
+            while (frame := await receive(reader)) is not None:
+                number = frame["id"]
+                if frame["op"] != "abort":
+                    self._running[number] = tasks.create_task(self._answer(frame))
+                elif (task := self._running.get(number)) is not None:
+                    task.cancel()
+            for task in [beating, *self._running.values()]:
+                task.cancel()
+        await self._engine.close()
+
+    async def _beat(self) -> None:
+        while True:
+            totals = self._engine.statistics()
+            beat = {
+                "event": "beat",
+                "sampled": totals["sampled_tokens"],
+                "prefilled": totals["prefilled_tokens"],
+                "preempted": 0,
+                "busy_s": totals["busy_s"],
+                "kv_usage": 0.0,
+            }
+            send(self._writer, beat)
+            await asyncio.sleep(BEAT_S)
+
+    async def _answer(self, frame: Frame) -> None:
+        try:
+            answer = await getattr(self, f"_{frame['op']}")(frame)
+        except EngineError as error:
+            answer = {"error": str(error)}
+        finally:
+            self._running.pop(frame["id"], None)
+        send(self._writer, {"id": frame["id"], **answer})
+        await self._writer.drain()
+
+    async def _generate(self, frame: Frame) -> Frame:
+        key = str(frame["id"])
+        sampling = SamplingParams(
+            max_new_tokens=frame["max_new_tokens"], temperature=frame["temperature"], seed=frame["seed"]
+        )
+        done = await self._engine.generate(frame["token_ids"], sampling=sampling, session_key=key)
+        self._engine.release(key)
+        return {
+            "token_ids": list(done.token_ids),
+            "logprobs": list(done.logprobs),
+            "versions": list(done.versions),
+            "finish_reason": done.finish_reason,
+        }
+
+    async def _push(self, frame: Frame) -> Frame:
+        """Exchange the weights between two decode steps; say so if they are not what was sent."""
+        with safe_open(frame["path"], framework="pt", device="cpu") as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        await asyncio.to_thread(self._engine.publish, state, policy_version=frame["policy_version"])
+        held = fingerprint(self._model.named_parameters())
+        if held == frame["fingerprint"]:
+            return {}
+        wrong = [layer for layer, count in frame["fingerprint"].items() if held.get(layer) != count]
+        return {"mismatch": f"the weights outside the layers or of layers {wrong} are not those sent"}
+
+    async def _sleep(self, frame: Frame) -> Frame:
+        await asyncio.to_thread(self._engine.sleep)
+        return {}
+
+    async def _wake(self, frame: Frame) -> Frame:
+        await asyncio.to_thread(self._engine.wake)
+        return {}
+
+
+async def main(descriptor: int, options: ServingOptions) -> None:
+    """Serve the trainer at the other end of ``descriptor``."""
+    os.set_inheritable(descriptor, False)
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
+    await Server(options, writer).serve(reader)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1]), ServingOptions(**json.loads(sys.argv[2]))))

@@ -1,0 +1,140 @@
+"""Which processes run where: GPUs by the configuration, turns on shared devices, ranks by torchrun."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from agentrl_train.errors import ConfigError
+from agentrl_train.runtime.config import load_config
+from agentrl_train.runtime.placement.devices import Devices, assign, visible_gpus
+from agentrl_train.runtime.placement.launchers import launcher_of
+from tests.train.runs import finish, steps, write_config
+from tests.train.test_repeats import told, weights
+
+CUDA = "engine.device=cuda"
+VLLM = "engine.kind=vllm"
+COLOCATED = "placement.layout=colocated"
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("placement"))
+
+
+def devices(config_file: Path, *overrides: str, gpus: int, ranks: int = 1, **options: bool) -> Devices:
+    config = load_config(config_file, overrides)
+    return assign(config, gpus=[f"g{n}" for n in range(gpus)], ranks=ranks, **options)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "ranks", "learner", "engine"),
+    [
+        ([], 4, 2, "", ""),
+        ([CUDA], 1, 1, "0", "0"),
+        ([CUDA], 2, 1, "0", "1"),
+        ([CUDA], 2, 2, "01", "0"),
+        ([CUDA, VLLM], 2, 1, "0", "1"),
+        ([CUDA, VLLM, "engine.vllm.replicas=4"], 8, 4, "0123", "4567"),
+        ([CUDA, VLLM, "engine.vllm.tensor_parallel=2", "engine.vllm.replicas=2"], 8, 4, "0123", "4567"),
+        ([CUDA, VLLM, "rollout.stale_fraction=0.1"], 3, 1, "0", "12"),
+        ([CUDA, VLLM, COLOCATED], 1, 1, "0", "0"),
+        ([CUDA, VLLM, COLOCATED, "engine.vllm.replicas=2"], 4, 2, "01", "01"),
+        ([CUDA, VLLM, "placement.engine=[0]"], 3, 2, "12", "0"),
+        ([CUDA, VLLM, "placement.learner=[3]", "placement.engine=[2]"], 4, 1, "3", "2"),
+    ],
+)
+def test_gpus_are_given_by_the_layout(
+    config_file: Path, overrides: list[str], gpus: int, ranks: int, learner: str, engine: str
+) -> None:
+    given = devices(config_file, *overrides, gpus=gpus, ranks=ranks)
+    assert given == Devices(learner=tuple(f"g{n}" for n in learner), engine=tuple(f"g{n}" for n in engine))
+
+
+def test_a_node_without_the_engine_keeps_all_gpus_for_its_ranks(config_file: Path) -> None:
+    given = devices(config_file, CUDA, VLLM, gpus=2, ranks=2, with_engine=False)
+    assert given == Devices(learner=("g0", "g1"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "ranks", "reason"),
+    [
+        ([CUDA], 0, 1, "no GPU can be seen here: set it to 'cpu'"),
+        ([CUDA, VLLM], 1, 1, "1 GPU can be seen here: use fewer processes, or layout = 'colocated'"),
+        ([CUDA, "placement.learner=[5]"], 4, 1, "learner on GPU 5 and the engine on GPU 0, and 4 GPUs"),
+        ([CUDA, "placement.learner=[0, 1, 2]"], 4, 2, "names 3 GPUs for 2 processes"),
+        ([CUDA, VLLM, "placement.engine=[2, 3]"], 4, 2, "the engine takes 1 GPU and gets 2"),
+        ([CUDA, VLLM, COLOCATED, "engine.vllm.replicas=2"], 8, 1, "the engine takes 2 GPUs and gets 1"),
+    ],
+)
+def test_a_placement_that_does_not_fit_is_refused_in_one_sentence(
+    config_file: Path, overrides: list[str], gpus: int, ranks: int, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason.replace("[", r"\[")) as refused:
+        devices(config_file, *overrides, gpus=gpus, ranks=ranks)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ([CUDA, "placement.learner=[1]", "placement.engine=[1]"], "GPU 1 is given to learner and engine"),
+        ([CUDA, "placement.learner=[1, 1]"], "must name different GPUs"),
+        (["placement.learner=[0]"], "engine.device is 'cpu': set it to 'cuda'"),
+        ([COLOCATED, "rollout.max_staleness=1"], "set rollout.max_staleness to 0, not 1"),
+        (["placement.launcher=torchrun", "train.processes=2"], "leave train.processes out"),
+        ([CUDA, "placement.launcher=ray", "placement.learner=[0]"], "Ray chooses the GPUs itself"),
+        (["placement.ray_address=auto"], "ray_address is for launcher = 'ray'"),
+    ],
+)
+def test_contradictions_are_refused_when_the_configuration_is_read(
+    config_file: Path, overrides: list[str], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_config(config_file, overrides)
+
+
+def test_torchrun_must_have_started_what_asks_for_it(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    config = load_config(config_file, ["placement.launcher=torchrun"])
+    with pytest.raises(ConfigError, match="torchrun --nproc-per-node"), launcher_of(config):
+        pass
+
+
+def test_gpus_keep_the_names_that_the_process_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_gpus() == ("0", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-8f3c")
+    assert visible_gpus() == ("5", "GPU-8f3c")
+
+
+def trained(folder: Path, *overrides: str) -> Path:
+    done = finish(write_config(folder), "engine.deterministic=true", *overrides)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+def spans(run: Path) -> list[str]:
+    """Return what the trainer did in each step, in order."""
+    events = json.loads((run / "trace.json").read_text())
+    events = events if isinstance(events, list) else events["traceEvents"]
+    of_interest = {"sleep", "check", "learn", "wake", "publish"}
+    told_of = [(event["ts"], event["name"]) for event in events if event.get("name") in of_interest]
+    return [name for _, name in sorted(told_of)]
+
+
+@pytest.mark.slow
+def test_taking_turns_gives_what_two_places_give_bit_for_bit(tmp_path: Path) -> None:
+    apart, in_turns = trained(tmp_path / "apart"), trained(tmp_path / "turns", COLOCATED)
+    assert len(steps(apart)) == 8
+    assert list(map(told, steps(in_turns))) == list(map(told, steps(apart)))
+    ours, theirs = weights(in_turns), weights(apart)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert spans(apart) == ["check", "learn", "publish"] * 8
+    assert spans(in_turns) == ["sleep", "check", "learn", "wake", "publish"] * 8
