@@ -10,7 +10,7 @@ TEST_PROCESSES ?= 2
 # The first of quickstart, quickstart-2, quickstart-3 ... that is not taken.
 NAME ?= $(shell name=quickstart; i=2; while [ -e runs/$$name ]; do name=quickstart-$$i; i=$$((i+1)); done; echo $$name)
 
-.PHONY: setup train test slow docker vllm fuzz chaos soak lint bench clean
+.PHONY: setup train test slow docker vllm faults fuzz chaos soak lint bench clean
 
 setup: $(VENV)/.train $(VENV)/.dev  ## install everything that development needs
 
@@ -52,6 +52,9 @@ $(VLLM)/.installed: constraints-vllm.txt
 
 fuzz: $(VENV)/.dev  ## FUZZ_REQUESTS=100000 hostile requests to a server; prints their account last
 	@$(BIN)/python -m tests.fuzz --requests $(FUZZ_REQUESTS) $(ARGS)
+
+faults: $(VENV)/.dev  ## runs that are killed and go on, engines without memory
+	$(BIN)/python -m pytest -m faults $(ARGS)
 
 chaos: $(VENV)/.dev  ## CHAOS_SECONDS=900 of faults drawn from CHAOS_SEED=1; prints their account last
 	-@.ci/system-packages redis-server

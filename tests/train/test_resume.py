@@ -82,7 +82,7 @@ def kill_after(config: Path, run: Path, *, step: int, pause_s: float, resume: bo
     assert process.returncode == -signal.SIGKILL, output
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.parametrize("every", [4, 100])
 def test_killed_and_resumed_runs_lose_no_finished_group_and_train_none_twice(
     tmp_path: Path, every: int
@@ -103,7 +103,7 @@ def test_killed_and_resumed_runs_lose_no_finished_group_and_train_none_twice(
         assert played == trained
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_an_interrupted_run_stops_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
     config, run = write_config(tmp_path, every=100), tmp_path / "killed"
     process = subprocess.Popen(
