@@ -11,6 +11,7 @@ import itertools
 import json
 import random
 import sys
+import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,7 +34,7 @@ class ScriptedEngine:
         self._starting = asyncio.Lock()
         self._waiting: dict[int, asyncio.Future[list[int]]] = {}
         self._numbers = itertools.count()
-        self._sampled = 0
+        self._sampled, self._begun = 0, time.monotonic()
 
     async def generate(
         self,
@@ -77,7 +78,8 @@ class ScriptedEngine:
 
     def statistics(self) -> Mapping[str, float]:
         """Return running totals."""
-        return {"sampled_tokens": float(self._sampled), "prefilled_tokens": 0.0, "busy_s": 0.0}
+        busy_s = time.monotonic() - self._begun
+        return {"sampled_tokens": float(self._sampled), "prefilled_tokens": 0.0, "busy_s": busy_s}
 
     async def close(self) -> None:
         """End the process."""

@@ -30,7 +30,7 @@ SERVERS = 2
 HANG_S = 75.0
 """Longest time without a step; a start and the longest pause are part of it."""
 CALM_STEPS = 3
-"""Steps that must follow once all is calm."""
+"""Steps that must follow once all is calm, and those between two faults of the trainer."""
 COMPARED = 30
 """Steps of the undisturbed run, whose last third is compared."""
 NOISE = 4.0
@@ -306,11 +306,11 @@ async def _train_under_faults(site: TrainingSite, report: TrainingReport, seed: 
             report.hangs.append(f"no step for {HANG_S:g} s after step {trainer.steps()}: see {trainer.log}")
             trainer.send(signal.SIGKILL)
         if due is not None and now >= due[0]:
-            # A trainer that never gets to a step would not be a run at all.
-            if "trainer" not in due[1] or watch.moved:
+            # A trainer that never gets anywhere would not be a run at all.
+            if "trainer" not in due[1] or watch.moved >= CALM_STEPS:
                 report.faults[due[1]] += 1
                 await _break(site, report, *due[1:])
-                due = next(faults, None)
+            due = next(faults, None)
         elif due is None and now >= seconds:
             calm_from = trainer.steps() if calm_from is None else calm_from
             if trainer.steps() >= max(calm_from + CALM_STEPS, 1) or len(report.hangs) > 2:
@@ -365,13 +365,13 @@ class Watch:
 
     def begin(self) -> None:
         """Begin anew: the process has started."""
-        self._at, self._since, self.moved = self._trainer.steps(), time.monotonic(), False
+        self._at, self._since, self.moved = self._trainer.steps(), time.monotonic(), 0
 
     def hangs(self) -> bool:
         """Return whether there was no step for too long; then begin anew."""
         steps = self._trainer.steps()
         if steps != self._at:
-            self.moved = self.moved or steps > self._at
+            self.moved += max(0, steps - self._at)
             self._at, self._since = steps, time.monotonic()
         if late := time.monotonic() - self._since > HANG_S:
             self.begin()
