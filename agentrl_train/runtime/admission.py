@@ -73,6 +73,9 @@ class Mixer:
 
     Tasks take turns by smooth weighted round robin: at any point each task has had its share to within a draw
     or so. A finite split is walked in a new seeded permutation each epoch, an endless one as 0, 1, 2...
+
+    Shares are of groups at first. With ``count`` and ``rebalance`` they become shares of the tokens trained
+    on: a task whose groups have twice the tokens is drawn half as often.
     """
 
     def __init__(self, sources: Sequence[TaskSource], *, seed: int) -> None:
@@ -87,20 +90,45 @@ class Mixer:
                 raise ValueError(f"split {source.split!r} of task {source.task!r} has no samples.")
         self._sources = {source.task: source for source in sources}
         self._seed = seed
-        self._total = sum(source.weight for source in sources)
         self._credit = {source.task: 0.0 for source in sources}
         self._drawn = {source.task: 0 for source in sources}
+        self._cost = {source.task: 1.0 for source in sources}
+        """Tokens of a task's group, as a multiple of the mean task's."""
+        self._next_cost: tuple[int, dict[str, float]] | None = None
+        self._counted: dict[str, tuple[float, int]] = {}
         self._order: dict[tuple[str, int], IntArray] = {}
 
     def draw(self) -> Draw:
         """Return the next sample."""
-        for task, source in self._sources.items():
-            self._credit[task] += source.weight
+        if self._next_cost is not None and sum(self._drawn.values()) >= self._next_cost[0]:
+            (_, self._cost), self._next_cost = self._next_cost, None
+        rates = {task: source.weight / self._cost[task] for task, source in self._sources.items()}
+        for task, rate in rates.items():
+            self._credit[task] += rate
         task = max(self._credit, key=lambda name: self._credit[name])
-        self._credit[task] -= self._total
+        self._credit[task] -= sum(rates.values())
         position = self._drawn[task]
         self._drawn[task] += 1
         return self._sample(self._sources[task], position)
+
+    def count(self, task: str, tokens: int) -> None:
+        """Note how many tokens of a group were trained on."""
+        total, groups = self._counted.get(task, (0.0, 0))
+        self._counted[task] = (total + tokens, groups + 1)
+
+    def rebalance(self, *, after: int) -> None:
+        """Share tokens as counted since the last time, from ``after`` draws on; until then do nothing more.
+
+        Draws are repeated from the last state on the disk. So the state that this is a part of must be there
+        before those draws are made, or they would be repeated as others.
+        """
+        if self._next_cost is not None or not self._counted:
+            return
+        means = {task: tokens / groups for task, (tokens, groups) in self._counted.items() if tokens}
+        mean = sum(means.values()) / max(1, len(means))
+        cost = {task: means[task] / mean if task in means else self._cost[task] for task in self._sources}
+        self._next_cost = sum(self._drawn.values()) + after, cost
+        self._counted = {}
 
     def _sample(self, source: TaskSource, position: int) -> Draw:
         index = position
@@ -124,13 +152,24 @@ class Mixer:
 
     def state(self) -> dict[str, Any]:
         """Return where the sequence stands, as JSON values."""
-        return {"credit": dict(self._credit), "drawn": dict(self._drawn)}
+        return {
+            "credit": dict(self._credit),
+            "drawn": dict(self._drawn),
+            "cost": dict(self._cost),
+            "next_cost": self._next_cost,
+            "counted": dict(self._counted),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state()``; tasks that are new since then start at their beginning."""
         for task in self._sources:
             self._credit[task] = float(state["credit"].get(task, 0.0))
             self._drawn[task] = int(state["drawn"].get(task, 0))
+            self._cost[task] = float(state["cost"].get(task, 1.0))
+        self._counted = {task: (float(tokens), int(n)) for task, (tokens, n) in state["counted"].items()}
+        self._next_cost = None
+        if state["next_cost"] is not None and state["next_cost"][1].keys() == self._sources.keys():
+            self._next_cost = int(state["next_cost"][0]), dict(state["next_cost"][1])
 
 
 def stable_seed(*parts: object) -> int:
@@ -161,7 +200,7 @@ class WorkWindow:
     ) -> None:
         if groups_per_step < 1 or max_staleness < 0 or window < 1:
             raise ValueError("groups_per_step and window must be at least 1, max_staleness 0.")
-        self._mixer = mixer
+        self.mixer = mixer
         self._per_step = groups_per_step
         self._max_staleness = max_staleness
         self._look_ahead = min(window, max_staleness * groups_per_step + 1) - 1
@@ -272,7 +311,7 @@ class WorkWindow:
             "unfinished": [asdict(group) for group in unfinished],
             "finished": sorted(self._finished),
             "dropped": self._dropped,
-            "mixer": self._mixer.state(),
+            "mixer": self.mixer.state(),
         }
 
     def restore(self, state: Mapping[str, Any] | None, finished: Collection[int] = ()) -> None:
@@ -298,7 +337,7 @@ class WorkWindow:
             self._dropped = int(state["dropped"])
             self._trained_ahead = set(state["trained_ahead"])
             self._waiting = {one["group_id"]: AdmittedGroup(**one) for one in state["unfinished"]}
-            self._mixer.restore(state["mixer"])
+            self.mixer.restore(state["mixer"])
         saved = set(finished)
         known = self._waiting.keys() | set(state["finished"] if state is not None else ())
         while self._next_id <= max(saved, default=-1):
@@ -315,7 +354,7 @@ class WorkWindow:
         }
 
     def _draw(self) -> AdmittedGroup:
-        draw = self._mixer.draw()
+        draw = self.mixer.draw()
         group_id = self._next_id
         self._next_id += 1
         return AdmittedGroup(

@@ -80,6 +80,8 @@ class RolloutSection(Section):
     """Groups in one optimizer batch, P."""
     group_size: Count = 8
     """Sibling episodes of one sample."""
+    balance: Literal["tokens", "groups"] = "tokens"
+    """What the weights of tasks share out: tokens trained on, as counted until a checkpoint, or groups."""
     max_staleness: CountOrOff = 1
     """S: (S + 1) P groups may be under way; 0 is synchronous."""
     window: Count = 1

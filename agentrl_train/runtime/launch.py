@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractContextManager,
     AsyncExitStack,
@@ -15,6 +15,7 @@ from contextlib import (
 )
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,6 +47,8 @@ from agentrl_train.runtime.trainer import Recipe, StepTrainer
 from agentrl_train.runtime.watchdog import Watchdog
 from agentrl_train.types import UNTRACED, Trace
 
+ENDING_S = 30.0
+"""Longest that a run takes to end once a process that it needs is lost."""
 EVALUATION_SEED = 1_000_003
 """Held-out draws do not depend on the run's seed, so that runs can be compared."""
 
@@ -91,6 +94,20 @@ async def policy(
             yield Policy(tokenizer=tokenizer, chat=chat, learner=learner, engine=engine, publisher=publisher)
     finally:
         await engine.close()
+
+
+async def unless(run: Coroutine[Any, Any, Outcome], lost: Coroutine[Any, Any, None]) -> Outcome:
+    """Return how a run ended, unless a process that it needs is lost before; that raises."""
+    running, losing = asyncio.create_task(run), asyncio.create_task(lost)
+    try:
+        await asyncio.wait((running, losing), return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            running.cancel()
+            await asyncio.wait((running,), timeout=ENDING_S)
+            losing.result()
+        return await running
+    finally:
+        losing.cancel()
 
 
 async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
@@ -156,7 +173,7 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
             slots=trace.table,
             trace=trace,
         )
-        return await run.run()
+        return await unless(run.run(), launcher.lost())
 
 
 def make_log(config: RunConfig, checkpoint: Checkpoint | None, trace: Trace) -> MetricsLog:
@@ -211,6 +228,7 @@ def make_cadence(config: RunConfig) -> Cadence:
         steps=config.run.steps,
         seed=config.run.seed,
         checkpoint_every=config.checkpoint.every,
+        rebalance_after=rebalance_after(config),
         keep=config.checkpoint.keep,
         evaluate_every=config.eval.every,
         temperature=config.engine.temperature,
@@ -218,6 +236,16 @@ def make_cadence(config: RunConfig) -> Cadence:
         step_s=config.train.step_seconds,
         checkpoint_s=config.checkpoint.seconds,
     )
+
+
+def rebalance_after(config: RunConfig) -> int:
+    """Return how many draws after a checkpoint tasks share anew, 0 for never: it must be on the disk by then.
+
+    It is when the next one begins, before which no more than a full interval of groups are drawn.
+    """
+    if config.rollout.balance == "groups":
+        return 0
+    return 2 * config.checkpoint.every * config.rollout.groups_per_step
 
 
 def make_window(

@@ -57,6 +57,8 @@ class Cadence:
     steps: int
     seed: int
     checkpoint_every: int
+    rebalance_after: int
+    """In draws from a checkpoint on: when tasks share tokens as counted until then."""
     keep: int
     evaluate_every: int
     temperature: float
@@ -209,7 +211,12 @@ class Run:
             tasks=by_task(step.groups),
             groups=step.groups,
         )
+        mixer = self.loop.window.mixer
+        for group in step.groups:
+            mixer.count(group.task, sum(t.num_sampled_tokens for t in group.trajectories))
         if self._due(number, self._cadence.checkpoint_every):
+            if self._cadence.rebalance_after:
+                mixer.rebalance(after=self._cadence.rebalance_after)
             await self._checkpoint(step=number)
         if self._due(number, self._cadence.evaluate_every):
             await self._evaluate(f"step {number}")

@@ -302,6 +302,54 @@ def test_a_mixture_goes_on_from_its_state(draws: int):
     assert [mixer.draw() for _ in range(30)] == [resumed.draw() for _ in range(30)]
 
 
+def share_of_tokens(mixer: Mixer, tokens: dict[str, int], *, draws: int) -> float:
+    """Draw, train on what is drawn, and return the first task's share of the tokens."""
+    totals: Counter[str] = Counter()
+    for _ in range(draws):
+        task = mixer.draw().task
+        totals[task] += tokens[task]
+        mixer.count(task, tokens[task])
+    return totals["house"] / max(1, totals.total())
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+def test_tasks_share_tokens_by_their_weights_however_long_their_groups_are(weight: float):
+    mixer = Mixer([TaskSource(task="house", weight=weight), TaskSource(task="shop")], seed=0)
+    tokens = {"house": 1800, "shop": 300}
+    before = 6 * weight / (6 * weight + 1)
+    assert share_of_tokens(mixer, tokens, draws=240) == pytest.approx(before, abs=0.01)
+    mixer.rebalance(after=0)
+    wanted = weight / (weight + 1)
+    assert share_of_tokens(mixer, tokens, draws=240) == pytest.approx(wanted, abs=0.03)
+    mixer.rebalance(after=0)
+    tokens = {"house": 200, "shop": 900}  # the policy has learned to be short
+    share_of_tokens(mixer, tokens, draws=100)
+    mixer.rebalance(after=0)
+    assert share_of_tokens(mixer, tokens, draws=240) == pytest.approx(wanted, abs=0.03)
+
+
+def test_a_task_that_nothing_was_trained_of_keeps_its_share():
+    mixer = Mixer([TaskSource(task="house"), TaskSource(task="shop")], seed=0)
+    mixer.count("house", 500)
+    mixer.rebalance(after=0)
+    assert Counter(mixer.draw().task for _ in range(10)) == {"house": 5, "shop": 5}
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 40))
+def test_draws_are_repeated_from_a_state_also_across_a_change_of_shares(before: int, after: int, later: int):
+    mixer, resumed = Mixer(SOURCES, seed=9), Mixer(SOURCES, seed=9)
+    share_of_tokens(mixer, {"house": 70, "shop": 900}, draws=before)
+    mixer.rebalance(after=after)
+    state = json.loads(json.dumps(mixer.state()))
+    draws = [mixer.draw() for _ in range(later)]
+    resumed.restore(state)
+    assert draws == [resumed.draw() for _ in range(later)]
+    for one in (mixer, resumed):
+        one.count("shop", 50)
+        one.rebalance(after=3)
+    assert [mixer.draw() for _ in range(20)] == [resumed.draw() for _ in range(20)]
+
+
 def test_a_task_that_is_new_since_the_state_starts_at_its_beginning():
     mixer = Mixer(SOURCES[:1], seed=9)
     mixer.draw()
