@@ -1,4 +1,4 @@
-"""A shop that answers late: most calls within some tens of milliseconds, a few after seconds.
+"""A shop that answers late: most calls within half a second, a few after ten.
 
 Each call waits for a Pareto-distributed time, ``SHORTEST_S (1 - u) ** (-1 / SHAPE)``, at most ``LONGEST_S``.
 An episode's waits are drawn from its seed, so that everybody who plays it waits as long. Waiting takes no
@@ -12,7 +12,7 @@ import asyncio
 from agentrl_env import tool
 from environments.shop.environment import Shop
 
-SHORTEST_S, SHAPE, LONGEST_S = 0.05, 1.1, 6.0
+SHORTEST_S, SHAPE, LONGEST_S = 0.2, 1.1, 12.0
 
 
 class LateShop(Shop):
