@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     GraniteConfig,
     GraniteForCausalLM,
@@ -36,8 +37,8 @@ SIZES = {
 
 def qwen(**options) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
-    options = {"tie_word_embeddings": True, "head_dim": 8} | options
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES, **options))
+    options = SIZES | {"tie_word_embeddings": True, "head_dim": 8} | options
+    return Qwen3ForCausalLM(Qwen3Config(**options))
 
 
 def llama() -> LlamaForCausalLM:
@@ -436,3 +437,49 @@ def test_a_gpu_computes_what_the_cpu_computes(model):
     batches = pack(sequences, max_tokens=100, row_tokens=64)
     ours, theirs = here.step(batches), there.step(batches)
     assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=1e-3)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operation makes, in entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, list | tuple) else [made]:
+            if isinstance(one, torch.Tensor):
+                self.entries = max(self.entries, one.numel())
+        return made
+
+
+def test_no_tensor_of_tokens_times_vocabulary_is_ever_made():
+    """Forward and backward; the smallest bound on the logits leaves the model's own tensors the largest."""
+    vocabulary, sequences = 5000, made(12)
+    sampled = int(sum(one.loss_mask.sum() for one in sequences))
+    largest = {}
+    for max_logits in (10 * vocabulary, 10**9):
+        one = learner(qwen(vocab_size=vocabulary), max_logits=max_logits, entropy_coefficient=0.01)
+        with Largest() as seen:
+            one.step(pack(sequences, max_tokens=10**6))
+        largest[max_logits] = seen.entries
+    embedding = one.model.get_input_embeddings().weight.numel()
+    assert largest[10**9] == sampled * vocabulary
+    assert largest[10 * vocabulary] == embedding < sampled * vocabulary
+
+
+def test_an_optimizer_on_the_host_makes_the_same_updates(tmp_path):
+    options = {"weight_decay": 0.1, "warmup_steps": 2}
+    here, there = learner(**options), learner(offload_optimizer=True, **options)
+    for seed in range(4):
+        ours, theirs = (one.step(pack(made(seed=seed))) for one in (here, there))
+        assert theirs["loss"] == ours["loss"]
+    there.snapshot().write(tmp_path)
+    resumed = learner(moved(qwen()), offload_optimizer=True, **options)
+    resumed.load(tmp_path)
+    for one in (here, there, resumed):
+        one.step(pack(made(seed=9)))
+    for name, value in here.weights().items():
+        assert torch.equal(there.weights()[name], value)
+        assert torch.equal(resumed.weights()[name], value)
