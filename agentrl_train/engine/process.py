@@ -31,10 +31,44 @@ ERROR_LENGTH = 500
 _ERROR = re.compile(r"(\(.*\) )?[\w.]*(Error|Exception)\b(?!.*initialization failed)")
 
 
+class EngineLink(Protocol):
+    """An engine in a process of its own, wherever that runs. All of it belongs to one event loop."""
+
+    beat: Frame
+    """What the engine last told of its work."""
+    lost: asyncio.Future[str]
+    """Why the engine is gone, once it is."""
+
+    @property
+    def process_id(self) -> int:
+        """Number of the engine's process on its machine."""
+        ...
+
+    async def start(self, *, within_s: float) -> None:
+        """Start the engine and wait until it serves; raises ``EngineError``."""
+        ...
+
+    async def ask(self, operation: str, **fields: Any) -> Frame:
+        """Return the answer to a request; raises ``EngineLost`` or ``EngineError``."""
+        ...
+
+    async def load(self, operation: str, **fields: Any) -> Frame:
+        """Ask for what stops the engine's steps."""
+        ...
+
+    def check(self) -> None:
+        """Give the engine up if it has been silent for too long."""
+        ...
+
+    async def stop(self) -> None:
+        """End the engine and everything it started; idempotent."""
+        ...
+
+
 class Spawn(Protocol):
     """Seam: where an engine's process runs. ``EngineProcess`` itself is the one on this machine."""
 
-    def __call__(self, options: ServingOptions, *, python: str, liveness_s: float) -> EngineProcess:
+    def __call__(self, options: ServingOptions, *, python: str, liveness_s: float) -> EngineLink:
         """Return an engine that is yet to be started."""
         ...
 

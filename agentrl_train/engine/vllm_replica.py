@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.pacing import Pace
-from agentrl_train.engine.process import EngineLost, EngineProcess, Spawn
+from agentrl_train.engine.process import EngineLink, EngineLost, EngineProcess, Spawn
 from agentrl_train.engine.transfer import SharedWeights
 from agentrl_train.errors import EngineError, TrainError, WeightMismatch
 from agentrl_train.types import Completion, SamplingParams
@@ -64,8 +64,8 @@ class VllmReplica:
         self._began = False
         self._before: dict[str, float] = {}
         self._changing = asyncio.Lock()
-        self._up: asyncio.Future[EngineProcess] = asyncio.get_running_loop().create_future()
-        self._process: EngineProcess | None = None
+        self._up: asyncio.Future[EngineLink] = asyncio.get_running_loop().create_future()
+        self._process: EngineLink | None = None
         self._supervision = asyncio.create_task(self._supervise(), name=f"vllm {name}")
 
     @property
@@ -153,11 +153,11 @@ class VllmReplica:
         if self._process is not None:
             await self._process.stop()
 
-    async def _engine(self) -> EngineProcess:
+    async def _engine(self) -> EngineLink:
         lost = self._up.done() and self._up.exception() is None and not self.ready
         return await asyncio.shield(self._waiting_room() if lost else self._up)
 
-    async def _push(self, engine: EngineProcess, weights: SharedWeights, *, pause: str) -> None:
+    async def _push(self, engine: EngineLink, weights: SharedWeights, *, pause: str) -> None:
         if self._held is weights:
             return
         answer = await engine.load(
@@ -196,7 +196,7 @@ class VllmReplica:
             self.restarts += 1
         self._waiting_room().set_exception(EngineError(f"engine {self.name} is given up: {reason}"))
 
-    async def _start(self, process: EngineProcess) -> None:
+    async def _start(self, process: EngineLink) -> None:
         await process.start(within_s=self._start_s)
         async with self._changing:
             if (weights := self._weights()) is not None:
@@ -208,7 +208,7 @@ class VllmReplica:
             self._began = True
             self._waiting_room().set_result(process)
 
-    async def _watch(self, process: EngineProcess) -> str:
+    async def _watch(self, process: EngineLink) -> str:
         """Look after an engine until it is lost; return why."""
         while not process.lost.done():
             await asyncio.wait([process.lost], timeout=LOOK_S)
@@ -216,7 +216,7 @@ class VllmReplica:
             self.pace.observe(kv_usage=process.beat["kv_usage"])
         return process.lost.result()
 
-    def _waiting_room(self) -> asyncio.Future[EngineProcess]:
+    def _waiting_room(self) -> asyncio.Future[EngineLink]:
         """Return what callers wait on while no engine is up."""
         if self._up.done():
             self._up = asyncio.get_running_loop().create_future()

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from agentrl_env.types import Message
 from agentrl_train.actor import Actor, Play
 from agentrl_train.engine.chat import ChatFormat
 from agentrl_train.errors import ConfigError
@@ -88,7 +87,7 @@ async def policy(
                 config,
                 engine,
                 logprobs=learner.logprobs,
-                context=chat.opening([Message(role="user", content="probe")], ()),
+                vocabulary=len(tokenizer),
                 tolerance=tolerance(config),
             )
             yield Policy(tokenizer=tokenizer, chat=chat, learner=learner, engine=engine, publisher=publisher)

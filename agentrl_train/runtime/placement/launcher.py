@@ -12,16 +12,31 @@ from torch._C._distributed_c10d import TCPStore
 from agentrl_train.engine.process import Spawn
 from agentrl_train.runtime.placement.devices import VISIBLE, Devices
 
+LOOK_S = 0.25
+"""Time between two looks at whether a process still lives."""
+
 
 class Launcher(Protocol):
     """Starts the processes of a run, of which this one is rank 0 of the learner and runs the loop."""
 
-    devices: Devices
-    """GPUs of this node that were given to it."""
-    engines_apart: bool
-    """Whether the torch engine, too, has processes of its own."""
-    spawn: Spawn
-    """Where an engine's process runs."""
+    @property
+    def devices(self) -> Devices:
+        """Return the GPUs of this node that were given to the run."""
+        ...
+
+    @property
+    def engines_apart(self) -> bool:
+        """Return whether the torch engine, too, has processes of its own."""
+        ...
+
+    @property
+    def spawn(self) -> Spawn:
+        """Return what starts an engine's process."""
+        ...
+
+    async def lost(self) -> None:
+        """Wait for a rank to be lost; raises ``RanksLost`` then."""
+        ...
 
     def ranks(self) -> AbstractContextManager[None]:
         """Have the learner's other processes for the length of the block, by torchrun's variables.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +37,10 @@ class Torchrun:
         here = int(os.environ.get(ON_THIS_NODE, os.environ["WORLD_SIZE"]))
         first = os.environ.get("GROUP_RANK", "0") == "0"
         self.devices = assign(config, gpus=visible_gpus(), ranks=here, with_engine=first)
+
+    async def lost(self) -> None:
+        """Wait for ever: torchrun ends all ranks when one fails."""
+        await asyncio.get_running_loop().create_future()
 
     @contextmanager
     def ranks(self) -> Iterator[None]:
