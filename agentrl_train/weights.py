@@ -16,6 +16,7 @@ from agentrl_train.errors import WeightMismatch
 from agentrl_train.types import Completion, SamplingParams, TokenSequence, WeightSync
 
 CANARY_TOKENS = 8
+"""Tokens that a canary is given, and as many that it says."""
 
 
 class LogProbs(Protocol):
@@ -40,7 +41,15 @@ class Canary:
     """A short completion of every engine after each push, compared with the trainer.
 
     What a checksum cannot see, it does: a copy of a weight that the engine's kernels keep, a cache of the
-    old weights, a tensor that arrived in the wrong place.
+    old weights, a tensor that arrived in the wrong place. It speaks after tokens drawn at random, others for
+    each version: where a trained policy is sure of itself, wrong weights would hardly show.
+
+    Args:
+        probe: the engines' side.
+        logprobs: the trainer's side.
+        vocabulary: number of tokens to draw from.
+        temperature: of the run.
+        tolerance: largest difference in log-probability.
     """
 
     def __init__(
@@ -48,13 +57,13 @@ class Canary:
         probe: Probe,
         *,
         logprobs: LogProbs,
-        context: Sequence[int],
+        vocabulary: int,
         temperature: float,
         tolerance: float,
     ) -> None:
         self._probe = probe
         self._logprobs = logprobs
-        self._context = context
+        self._vocabulary = vocabulary
         self._temperature = temperature
         self._tolerance = tolerance
 
@@ -68,10 +77,11 @@ class Canary:
             WeightMismatch: they differ, or an engine samples with another version.
         """
         sampling = SamplingParams(max_new_tokens=CANARY_TOKENS, temperature=self._temperature, seed=version)
-        completions = self._probe(self._context, sampling=sampling, policies=policies)
+        context = np.random.default_rng(version).integers(self._vocabulary, size=CANARY_TOKENS).tolist()
+        completions = self._probe(context, sampling=sampling, policies=policies)
         if others := {v for completion in completions for v in completion.versions} - {version}:
             raise WeightMismatch(f"an engine samples with version {min(others)} after version {version} came")
-        sequences = [probe_sequence(self._context, completion) for completion in completions]
+        sequences = [probe_sequence(context, completion) for completion in completions]
         difference = disagreement(self._logprobs(sequences), sequences, version=version)
         require_agreement(difference, tolerance=self._tolerance, version=version)
         return difference

@@ -131,7 +131,7 @@ def make_publisher(
     engine: TorchEngine | VllmEngine,
     *,
     logprobs: LogProbs,
-    context: Sequence[int],
+    vocabulary: int,
     tolerance: float,
 ) -> Publisher:
     """Return what puts weights in force; for engines in other processes, it looks whether they really are.
@@ -140,7 +140,7 @@ def make_publisher(
         config: of the run.
         engine: where the weights go.
         logprobs: the trainer's log-probabilities of sequences.
-        context: what a completion is asked after.
+        vocabulary: number of tokens.
         tolerance: largest difference in log-probability.
     """
     canary = None
@@ -148,7 +148,7 @@ def make_publisher(
         canary = Canary(
             engine.probe,
             logprobs=logprobs,
-            context=context,
+            vocabulary=vocabulary,
             temperature=config.engine.temperature,
             tolerance=tolerance,
         )

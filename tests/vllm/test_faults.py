@@ -21,7 +21,15 @@ from agentrl_train.engine.vllm import VllmEngine
 from agentrl_train.errors import EngineError, WeightMismatch
 from agentrl_train.types import Completion, SamplingParams, TokenSequence
 from agentrl_train.weights import Canary, Publisher
-from tests.engine_contract import Subject, contract_model, prompt, reference_logprobs, sampled, version_seed
+from tests.engine_contract import (
+    VOCABULARY,
+    Subject,
+    contract_model,
+    prompt,
+    reference_logprobs,
+    sampled,
+    version_seed,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -91,7 +99,7 @@ async def test_the_canary_stops_a_trainer_whose_weights_are_not_the_engines(subj
         canary = Canary(
             engine.probe,
             logprobs=lambda rows: [trainers_logprobs(model, row) for row in rows],
-            context=prompt(1),
+            vocabulary=VOCABULARY,
             temperature=1.0,
             tolerance=1e-3,
         )

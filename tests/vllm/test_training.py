@@ -89,8 +89,8 @@ def test_twenty_steps_with_weights_in_flight_and_an_engine_killed_in_the_middle(
     assert "was lost and is started again" in errors.read_text()
     steps = records(run)
     assert len(steps) == STEPS
-    assert all(0.0 < step["canary_drift"] < TOLERANCE for step in steps)
-    assert max(step["logprob_drift"] for step in steps) < TOLERANCE
+    assert 0.0 < max(step["canary_drift"] for step in steps) < TOLERANCE
+    assert 0.0 < max(step["logprob_drift"] for step in steps) < TOLERANCE
     assert steps[-1]["failed_episodes"] == steps[-1]["dropped_groups"] == 0
     assert json.loads((run / "summary.json").read_text())["policy_version"] == STEPS
     assert changed_in_the_middle(run) > 0
