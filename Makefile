@@ -10,7 +10,7 @@ TEST_PROCESSES ?= 2
 # The first of quickstart, quickstart-2, quickstart-3 ... that is not taken.
 NAME ?= $(shell name=quickstart; i=2; while [ -e runs/$$name ]; do name=quickstart-$$i; i=$$((i+1)); done; echo $$name)
 
-.PHONY: setup train test slow docker vllm faults fuzz chaos soak lint bench clean
+.PHONY: setup train test slow docker vllm ray faults fuzz chaos soak lint bench clean
 
 setup: $(VENV)/.train $(VENV)/.dev  ## install everything that development needs
 
@@ -44,6 +44,13 @@ docker: $(VENV)/.dev  ## tests in containers; starts a Docker daemon of its own 
 
 vllm: $(VENV)/.dev $(VLLM)/.installed  ## real vLLM, on the CPU, in a venv of its own: its tests, and a training run on it
 	$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
+
+ray: $(VENV)/.ray  ## runs on real Ray clusters of this machine, actors killed in the middle
+	$(BIN)/python -m pytest -m ray tests/ray $(ARGS)
+
+$(VENV)/.ray: $(VENV)/.dev
+	$(PIP) install -c constraints.txt -e '.[train,dev,ray]'
+	touch $@
 
 $(VLLM)/.installed: constraints-vllm.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
