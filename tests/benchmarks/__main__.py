@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 
-PARTS = ("serving", "engine", "overlap", "longtail", "trl", "sandbox")
+PARTS = ("serving", "engine", "learner", "overlap", "longtail", "trl", "sandbox")
+APART = ("vllm",)
+"""Parts that need what `make bench` does not install."""
 
 
 def main() -> None:
     """Run the parts named on the command line, or all."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks")
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, *APART, []], help="default: all but the last")
     parser.add_argument("--quick", action="store_true", help="fewer sizes, shorter runs")
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch, for the engine's part")
     chosen = parser.parse_args()
@@ -26,6 +28,10 @@ def main() -> None:
                 from tests.benchmarks import engine
 
                 engine.run(quick=chosen.quick, threads=chosen.threads)
+            case "learner":
+                from tests.benchmarks import learner
+
+                learner.run(quick=chosen.quick)
             case "overlap":
                 from tests.benchmarks import overlap
 
@@ -38,6 +44,10 @@ def main() -> None:
                 from tests.benchmarks import trl
 
                 trl.run(quick=chosen.quick)
+            case "vllm":
+                from tests.benchmarks import vllm
+
+                vllm.run(quick=chosen.quick)
             case "sandbox":
                 from tests.benchmarks import sandbox
 
