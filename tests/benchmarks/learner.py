@@ -1,0 +1,162 @@
+"""The learner's trained tokens a second and its share of what the device can multiply (MFU).
+
+Random weights, no download: models of 0.5 and 1.5 billion parameters on a GPU, a tiny one on a CPU, where the
+figures prove the code path and nothing else. Rows are packed; half of the tokens are sampled ones, in turns.
+Useful work a token: 6 operations a body parameter, attention over the tokens before it, and 6 a head weight
+for sampled tokens alone; what is computed a second time to save memory does not count. The ceiling is a large
+matrix product on the same device in the same run.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from agentrl_train.batch import pack
+from agentrl_train.learner import Learner, Lora
+from agentrl_train.types import Batch, TokenSequence
+
+SIZES = {
+    "tiny": {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 384},
+    "0.5 B": {
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "intermediate_size": 4864,
+    },
+    "1.5 B": {
+        "hidden_size": 1536,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "intermediate_size": 8960,
+    },
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "activation checkpointing": {"activation_checkpointing": True},
+    "optimizer on the host": {"offload_optimizer": True},
+    "LoRA, rank 16": {"lora": Lora(rank=16, alpha=32.0)},
+}
+
+
+def make_model(size: str, *, device: str) -> Qwen2ForCausalLM:
+    """Return a model with random weights."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=512 if size == "tiny" else 151_936,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        **SIZES[size],
+    )
+    with torch.device(device):
+        return Qwen2ForCausalLM(config)
+
+
+def sequences(count: int, *, longest: int, vocabulary: int) -> list[TokenSequence]:
+    """Return episodes of turns: a stretch that was read, then one as long that was sampled."""
+    rng = np.random.default_rng(0)
+    made = []
+    for number in range(count):
+        length = int(rng.integers(longest // 2, longest + 1))
+        turn = max(1, longest // 16)
+        mask = ((np.arange(length) // turn) % 2).astype(np.float32)
+        made.append(
+            TokenSequence(
+                token_ids=rng.integers(0, vocabulary, length),
+                loss_mask=mask,
+                logprobs=mask * np.float32(-np.log(vocabulary)),
+                versions=np.where(mask > 0, 0, -1),
+                advantages=mask * np.float32(rng.normal()),
+                task="random",
+                group_id=number,
+            )
+        )
+    return made
+
+
+def operations(model: Qwen2ForCausalLM, batch: Batch, lengths: list[int]) -> float:
+    """Return the floating-point operations of one update's useful work."""
+    config = model.config
+    head = model.get_output_embeddings().weight.numel()
+    body = sum(value.numel() for value in model.model.layers.parameters())
+    attention = 6 * config.num_hidden_layers * config.hidden_size * sum(length**2 for length in lengths)
+    return 6.0 * body * batch.num_tokens + attention + 6.0 * head * batch.num_loss_tokens
+
+
+def ceiling(device: str, dtype: torch.dtype) -> float:
+    """Return the operations a second of a large matrix product."""
+    size = 8192 if device == "cuda" else 1024
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    best = 0.0
+    for _ in range(10):
+        started = moment(device)
+        left @ right
+        best = max(best, 2.0 * size**3 / (moment(device) - started))
+    return best
+
+
+def moment(device: str) -> float:
+    """Return the time once the device has done all that it was given."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def measure(size: str, variant: str, *, device: str, quick: bool) -> dict[str, float]:
+    """Return seconds of an update, tokens a second, operations a second and peak memory."""
+    on_gpu = device == "cuda"
+    model = make_model(size, device=device)
+    longest, count = (4096, 16 if quick else 32) if on_gpu else (256, 6)
+    made = sequences(count, longest=longest, vocabulary=model.config.vocab_size)
+    (batch,) = pack(made, max_tokens=4 * longest, row_tokens=longest)
+    work = operations(model, batch, [len(one) for one in made])
+    learner = Learner(
+        model,
+        learning_rate=1e-6,
+        precision="bfloat16" if on_gpu else "float32",
+        device=device,
+        **VARIANTS[variant],
+    )
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    learner.step([batch])
+    seconds = []
+    for _ in range(2 if quick else 4):
+        started = moment(device)
+        learner.step([batch])
+        seconds.append(moment(device) - started)
+    best = min(seconds)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")
+    return {"seconds": best, "tokens": batch.num_tokens / best, "rate": work / best, "memory": peak}
+
+
+def run(*, quick: bool = False) -> None:
+    """Print a row for each model and each way to train it."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        torch.set_num_threads(1)  # two would spin against whatever else runs
+    most = ceiling(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU, one thread"
+    table = Table(title=f"learner on {name}; a large matrix product: {most / 1e12:.2f} TFLOP/s")
+    for heading in ("model", "variant", "s an update", "tokens/s", "TFLOP/s", "of the ceiling", "peak GiB"):
+        table.add_column(heading, justify="left" if heading in ("model", "variant") else "right")
+    for size in ("0.5 B", "1.5 B") if device == "cuda" else ("tiny",):
+        for variant in VARIANTS:
+            found = measure(size, variant, device=device, quick=quick)
+            table.add_row(
+                size,
+                variant,
+                f"{found['seconds']:.3f}",
+                f"{found['tokens']:,.0f}",
+                f"{found['rate'] / 1e12:.3f}",
+                f"{found['rate'] / most:.1%}",
+                f"{found['memory']:.1f}" if device == "cuda" else "-",
+            )
+    Console().print(table)
