@@ -67,12 +67,14 @@ class SlowWalk(Walk):
     gate: asyncio.Event
     blocker: threading.Event
     closed: list
+    restoring: list
 
     async def snapshot(self):
         return {"places": self.places, "rng": self.rng}
 
     async def restore(self, state):
         self.places, self.rng = state["places"], state["rng"]
+        self.restoring.append(self)
         await self.gate.wait()
 
     @tool
@@ -87,7 +89,8 @@ class SlowWalk(Walk):
 
 @pytest.fixture(autouse=True)
 def slow():
-    SlowWalk.gate, SlowWalk.blocker, SlowWalk.closed = asyncio.Event(), threading.Event(), []
+    SlowWalk.gate, SlowWalk.blocker = asyncio.Event(), threading.Event()
+    SlowWalk.closed, SlowWalk.restoring = [], []
     SlowWalk.gate.set()
     yield
     SlowWalk.blocker.set()
@@ -360,7 +363,7 @@ async def test_whoever_asked_for_forks_and_left_gets_none():
     session_id = (await pool.open(OpenRequest(task="slow_walk"))).session_id
     SlowWalk.gate.clear()
     fork = asyncio.create_task(pool.fork(session_id, 2))
-    await asyncio.sleep(0.01)
+    await until(lambda: len(SlowWalk.restoring) == 2)
     fork.cancel()
     await asyncio.wait((fork,))
     await until(lambda: pool._slots.free == 1023)

@@ -29,6 +29,7 @@ from agentrl_env.errors import (
 )
 from agentrl_env.session.history import KEPT_TURNS
 from agentrl_env.session.threads import Threads
+from agentrl_env.tools import clean
 from agentrl_env.types import FunctionCall
 from tests.env.tasks import Clock, Guess, Quick, Slow
 
@@ -324,7 +325,7 @@ def test_nothing_a_model_writes_is_raised_out_of_the_session(content, calls):
         assert result.seq == 1
         answered = [m.tool_call_id for m in result.messages if m.role == "tool"]
         if result.status is not SessionStatus.FAILED_ENVIRONMENT:
-            assert answered == [call.id for call in calls]
+            assert answered == [clean(call.id) for call in calls]
 
     logging.disable(logging.CRITICAL)
     try:
