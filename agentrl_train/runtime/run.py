@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agentrl_env.types import Message
 from agentrl_train.engine.chat import ChatFormat
+from agentrl_train.errors import EngineError
 from agentrl_train.learner import Learner
 from agentrl_train.runtime.admission import AdmittedGroup
 from agentrl_train.runtime.checkpoint import Checkpoint, InModelFolder, save_checkpoint
@@ -29,12 +30,14 @@ from agentrl_train.runtime.report import write_report
 from agentrl_train.runtime.throughput import Throughput
 from agentrl_train.runtime.trainer import TRACK, StepTrainer, by_task
 from agentrl_train.runtime.watchdog import in_thread
-from agentrl_train.types import UNTRACED, RunningEngine, SamplingParams, Trace, Trajectory
+from agentrl_train.types import UNTRACED, Completion, RunningEngine, SamplingParams, Trace, Trajectory
 from agentrl_train.weights import Publisher, disagreement, probe_sequence, require_agreement
 
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+PROBES = 3
+"""Times that the engine is asked for its first completion."""
 
 Evaluator = Callable[[], Awaitable[dict[str, Evaluation]]]
 
@@ -290,15 +293,26 @@ class Run:
     async def _probe(self, version: int) -> None:
         """Compare one short completion of the engine with the trainer before anything is played."""
         context = self._policy.chat.opening([Message(role="user", content="probe")], ())
-        completion = await self._policy.engine.generate(
-            context,
-            sampling=SamplingParams(max_new_tokens=8, temperature=self._cadence.temperature),
-            session_key="probe",
+        completion = await self._complete(
+            context, sampling=SamplingParams(max_new_tokens=8, temperature=self._cadence.temperature)
         )
-        self._policy.engine.release("probe")
         sequence = probe_sequence(context, completion)
         difference = disagreement(self._policy.learner.logprobs([sequence]), [sequence], version=version)
         require_agreement(difference, tolerance=self._cadence.tolerance, version=version)
+
+    async def _complete(self, context: Sequence[int], *, sampling: SamplingParams) -> Completion:
+        """Ask the engine for the first completion, again where it dies over it."""
+        attempts = PROBES
+        while True:
+            attempts -= 1
+            try:
+                return await self._policy.engine.generate(context, sampling=sampling, session_key="probe")
+            except EngineError as error:
+                if not attempts:
+                    raise
+                logger.warning("the engine gave no first completion (%s); it is asked again", error)
+            finally:
+                self._policy.engine.release("probe")
 
     def _elapsed(self) -> float:
         return self._seconds_before + time.monotonic() - self._started

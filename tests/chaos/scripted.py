@@ -7,6 +7,7 @@ Its tokens are of no policy (version -1), so nobody compares their log-probabili
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import random
@@ -84,7 +85,8 @@ class ScriptedEngine:
     async def close(self) -> None:
         """End the process."""
         if self._process is not None and self._reading is not None:
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
             await self._process.wait()
             await asyncio.gather(self._reading, return_exceptions=True)
 

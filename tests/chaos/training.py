@@ -307,7 +307,8 @@ async def _train_under_faults(site: TrainingSite, report: TrainingReport, seed: 
             trainer.send(signal.SIGKILL)
         if due is not None and now >= due[0]:
             # A trainer that never gets anywhere would not be a run at all.
-            if "trainer" not in due[1] or watch.moved >= CALM_STEPS:
+            needed = {"trainer": CALM_STEPS, "engine": 1}.get(due[1].partition(" ")[2], 0)
+            if watch.moved >= needed:
                 report.faults[due[1]] += 1
                 await _break(site, report, *due[1:])
             due = next(faults, None)
@@ -331,7 +332,7 @@ async def _break(site: TrainingSite, report: TrainingReport, kind: str, which: i
         if not await trainer.ended(HANG_S):
             report.hangs.append("the trainer did not end when it was told to")
             trainer.send(signal.SIGKILL)
-    elif whom == "engine" and not trainer.children("tests.chaos.scripted"):
+    elif whom == "engine" and report.engine == "torch":
         trainer.send(signal.SIGUSR1)
     elif pid := _pid(site, whom, which):
         if what == "kill":

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,13 @@ def command(config: Path, *overrides: str, resume: bool = False) -> list[str]:
     return [sys.executable, "-m", "agentrl_train", "run", str(config), *options, *["--resume"] * resume]
 
 
-def begin(config: Path, *overrides: str, resume: bool = False) -> subprocess.Popen[str]:
-    """Start a run."""
+def begin(
+    config: Path, *overrides: str, resume: bool = False, limit_bytes: int | None = None
+) -> subprocess.Popen[str]:
+    """Start a run; ``limit_bytes`` is where each file that it writes meets the end of the disk."""
     line = command(config, *overrides, resume=resume)
+    if limit_bytes is not None:
+        line = ["prlimit", f"--fsize={limit_bytes}", *line]
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -73,14 +78,16 @@ def steps(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def until(process: subprocess.Popen[str], true: Callable[[], bool]) -> None:
+    """Wait until something is true of what a process has written, or the process has ended."""
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline and not true():
+        time.sleep(0.002)
+
+
 def until_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
     """Wait until a step is recorded, or the process has ended."""
-    deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
-        done = steps(run)
-        if done and done[-1]["step"] >= step:
-            return
-        time.sleep(0.002)
+    until(process, lambda: any(line["step"] >= step for line in steps(run)[-1:]))
 
 
 def kill(process: subprocess.Popen[str]) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from agentrl_env.types import TaskSample
 from agentrl_train.actor import Episode
-from agentrl_train.errors import EnvironmentUnavailable, Stalled
+from agentrl_train.errors import EngineBroken, EnvironmentUnavailable, Stalled
 from agentrl_train.runtime.admission import Mixer, TaskSource, WorkWindow
 from agentrl_train.runtime.journal import Journal
 from agentrl_train.runtime.loop import Loop, Pace, Step
@@ -35,7 +35,9 @@ class FakeActor:
         self,
         delay: Callable[[int], int] = lambda group_id: 1,
         survivors: Callable[[int], int] = lambda group_id: 4,
+        end: EpisodeEnd = EpisodeEnd.FAILED_ENVIRONMENT,
     ) -> None:
+        self.end = end
         self.delay = delay
         self.survivors = survivors
         self.played: list[int] = []
@@ -53,7 +55,7 @@ class FakeActor:
             trajectories=[episode()] * survivors,
             admitted_version=admitted_version,
         )
-        return group, [episode(EpisodeEnd.FAILED_ENVIRONMENT)] * (size - survivors)
+        return group, [episode(self.end)] * (size - survivors)
 
 
 class Recorder:
@@ -176,6 +178,12 @@ async def test_a_group_with_some_failures_is_trained_with_the_rest(tmp_path: Pat
 async def test_an_environment_that_fails_every_group_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     loop = make_loop(tmp_path, FakeActor(survivors=lambda i: 0), Recorder())
     with pytest.raises(EnvironmentUnavailable, match=r"8 groups of task a failed one after another.*broken"):
+        await play(loop)
+
+
+async def test_an_engine_that_fails_every_group_is_not_taken_for_an_environment(tmp_path: Path) -> None:
+    loop = make_loop(tmp_path, FakeActor(survivors=lambda i: 0, end=EpisodeEnd.FAILED_ENGINE), Recorder())
+    with pytest.raises(EngineBroken, match=r"8 groups of task a failed one after another"):
         await play(loop)
 
 

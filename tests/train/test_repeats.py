@@ -1,5 +1,6 @@
 """A run that was killed and resumed equals one that was not: bit for bit where it is synchronous."""
 
+import json
 import random
 import re
 import signal
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.train.runs import begin, finish, kill, steps, until_step, write_config
+from tests.train.runs import begin, finish, kill, steps, until, until_step, write_config
 
 OF_THE_PROCESS = re.compile(r"seconds|_s$|_s_ceiling$|_idle$|(sampled|filled|discarded)_tokens$")
 """Names of what a step's record says of time and of this process's work, not of training."""
@@ -84,3 +85,32 @@ def test_a_signal_ends_a_run_after_the_step_under_way_and_it_goes_on_to_the_same
     assert (run / "checkpoints" / f"step_{step:06d}").is_dir()
     assert finish(other, *options, resume=True).returncode == 0
     assert list(map(told, steps(run))) == list(map(told, steps(tmp_path / "one" / "run")))
+
+
+@pytest.mark.faults
+def test_a_signal_ends_an_evaluation_and_the_run_begins_with_it_again(tmp_path: Path) -> None:
+    config, run = write_config(tmp_path), tmp_path / "run"
+    process = begin(config, "eval.samples=1000")
+    until(process, lambda: (run / "trace.json").exists() and b"turn 2" in (run / "trace.json").read_bytes())
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    assert "Stopped after step 0" in output
+    done = finish(config, "eval.samples=2", "run.steps=1", resume=True)
+    assert done.returncode == 0, done.stderr
+    evaluations = (run / "evaluations.jsonl").read_text().splitlines()
+    assert [json.loads(line)["name"] for line in evaluations] == ["before", "after"]
+
+
+@pytest.mark.faults
+def test_a_disk_that_is_full_ends_a_run_in_one_sentence_and_it_goes_on_later(tmp_path: Path) -> None:
+    config, run = write_config(tmp_path), tmp_path / "run"
+    options = ("engine.deterministic=true", "checkpoint.every=1")
+    process = begin(config, *options, limit_bytes=150_000)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert errors.splitlines()[-1].startswith("agentrl-train: The disk that holds")
+    assert "--resume" in errors.splitlines()[-1]
+    assert "Traceback" not in errors
+    assert finish(config, *options, resume=True).returncode == 0
+    assert [line["step"] for line in steps(run)] == list(range(1, 9))
