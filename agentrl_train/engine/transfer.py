@@ -1,4 +1,4 @@
-"""Weights on their way to an engine's process: in shared memory that nobody has to clean up."""
+"""Weights on their way to an engine's process: in shared memory that nobody has to clean up, or on a GPU."""
 
 from __future__ import annotations
 
@@ -62,6 +62,25 @@ class SharedWeights:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+class DeviceWeights:
+    """One version of the weights, copied on the learner's own device: the engine may ask for it later.
+
+    Args as for ``SharedWeights``.
+    """
+
+    def __init__(self, state: Mapping[str, torch.Tensor], *, dtype: torch.dtype, policy_version: int) -> None:
+        self.policy_version = policy_version
+        self.state = {name: value.detach().to(dtype, copy=True) for name, value in state.items()}
+        self.fingerprint = fingerprint(self.state.items())
+
+    def close(self) -> None:
+        """Give the memory back; idempotent."""
+        self.state = {}
+
+
+Weights = SharedWeights | DeviceWeights
 
 
 def _header(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> bytes:

@@ -23,7 +23,7 @@ import torch
 
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.process import EngineLost, EngineProcess, Spawn
-from agentrl_train.engine.transfer import SharedWeights
+from agentrl_train.engine.transfer import DeviceWeights, SharedWeights, Weights
 from agentrl_train.engine.vllm_replica import VllmReplica
 from agentrl_train.errors import EngineError
 from agentrl_train.types import Completion, SamplingParams
@@ -68,10 +68,11 @@ class VllmEngine:
     ) -> None:
         self.max_context = options.max_context
         self._dtype = getattr(torch, options.dtype)
+        self._transfer = options.transfer
         self._deadline_s = deadline_s
         self._start_s = start_s
         self._pause = "keep" if push == "in_flight" else "wait"
-        self._published: dict[str, SharedWeights] = {}
+        self._published: dict[str, Weights] = {}
         self._homes: dict[tuple[str, str], VllmReplica] = {}
         self._working: set[asyncio.Task[Any]] = set()
         self._closed = False
@@ -122,7 +123,8 @@ class VllmEngine:
             EngineError: an engine does not come up any more, or did not answer within its deadline.
             WeightMismatch: an engine took the weights and holds others.
         """
-        weights = SharedWeights(state, dtype=self._dtype, policy_version=policy_version)
+        carrier = SharedWeights if self._transfer == "memory" else DeviceWeights
+        weights = carrier(state, dtype=self._dtype, policy_version=policy_version)
         self._submit(self._publish(weights, policies)).result()
 
     def probe(
@@ -266,7 +268,7 @@ class VllmEngine:
         for policy in self._replicas:
             self._homes.pop((session_key, policy), None)
 
-    async def _publish(self, weights: SharedWeights, policies: Sequence[str]) -> None:
+    async def _publish(self, weights: Weights, policies: Sequence[str]) -> None:
         before = set(self._published.values())
         self._published.update(dict.fromkeys(policies, weights))
         limit = self._start_s + self._deadline_s

@@ -5,14 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.pacing import Pace
 from agentrl_train.engine.process import EngineLink, EngineLost, EngineProcess, Spawn
-from agentrl_train.engine.transfer import SharedWeights
+from agentrl_train.engine.transfer import DeviceWeights, SharedWeights, Weights
+from agentrl_train.engine.wire import Frame
 from agentrl_train.errors import EngineError, TrainError, WeightMismatch
 from agentrl_train.types import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from agentrl_train.engine.native import NativeTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +51,7 @@ class VllmReplica:
         python: str,
         start_s: float,
         liveness_s: float,
-        weights: Callable[[], SharedWeights | None],
+        weights: Callable[[], Weights | None],
         spawn: Spawn = EngineProcess,
     ) -> None:
         self.name = name
@@ -59,7 +66,8 @@ class VllmReplica:
         self._spawn = spawn
         self._awake = asyncio.Event()
         self._awake.set()
-        self._held: SharedWeights | None = None
+        self._held: Weights | None = None
+        self._native: tuple[EngineLink, NativeTransfer] | None = None
         self._failures = 0
         self._began = False
         self._before: dict[str, float] = {}
@@ -109,7 +117,7 @@ class VllmReplica:
             policy=self._policy,
         )
 
-    async def take(self, weights: SharedWeights, *, pause: str) -> None:
+    async def take(self, weights: Weights, *, pause: str) -> None:
         """Return once the engine samples with these weights, whichever process it runs in by then.
 
         Raises:
@@ -157,22 +165,59 @@ class VllmReplica:
         lost = self._up.done() and self._up.exception() is None and not self.ready
         return await asyncio.shield(self._waiting_room() if lost else self._up)
 
-    async def _push(self, engine: EngineLink, weights: SharedWeights, *, pause: str) -> None:
+    async def _push(self, engine: EngineLink, weights: Weights, *, pause: str) -> None:
         if self._held is weights:
             return
-        answer = await engine.load(
-            "push",
-            path=weights.path,
-            fingerprint=weights.fingerprint,
-            policy_version=weights.policy_version,
-            pause=pause,
-        )
+        if isinstance(weights, SharedWeights):
+            answer = await self._share(engine, weights, pause)
+        else:
+            answer = await self._transfer(engine, weights, pause)
         if "mismatch" in answer:
             raise WeightMismatch(
                 f"engine {self.name} does not hold policy version {weights.policy_version}: "
                 f"{answer['mismatch']}"
             )
         self._held = weights
+
+    async def _share(self, engine: EngineLink, weights: SharedWeights, pause: str) -> Frame:
+        return await engine.load(
+            "push",
+            path=weights.path,
+            fingerprint=weights.fingerprint,
+            policy_version=weights.policy_version,
+            pause=pause,
+        )
+
+    async def _transfer(self, engine: EngineLink, weights: DeviceWeights, pause: str) -> Frame:
+        """Send weights by vLLM's own transfer; its blocking end runs in a thread that may be left behind."""
+        from agentrl_train.engine.native import NativeTransfer
+
+        loop = asyncio.get_running_loop()
+
+        def step(name: str, info: dict[str, Any]) -> None:
+            asyncio.run_coroutine_threadsafe(engine.load("transfer", step=name, info=info), loop).result()
+
+        def send() -> None:
+            if self._native is None or self._native[0] is not engine:
+                ends = NativeTransfer(
+                    step,
+                    transfer=self._options.transfer,
+                    workers=self._options.tensor_parallel,
+                    weights=weights,
+                )
+                self._native = engine, ends
+            self._native[1].send(weights)
+
+        await engine.load("pause", pause=pause)
+        try:
+            await _in_a_thread_to_leave(send)
+        except (EngineLost, TrainError):
+            raise
+        except Exception as error:  # the border: vLLM and NCCL raise what they like
+            raise EngineError(f"the weight transfer failed: {error}") from error
+        return await engine.load(
+            "resume", fingerprint=weights.fingerprint, policy_version=weights.policy_version
+        )
 
     async def _supervise(self) -> None:
         """Start the engine, give it its weights, and do so again each time it is lost."""
@@ -221,3 +266,19 @@ class VllmReplica:
         if self._up.done():
             self._up = asyncio.get_running_loop().create_future()
         return self._up
+
+
+async def _in_a_thread_to_leave(work: Callable[[], None]) -> None:
+    """Run blocking work in a daemon thread: where a peer dies within NCCL, it never returns."""
+    loop, done = asyncio.get_running_loop(), Future[None]()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # the border of the thread
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name="weight transfer", daemon=True).start()
+    await asyncio.wrap_future(done, loop=loop)
