@@ -33,7 +33,10 @@ from agentrl_train.learner.scoring import (
     alone,
     check_head,
     packs_rows,
+    padding_free,
     select_sampled,
+    use_flash,
+    uses_flash,
 )
 from agentrl_train.learner.sharding import GatheredWeights, buckets, deal, full, shard
 from agentrl_train.learner.storage import Snapshot, host_copy, optimizer_state, read_state, read_weights
@@ -66,7 +69,8 @@ class Learner:
     recomputed at the start of ``step`` and weighs tokens by the truncated importance weight of
     those over the sampler's (decoupled PPO, arXiv 2110.00641). ``activation_checkpointing`` saves
     memory for a second forward pass, ``offload_optimizer`` keeps the optimizer in host memory, ``lora``
-    trains adapters alone; ``max_logits`` bounds the entries of a chunk of logits. An update
+    trains adapters alone; ``attention`` is "sdpa" or the name of a flash-attn that transformers finds, which
+    packs without padding; ``max_logits`` bounds the entries of a chunk of logits. An update
     is refused whose gradient norm is over ``spike_factor`` times the median of the last; 0 is off.
     ``packs_rows`` says whether the model can keep several sequences of a row apart.
 
@@ -103,6 +107,7 @@ class Learner:
         activation_checkpointing: bool = False,
         offload_optimizer: bool = False,
         lora: Lora | None = None,
+        attention: str = "sdpa",
         max_logits: int = 2**26,
         mesh: DeviceMesh | None = None,
         storage_group: dist.ProcessGroup | None = None,
@@ -128,6 +133,7 @@ class Learner:
         self._activation_checkpointing = activation_checkpointing
         self._temperature = temperature
         self._max_logits = max_logits
+        self._attention = attention
         self._lora = lora
         if lora is not None:
             add_adapters(model, lora)
@@ -150,6 +156,8 @@ class Learner:
         """
         started = time.perf_counter()
         shares = [deal(batch.micro_batches, *self._data) for batch in batches]
+        if uses_flash(self.model):
+            shares = [[padding_free(micro) for micro in share] for share in shares]
         anchors = [[self._anchor(micro) for micro in share] for share in shares]
         # Dropout off, so that an unchanged policy has ratio 1; checkpointing needs train mode.
         self.model.train(self._activation_checkpointing)
@@ -318,6 +326,8 @@ class Learner:
         check_head(model, next(module.parameters()).device)
         if self._part != WHOLE and self._mesh is not None:
             use_ulysses(model, self._mesh.get_group("sequence"))
+        elif self._attention != "sdpa":
+            use_flash(model, self._attention)
         scorer = Scorer(model, temperature=self._temperature, max_logits=self._max_logits, part=self._part)
         if self._mesh is not None:
             shard(scorer, model, self._mesh, precision=self._precision)

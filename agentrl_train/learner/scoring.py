@@ -65,7 +65,7 @@ def sampled_logprobs(
     count whose predecessor is in it.
     """
     device = next(model.parameters()).device
-    inputs = _inputs(micro, part, packed=_is_packed(micro, model), device=device)
+    inputs = _inputs(model, micro, part, device=device)
     hidden = model.base_model(use_cache=False, **inputs)[0]
     predicts = (_next(micro.loss_mask, part) > 0).to(device)
     hidden, targets = hidden[predicts], _next(micro.token_ids, part).to(device)[predicts]
@@ -93,10 +93,35 @@ def select_sampled(values: Tensor, micro: MicroBatch, part: Part = WHOLE) -> Ten
     return _next(values, part)[_next(micro.loss_mask, part) > 0]
 
 
+def padding_free(micro: MicroBatch) -> MicroBatch:
+    """Return a micro-batch as one row without padding; the sampled tokens keep their order.
+
+    The first token of a sequence is never a sampled one, so that nothing is predicted across a border.
+    """
+    real = micro.segment_ids > 0
+    begins = micro.position_ids[real] == 0
+    fields = {name: getattr(micro, name)[real][None] for name in MicroBatch.__slots__}
+    return MicroBatch(**fields | {"segment_ids": begins.cumsum(0)[None]})
+
+
 def packs_rows(model: PreTrainedModel) -> bool:
     """Return whether the model can keep several sequences of a row apart: full attention in every layer."""
     layer_types = getattr(model.config, "layer_types", None) or ["full_attention"]
     return set(layer_types) == {"full_attention"}
+
+
+def use_flash(model: PreTrainedModel, name: str) -> None:
+    """Let a model attend with flash-attn; raises ``ValueError`` if it cannot be had."""
+    try:
+        model.set_attn_implementation(name)
+    except (ImportError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"train.attention = {name!r} cannot be had here: {reason}") from error
+
+
+def uses_flash(model: PreTrainedModel) -> bool:
+    """Return whether the model attends with flash-attn, which takes sequences of any length in one row."""
+    return str(model.config._attn_implementation).startswith("flash_attention")
 
 
 def check_head(model: PreTrainedModel, device: torch.device) -> None:
@@ -126,16 +151,19 @@ def alone(one: TokenSequence) -> MicroBatch:
     )
 
 
-def _inputs(micro: MicroBatch, part: Part, *, packed: bool, device: torch.device) -> dict[str, Tensor]:
+def _inputs(
+    model: PreTrainedModel, micro: MicroBatch, part: Part, *, device: torch.device
+) -> dict[str, Tensor]:
     """Return what the body is called with: tokens, and where it must be told, positions and mask.
 
     Packed rows get the block-causal mask [rows, 1, row length, row length]; it spans whole rows also where a
-    rank holds a part of them.
+    rank holds a part of them. Flash attention finds the borders in the positions and needs no mask.
     """
+    packed = _is_packed(micro, model)
     inputs = {"input_ids": _cut(micro.token_ids, part).to(device)}
     if packed or part != WHOLE:
         inputs["position_ids"] = _cut(micro.position_ids, part).to(device)
-    if packed:
+    if packed and not uses_flash(model):
         segments = _padded(micro.segment_ids, part).to(device)
         same = segments[:, None, :, None] == segments[:, None, None, :]
         inputs["attention_mask"] = same.tril()

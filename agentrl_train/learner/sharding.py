@@ -115,5 +115,6 @@ def _rows(micro: MicroBatch, index: int, count: int) -> MicroBatch:
     """Return every ``count``-th row of a micro-batch, or an idle one if none is left."""
     fields = {name: cast(Tensor, getattr(micro, name)) for name in MicroBatch.__slots__}
     if index >= len(micro.token_ids):
-        return MicroBatch(**{name: torch.zeros(1, 2, dtype=value.dtype) for name, value in fields.items()})
+        idle = {name: torch.zeros(1, 2, dtype=value.dtype) for name, value in fields.items()}
+        return MicroBatch(**idle | {"segment_ids": torch.ones_like(idle["segment_ids"])})
     return MicroBatch(**{name: value[index::count] for name, value in fields.items()})

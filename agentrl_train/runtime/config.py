@@ -165,6 +165,8 @@ class TrainSection(Section):
     """Weight of the divergence from the starting policy; 0 is off."""
     activation_checkpointing: bool = False
     """Compute each layer again in the backward pass instead of keeping what it computed."""
+    attention: Literal["sdpa", "flash_attention_2", "flash_attention_3"] = "sdpa"
+    """PyTorch's attention, or flash-attn where it is installed (CUDA): rows without padding or mask."""
     offload_optimizer: bool = False
     """Keep the optimizer's moments, and a copy of the parameters that it updates, in host memory."""
     lora: LoraSection | None = None

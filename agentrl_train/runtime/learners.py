@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner, Lora
 from agentrl_train.loss import policy_loss
 from agentrl_train.runtime.config import RunConfig
 from agentrl_train.runtime.models import copy_of, load_policy
-from agentrl_train.runtime.ranks import LeadLearner, Ranks, follow, joined, world_size
+from agentrl_train.runtime.ranks import LeadLearner, Ranks, die_with_parent, follow, joined, world_size
 from agentrl_train.types import UNTRACED, Trace
 
 
@@ -37,13 +38,29 @@ def all_ranks(config: RunConfig) -> Iterator[Ranks | None]:
 def learner_of(
     config: RunConfig, *, model: PreTrainedModel, ranks: Ranks | None, trace: Trace = UNTRACED
 ) -> Iterator[Learner]:
-    """Make the learner of a run, which trains ``model``; the other ranks are let go at the end."""
+    """Make the learner of a run, which trains ``model``; the other ranks are let go at the end.
+
+    Raises:
+        ConfigError: the model cannot be trained as the configuration says.
+    """
     options = learner_options(config, model=model) | {"trace": trace}
     if ranks is None:
-        yield Learner(model, device=config.engine.device, **options)
+        with _as_config_errors():
+            alone = Learner(model, device=config.engine.device, **options)
+        yield alone
     else:
-        with closing(LeadLearner(model, ranks=ranks, **options)) as learner:
-            yield learner
+        with _as_config_errors():
+            lead = LeadLearner(model, ranks=ranks, **options)
+        with closing(lead):
+            yield lead
+
+
+@contextmanager
+def _as_config_errors() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def work(config: RunConfig) -> None:
@@ -52,11 +69,15 @@ def work(config: RunConfig) -> None:
     Raises:
         RanksLost: rank 0 or another rank failed or is gone.
     """
+    die_with_parent()
     torch.set_num_threads(config.run.threads or 1)
     with _joined(config) as ranks:
         model, _ = load_policy(config.model.path)
         options = learner_options(config, model=model)
-        learner = Learner(model, mesh=ranks.mesh, device=ranks.device, storage_group=ranks.storage, **options)
+        with _as_config_errors():
+            learner = Learner(
+                model, mesh=ranks.mesh, device=ranks.device, storage_group=ranks.storage, **options
+            )
         follow(learner, ranks)
 
 
@@ -81,6 +102,7 @@ def learner_options(config: RunConfig, *, model: PreTrainedModel) -> dict[str, A
         "temperature": config.engine.temperature,
         "precision": train.precision,
         "activation_checkpointing": train.activation_checkpointing,
+        "attention": train.attention,
         "offload_optimizer": train.offload_optimizer,
         "lora": Lora(**train.lora.model_dump()) if train.lora else None,
         "reference": copy_of(model) if train.kl_coef else None,

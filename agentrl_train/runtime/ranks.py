@@ -13,9 +13,11 @@ most ``timeout_s``, and a rank that is gone closes its connections.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 WRITING_S = 3600.0
 """Longest that the ranks wait for one another while a checkpoint is written."""
+PR_SET_PDEATHSIG = 1
 IDLE, STOP, SNAPSHOT, WRITE, RELEASE = "idle", "stop", "snapshot", "write", "release"
 
 
@@ -49,6 +52,12 @@ def world_size() -> int:
 def rank() -> int:
     """Return which of them this one is."""
     return int(os.environ.get("RANK", "0"))
+
+
+def die_with_parent() -> None:
+    """Have the system kill this process when the one that started it ends, also before the ranks have met."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from transformers import (
 from agentrl_train.batch import pack
 from agentrl_train.errors import LossNotFinite
 from agentrl_train.learner import Learner, lr_fraction, sampled_logprobs, select_sampled
+from agentrl_train.learner.scoring import padding_free
 from agentrl_train.loss import policy_loss, sft_loss
 from agentrl_train.types import FloatArray, TokenSequence
 
@@ -129,6 +130,23 @@ def test_packed_rows_give_the_logprobs_of_single_sequences(model, row_tokens):
         with torch.no_grad():
             scores, _ = sampled_logprobs(model, micro)
         assert torch.allclose(scores, select_sampled(micro.logprobs, micro), atol=1e-5)
+
+
+def test_rows_without_padding_give_the_same_logprobs_in_the_same_order(model):
+    (batch,) = pack(made(12), max_tokens=200, row_tokens=64)
+    for micro in batch.micro_batches:
+        dense = padding_free(micro)
+        assert dense.token_ids.shape == (1, int((micro.segment_ids > 0).sum()))
+        assert torch.equal(select_sampled(dense.weights, dense), select_sampled(micro.weights, micro))
+        with torch.no_grad():
+            left, right = (sampled_logprobs(model, one)[0] for one in (micro, dense))
+        assert torch.allclose(left, right, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="flash-attn may be there")
+def test_an_attention_that_is_not_there_is_refused_in_one_sentence():
+    with pytest.raises(ValueError, match=r"^train.attention = 'flash_attention_2' cannot be had here: "):
+        learner(attention="flash_attention_2")
 
 
 def test_logits_in_chunks_change_neither_logprobs_nor_gradient(model):
@@ -437,6 +455,18 @@ def test_a_gpu_computes_what_the_cpu_computes(model):
     batches = pack(sequences, max_tokens=100, row_tokens=64)
     ours, theirs = here.step(batches), there.step(batches)
     assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_flash_attention_makes_the_updates_of_sdpa():
+    pytest.importorskip("flash_attn", reason="needs flash-attn")
+    metrics = []
+    for attention in ("sdpa", "flash_attention_2"):
+        one = learner(qwen(head_dim=32), attention=attention, device="cuda", precision="bfloat16")
+        metrics.append(one.step(pack(made(12), max_tokens=200, row_tokens=64)))
+    assert metrics[1]["loss"] == pytest.approx(metrics[0]["loss"], rel=0.05)
+    assert metrics[1]["grad_norm"] == pytest.approx(metrics[0]["grad_norm"], rel=0.05)
 
 
 class Largest(TorchDispatchMode):
