@@ -35,6 +35,7 @@ class Throughput:
     def begin(self) -> None:
         """Count time from now on, and what the engine does."""
         self._mark, self._totals = time.monotonic(), dict(self._statistics())
+        self._cpu_s = time.process_time()
 
     def step(
         self, told: Mapping[str, float], *, waited_s: float, discarded_tokens: float = 0.0
@@ -51,11 +52,13 @@ class Throughput:
         spent = {name: total - self._totals.get(name, 0.0) for name, total in totals.items()}
         spent["discarded_tokens"] = discarded_tokens - self._discarded + spent.pop("abandoned_tokens", 0.0)
         self._mark, self._totals, self._discarded = now, totals, discarded_tokens
+        cpu_s, self._cpu_s = time.process_time() - self._cpu_s, time.process_time()
         idle, busy_s = min(1.0, waited_s / seconds), min(spent.pop("busy_s"), seconds)
         trained, sampled = told.get("loss_tokens", 0.0), spent["sampled_tokens"]
         return {
             **spent,
             "step_seconds": seconds,
+            "cpu_seconds": cpu_s,
             "trained_tokens_per_s": trained / seconds,
             "trained_tokens_per_s_ceiling": trained / max(seconds * (1.0 - idle), 1e-9),
             "sampled_tokens_per_s": sampled / seconds,

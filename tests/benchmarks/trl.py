@@ -8,7 +8,8 @@ take turns seed by seed, so that whatever else the machine does meets all alike.
 
 *Tokens/s* counts the sampled tokens of the episodes trained on, over the time of all steps but the first. The
 ceiling is a loop that never waits: tokens over the time that the engine or the trainer worked, whichever is
-longer, in the synchronous run. *Success* is that of the last quarter of the samples.
+longer, in the synchronous run. *Tokens/CPU s* is by the processor time of the training process, which
+hardly depends on what else the machine does. *Success* is that of the last quarter of the samples.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ def ours(*, staleness: int, seed: int, steps: int, threads: int) -> list[Step]:
             "success": record["tasks"]["shop"]["success"],
             "tokens": record["tasks"]["shop"]["tokens"],
             "seconds": record["step_seconds"],
+            "cpu_seconds": record["cpu_seconds"],
             "trainer_idle": record["trainer_idle"],
             "engine_idle": record["engine_idle"],
         }
@@ -95,9 +97,9 @@ def ours(*, staleness: int, seed: int, steps: int, threads: int) -> list[Step]:
     ]
 
 
-def speed(steps: Sequence[Step]) -> float:
-    """Return trained tokens a second over all steps but the first."""
-    return sum(step["tokens"] for step in steps[1:]) / sum(step["seconds"] for step in steps[1:])
+def speed(steps: Sequence[Step], clock: str = "seconds") -> float:
+    """Return trained tokens a second over all steps but the first, by the wall or of processor time."""
+    return sum(step["tokens"] for step in steps[1:]) / sum(step[clock] for step in steps[1:])
 
 
 def idle(steps: Sequence[Step], who: str) -> float:
@@ -123,14 +125,14 @@ def _table(runs: Mapping[str, Sequence[Sequence[Step]]], *, threads: int) -> Tab
         title=f"GRPO, {steps} steps of {GROUPS * GROUP_SIZE} episodes, {seeds} seeds, {threads} threads of "
         f"{os.cpu_count()} processors"
     )
-    headings = "trainer", "tokens/s", "ratio", "of ceiling", "1st quarter", "2nd", "3rd", "last", "seconds"
-    for heading in headings:
+    headings = "trainer", "tokens/s", "ratio", "of ceiling", "tokens/CPU s", "ratio"
+    for heading in (*headings, "1st quarter", "2nd", "3rd", "last", "seconds"):
         table.add_column(heading, justify="right")
-    base = fmean(speed(one) for one in runs["TRL"])
+    base, base_cpu = (fmean(speed(one, clock) for one in runs["TRL"]) for clock in ("seconds", "cpu_seconds"))
     working = fmean(1 - min(idle(one, "trainer"), idle(one, "engine")) for one in runs["synchronous"])
     ceiling = fmean(speed(one) for one in runs["synchronous"]) / working
     for name, repeats in runs.items():
-        own = fmean(speed(one) for one in repeats)
+        own, own_cpu = (fmean(speed(one, clock) for one in repeats) for clock in ("seconds", "cpu_seconds"))
         size = steps // 4
         quarters = [
             [fmean(step["success"] for step in one[part * size : (part + 1) * size]) for one in repeats]
@@ -142,6 +144,8 @@ def _table(runs: Mapping[str, Sequence[Sequence[Step]]], *, threads: int) -> Tab
             f"{own:,.0f}",
             f"{own / base:.2f}",
             "-" if name == "TRL" else f"{own / ceiling:.0%}",
+            f"{own_cpu:,.0f}",
+            f"{own_cpu / base_cpu:.2f}",
             *(f"{fmean(part):.0%}" for part in quarters[:-1]),
             f"{fmean(last):.1%}" + (f" ± {stdev(last):.1%}" if len(last) > 1 else ""),
             f"{fmean(sum(step['seconds'] for step in one[1:]) for one in repeats):.0f}",

@@ -45,7 +45,7 @@ class Steps(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, episodes: int) -> None:
         self._episodes = episodes
-        self._mark = time.perf_counter()
+        self._mark, self._cpu_s = time.perf_counter(), time.process_time()
 
     def on_log(self, args, state, control, logs=None, **kwargs):  # type: ignore[no-untyped-def]
         if not logs or "completions/mean_length" not in logs:
@@ -55,8 +55,9 @@ class Steps(TrainerCallback):  # type: ignore[misc]
             "success": logs["reward"],
             "tokens": logs["completions/mean_length"] * self._episodes,
             "seconds": now - self._mark,
+            "cpu_seconds": time.process_time() - self._cpu_s,
         }
-        self._mark = now
+        self._mark, self._cpu_s = now, time.process_time()
         print(json.dumps(record), file=sys.__stdout__, flush=True)
 
 

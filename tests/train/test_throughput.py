@@ -14,6 +14,9 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
+    def process_time(self) -> float:
+        return self.now / 4
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
@@ -33,6 +36,7 @@ def test_each_speed_stands_beside_its_ceiling(clock: Clock) -> None:
         "prefilled_tokens": 200.0,
         "discarded_tokens": 50.0,
         "step_seconds": 10.0,
+        "cpu_seconds": 2.5,
         "trained_tokens_per_s": 160.0,
         "trained_tokens_per_s_ceiling": 200.0,
         "sampled_tokens_per_s": 200.0,
