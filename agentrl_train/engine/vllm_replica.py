@@ -231,9 +231,9 @@ class VllmReplica:
                 reason = await self._watch(process)
             except (TrainError, EngineLost) as error:
                 reason = str(error)
+            await process.stop()  # before it is forgotten: closing must find it
             self._before = {name: self.total(name) for name in process.beat if name != "event"}
             self._process, self._held = None, None
-            await process.stop()
             self._failures += 1
             if not self._began or self._failures >= MOST_FAILURES:
                 break

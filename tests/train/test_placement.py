@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -138,3 +141,55 @@ def test_taking_turns_gives_what_two_places_give_bit_for_bit(tmp_path: Path) -> 
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert spans(apart) == ["check", "learn", "publish"] * 8
     assert spans(in_turns) == ["sleep", "check", "learn", "wake", "publish"] * 8
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.toml")), ids=lambda path: path.stem)
+def test_every_example_is_a_configuration(path: Path) -> None:
+    load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "ranks", "with_engine", "learner", "engine"),
+    [
+        ("one-gpu", 1, 1, True, "0", "0"),
+        ("eight-gpus", 8, 4, True, "0123", "4567"),
+        ("two-nodes", 8, 4, True, "0123", "4567"),
+        ("two-nodes", 8, 4, False, "0123", ""),
+    ],
+)
+def test_the_examples_for_gpus_fit_the_machines_they_are_for(
+    name: str, gpus: int, ranks: int, with_engine: bool, learner: str, engine: str
+) -> None:
+    config = load_config(EXAMPLES / "gpu" / f"{name}.toml")
+    given = assign(config, gpus=list("01234567"[:gpus]), ranks=ranks, with_engine=with_engine)
+    assert given == Devices(learner=tuple(learner), engine=tuple(engine))
+
+
+@pytest.mark.slow
+def test_two_nodes_of_torchrun_train_what_two_local_processes_do(tmp_path: Path) -> None:
+    options = ("engine.deterministic=true", "run.steps=3")
+    config = write_config(tmp_path / "nodes")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = [part for option in (*options, "placement.launcher=torchrun") for part in ("--set", option)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    meeting = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    run = ["-m", "agentrl_train", "run", str(config), *settings]
+    nodes = [
+        subprocess.Popen(
+            [*torchrun, *meeting, "--node-rank", str(rank), *run],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [node.communicate(timeout=240)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], errors
+    local = trained(tmp_path / "local", *options, "train.processes=2")
+    ours, theirs = weights(tmp_path / "nodes/run"), weights(local)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)

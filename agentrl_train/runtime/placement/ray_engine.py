@@ -180,13 +180,15 @@ class RayEngine:
         host, self._host = self._host, None
         if self._listening is not None:
             self._listening.cancel()
-        if not self.lost.done():
-            with contextlib.suppress(RayError, TimeoutError):
-                async with asyncio.timeout(2 * STOP_S):
-                    await host.stop.remote()
-        self._lose("it was stopped")
-        ray.kill(host)
-        self._leave()
+        try:
+            if not self.lost.done():
+                with contextlib.suppress(RayError, TimeoutError):
+                    async with asyncio.timeout(2 * STOP_S):
+                        await host.stop.remote()
+        finally:
+            self._lose("it was stopped")
+            ray.kill(host)
+            self._leave()
 
     async def _listen(self) -> None:
         while not self.lost.done():
