@@ -102,7 +102,8 @@ def _settle_episodes(
             siblings[episode["group_id"]] += 1
             account.samples += 1
             told = [one["turn"]["reward"] for one in episode["messages"] if "turn" in one]
-            if told != turns[key]:
+            # A turn that the task has not heard of was spent on a call that is none.
+            if list(filter(None, told)) != list(filter(None, turns[key])):
                 account.lose(f"episode {key}: trained with rewards {told}, and it earned {turns[key]}")
     for key, times in seen.items():
         if times > 1:
@@ -115,7 +116,7 @@ def _settle_episodes(
 def episodes(run: Path, step: int) -> list[dict[str, Any]]:
     """Return the episodes that a step was trained on."""
     text = (run / "trajectories" / f"step_{step:06d}.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+    return [json.loads(line) for line in text.split("\n") if line]
 
 
 def rewards(run: Path, first: int, last: int) -> dict[int, list[float]]:

@@ -7,10 +7,8 @@ import math
 import os
 import random
 import re
-import secrets
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -19,20 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, variance
 
-from agentrl_train.runtime.metrics import read_jsonl
-from tests.chaos.site import MARK, TASKS_FILE, Part, agentrl, free_ports, left_processes
+from tests.chaos.site import left_processes
 from tests.chaos.trained import TrainedAccount, rewards, settle_training
-from tests.conftest import make_model, make_tokenizer
+from tests.chaos.training_site import GROUP_SIZE, SERVERS, Trainer, TrainingSite
 
 ENGINES = ("scripted", "torch")
-GROUP_SIZE, PER_STEP = 2, 4
-SERVERS = 2
 HANG_S = 75.0
 """Longest time without a step; a start and the longest pause are part of it."""
 CALM_STEPS = 3
 """Steps that must follow once all is calm, and those between two faults of the trainer."""
-COMPARED = 30
-"""Steps of the undisturbed run, whose last third is compared."""
+COMPARED, COMPARED_SOON = 75, 20
+"""Steps of the undisturbed runs, of which the last third is compared; fewer in less than a minute."""
 NOISE = 4.0
 """Standard errors that two mean rewards may differ by."""
 WEIGHTS = {
@@ -46,42 +41,6 @@ WEIGHTS = {
     "stop trainer": 2,
     "pause trainer": 1,
 }
-CONFIG = """
-[run]
-name = "run"
-folder = "{folder}"
-steps = 1000000
-threads = 1
-quiet_seconds = 30
-[model]
-path = "{folder}/model"
-[[environments]]
-url = "{url}"
-token_env = "AGENTRL_TOKEN"
-[[environments]]
-serve = ["{tasks}:OwnTally"]
-[engine]
-max_sessions = 16
-max_context = 512
-max_new_tokens = 16
-[rollout]
-groups_per_step = {per_step}
-group_size = {group_size}
-max_staleness = 1
-window = 2
-episode_seconds = 15
-environment_retries = 4
-environment_patience_seconds = 30
-[train]
-learning_rate = {learning_rate}
-[checkpoint]
-every = 3
-[eval]
-samples = 0
-[metrics]
-tensorboard = false
-trajectories = 1000000
-"""
 
 
 @dataclass(slots=True)
@@ -98,6 +57,8 @@ class TrainingReport:
     account: TrainedAccount = field(default_factory=TrainedAccount)
     disturbed: float = math.nan
     undisturbed: float = math.nan
+    error: float = math.nan
+    """Standard error of their difference."""
     compared: int = 0
     same: int = 0
 
@@ -121,143 +82,19 @@ class TrainingReport:
             ("episodes begun, trained on", f"{account.played}, {account.samples}"),
             ("groups reported failed, still waiting", f"{account.dropped}, {account.unfinished}"),
             ("trained twice, lost silently", f"{account.trained_twice}, {account.lost_silently}"),
-            ("reward, and that of the undisturbed run", f"{self.disturbed:.3f}, {self.undisturbed:.3f}"),
+            (
+                "reward, undisturbed, standard error",
+                f"{self.disturbed:.3f}, {self.undisturbed:.3f}, {self.error:.3f}",
+            ),
             ("groups compared, with the very same rewards", f"{self.compared}, {self.same}"),
             ("hangs", len(self.hangs)),
         ]
 
 
-class Trainer:
-    """The trainer's process: begun, gone on with, and never trusted to end by itself."""
-
-    def __init__(self, engine: str, folder: Path, environment: dict[str, str], *overrides: str) -> None:
-        self.run = folder / "run"
-        self.log = folder / "trainer.log"
-        self._engine, self._config, self._environment = engine, folder / "train.toml", environment
-        self._overrides = [part for override in overrides for part in ("--set", override)]
-        self._process: asyncio.subprocess.Process | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """Its process id, while it runs."""
-        process = self._process
-        return process.pid if process is not None and process.returncode is None else None
-
-    @property
-    def status(self) -> int | None:
-        """Its exit status, once it has ended."""
-        return None if self._process is None else self._process.returncode
-
-    def steps(self) -> int:
-        """Return how many steps are recorded."""
-        lines = read_jsonl(self.run / "metrics.jsonl")
-        return int(lines[-1]["step"]) if lines else 0
-
-    async def start(self) -> None:
-        """Begin, or go on."""
-        resume = ["--resume"] if (self.run / "config.toml").exists() else []
-        command = [
-            "-m",
-            "tests.chaos.trainer",
-            self._engine,
-            "run",
-            str(self._config),
-            *self._overrides,
-            *resume,
-        ]
-        with self.log.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **self._environment},
-                start_new_session=True,
-            )
-
-    def send(self, number: signal.Signals) -> None:
-        """Send it a signal."""
-        if self.pid is not None:
-            os.kill(self.pid, number)
-
-    async def ended(self, within_s: float) -> bool:
-        """Wait for its end; return whether it came."""
-        assert self._process is not None
-        try:
-            async with asyncio.timeout(within_s):
-                await self._process.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    def children(self, words: str) -> list[int]:
-        """Return its children whose command line has these words."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                parent = int(path.read_text().rpartition(")")[2].split()[1])
-                command = (path.parent / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
-            except OSError:
-                continue
-            if parent == self.pid and words in command:
-                found.append(int(path.parent.name))
-        return found
-
-
-class TrainingSite:
-    """A controller, its servers, and the trainer."""
-
-    def __init__(self, engine: str, folder: Path) -> None:
-        self.mark, token = secrets.token_hex(8), secrets.token_hex(16)
-        self.ledgers = folder / "ledgers"
-        self.ledgers.mkdir(parents=True)
-        environment = {
-            MARK: self.mark,
-            "AGENTRL_TOKEN": token,
-            "CHAOS_LEDGER": str(self.ledgers),
-            "PYTHONUNBUFFERED": "1",
-            "TMPDIR": str(folder),
-        }
-        (port,) = free_ports(1)
-        url = f"http://127.0.0.1:{port}"
-
-        def part(name: str, ready: str, *command: str) -> Part:
-            log = folder / f"{name}.log"
-            log.touch()
-            return Part(name, agentrl(*command), environment, log, ready)
-
-        options = ("--queue", "5", "--lost-after", "4")
-        self.controller = part("controller", "controlling ", "controller", "--port", str(port), *options)
-        serve = ("serve", "--host", "none", f"--controller={url}", "--lease", "30", "--max-sessions", "40")
-        self.servers = [part(f"server{n}", "serving ", *serve, f"{TASKS_FILE}:Tally") for n in range(SERVERS)]
-        make_model().save_pretrained(folder / "model")
-        make_tokenizer().save_pretrained(folder / "model")
-        rate = 1e-2 if engine == "torch" else 1e-4
-        shape = {"per_step": PER_STEP, "group_size": GROUP_SIZE, "learning_rate": rate}
-        text = CONFIG.format(folder=folder, url=url, tasks=TASKS_FILE, **shape)
-        (folder / "train.toml").write_text(text)
-        self.trainer = Trainer(engine, folder, environment)
-        self.reference = Trainer(
-            engine, folder, environment, f"run.steps={COMPARED}", "run.name='undisturbed'"
-        )
-        self.reference.run = folder / "undisturbed"
-
-    async def start(self) -> None:
-        """Start all but the trainer."""
-        for part in (self.controller, *self.servers):
-            await part.start()
-            await part.until_ready()
-
-    async def stop(self) -> list[str]:
-        """End all; return what would not."""
-        parts = (*self.servers, self.controller)
-        return [part.name for part in parts if not await part.stop()]
-
-
 async def run(engine: str, seed: int, seconds: float, folder: Path) -> TrainingReport:
     """Break a training run for some seconds, let it come to rest, and account for every sample."""
-    report, site = TrainingReport(engine=engine), TrainingSite(engine, folder)
+    compared = COMPARED if seconds >= 60 else COMPARED_SOON
+    report, site = TrainingReport(engine=engine), TrainingSite(engine, folder, compared=compared)
     begin = time.monotonic()
     try:
         await site.start()
@@ -266,7 +103,7 @@ async def run(engine: str, seed: int, seconds: float, folder: Path) -> TrainingR
         report.account = settle_training(site.trainer.run, site.ledgers, group_size=GROUP_SIZE)
         await _train_undisturbed(site, report)
     finally:
-        for trainer in (site.trainer, site.reference):
+        for trainer in (site.trainer, *site.references):
             trainer.send(signal.SIGKILL)
         unwilling = await site.stop()
     report.steps = site.trainer.steps()
@@ -398,29 +235,34 @@ def _end(trainer: Trainer) -> str:
 
 
 async def _train_undisturbed(site: TrainingSite, report: TrainingReport) -> None:
-    await site.reference.start()
-    if not await site.reference.ended(4 * HANG_S):
-        report.hangs.append("the undisturbed run did not end")
+    for reference in site.references:
+        await reference.start()
+    if not all(await asyncio.gather(*(one.ended(4 * HANG_S) for one in site.references))):
+        report.hangs.append("an undisturbed run did not end")
 
 
 def _compare(site: TrainingSite, report: TrainingReport) -> None:
-    """Hold the rewards of both runs against each other, at the same groups of the same steps."""
-    last = min(report.steps, site.reference.steps(), COMPARED)
+    """Hold the rewards of the disturbed run against those of the undisturbed ones, at the same steps."""
+    last = min(report.steps, *(one.steps() for one in site.references))
     # What the scripted engine says does not change with the steps.
     first = 1 if report.engine == "scripted" else max(1, last - last // 3)
-    ours, theirs = (rewards(trainer.run, first, last) for trainer in (site.trainer, site.reference))
-    both = ours.keys() & theirs.keys()
-    report.compared, report.same = len(both), sum(ours[i] == theirs[i] for i in both)
-    one, other = ([reward for i in both for reward in side[i]] for side in (ours, theirs))
+    ours, *theirs = (rewards(one.run, first, last) for one in (site.trainer, *site.references))
+    both = ours.keys() & theirs[0].keys()
+    report.compared, report.same = len(both), sum(ours[i] == theirs[0][i] for i in both)
     if len(both) < 2:
         report.account.notes.append("there are too few groups to compare")
         return
-    report.disturbed, report.undisturbed = fmean(one), fmean(other)
-    error = math.sqrt(variance(one) / len(one) + variance(other) / len(other))
-    if abs(report.disturbed - report.undisturbed) > NOISE * error:
+    if report.engine == "scripted":  # the very same groups, or those at the ends would make a difference
+        ours, theirs = {i: ours[i] for i in both}, [{i: theirs[0][i] for i in both}]
+    means = [fmean(map(fmean, one.values())) for one in (ours, *theirs)]
+    report.disturbed, report.undisturbed = means[0], fmean(means[1:])
+    within = variance(map(fmean, ours.values())) / len(ours)
+    between = variance(means[1:]) * (1 + 1 / len(theirs)) if len(theirs) > 1 else within
+    report.error = math.sqrt(within + between)
+    if abs(report.disturbed - report.undisturbed) > NOISE * report.error:
         report.account.notes.append(
             f"the reward of steps {first} to {last} is {report.disturbed:.3f}, and {report.undisturbed:.3f} "
-            f"undisturbed: more than {NOISE:g} standard errors ({error:.3f}) apart"
+            f"undisturbed: more than {NOISE:g} standard errors ({report.error:.3f}) apart"
         )
 
 

@@ -301,3 +301,9 @@ def test_the_time_left_counts_only_the_steps_of_this_process():
     progress = Progress(total_steps=20, console=Console(file=io.StringIO()), first_step=10, elapsed_s=500.0)
     progress.step(11, elapsed_s=504.0, metrics={}, tasks={})
     assert progress.seconds_left == pytest.approx(36.0)
+
+
+def test_what_a_model_said_does_not_end_a_line(tmp_path: Path) -> None:
+    path, said = tmp_path / "episodes.jsonl", "one\u2028two\x85three\x1cfour"
+    path.write_text(json.dumps({"text": said}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_jsonl(path) == [{"text": said}]
