@@ -238,10 +238,15 @@ class VllmEngine:
     async def _generate(
         self, token_ids: list[int], sampling: SamplingParams, session_key: str, policy: str
     ) -> Completion:
-        return await self._until_answered(partial(self._home, session_key, policy), token_ids, sampling)
+        home = partial(self._home, session_key, policy)
+        return await self._until_answered(home, token_ids, sampling, session_key)
 
     async def _until_answered(
-        self, choose: Callable[[], VllmReplica], token_ids: list[int], sampling: SamplingParams
+        self,
+        choose: Callable[[], VllmReplica],
+        token_ids: list[int],
+        sampling: SamplingParams,
+        session_key: str,
     ) -> Completion:
         """Issue a request, again where the engine dies over it."""
         try:
@@ -249,7 +254,7 @@ class VllmEngine:
                 while True:
                     replica = choose()
                     try:
-                        return await replica.generate(token_ids, sampling=sampling)
+                        return await replica.generate(token_ids, sampling=sampling, session_key=session_key)
                     except EngineLost as error:
                         logger.info("a request of engine %s is issued again: %s", replica.name, error)
         except TimeoutError:
@@ -298,7 +303,7 @@ class VllmEngine:
     ) -> list[Completion]:
         asked = [replica for policy in policies for replica in self._replicas[policy]]
         return await asyncio.gather(
-            *(self._until_answered(partial(_same, replica), token_ids, sampling) for replica in asked)
+            *(self._until_answered(partial(_same, one), token_ids, sampling, "probe") for one in asked)
         )
 
 

@@ -92,7 +92,9 @@ class VllmReplica:
         now = self._process.beat.get(name, 0.0) if self._process else 0.0
         return float(self._before.get(name, 0.0) + now)
 
-    async def generate(self, token_ids: Sequence[int], *, sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], *, sampling: SamplingParams, session_key: str
+    ) -> Completion:
         """Sample one completion.
 
         Raises:
@@ -103,6 +105,7 @@ class VllmReplica:
             engine = await self._engine()
             answer = await engine.ask(
                 "generate",
+                session=session_key,
                 token_ids=list(token_ids),
                 max_new_tokens=sampling.max_new_tokens,
                 temperature=sampling.temperature,

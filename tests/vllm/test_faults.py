@@ -62,18 +62,22 @@ async def test_an_engine_killed_in_the_middle_comes_back_and_loses_no_completion
     assert isinstance(engine, VllmEngine)
     version = await subject.publish(version_seed(subject))
     before, restarts = engine.statistics()["sampled_tokens"], engine.restarts
-    running = [
-        asyncio.create_task(subject.generate(prompt(n), key=f"{victim} {n}", max_new_tokens=490, seed=n))
-        for n in range(8)
-    ]
-    await sampled(engine, before + 8)
+
+    async def session(number: int) -> float:
+        context, worst = prompt(number), 0.0
+        for turn in range(4):
+            done = await subject.generate(context, key=f"{victim} {number}", max_new_tokens=110, seed=turn)
+            assert set(done.versions) == {version}
+            worst = max(worst, subject.difference(context, done))
+            context = [*context, *done.token_ids]
+        return worst
+
+    running = [asyncio.create_task(session(n)) for n in range(16)]
+    await sampled(engine, before + 16)
     leader = engine.process_ids[0]
     os.kill(core_of(leader), signal.SIGSTOP if victim == "hangs" else signal.SIGKILL)
-    done = await asyncio.gather(*running)
+    assert max(await asyncio.gather(*running)) < subject.tolerance
     assert engine.restarts == restarts + 1
-    for number, completion in enumerate(done):
-        assert set(completion.versions) == {version}
-        assert subject.difference(prompt(number), completion) < subject.tolerance
     assert gone(leader)
 
 

@@ -83,12 +83,12 @@ class Server:
         await self._writer.drain()
 
     async def _generate(self, frame: Frame) -> Frame:
-        key = str(frame["id"])
         sampling = SamplingParams(
             max_new_tokens=frame["max_new_tokens"], temperature=frame["temperature"], seed=frame["seed"]
         )
-        done = await self._engine.generate(frame["token_ids"], sampling=sampling, session_key=key)
-        self._engine.release(key)
+        done = await self._engine.generate(
+            frame["token_ids"], sampling=sampling, session_key=frame["session"]
+        )
         return {
             "token_ids": list(done.token_ids),
             "logprobs": list(done.logprobs),

@@ -1,0 +1,98 @@
+"""A policy's engines in processes: sessions keep theirs, all take the weights, a dead one comes back."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from agentrl_train.engine.options import ServingOptions
+from agentrl_train.engine.vllm import VllmEngine
+from agentrl_train.types import SamplingParams
+from tests.engine_contract import MAX_CONTEXT, STOP, Subject, contract_model, prompt, sampled, version_seed
+
+pytestmark = pytest.mark.slow
+
+SESSIONS, OPENING, REPLY = 8, 60, 4
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    """Return two torch engines in processes: what stands before them is what stands before vLLM's."""
+    folder = tmp_path_factory.mktemp("pool")
+    contract_model(0).save_pretrained(folder)
+    options = ServingOptions(
+        model=str(folder),
+        stop_token_ids=[STOP],
+        max_sessions=16,
+        max_context=MAX_CONTEXT,
+        module="agentrl_train.runtime.placement.serving",
+    )
+    engine = VllmEngine(options, replicas=2, deadline_s=120.0)
+    yield Subject(engine, tolerance=1e-4)
+    asyncio.run(engine.close())
+
+
+async def prefilled(pool: Subject) -> float:
+    """Return how many prompt tokens were prefilled so far, once the engines have told."""
+    before, now = -1.0, pool.engine.statistics()["prefilled_tokens"]
+    while now != before:
+        await asyncio.sleep(0.6)  # engines tell four times a second
+        before, now = now, pool.engine.statistics()["prefilled_tokens"]
+    return now
+
+
+async def test_a_session_goes_on_where_its_prefix_is(pool: Subject) -> None:
+    contexts = [prompt(n, OPENING) for n in range(SESSIONS)]
+
+    async def turn(number: int) -> None:
+        done = await pool.generate(contexts[number], key=f"session {number}", seed=number)
+        contexts[number] = [*contexts[number], *done.token_ids, *prompt(number, REPLY)]
+
+    await asyncio.gather(*(turn(n) for n in range(SESSIONS)))
+    before = await prefilled(pool)
+    assert before >= SESSIONS * (OPENING - 1)
+    await asyncio.gather(*(turn(n) for n in range(SESSIONS)))
+    assert 0 < await prefilled(pool) - before <= SESSIONS * (REPLY + 1)
+
+
+async def test_every_replica_takes_the_weights(pool: Subject) -> None:
+    engine = pool.engine
+    assert isinstance(engine, VllmEngine)
+    version = await pool.publish(version_seed(pool), "current")
+    sampling = SamplingParams(max_new_tokens=8, seed=1)
+    done = await asyncio.to_thread(engine.probe, prompt(1), sampling=sampling, policies=("current",))
+    assert len(done) == 2
+    for completion in done:
+        assert set(completion.versions) == {version}
+        assert pool.difference(prompt(1), completion) < pool.tolerance
+
+
+async def test_a_killed_engine_loses_no_completion_and_comes_back_with_the_last_weights(
+    pool: Subject,
+) -> None:
+    engine = pool.engine
+    assert isinstance(engine, VllmEngine)
+    version = await pool.publish(version_seed(pool), "current")
+    before, victim = engine.statistics()["sampled_tokens"], engine.process_ids[0]
+
+    async def session(number: int) -> float:
+        context, worst = prompt(number), 0.0
+        for turn in range(4):
+            done = await pool.generate(context, key=f"killed {number}", max_new_tokens=110, seed=turn)
+            assert set(done.versions) == {version}
+            worst = max(worst, pool.difference(context, done))
+            context = [*context, *done.token_ids]
+        return worst
+
+    running = [asyncio.create_task(session(n)) for n in range(SESSIONS)]
+    await sampled(engine, before + SESSIONS)
+    os.kill(victim, signal.SIGKILL)
+    assert max(await asyncio.gather(*running)) < pool.tolerance
+    sampling = SamplingParams(max_new_tokens=8, seed=1)
+    done = await asyncio.to_thread(engine.probe, prompt(1), sampling=sampling, policies=("current",))
+    assert [set(completion.versions) for completion in done] == [{version}, {version}]
+    assert engine.restarts == 1
+    with pytest.raises(ProcessLookupError):
+        os.killpg(victim, 0)
