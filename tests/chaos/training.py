@@ -26,8 +26,8 @@ HANG_S = 75.0
 """Longest time without a step; a start and the longest pause are part of it."""
 CALM_STEPS = 3
 """Steps that must follow once all is calm, and those between two faults of the trainer."""
-COMPARED, COMPARED_SOON = 75, 20
-"""Steps of the undisturbed runs, of which the last third is compared; fewer in less than a minute."""
+COMPARED = 75
+"""Most steps of the undisturbed runs, of which the last third is compared."""
 NOISE = 4.0
 """Standard errors that two mean rewards may differ by."""
 WEIGHTS = {
@@ -93,8 +93,7 @@ class TrainingReport:
 
 async def run(engine: str, seed: int, seconds: float, folder: Path) -> TrainingReport:
     """Break a training run for some seconds, let it come to rest, and account for every sample."""
-    compared = COMPARED if seconds >= 60 else COMPARED_SOON
-    report, site = TrainingReport(engine=engine), TrainingSite(engine, folder, compared=compared)
+    report, site = TrainingReport(engine=engine), TrainingSite(engine, folder)
     begin = time.monotonic()
     try:
         await site.start()
@@ -236,7 +235,7 @@ def _end(trainer: Trainer) -> str:
 
 async def _train_undisturbed(site: TrainingSite, report: TrainingReport) -> None:
     for reference in site.references:
-        await reference.start()
+        await reference.start(steps=min(COMPARED, site.trainer.steps()))
     if not all(await asyncio.gather(*(one.ended(4 * HANG_S) for one in site.references))):
         report.hangs.append("an undisturbed run did not end")
 

@@ -81,8 +81,8 @@ class Trainer:
         lines = read_jsonl(self.run / "metrics.jsonl")
         return int(lines[-1]["step"]) if lines else 0
 
-    async def start(self) -> None:
-        """Begin, or go on."""
+    async def start(self, *, steps: int | None = None) -> None:
+        """Begin, or go on; ``steps`` is how far."""
         resume = ["--resume"] if (self.run / "config.toml").exists() else []
         command = [
             "-m",
@@ -91,6 +91,7 @@ class Trainer:
             "run",
             str(self._config),
             *self._overrides,
+            *([] if steps is None else ["--set", f"run.steps={steps}"]),
             *resume,
         ]
         with self.log.open("ab") as log:
@@ -136,7 +137,7 @@ class Trainer:
 class TrainingSite:
     """A controller, its servers, and the trainer."""
 
-    def __init__(self, engine: str, folder: Path, *, compared: int) -> None:
+    def __init__(self, engine: str, folder: Path) -> None:
         self.mark, token = secrets.token_hex(8), secrets.token_hex(16)
         self.ledgers = folder / "ledgers"
         self.ledgers.mkdir(parents=True)
@@ -168,7 +169,7 @@ class TrainingSite:
         self.trainer = Trainer(engine, folder, environment)
         self.references = []
         for n in range(REFERENCES if engine == "torch" else 1):
-            other = (f"run.steps={compared}", f"run.name='undisturbed{n}'", f"run.seed={n}")
+            other = (f"run.name='undisturbed{n}'", f"run.seed={n}")
             self.references.append(Trainer(engine, folder, environment, *other))
             self.references[-1].run = folder / f"undisturbed{n}"
 
