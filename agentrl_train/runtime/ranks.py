@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from agentrl_train.errors import BadUpdate, ConfigError, RanksLost
 from agentrl_train.learner import Learner, Snapshot
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 WRITING_S = 3600.0
 """Longest that the ranks wait for one another while a checkpoint is written."""
+MEETING_S = 600.0
+"""Longest wait for all ranks to have come."""
 PR_SET_PDEATHSIG = 1
 IDLE, STOP, SNAPSHOT, WRITE, RELEASE = "idle", "stop", "snapshot", "write", "release"
 
@@ -115,7 +118,7 @@ def joined(*, device: str, sequence_parallel: int, timeout_s: float) -> Iterator
         torch.cuda.set_device(place)
     wait = timedelta(seconds=timeout_s)
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=wait)
+        _meet("cpu:gloo,cuda:nccl" if on_gpu else "gloo", wait)
     except RuntimeError as error:
         raise lost(error) from error
     try:
@@ -129,6 +132,15 @@ def joined(*, device: str, sequence_parallel: int, timeout_s: float) -> Iterator
         )
     finally:
         dist.destroy_process_group()
+
+
+def _meet(backend: str, wait: timedelta) -> None:
+    """Make the process group; until all have come, which takes as long as their imports, wait for them."""
+    meeting = timedelta(seconds=MEETING_S)
+    store, own, count = next(rendezvous("env://", timeout=meeting))
+    store.set(f"here/{own}", "")
+    store.wait([f"here/{number}" for number in range(count)], meeting)
+    dist.init_process_group(backend, store=store, rank=own, world_size=count, timeout=wait)
 
 
 class LeadLearner(Learner):
