@@ -182,7 +182,7 @@ class EngineContract:
         ]
         while not all(task.done() for task in running):
             await subject.publish(seed=version_seed(subject))
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.3)
         done = [task.result() for task in running]
         assert any(len(set(completion.versions)) > 1 for completion in done)
         for number, completion in enumerate(done):
