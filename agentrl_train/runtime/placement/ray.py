@@ -211,9 +211,11 @@ def _join(config: RunConfig) -> None:
         if address or os.environ.get("RAY_ADDRESS"):
             where = address or os.environ["RAY_ADDRESS"]
             raise ConfigError(
-                f"there is no Ray cluster at {where}: start it, or leave the address out"
+                f"no Ray cluster answers at {where}: start it there, and set RAY_AUTH_MODE and "
+                "RAY_AUTH_TOKEN as it has them"
             ) from error
         processes = len(bundles(config, node="here"))
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(
             address="local",
             num_cpus=max(processes, os.cpu_count() or 1),
