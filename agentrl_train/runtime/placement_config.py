@@ -21,7 +21,7 @@ class PlacementSection(Section):
     """GPUs of the engine, ``tensor_parallel`` for each replica; left out, those after the learner's, or the
     learner's where colocated."""
     ray_address: str | None = None
-    """Address of a Ray cluster; left out, ``RAY_ADDRESS``, else one that runs here, else one for this run."""
+    """Address of a Ray cluster; left out, ``RAY_ADDRESS``, else one of this machine for this run alone."""
     ray_seconds: Positive = 300.0
     """Longest wait for room in the Ray cluster."""
 

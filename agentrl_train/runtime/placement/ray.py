@@ -203,25 +203,22 @@ def cluster(config: RunConfig) -> Iterator[RayLauncher]:
 
 
 def _join(config: RunConfig) -> None:
-    address = config.placement.ray_address
+    # Never found by itself: Ray remembers the last cluster of a machine, also one that is long gone.
+    address = config.placement.ray_address or os.environ.get("RAY_ADDRESS")
     quiet: dict[str, Any] = {"logging_level": logging.WARNING, "configure_logging": False}
-    try:
-        ray.init(address=address or "auto", **quiet)
-    except ConnectionError as error:
-        if address or os.environ.get("RAY_ADDRESS"):
-            where = address or os.environ["RAY_ADDRESS"]
-            raise ConfigError(
-                f"no Ray cluster answers at {where}: start it there, and set RAY_AUTH_MODE and "
-                "RAY_AUTH_TOKEN as it has them"
-            ) from error
+    if address is None:
         processes = len(bundles(config, node="here"))
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(
-            address="local",
-            num_cpus=max(processes, os.cpu_count() or 1),
-            include_dashboard=False,
-            **quiet,
-        )
+        count = max(processes, os.cpu_count() or 1)
+        ray.init(address="local", num_cpus=count, include_dashboard=False, **quiet)
+        return
+    try:
+        ray.init(address=address, **quiet)
+    except ConnectionError as error:
+        raise ConfigError(
+            f"no Ray cluster answers at {address}: start it there, and set RAY_AUTH_MODE and "
+            "RAY_AUTH_TOKEN as it has them"
+        ) from error
 
 
 def _no_room(wanted: Sequence[Bundle], how: str, waited_s: float) -> str:
