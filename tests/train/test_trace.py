@@ -246,13 +246,16 @@ def test_perfetto_reads_the_trace_of_a_killed_run(tmp_path: Path, capfd: pytest.
         )
     assert wrong == []
     told = {(group, track, name, depth): count for group, track, name, depth, _, count in slices}
-    for key in (
+    whole = (
         ("slots", "slot 1", "shop", 0),
         ("slots", "slot 1", "turn 1", 1),
         ("slots", "slot 1", "engine", 2),
         ("slots", "slot 1", "environment", 1),
         ("trainer", "steps", "step 1", 0),
-    ):
+    )
+    for key in whole:
         assert number <= told.pop(key) <= number + 1
-    assert told == {}
+    # Where the kill came inside an episode, what had ended of it is there without what was around it.
+    assert {key[:3] for key in told} <= {key[:3] for key in whole}
+    assert all(count == 1 for count in told.values())
     assert {name for (name,) in counters} >= {"tokens a second trained", "idle share trainer"}
