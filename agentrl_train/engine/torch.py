@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from agentrl_train.engine.invariance import independent_rows
 from agentrl_train.engine.replica import Replica, Request
+from agentrl_train.engine.room import require_room
 from agentrl_train.errors import EngineBroken, EngineError, EngineOutOfMemory, ran_out_of_memory
 from agentrl_train.types import UNTRACED, Completion, SamplingParams, Trace
 
@@ -111,11 +112,7 @@ class TorchEngine:
             EngineError: the context has no room for ``max_new_tokens``, the engine broke, or the deadline
                 passed. A cancelled call is abandoned by the engine.
         """
-        if not token_ids or len(token_ids) + sampling.max_new_tokens > self.max_context:
-            raise EngineError(
-                f"a context of {len(token_ids)} tokens leaves no room for {sampling.max_new_tokens} new ones "
-                f"in {self.max_context}: raise engine.max_context or lower engine.max_new_tokens"
-            )
+        require_room(token_ids, sampling, max_context=self.max_context)
         future: Future[Completion] = Future()
         request = Request(
             session_key=session_key,

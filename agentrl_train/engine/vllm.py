@@ -23,6 +23,7 @@ import torch
 
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.process import EngineLost, EngineProcess, Spawn
+from agentrl_train.engine.room import require_room
 from agentrl_train.engine.transfer import DeviceWeights, SharedWeights, Weights
 from agentrl_train.engine.vllm_replica import VllmReplica
 from agentrl_train.errors import EngineError
@@ -97,11 +98,7 @@ class VllmEngine:
             EngineError: the context has no room for ``max_new_tokens``, no engine comes up any more, or the
                 deadline passed. A cancelled call is taken back from the engine.
         """
-        if not token_ids or len(token_ids) + sampling.max_new_tokens > self.max_context:
-            raise EngineError(
-                f"a context of {len(token_ids)} tokens leaves no room for {sampling.max_new_tokens} new ones "
-                f"in {self.max_context}: raise engine.max_context or lower engine.max_new_tokens"
-            )
+        require_room(token_ids, sampling, max_context=self.max_context)
         working = self._submit(self._generate(list(token_ids), sampling, session_key, policy))
         return await asyncio.wrap_future(working)
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -108,8 +108,13 @@ class StepTrainer:
             "logprob_drift": drift,
             "canary_drift": self._publisher.difference,
             "publish_seconds": time.perf_counter() - started,
-            "publish_bytes": float(sum(one.numel() * one.element_size() for one in weights.values())),
+            "publish_bytes": self._publish_bytes,
         }
+
+    @cached_property
+    def _publish_bytes(self) -> float:
+        """Bytes of all weights, which stay as many: of a sharded model, reading them gathers them."""
+        return float(sum(one.numel() * one.element_size() for one in self.learner.weights().values()))
 
     def _learn_from(
         self, rows: Sequence[TokenSequence], groups: Sequence[TrajectoryGroup], *, policy_version: int

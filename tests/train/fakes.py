@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from agentrl_env import Done, Environment, ToolCall, tool
+from agentrl_env import Done, EnvClient, Environment, ToolCall, tool
 from agentrl_env.types import Message
+from agentrl_train.actor import Actor, Episode, Play
 from agentrl_train.engine.chat import ChatFormat
 from agentrl_train.errors import EngineError
 from agentrl_train.types import Completion, SamplingParams
+from tests.conftest import make_tokenizer
 
+CHAT = ChatFormat(make_tokenizer())
+EPISODE = Episode(task="countdown", split="train", index=3, seed=None, draw_seed=(0, 3))
 Script = Callable[[Sequence[int], str], Message | Sequence[int]]
 
 
@@ -91,3 +95,14 @@ def always(message: Message) -> Script:
 
 
 DOWN = Message.assistant("down we go", ToolCall.of("down"))
+
+
+def make_actor(engine: ScriptedEngine, client: EnvClient, **play: float) -> Actor:
+    settings = {"max_new_tokens": 120, "max_context": 4000, **play}
+    return Actor(
+        engine=engine,
+        chat=CHAT,
+        clients={"countdown": client},
+        play=Play(**settings),  # type: ignore[arg-type]
+        places=asyncio.Semaphore(4),
+    )

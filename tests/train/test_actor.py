@@ -1,4 +1,3 @@
-import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 
@@ -8,26 +7,9 @@ from hypothesis import strategies as st
 
 from agentrl_env import EnvClient
 from agentrl_env.types import Message, ToolCall
-from agentrl_train.actor import Actor, Episode, Play
 from agentrl_train.batch import sequence
-from agentrl_train.engine.chat import ChatFormat
 from agentrl_train.types import EpisodeEnd, TrajectoryGroup
-from tests.conftest import make_tokenizer
-from tests.train.fakes import DOWN, Countdown, ScriptedEngine, always
-
-CHAT = ChatFormat(make_tokenizer())
-EPISODE = Episode(task="countdown", split="train", index=3, seed=None, draw_seed=(0, 3))
-
-
-def make_actor(engine: ScriptedEngine, client: EnvClient, **play: float) -> Actor:
-    settings = {"max_new_tokens": 120, "max_context": 4000, **play}
-    return Actor(
-        engine=engine,
-        chat=CHAT,
-        clients={"countdown": client},
-        play=Play(**settings),  # type: ignore[arg-type]
-        places=asyncio.Semaphore(4),
-    )
+from tests.train.fakes import CHAT, DOWN, EPISODE, Countdown, ScriptedEngine, always, make_actor
 
 
 @pytest.fixture

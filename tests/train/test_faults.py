@@ -16,7 +16,6 @@ from agentrl_env.errors import SessionExpired
 from agentrl_env.launch.process import ServerProcess
 from agentrl_env.types import TaskSample
 from agentrl_train.actor import Actor, Episode, Play
-from agentrl_train.engine.chat import ChatFormat
 from agentrl_train.engine.replica import Replica
 from agentrl_train.engine.torch import MAX_REBUILDS, TorchEngine
 from agentrl_train.errors import EngineBroken, GradientSpike, LossNotFinite, Stalled
@@ -28,23 +27,8 @@ from agentrl_train.runtime.trainer import Recipe, StepTrainer
 from agentrl_train.runtime.watchdog import Watchdog, in_thread
 from agentrl_train.types import Completion, EpisodeEnd, SamplingParams, Trajectory, TrajectoryGroup, Turn
 from agentrl_train.weights import Publisher
-from tests.conftest import make_model, make_tokenizer
-from tests.train.fakes import DOWN, Countdown, ScriptedEngine, always
-
-CHAT = ChatFormat(make_tokenizer())
-EPISODE = Episode(task="countdown", split="train", index=3, seed=None, draw_seed=(0, 3))
-
-
-def make_actor(engine: ScriptedEngine, client: EnvClient, **play: float) -> Actor:
-    settings = {"max_new_tokens": 120, "max_context": 4000, **play}
-    return Actor(
-        engine=engine,
-        chat=CHAT,
-        clients={"countdown": client},
-        play=Play(**settings),  # type: ignore[arg-type]
-        places=asyncio.Semaphore(4),
-    )
-
+from tests.conftest import make_model
+from tests.train.fakes import CHAT, DOWN, EPISODE, Countdown, ScriptedEngine, always, make_actor
 
 # --- sessions and servers ---
 
