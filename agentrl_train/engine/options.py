@@ -40,7 +40,7 @@ class ServingOptions:
     """See ``TorchEngine``."""
     deadline_s: float = 600.0
     """Longest time that one completion may take."""
-    module: str = "agentrl_train.engine.serving"
+    module: str = "agentrl_train.engine.vllm"
     """What runs in its process."""
 
     @property

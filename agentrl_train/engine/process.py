@@ -1,4 +1,4 @@
-"""One vLLM engine in processes of its own: started, spoken to, found dead, and killed whole."""
+"""One engine in processes of its own: started, spoken to, found dead, and killed whole."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class EngineProcess:
 
     Args:
         options: what the engine is told.
-        python: the interpreter it runs in; vLLM must be installed there.
+        python: the interpreter it runs in; what it runs must be installed there.
         liveness_s: longest silence; an engine tells every quarter of a second that it works.
     """
 

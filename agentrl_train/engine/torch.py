@@ -169,6 +169,10 @@ class TorchEngine:
         """Take the device again; raises as ``sleep`` does. Idempotent."""
         self._between_steps(self._wake_up, doing="wake up")
 
+    def ping(self) -> None:
+        """Return once the engine's thread has come to the end of a step; raises as ``sleep`` does."""
+        self._between_steps(lambda: None, doing="end a step")
+
     @property
     def max_sequences(self) -> int:
         """Sequences of a policy that fit at a time; fewer than asked for once memory ran out."""

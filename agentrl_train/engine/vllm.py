@@ -1,308 +1,244 @@
-"""vLLM as the engine: replicas in processes of their own, supervised, and given weights in flight.
+"""The process of one vLLM engine: ``AsyncLLM`` behind a socket that the trainer holds the other end of.
 
-Nothing here imports vLLM: the trainer's environment need not hold it. ``engine.serving`` runs in each
-replica's process, ``engine.worker`` in vLLM's workers. A replica that dies or falls silent is killed whole,
-started again, given the last published weights, and its requests are issued again: callers see a late
-completion, not a lost one.
+``python -m agentrl_train.engine.vllm DESCRIPTOR OPTIONS`` is started by ``engine.process``. It ends with
+its trainer: a closed socket ends it, and everything it started. It runs in an environment that holds vLLM,
+which need not be the trainer's.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import json
+import os
+import signal
 import sys
-import threading
-from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import replace
-from functools import partial
-from typing import Any, Literal, TypeVar
+import time
+import traceback
+from typing import Any
 
-import torch
+from vllm import SamplingParams
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import StatLoggerBase
 
+from agentrl_train.engine.answering import answer_frames, connect
 from agentrl_train.engine.options import ServingOptions
-from agentrl_train.engine.process import EngineLost, EngineProcess, Spawn
-from agentrl_train.engine.room import require_room
-from agentrl_train.engine.transfer import DeviceWeights, SharedWeights, Weights
-from agentrl_train.engine.vllm_replica import VllmReplica
-from agentrl_train.errors import EngineError
-from agentrl_train.types import Completion, SamplingParams
+from agentrl_train.engine.wire import Frame
 
-logger = logging.getLogger(__name__)
-
-Push = Literal["in_flight", "drained"]
-_Result = TypeVar("_Result")
+PREFILL_TOKENS = 4096
+"""Most tokens of one step on a CPU, where prompts are never split (see ``engine_arguments``)."""
 
 
-class VllmEngine:
-    """Serves completions from one or more policies of the same architecture.
+class Tally(StatLoggerBase):  # type: ignore[misc]  # vLLM need not be here when types are checked
+    """Running totals of what the engine did, filled in by vLLM after each of its steps."""
 
-    Args:
-        options: what each replica's process is told.
-        policies: names of the policies; each has replicas of its own.
-        replicas: engines a policy.
-        deadline_s: longest time one completion or one weight update may take.
-        start_s: longest time an engine may take to start.
-        liveness_s: longest silence of an engine before it is killed and started again.
-        push: "in_flight" freezes requests while weights are exchanged, and they go on with the new ones;
-            "drained" lets them end first.
-        python: interpreter of the engines' processes, where vLLM is installed.
-        spawn: where those run.
+    def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
+        self.sampled = self.prefilled = self.preempted = 0
+        self.busy_s = 0.0
+        self.kv_usage = 0.0
+        self._since: float | None = None
 
-    Satisfies ``Engine``, ``WeightSync`` and ``Sleeper``. The engines start in the background; the first
-    call waits.
-    """
-
-    def __init__(
+    def record(
         self,
-        options: ServingOptions,
-        *,
-        policies: Sequence[str] = ("current",),
-        replicas: int = 1,
-        deadline_s: float = 600.0,
-        start_s: float = 300.0,
-        liveness_s: float = 60.0,
-        push: Push = "in_flight",
-        python: str = sys.executable,
-        spawn: Spawn = EngineProcess,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
     ) -> None:
-        self.max_context = options.max_context
-        self._dtype = getattr(torch, options.dtype)
-        self._transfer = options.transfer
-        self._deadline_s = deadline_s
-        self._start_s = start_s
-        self._pause = "keep" if push == "in_flight" else "wait"
-        self._published: dict[str, Weights] = {}
-        self._homes: dict[tuple[str, str], VllmReplica] = {}
-        self._working: set[asyncio.Task[Any]] = set()
-        self._closed = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-engine", daemon=True)
-        self._thread.start()
-        self._replicas: dict[str, list[VllmReplica]] = {}
-        self._spawn = spawn
-        self._submit(self._open(options, policies, replicas, python=python, liveness_s=liveness_s)).result()
+        """Count one step."""
+        now = time.monotonic()
+        if self._since is not None:
+            self.busy_s += now - self._since
+        if scheduler_stats is not None:
+            self.kv_usage = scheduler_stats.kv_cache_usage
+            working = scheduler_stats.num_running_reqs + scheduler_stats.num_waiting_reqs
+            self._since = now if working else None
+        if iteration_stats is not None:
+            self.sampled += iteration_stats.num_generation_tokens
+            self.prefilled += iteration_stats.prompt_token_stats.computed
+            self.preempted += iteration_stats.num_preempted_reqs
 
-    async def generate(
-        self,
-        token_ids: Sequence[int],
-        *,
-        sampling: SamplingParams,
-        session_key: str,
-        policy: str = "current",
-    ) -> Completion:
-        """Sample one completion after ``token_ids``.
+    def log_engine_initialized(self) -> None:
+        """Say nothing: the trainer hears of it by the first beat."""
 
-        Raises:
-            EngineError: the context has no room for ``max_new_tokens``, no engine comes up any more, or the
-                deadline passed. A cancelled call is taken back from the engine.
-        """
-        require_room(token_ids, sampling, max_context=self.max_context)
-        working = self._submit(self._generate(list(token_ids), sampling, session_key, policy))
-        return await asyncio.wrap_future(working)
-
-    def release(self, session_key: str) -> None:
-        """Forget where a session lives; idempotent. What is cached of it goes when room is needed."""
-        if not self._closed:
-            self._loop.call_soon_threadsafe(self._release, session_key)
-
-    def publish(
-        self,
-        state: Mapping[str, torch.Tensor],
-        *,
-        policy_version: int,
-        policies: Sequence[str] = ("current",),
-    ) -> None:
-        """Exchange the weights of every replica of these policies; return once they are in force.
-
-        Raises:
-            EngineError: an engine does not come up any more, or did not answer within its deadline.
-            WeightMismatch: an engine took the weights and holds others.
-        """
-        carrier = SharedWeights if self._transfer == "memory" else DeviceWeights
-        weights = carrier(state, dtype=self._dtype, policy_version=policy_version)
-        self._submit(self._publish(weights, policies)).result()
-
-    def probe(
-        self, token_ids: Sequence[int], *, sampling: SamplingParams, policies: Sequence[str]
-    ) -> list[Completion]:
-        """Return a completion of every replica of these policies. Blocking, as ``publish``."""
-        return self._submit(self._probe(list(token_ids), sampling, policies)).result()
-
-    def sleep(self) -> None:
-        """Give the devices' memory back until ``wake``; requests wait. Blocking, as ``publish``.
-
-        Raises:
-            EngineError: an engine did not answer within its deadline.
-        """
-        self._submit(self._each(VllmReplica.sleep, "fall asleep")).result()
-
-    def wake(self) -> None:
-        """Take the devices again; raises as ``sleep`` does."""
-        self._submit(self._each(VllmReplica.wake, "wake up")).result()
-
-    def statistics(self) -> dict[str, float]:
-        """Return running totals: sampled tokens, prefilled tokens, seconds busy (mean of the replicas)."""
-        replicas = self._all
+    def frame(self) -> Frame:
+        """Return the totals."""
         return {
-            "sampled_tokens": sum(r.total("sampled") for r in replicas),
-            "prefilled_tokens": sum(r.total("prefilled") for r in replicas),
-            "busy_s": sum(r.total("busy_s") for r in replicas) / len(replicas),
+            "sampled": self.sampled,
+            "prefilled": self.prefilled,
+            "preempted": self.preempted,
+            "busy_s": self.busy_s,
+            "kv_usage": self.kv_usage,
         }
 
-    @property
-    def restarts(self) -> int:
-        """How many engines were lost and started again."""
-        return sum(replica.restarts for replica in self._all)
 
-    @property
-    def process_ids(self) -> list[int]:
-        """Numbers of the engines' processes that are up; each leads a group of its own."""
-        return [replica.process_id for replica in self._all if replica.process_id is not None]
+def engine_arguments(options: ServingOptions) -> AsyncEngineArgs:
+    """Return vLLM's arguments: tokens in, tokens out, and nothing drawn from files of defaults."""
+    chosen: dict[str, Any] = {}
+    if options.device == "cpu":
+        # Compiling takes longer than it saves here. On a CPU, vLLM cannot rewind a request's own random
+        # stream, which it does after each part of a prompt: prompts stay whole.
+        whole = max(PREFILL_TOKENS, options.max_context)
+        chosen |= {
+            "enforce_eager": True,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": whole,
+        }
+    if options.kv_gib is not None:
+        chosen["kv_cache_memory_bytes"] = int(options.kv_gib * 2**30)
+    if options.transfer != "memory":
+        chosen["weight_transfer_config"] = WeightTransferConfig(backend=options.transfer)
+    return AsyncEngineArgs(
+        model=options.model,
+        dtype=options.dtype,
+        max_model_len=options.max_context,
+        max_num_seqs=options.max_sessions,
+        tensor_parallel_size=options.tensor_parallel,
+        gpu_memory_utilization=options.memory_fraction,
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        logprobs_mode="processed_logprobs",
+        enable_prefix_caching=True,
+        worker_extension_cls="agentrl_train.engine.worker.WeightReceiver",
+        enable_sleep_mode=options.sleeps,
+        **chosen,
+    )
 
-    async def close(self) -> None:
-        """Stop all engines; completions under way fail with ``EngineError``. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._close(), self._loop))
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        await asyncio.to_thread(self._thread.join)
-        self._loop.close()
 
-    @property
-    def _all(self) -> list[VllmReplica]:
-        return [replica for group in self._replicas.values() for replica in group]
+class Server:
+    """What a trainer may ask of the engine."""
 
-    def _submit(self, work: Coroutine[Any, Any, _Result]) -> Future[_Result]:
-        """Start a coroutine in the engine's own event loop."""
-        if self._closed:
-            work.close()
-            raise EngineError("the engine was closed")
-        return asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
+    def __init__(self, engine: AsyncLLM, tally: Tally, options: ServingOptions) -> None:
+        self._engine = engine
+        self._tally = tally
+        self._stop = list(options.stop_token_ids)
+        self._version = options.policy_version
 
-    # What runs in the engine's own event loop.
+    async def begin(self) -> None:
+        """Mark what is sampled with the version of the weights that the engine starts with."""
+        await self._engine.update_weight_version(str(self._version))
 
-    async def _tracked(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Run what a caller waits for, which closing ends."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._working.add(task)
+    async def beat(self) -> Frame:
+        """Return running totals, once the engine has answered."""
+        await self._engine.get_weight_version()
+        return self._tally.frame()
+
+    async def answer(self, frame: Frame) -> Frame:
+        """Answer a request; raises ``EngineDeadError`` if the engine is dead."""
         try:
-            return await work
-        except asyncio.CancelledError:
-            if self._closed:
-                raise EngineError("the engine was closed") from None
+            answered: Frame = await getattr(self, f"_{frame['op']}")(frame)
+        except EngineDeadError:
             raise
-        finally:
-            self._working.discard(task)
+        except Exception as error:  # the border: whatever is wrong with a request is its sender's to hear
+            answered = {"error": f"{type(error).__name__}: {error}"}
+        return answered
 
-    async def _open(
-        self,
-        options: ServingOptions,
-        policies: Sequence[str],
-        replicas: int,
-        *,
-        python: str,
-        liveness_s: float,
-    ) -> None:
-        share = options.tensor_parallel if options.devices else 0
-        for policy in policies:
-            self._replicas[policy] = []
-            for number in range(replicas):
-                first = len(self._all) * share
-                self._replicas[policy].append(
-                    VllmReplica(
-                        replace(options, devices=options.devices[first : first + share]),
-                        name=f"{policy} {number}",
-                        policy=policy,
-                        python=python,
-                        start_s=self._start_s,
-                        liveness_s=liveness_s,
-                        weights=partial(self._published.get, policy),
-                        spawn=self._spawn,
-                    )
-                )
-
-    async def _close(self) -> None:
-        for task in self._working:
-            task.cancel()
-        await asyncio.gather(*(replica.close() for replica in self._all))
-        for weights in set(self._published.values()):
-            weights.close()
-
-    async def _generate(
-        self, token_ids: list[int], sampling: SamplingParams, session_key: str, policy: str
-    ) -> Completion:
-        home = partial(self._home, session_key, policy)
-        return await self._until_answered(home, token_ids, sampling, session_key)
-
-    async def _until_answered(
-        self,
-        choose: Callable[[], VllmReplica],
-        token_ids: list[int],
-        sampling: SamplingParams,
-        session_key: str,
-    ) -> Completion:
-        """Issue a request, again where the engine dies over it."""
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                while True:
-                    replica = choose()
-                    try:
-                        return await replica.generate(token_ids, sampling=sampling, session_key=session_key)
-                    except EngineLost as error:
-                        logger.info("a request of engine %s is issued again: %s", replica.name, error)
-        except TimeoutError:
-            raise EngineError(f"the engine gave no completion within {self._deadline_s:g} s") from None
-
-    def _home(self, session_key: str, policy: str) -> VllmReplica:
-        """Return the replica that has the session's prefix, or the one with the fewest sessions."""
-        home = self._homes.get((session_key, policy))
-        if home is None or not home.ready:
-            lived_in = Counter(replica.name for replica in self._homes.values())
-            home = min(self._replicas[policy], key=lambda r: (not r.ready, lived_in[r.name]))
-            self._homes[session_key, policy] = home
-        return home
-
-    def _release(self, session_key: str) -> None:
-        for policy in self._replicas:
-            self._homes.pop((session_key, policy), None)
-
-    async def _publish(self, weights: Weights, policies: Sequence[str]) -> None:
-        before = set(self._published.values())
-        self._published.update(dict.fromkeys(policies, weights))
-        limit = self._start_s + self._deadline_s
-        try:
-            async with asyncio.timeout(limit), asyncio.TaskGroup() as taking:
-                for policy in policies:
-                    for replica in self._replicas[policy]:
-                        taking.create_task(replica.take(weights, pause=self._pause))
-        except TimeoutError:
-            raise EngineError(f"the engine did not take new weights within {limit:g} s") from None
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        finally:
-            for old in before - set(self._published.values()):
-                old.close()
-
-    async def _each(self, what: Callable[[VllmReplica], Coroutine[Any, Any, None]], doing: str) -> None:
-        limit = self._start_s + self._deadline_s
-        try:
-            async with asyncio.timeout(limit):
-                await asyncio.gather(*(what(replica) for replica in self._all))
-        except TimeoutError:
-            raise EngineError(f"the engine did not {doing} within {limit:g} s") from None
-
-    async def _probe(
-        self, token_ids: list[int], sampling: SamplingParams, policies: Sequence[str]
-    ) -> list[Completion]:
-        asked = [replica for policy in policies for replica in self._replicas[policy]]
-        return await asyncio.gather(
-            *(self._until_answered(partial(_same, one), token_ids, sampling, "probe") for one in asked)
+    async def _generate(self, frame: Frame) -> Frame:
+        parameters = SamplingParams(
+            max_tokens=frame["max_new_tokens"],
+            temperature=frame["temperature"],
+            seed=frame["seed"],
+            stop_token_ids=self._stop,
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
+        # The salt keeps what one version of the weights has cached from requests of the next.
+        prompt = {"prompt_token_ids": frame["token_ids"], "cache_salt": str(self._version)}
+        final: RequestOutput | None = None
+        async for output in self._engine.generate(prompt, parameters, str(frame["id"])):
+            final = output
+        assert final is not None
+        return completion(final.outputs[0])
+
+    async def _push(self, frame: Frame) -> Frame:
+        """Exchange the weights while requests are frozen ("keep") or after they have ended ("wait")."""
+        await self._engine.pause_generation(mode=frame["pause"], clear_cache=True)
+        unset = await self._engine.collective_rpc("receive_weights_from", args=(frame["path"],))
+        if names := sorted({name for names in unset for name in names}):
+            return {"mismatch": f"{len(names)} parameters were not in the push, {names[0]} first"}
+        return await self._resume(frame)
+
+    async def _pause(self, frame: Frame) -> Frame:
+        await self._engine.pause_generation(mode=frame["pause"], clear_cache=True)
+        return {}
+
+    async def _sleep(self, frame: Frame) -> Frame:
+        """Free the KV cache and keep the weights on the host: not every policy gets new ones each step."""
+        await self._engine.sleep(level=1, mode="keep")
+        return {}
+
+    async def _wake(self, frame: Frame) -> Frame:
+        await self._engine.wake_up()
+        return {}
+
+    async def _transfer(self, frame: Frame) -> Frame:
+        """Do one step of vLLM's own weight transfer; the trainer's end of it drives the steps."""
+        match frame["step"]:
+            case "init":
+                await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(frame["info"]))
+            case "start":
+                await self._engine.start_weight_update()
+            case "update":
+                await self._engine.update_weights(WeightTransferUpdateRequest(frame["info"]))
+            case "finish":
+                await self._engine.finish_weight_update()
+        return {}
+
+    async def _resume(self, frame: Frame) -> Frame:
+        """Put the weights in force, if they are what the trainer sent; otherwise nothing is sampled."""
+        held = await self._engine.collective_rpc("weight_fingerprint")
+        if len(held) == 1 and held[0] != frame["fingerprint"]:
+            wrong = [layer for layer, count in frame["fingerprint"].items() if held[0].get(layer) != count]
+            return {"mismatch": f"the weights outside the layers or of layers {wrong} are not those sent"}
+        self._version = frame["policy_version"]
+        await self._engine.update_weight_version(str(self._version))
+        await self._engine.resume_generation()
+        return {}
 
 
-def _same(replica: VllmReplica) -> VllmReplica:
-    return replica
+def completion(output: CompletionOutput) -> Frame:
+    """Return what the trainer needs of vLLM's output."""
+    assert output.logprobs is not None
+    token_ids = list(output.token_ids)
+    versions = [0] * len(token_ids)
+    for span in output.weight_versions or ():
+        versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
+    return {
+        "token_ids": token_ids,
+        "logprobs": [place[token].logprob for place, token in zip(output.logprobs, token_ids, strict=True)],
+        "versions": versions,
+        "finish_reason": output.finish_reason,
+    }
+
+
+async def main(descriptor: int, options: ServingOptions) -> None:
+    """Start the engine and serve the trainer at the other end of ``descriptor``."""
+    tally = Tally()
+    reader, writer = await connect(descriptor)
+    engine = AsyncLLM.from_engine_args(engine_arguments(options), stat_loggers=[lambda *_: tally])
+    try:
+        server = Server(engine, tally, options)
+        await server.begin()
+        await answer_frames(reader, writer, answer=server.answer, beat=server.beat)
+    finally:
+        engine.shutdown(timeout=1.0)
+
+
+if __name__ == "__main__":
+    try:
+        asyncio.run(main(int(sys.argv[1]), ServingOptions(**json.loads(sys.argv[2]))))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # What vLLM started is in this process's group: nothing of it may outlive the trainer.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGTERM)
+        sys.stderr.flush()
+        os._exit(0)  # nothing is left to save, and vLLM's threads take seconds to end

@@ -10,8 +10,8 @@ from dataclasses import replace
 from transformers import PreTrainedModel
 
 from agentrl_train.engine.options import ServingOptions
+from agentrl_train.engine.pool import EnginePool
 from agentrl_train.engine.torch import TorchEngine
-from agentrl_train.engine.vllm import VllmEngine
 from agentrl_train.errors import ConfigError
 from agentrl_train.runtime.config import RunConfig
 from agentrl_train.runtime.models import copy_of
@@ -32,7 +32,7 @@ def make_engine(
     threads: int,
     trace: Trace,
     launcher: Launcher,
-) -> TorchEngine | VllmEngine:
+) -> TorchEngine | EnginePool:
     """Start the engine of a run.
 
     Args:
@@ -67,7 +67,7 @@ def make_engine(
 
 def _processes(
     config: RunConfig, *, path: str, stop_token_ids: Sequence[int], threads: int, launcher: Launcher
-) -> VllmEngine:
+) -> EnginePool:
     """Return engines in processes of their own."""
     engine, vllm = config.engine, config.engine.vllm
     python = sys.executable
@@ -93,7 +93,7 @@ def _processes(
         require_vllm(python)
     else:
         options = replace(options, module=TORCH_SERVING, threads=threads)
-    return VllmEngine(
+    return EnginePool(
         options,
         policies=config.policies,
         replicas=vllm.replicas,
@@ -128,7 +128,7 @@ def require_vllm(python: str) -> None:
 
 def make_publisher(
     config: RunConfig,
-    engine: TorchEngine | VllmEngine,
+    engine: TorchEngine | EnginePool,
     *,
     logprobs: LogProbs,
     vocabulary: int,
@@ -144,7 +144,7 @@ def make_publisher(
         tolerance: largest difference in log-probability.
     """
     canary = None
-    if isinstance(engine, VllmEngine):
+    if isinstance(engine, EnginePool):
         canary = Canary(
             engine.probe,
             logprobs=logprobs,

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agentrl_train.engine.options import ServingOptions
-from agentrl_train.engine.vllm import VllmEngine
+from agentrl_train.engine.pool import EnginePool
 from agentrl_train.types import SamplingParams
 from tests.benchmarks.engine import make_model
 
@@ -74,7 +74,7 @@ class Raw:
         self._process.wait(30)
 
 
-async def ours(engine: VllmEngine, prompts: list[list[int]], lengths: list[int]) -> float:
+async def ours(engine: EnginePool, prompts: list[list[int]], lengths: list[int]) -> float:
     """Return the time of one pass through our engine."""
     started = time.perf_counter()
     await asyncio.gather(
@@ -90,7 +90,7 @@ async def ours(engine: VllmEngine, prompts: list[list[int]], lengths: list[int])
 
 async def measure(options: ServingOptions, passes: int) -> tuple[list[float], list[float]]:
     """Return tokens a second of each pass, ours and raw."""
-    engine, raw = VllmEngine(options, python=str(PYTHON)), Raw(options)
+    engine, raw = EnginePool(options, python=str(PYTHON)), Raw(options)
     speeds: tuple[list[float], list[float]] = ([], [])
     try:
         for number in range(-2, passes):  # the first two warm up

@@ -15,7 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from agentrl_train.engine.options import ServingOptions
-from agentrl_train.engine.serving import engine_arguments
+from agentrl_train.engine.vllm import engine_arguments
 
 
 async def main(options: ServingOptions) -> None:

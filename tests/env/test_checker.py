@@ -226,11 +226,11 @@ def test_a_tool_that_hangs_ends_its_check_and_skips_the_rest():
         blocking = True
 
         @tool
-        def wait(self):
+        def guess(self, n: int):
             """Wait for ever."""
             never.wait()
 
-    report = report_on(Hanging, deadline=0.5)
+    report = report_on(Hanging, deadline=1.0, checks=only("random_play", "fuzz"))
     never.set()
     assert report["random_play"].verdict is Verdict.FAIL
     assert "--deadline); it was at: turn " in report["random_play"].evidence
@@ -241,11 +241,12 @@ def test_a_tool_that_hangs_ends_its_check_and_skips_the_rest():
 def test_an_async_tool_that_hangs_ends_its_check():
     class Hanging(Guess):
         @tool
-        async def wait(self):
+        async def guess(self, n: int):
             """Wait for ever."""
             await asyncio.Event().wait()
 
-    assert "No end within 0.3 s" in failing(Hanging, deadline=0.3)["random_play"]
+    evidence = failing(Hanging, deadline=0.3, checks=only("random_play"))["random_play"]
+    assert "No end within 0.3 s" in evidence
 
 
 def test_code_that_blocks_the_event_loop_is_named_as_such():
@@ -255,7 +256,7 @@ def test_code_that_blocks_the_event_loop_is_named_as_such():
         blocking = False
 
         @tool
-        def wait(self):
+        def guess(self, n: int):
             """Block the loop."""
             blocked.wait()
             return "done"

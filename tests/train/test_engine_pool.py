@@ -4,11 +4,13 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from agentrl_train.engine.options import ServingOptions
-from agentrl_train.engine.vllm import VllmEngine
+from agentrl_train.engine.pool import EnginePool
+from agentrl_train.errors import EngineError
 from agentrl_train.types import SamplingParams
 from tests.engine_contract import MAX_CONTEXT, STOP, Subject, contract_model, prompt, sampled, version_seed
 
@@ -18,18 +20,23 @@ SESSIONS, OPENING, REPLY = 8, 60, 4
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    """Return two torch engines in processes: what stands before them is what stands before vLLM's."""
+def options(tmp_path_factory: pytest.TempPathFactory) -> ServingOptions:
+    """Return what a torch engine's process is told."""
     folder = tmp_path_factory.mktemp("pool")
     contract_model(0).save_pretrained(folder)
-    options = ServingOptions(
+    return ServingOptions(
         model=str(folder),
         stop_token_ids=[STOP],
         max_sessions=16,
         max_context=MAX_CONTEXT,
         module="agentrl_train.runtime.placement.serving",
     )
-    engine = VllmEngine(options, replicas=2, deadline_s=120.0)
+
+
+@pytest.fixture(scope="module")
+def pool(options: ServingOptions) -> Iterator[Subject]:
+    """Return two torch engines in processes: what stands before them is what stands before vLLM's."""
+    engine = EnginePool(options, replicas=2, deadline_s=120.0, liveness_s=10.0)
     yield Subject(engine, tolerance=1e-4)
     asyncio.run(engine.close())
 
@@ -59,7 +66,7 @@ async def test_a_session_goes_on_where_its_prefix_is(pool: Subject) -> None:
 
 async def test_every_replica_takes_the_weights(pool: Subject) -> None:
     engine = pool.engine
-    assert isinstance(engine, VllmEngine)
+    assert isinstance(engine, EnginePool)
     version = await pool.publish(version_seed(pool), "current")
     sampling = SamplingParams(max_new_tokens=8, seed=1)
     done = await asyncio.to_thread(engine.probe, prompt(1), sampling=sampling, policies=("current",))
@@ -69,18 +76,20 @@ async def test_every_replica_takes_the_weights(pool: Subject) -> None:
         assert pool.difference(prompt(1), completion) < pool.tolerance
 
 
-async def test_a_killed_engine_loses_no_completion_and_comes_back_with_the_last_weights(
-    pool: Subject,
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_an_engine_that_dies_or_hangs_loses_no_completion_and_comes_back_with_the_last_weights(
+    pool: Subject, number: signal.Signals
 ) -> None:
     engine = pool.engine
-    assert isinstance(engine, VllmEngine)
+    assert isinstance(engine, EnginePool)
     version = await pool.publish(version_seed(pool), "current")
+    restarts = engine.restarts
     before, victim = engine.statistics()["sampled_tokens"], engine.process_ids[0]
 
-    async def session(number: int) -> float:
-        context, worst = prompt(number), 0.0
+    async def session(n: int) -> float:
+        context, worst = prompt(n), 0.0
         for turn in range(4):
-            done = await pool.generate(context, key=f"killed {number}", max_new_tokens=110, seed=turn)
+            done = await pool.generate(context, key=f"killed {n}", max_new_tokens=110, seed=turn)
             assert set(done.versions) == {version}
             worst = max(worst, pool.difference(context, done))
             context = [*context, *done.token_ids]
@@ -88,11 +97,27 @@ async def test_a_killed_engine_loses_no_completion_and_comes_back_with_the_last_
 
     running = [asyncio.create_task(session(n)) for n in range(SESSIONS)]
     await sampled(engine, before + SESSIONS)
-    os.kill(victim, signal.SIGKILL)
+    os.kill(victim, number)
     assert max(await asyncio.gather(*running)) < pool.tolerance
     sampling = SamplingParams(max_new_tokens=8, seed=1)
     done = await asyncio.to_thread(engine.probe, prompt(1), sampling=sampling, policies=("current",))
     assert [set(completion.versions) for completion in done] == [{version}, {version}]
-    assert engine.restarts == 1
+    assert engine.restarts == restarts + 1
     with pytest.raises(ProcessLookupError):
         os.killpg(victim, 0)
+
+
+async def test_an_engine_that_breaks_each_time_is_started_again_and_given_up_with_its_reason(
+    options: ServingOptions,
+) -> None:
+    engine = EnginePool(replace(options, module="tests.train.breaking"), deadline_s=120.0)
+    try:
+        with pytest.raises(
+            EngineError, match=r"given up: EngineError: the engine broke .* a cable was pulled"
+        ):
+            await engine.generate(
+                prompt(0), sampling=SamplingParams(max_new_tokens=4, seed=1), session_key="one"
+            )
+        assert engine.restarts == 2
+    finally:
+        await engine.close()

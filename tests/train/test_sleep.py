@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from agentrl_train.engine.options import ServingOptions
+from agentrl_train.engine.pool import EnginePool
 from agentrl_train.engine.torch import TorchEngine
-from agentrl_train.engine.vllm import VllmEngine
 from agentrl_train.runtime.engines import TORCH_SERVING
 from agentrl_train.types import SamplingParams
 from tests.engine_contract import MAX_CONTEXT, STOP, contract_model, prompt, sampled
@@ -75,7 +75,7 @@ async def test_an_engine_in_a_process_of_its_own_samples_the_same_sleeps_and_com
 ) -> None:
     contract_model(0).save_pretrained(tmp_path)
     here = in_this_process()
-    apart = VllmEngine(
+    apart = EnginePool(
         ServingOptions(
             model=str(tmp_path),
             stop_token_ids=[STOP],

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentrl_train.engine.options import ServingOptions
-from agentrl_train.engine.vllm import VllmEngine
+from agentrl_train.engine.pool import EnginePool
 from tests.engine_contract import MAX_CONTEXT, POLICIES, STOP, Subject, contract_model
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm/bin/python"
@@ -36,18 +36,18 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def start_engine(python: str, model_folder: Path) -> Callable[..., VllmEngine]:
+def start_engine(python: str, model_folder: Path) -> Callable[..., EnginePool]:
     """Return what starts an engine; the caller closes it."""
 
-    def start(*, model: Path = model_folder, **settings: object) -> VllmEngine:
+    def start(*, model: Path = model_folder, kv_gib: float = 0.0625, **settings: object) -> EnginePool:
         options = ServingOptions(
             model=str(model),
             stop_token_ids=[STOP],
             max_sessions=16,
             max_context=MAX_CONTEXT,
-            kv_gib=0.0625,
+            kv_gib=kv_gib,
         )
-        return VllmEngine(
+        return EnginePool(
             options, **{"python": python, "deadline_s": 60.0 + START_S, "start_s": START_S, **settings}
         )  # type: ignore[arg-type]
 
@@ -55,7 +55,7 @@ def start_engine(python: str, model_folder: Path) -> Callable[..., VllmEngine]:
 
 
 @pytest.fixture(scope="session")
-def subject(start_engine: Callable[..., VllmEngine]) -> Iterator[Subject]:
+def subject(start_engine: Callable[..., EnginePool]) -> Iterator[Subject]:
     """Return one pool of engines for all tests: two policies, the current one with two replicas' worth."""
     engine = start_engine(policies=POLICIES, liveness_s=10.0)
     yield Subject(engine, tolerance=1e-3)

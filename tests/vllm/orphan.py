@@ -5,13 +5,13 @@ import signal
 import sys
 
 from agentrl_train.engine.options import ServingOptions
-from agentrl_train.engine.vllm import VllmEngine
+from agentrl_train.engine.pool import EnginePool
 from agentrl_train.types import SamplingParams
 
 
 async def main(python: str, model: str) -> None:
     options = ServingOptions(model=model, stop_token_ids=[2], max_sessions=4, max_context=64, kv_gib=0.0625)
-    engine = VllmEngine(options, python=python)
+    engine = EnginePool(options, python=python)
     await engine.generate([5, 6, 7], sampling=SamplingParams(max_new_tokens=2), session_key="a")
     print(engine.process_ids[0], flush=True)
     signal.pause()

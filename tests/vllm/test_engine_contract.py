@@ -7,5 +7,5 @@ from tests.engine_contract import EngineContract
 pytestmark = pytest.mark.vllm
 
 
-class TestVllmEngine(EngineContract):
+class TestVllmPool(EngineContract):
     """The fixture ``subject`` is the folder's: one engine serves all of these."""

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
-from agentrl_train.engine import vllm
+from agentrl_train.engine import pool
+from agentrl_train.engine.pool import EnginePool
 from agentrl_train.engine.transfer import SharedWeights
-from agentrl_train.engine.vllm import VllmEngine
 from agentrl_train.errors import EngineError, WeightMismatch
 from agentrl_train.types import Completion, SamplingParams, TokenSequence
 from agentrl_train.weights import Canary, Publisher
@@ -59,7 +59,7 @@ async def test_an_engine_killed_in_the_middle_comes_back_and_loses_no_completion
     subject: Subject, victim: str
 ) -> None:
     engine = subject.engine
-    assert isinstance(engine, VllmEngine)
+    assert isinstance(engine, EnginePool)
     version = await subject.publish(version_seed(subject))
     before, restarts = engine.statistics()["sampled_tokens"], engine.restarts
 
@@ -84,7 +84,7 @@ async def test_an_engine_killed_in_the_middle_comes_back_and_loses_no_completion
 async def test_weights_published_while_an_engine_is_down_are_in_force_when_it_is_back(
     subject: Subject,
 ) -> None:
-    assert isinstance(subject.engine, VllmEngine)
+    assert isinstance(subject.engine, EnginePool)
     leader = subject.engine.process_ids[0]
     os.kill(leader, signal.SIGKILL)
     version = await subject.publish(version_seed(subject))
@@ -96,7 +96,7 @@ async def test_weights_published_while_an_engine_is_down_are_in_force_when_it_is
 
 async def test_the_canary_stops_a_trainer_whose_weights_are_not_the_engines(subject: Subject) -> None:
     engine, seed = subject.engine, version_seed(subject)
-    assert isinstance(engine, VllmEngine)
+    assert isinstance(engine, EnginePool)
 
     def publisher(trainers_seed: int) -> Publisher:
         model = contract_model(trainers_seed)
@@ -127,7 +127,7 @@ def trainers_logprobs(model: PreTrainedModel, row: TokenSequence) -> np.ndarray:
 
 
 async def test_an_engine_that_holds_other_weights_samples_nothing_any_more(
-    start_engine: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
+    start_engine: Callable[..., EnginePool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start_engine()
     leader = None
@@ -151,14 +151,14 @@ async def test_an_engine_that_holds_other_weights_samples_nothing_any_more(
     assert gone(leader)
 
 
-async def refuses_lacking(engine: VllmEngine) -> None:
+async def refuses_lacking(engine: EnginePool) -> None:
     weights = dict(contract_model(1).named_parameters())
     del weights["model.layers.1.mlp.down_proj.weight"]
     with pytest.raises(WeightMismatch, match=r"1 parameters were not in .* model\.layers\.1\.mlp\.down"):
         await asyncio.to_thread(engine.publish, weights, policy_version=1)
 
 
-async def refuses_stale(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def refuses_stale(engine: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One tensor does not arrive as it was sent: the count of its layer differs."""
 
     class Corrupted(SharedWeights):
@@ -169,14 +169,14 @@ async def refuses_stale(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> 
             self.fingerprint = whole.fingerprint
             whole.close()
 
-    monkeypatch.setattr(vllm, "SharedWeights", Corrupted)
+    monkeypatch.setattr(pool, "SharedWeights", Corrupted)
     weights = dict(contract_model(2).named_parameters())
     with pytest.raises(WeightMismatch, match=r"layers \['1'\]"):
         await asyncio.to_thread(engine.publish, weights, policy_version=2)
 
 
 async def test_what_cannot_start_says_why_and_is_not_tried_again(
-    start_engine: Callable[..., VllmEngine], tmp_path: Path
+    start_engine: Callable[..., EnginePool], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
     engine = start_engine(model=tmp_path)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,14 @@ SHORT = {
 }
 
 
-def started(python: str, folder: Path, errors: Path) -> subprocess.Popen[bytes]:
-    """Start the run."""
-    settings = {**SHORT, "run.folder": str(folder), "engine.vllm.python": python}
-    chosen = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+def started(python: str, folder: Path, errors: Path, **other: Any) -> subprocess.Popen[bytes]:
+    """Start the run; ``other`` settings stand for those above, with __ for the dot."""
+    chosen = {name.replace("__", "."): value for name, value in other.items()}
+    settings = {**SHORT, **chosen, "run.folder": str(folder), "engine.vllm.python": python}
+    options = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     with errors.open("wb") as stream:
         return subprocess.Popen(
-            [sys.executable, "-m", "agentrl_train", "run", "examples/quickstart/train.toml", *chosen],
+            [sys.executable, "-m", "agentrl_train", "run", "examples/quickstart/train.toml", *options],
             cwd=ROOT,
             stdout=stream,
             stderr=stream,
@@ -95,6 +97,31 @@ def test_twenty_steps_with_weights_in_flight_and_an_engine_killed_in_the_middle(
     assert json.loads((run / "summary.json").read_text())["policy_version"] == STEPS
     assert changed_in_the_middle(run) > 0
     print(f"largest difference from the learner after a push: {max(s['canary_drift'] for s in steps):.1e}")
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="`make ray` installs Ray")
+def test_two_engines_that_ray_places_take_drained_weights(python: str, tmp_path: Path) -> None:
+    run, errors = tmp_path / "vllm", tmp_path / "output"
+    process = started(
+        python,
+        tmp_path,
+        errors,
+        run__steps=3,
+        placement__launcher="ray",
+        engine__vllm__replicas=2,
+        engine__vllm__push="drained",
+        rollout__stale_fraction=0.0,
+    )
+    try:
+        assert process.wait(480) == 0, errors.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    steps = records(run)
+    assert len(steps) == 3
+    assert 0.0 < max(step["canary_drift"] for step in steps) < TOLERANCE
+    assert steps[-1]["failed_episodes"] == 0
+    assert changed_in_the_middle(run) == 0
 
 
 def changed_in_the_middle(run: Path) -> int:

@@ -1,4 +1,4 @@
-"""The process of one torch engine: what ``engine.serving`` is for vLLM, behind the same socket.
+"""The process of one torch engine: what ``engine.vllm`` is for vLLM, behind the same socket.
 
 ``python -m agentrl_train.runtime.placement.serving DESCRIPTOR OPTIONS`` is started by ``engine.process``, and
 ends with whoever holds the other end of the socket.
@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import socket
 import sys
 
 from safetensors import safe_open
 
+from agentrl_train.engine.answering import answer_frames, connect
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.engine.transfer import fingerprint
-from agentrl_train.engine.wire import Frame, receive, send
-from agentrl_train.errors import EngineError
+from agentrl_train.engine.wire import Frame
+from agentrl_train.errors import EngineBroken, EngineError, EngineOutOfMemory
 from agentrl_train.runtime.models import copy_of, load_policy
 from agentrl_train.types import SamplingParams
 
-BEAT_S = 0.25
-
 
 class Server:
-    """Answers the frames of one trainer."""
+    """What a trainer may ask of the engine."""
 
-    def __init__(self, options: ServingOptions, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, options: ServingOptions) -> None:
         """Load the model."""
         self._model = copy_of(load_policy(options.model, device=options.device)[0], dtype=options.dtype)
         self._engine = TorchEngine(
@@ -41,46 +38,32 @@ class Server:
             policy_version=options.policy_version,
             deterministic=options.deterministic,
         )
-        self._writer = writer
-        self._running: dict[int, asyncio.Task[None]] = {}
 
-    async def serve(self, reader: asyncio.StreamReader) -> None:
-        """Work until the trainer is gone."""
-        async with asyncio.TaskGroup() as tasks:
-            beating = tasks.create_task(self._beat())
-            while (frame := await receive(reader)) is not None:
-                number = frame["id"]
-                if frame["op"] != "abort":
-                    self._running[number] = tasks.create_task(self._answer(frame))
-                elif (task := self._running.get(number)) is not None:
-                    task.cancel()
-            for task in [beating, *self._running.values()]:
-                task.cancel()
+    async def close(self) -> None:
+        """Stop the engine."""
         await self._engine.close()
 
-    async def _beat(self) -> None:
-        while True:
-            totals = self._engine.statistics()
-            beat = {
-                "event": "beat",
-                "sampled": totals["sampled_tokens"],
-                "prefilled": totals["prefilled_tokens"],
-                "preempted": 0,
-                "busy_s": totals["busy_s"],
-                "kv_usage": 0.0,
-            }
-            send(self._writer, beat)
-            await asyncio.sleep(BEAT_S)
+    async def beat(self) -> Frame:
+        """Return running totals, once the engine has come to the end of a step."""
+        await asyncio.to_thread(self._engine.ping)
+        totals = self._engine.statistics()
+        return {
+            "sampled": totals["sampled_tokens"],
+            "prefilled": totals["prefilled_tokens"],
+            "preempted": 0,
+            "busy_s": totals["busy_s"],
+            "kv_usage": 0.0,
+        }
 
-    async def _answer(self, frame: Frame) -> None:
+    async def answer(self, frame: Frame) -> Frame:
+        """Answer a request; what the engine refuses, and lives, is its sender's to hear."""
         try:
-            answer = await getattr(self, f"_{frame['op']}")(frame)
+            answered: Frame = await getattr(self, f"_{frame['op']}")(frame)
+        except (EngineBroken, EngineOutOfMemory):
+            raise
         except EngineError as error:
-            answer = {"error": str(error)}
-        finally:
-            self._running.pop(frame["id"], None)
-        send(self._writer, {"id": frame["id"], **answer})
-        await self._writer.drain()
+            answered = {"error": str(error)}
+        return answered
 
     async def _generate(self, frame: Frame) -> Frame:
         sampling = SamplingParams(
@@ -118,9 +101,15 @@ class Server:
 
 async def main(descriptor: int, options: ServingOptions) -> None:
     """Serve the trainer at the other end of ``descriptor``."""
-    os.set_inheritable(descriptor, False)
-    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
-    await Server(options, writer).serve(reader)
+    reader, writer = await connect(descriptor)
+    server = Server(options)
+    try:
+        await answer_frames(reader, writer, answer=server.answer, beat=server.beat)
+    except* EngineError as errors:
+        # The trainer reads why from the last line; it starts another engine.
+        sys.exit(f"EngineError: {errors.exceptions[0]}")
+    finally:
+        await server.close()
 
 
 if __name__ == "__main__":

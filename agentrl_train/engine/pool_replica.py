@@ -1,4 +1,4 @@
-"""One replica of a policy on vLLM: its process, supervised, and the weights it is to hold."""
+"""One replica of a policy: an engine's process, supervised, and the weights it is to hold."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_FAILURES = 3
 LOOK_S = 0.25
 
 
-class VllmReplica:
+class PoolReplica:
     """Keeps one engine up. All of it belongs to one event loop.
 
     Args:
@@ -74,7 +74,7 @@ class VllmReplica:
         self._changing = asyncio.Lock()
         self._up: asyncio.Future[EngineLink] = asyncio.get_running_loop().create_future()
         self._process: EngineLink | None = None
-        self._supervision = asyncio.create_task(self._supervise(), name=f"vllm {name}")
+        self._supervision = asyncio.create_task(self._supervise(), name=f"engine {name}")
 
     @property
     def ready(self) -> bool:

@@ -1,0 +1,314 @@
+"""Engines in processes of their own: supervised, one session always at the same, weights given in flight.
+
+Nothing here imports vLLM: the trainer's environment need not hold it. ``engine.vllm`` runs in each
+replica's process, ``engine.worker`` in vLLM's workers; a torch engine in a process has its own module in
+their place (``ServingOptions.module``). A replica that dies or falls silent is killed whole,
+started again, given the last published weights, and its requests are issued again: callers see a late
+completion, not a lost one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from agentrl_train.engine.options import ServingOptions
+from agentrl_train.engine.pool_replica import PoolReplica
+from agentrl_train.engine.process import EngineLost, EngineProcess, Spawn
+from agentrl_train.engine.room import require_room
+from agentrl_train.engine.transfer import DeviceWeights, SharedWeights, Weights
+from agentrl_train.errors import EngineError
+from agentrl_train.types import Completion, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+Push = Literal["in_flight", "drained"]
+_Result = TypeVar("_Result")
+
+
+class EnginePool:
+    """Serves completions from one or more policies of the same architecture.
+
+    Args:
+        options: what each replica's process is told.
+        policies: names of the policies; each has replicas of its own.
+        replicas: engines a policy.
+        deadline_s: longest time one completion or one weight update may take.
+        start_s: longest time an engine may take to start.
+        liveness_s: longest silence of an engine before it is killed and started again.
+        push: "in_flight" freezes requests while weights are exchanged, and they go on with the new ones;
+            "drained" lets them end first.
+        python: interpreter of the engines' processes, where what they run is installed.
+        spawn: where those run.
+
+    Satisfies ``Engine``, ``WeightSync`` and ``Sleeper``. The engines start in the background; the first
+    call waits.
+    """
+
+    def __init__(
+        self,
+        options: ServingOptions,
+        *,
+        policies: Sequence[str] = ("current",),
+        replicas: int = 1,
+        deadline_s: float = 600.0,
+        start_s: float = 300.0,
+        liveness_s: float = 60.0,
+        push: Push = "in_flight",
+        python: str = sys.executable,
+        spawn: Spawn = EngineProcess,
+    ) -> None:
+        self.max_context = options.max_context
+        self._dtype = getattr(torch, options.dtype)
+        self._transfer = options.transfer
+        self._deadline_s = deadline_s
+        self._start_s = start_s
+        self._pause = "keep" if push == "in_flight" else "wait"
+        self._published: dict[str, Weights] = {}
+        self._homes: dict[tuple[str, str], PoolReplica] = {}
+        self._working: set[asyncio.Task[Any]] = set()
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine-pool", daemon=True)
+        self._thread.start()
+        self._replicas: dict[str, list[PoolReplica]] = {}
+        self._spawn = spawn
+        self._submit(self._open(options, policies, replicas, python=python, liveness_s=liveness_s)).result()
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        *,
+        sampling: SamplingParams,
+        session_key: str,
+        policy: str = "current",
+    ) -> Completion:
+        """Sample one completion after ``token_ids``.
+
+        Raises:
+            EngineError: the context has no room for ``max_new_tokens``, no engine comes up any more, or the
+                deadline passed. A cancelled call is taken back from the engine.
+        """
+        require_room(token_ids, sampling, max_context=self.max_context)
+        working = self._submit(self._generate(list(token_ids), sampling, session_key, policy))
+        return await asyncio.wrap_future(working)
+
+    def release(self, session_key: str) -> None:
+        """Forget where a session lives; idempotent. What is cached of it goes when room is needed."""
+        if not self._closed:
+            self._loop.call_soon_threadsafe(self._release, session_key)
+
+    def publish(
+        self,
+        state: Mapping[str, torch.Tensor],
+        *,
+        policy_version: int,
+        policies: Sequence[str] = ("current",),
+    ) -> None:
+        """Exchange the weights of every replica of these policies; return once they are in force.
+
+        Raises:
+            EngineError: an engine does not come up any more, or did not answer within its deadline.
+            WeightMismatch: an engine took the weights and holds others.
+        """
+        carrier = SharedWeights if self._transfer == "memory" else DeviceWeights
+        weights = carrier(state, dtype=self._dtype, policy_version=policy_version)
+        self._submit(self._publish(weights, policies)).result()
+
+    def probe(
+        self, token_ids: Sequence[int], *, sampling: SamplingParams, policies: Sequence[str]
+    ) -> list[Completion]:
+        """Return a completion of every replica of these policies. Blocking, as ``publish``."""
+        return self._submit(self._probe(list(token_ids), sampling, policies)).result()
+
+    def sleep(self) -> None:
+        """Give the devices' memory back until ``wake``; requests wait. Blocking, as ``publish``.
+
+        Raises:
+            EngineError: an engine did not answer within its deadline.
+        """
+        self._submit(self._each(PoolReplica.sleep, "fall asleep")).result()
+
+    def wake(self) -> None:
+        """Take the devices again; raises as ``sleep`` does."""
+        self._submit(self._each(PoolReplica.wake, "wake up")).result()
+
+    def statistics(self) -> dict[str, float]:
+        """Return running totals: sampled tokens, prefilled tokens, seconds busy (mean of the replicas)."""
+        replicas = self._all
+        return {
+            "sampled_tokens": sum(r.total("sampled") for r in replicas),
+            "prefilled_tokens": sum(r.total("prefilled") for r in replicas),
+            "busy_s": sum(r.total("busy_s") for r in replicas) / len(replicas),
+        }
+
+    @property
+    def limits(self) -> list[int]:
+        """How many requests each engine takes on at a time, as full as its KV cache is."""
+        return [int(replica.pace.limit) for replica in self._all]
+
+    @property
+    def restarts(self) -> int:
+        """How many engines were lost and started again."""
+        return sum(replica.restarts for replica in self._all)
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Numbers of the engines' processes that are up; each leads a group of its own."""
+        return [replica.process_id for replica in self._all if replica.process_id is not None]
+
+    async def close(self) -> None:
+        """Stop all engines; completions under way fail with ``EngineError``. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._close(), self._loop))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join)
+        self._loop.close()
+
+    @property
+    def _all(self) -> list[PoolReplica]:
+        return [replica for group in self._replicas.values() for replica in group]
+
+    def _submit(self, work: Coroutine[Any, Any, _Result]) -> Future[_Result]:
+        """Start a coroutine in the engine's own event loop."""
+        if self._closed:
+            work.close()
+            raise EngineError("the engine was closed")
+        return asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
+
+    # What runs in the engine's own event loop.
+
+    async def _tracked(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """Run what a caller waits for, which closing ends."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._working.add(task)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self._closed:
+                raise EngineError("the engine was closed") from None
+            raise
+        finally:
+            self._working.discard(task)
+
+    async def _open(
+        self,
+        options: ServingOptions,
+        policies: Sequence[str],
+        replicas: int,
+        *,
+        python: str,
+        liveness_s: float,
+    ) -> None:
+        share = options.tensor_parallel if options.devices else 0
+        for policy in policies:
+            self._replicas[policy] = []
+            for number in range(replicas):
+                first = len(self._all) * share
+                self._replicas[policy].append(
+                    PoolReplica(
+                        replace(options, devices=options.devices[first : first + share]),
+                        name=f"{policy} {number}",
+                        policy=policy,
+                        python=python,
+                        start_s=self._start_s,
+                        liveness_s=liveness_s,
+                        weights=partial(self._published.get, policy),
+                        spawn=self._spawn,
+                    )
+                )
+
+    async def _close(self) -> None:
+        for task in self._working:
+            task.cancel()
+        await asyncio.gather(*(replica.close() for replica in self._all))
+        for weights in set(self._published.values()):
+            weights.close()
+
+    async def _generate(
+        self, token_ids: list[int], sampling: SamplingParams, session_key: str, policy: str
+    ) -> Completion:
+        home = partial(self._home, session_key, policy)
+        return await self._until_answered(home, token_ids, sampling, session_key)
+
+    async def _until_answered(
+        self,
+        choose: Callable[[], PoolReplica],
+        token_ids: list[int],
+        sampling: SamplingParams,
+        session_key: str,
+    ) -> Completion:
+        """Issue a request, again where the engine dies over it."""
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                while True:
+                    replica = choose()
+                    try:
+                        return await replica.generate(token_ids, sampling=sampling, session_key=session_key)
+                    except EngineLost as error:
+                        logger.info("a request of engine %s is issued again: %s", replica.name, error)
+        except TimeoutError:
+            raise EngineError(f"the engine gave no completion within {self._deadline_s:g} s") from None
+
+    def _home(self, session_key: str, policy: str) -> PoolReplica:
+        """Return the replica that has the session's prefix, or the one with the fewest sessions."""
+        home = self._homes.get((session_key, policy))
+        if home is None or not home.ready:
+            lived_in = Counter(replica.name for replica in self._homes.values())
+            home = min(self._replicas[policy], key=lambda r: (not r.ready, lived_in[r.name]))
+            self._homes[session_key, policy] = home
+        return home
+
+    def _release(self, session_key: str) -> None:
+        for policy in self._replicas:
+            self._homes.pop((session_key, policy), None)
+
+    async def _publish(self, weights: Weights, policies: Sequence[str]) -> None:
+        before = set(self._published.values())
+        self._published.update(dict.fromkeys(policies, weights))
+        limit = self._start_s + self._deadline_s
+        try:
+            async with asyncio.timeout(limit), asyncio.TaskGroup() as taking:
+                for policy in policies:
+                    for replica in self._replicas[policy]:
+                        taking.create_task(replica.take(weights, pause=self._pause))
+        except TimeoutError:
+            raise EngineError(f"the engine did not take new weights within {limit:g} s") from None
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            for old in before - set(self._published.values()):
+                old.close()
+
+    async def _each(self, what: Callable[[PoolReplica], Coroutine[Any, Any, None]], doing: str) -> None:
+        limit = self._start_s + self._deadline_s
+        try:
+            async with asyncio.timeout(limit):
+                await asyncio.gather(*(what(replica) for replica in self._all))
+        except TimeoutError:
+            raise EngineError(f"the engine did not {doing} within {limit:g} s") from None
+
+    async def _probe(
+        self, token_ids: list[int], sampling: SamplingParams, policies: Sequence[str]
+    ) -> list[Completion]:
+        asked = [replica for policy in policies for replica in self._replicas[policy]]
+        return await asyncio.gather(
+            *(self._until_answered(partial(_same, one), token_ids, sampling, "probe") for one in asked)
+        )
+
+
+def _same(replica: PoolReplica) -> PoolReplica:
+    return replica

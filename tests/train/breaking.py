@@ -1,0 +1,20 @@
+"""The process of a torch engine whose forward passes break: ``python -m tests.train.breaking``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+from agentrl_train.engine.options import ServingOptions
+from agentrl_train.engine.replica import Replica
+from agentrl_train.runtime.placement.serving import main
+
+
+def broken(_replica: Replica) -> None:
+    raise RuntimeError("a cable was pulled")
+
+
+if __name__ == "__main__":
+    Replica.step = broken  # type: ignore[method-assign]
+    asyncio.run(main(int(sys.argv[1]), ServingOptions(**json.loads(sys.argv[2]))))
