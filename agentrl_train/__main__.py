@@ -101,7 +101,7 @@ def report_command(
     folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="A folder in runs/.")],
 ) -> None:
     """Write report.html of a run, finished or not."""
-    from agentrl_train.runtime.report import write_report
+    from agentrl_train.runtime.report.page import write_report
 
     typer.echo(str(write_report(folder)))
 

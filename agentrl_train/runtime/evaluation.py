@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from agentrl_train.actor import Actor, Episode
 from agentrl_train.errors import EnvironmentUnavailable
 from agentrl_train.runtime.admission import stable_seed
-from agentrl_train.runtime.metrics import pass_at_k, wilson_interval
+from agentrl_train.runtime.telemetry.metrics import pass_at_k, wilson_interval
 from agentrl_train.types import Trajectory
 
 

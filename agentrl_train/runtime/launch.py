@@ -32,16 +32,16 @@ from agentrl_train.runtime.evaluation import evaluate
 from agentrl_train.runtime.journal import Journal
 from agentrl_train.runtime.learners import all_ranks, learner_of
 from agentrl_train.runtime.loop import Loop, Pace
-from agentrl_train.runtime.metrics import MetricsLog
 from agentrl_train.runtime.models import load_policy
 from agentrl_train.runtime.placement.colocated import learners_turn
 from agentrl_train.runtime.placement.launcher import Launcher
 from agentrl_train.runtime.placement.launchers import launcher_of
-from agentrl_train.runtime.progress import Progress
 from agentrl_train.runtime.ranks import LeadLearner, Ranks, release_memory
 from agentrl_train.runtime.run import Cadence, Evaluator, Outcome, Policy, Run
-from agentrl_train.runtime.sinks import open_sinks, traced
-from agentrl_train.runtime.throughput import Throughput, copy_bytes_per_s
+from agentrl_train.runtime.telemetry.metrics import MetricsLog
+from agentrl_train.runtime.telemetry.progress import Progress
+from agentrl_train.runtime.telemetry.sinks import open_sinks, traced
+from agentrl_train.runtime.telemetry.throughput import Throughput, copy_bytes_per_s
 from agentrl_train.runtime.trainer import Recipe, StepTrainer
 from agentrl_train.runtime.watchdog import Watchdog
 from agentrl_train.types import UNTRACED, Trace

@@ -25,9 +25,9 @@ from agentrl_train.runtime.disk import run_folder_errors
 from agentrl_train.runtime.evaluation import Evaluation
 from agentrl_train.runtime.journal import Journal
 from agentrl_train.runtime.loop import Loop, Step
-from agentrl_train.runtime.metrics import MetricsLog
-from agentrl_train.runtime.report import write_report
-from agentrl_train.runtime.throughput import Throughput
+from agentrl_train.runtime.report.page import write_report
+from agentrl_train.runtime.telemetry.metrics import MetricsLog
+from agentrl_train.runtime.telemetry.throughput import Throughput
 from agentrl_train.runtime.trainer import TRACK, StepTrainer, by_task
 from agentrl_train.runtime.watchdog import in_thread
 from agentrl_train.types import UNTRACED, Completion, RunningEngine, SamplingParams, Trace, Trajectory

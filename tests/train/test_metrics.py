@@ -10,15 +10,15 @@ from rich.console import Console
 
 from agentrl_env.types import Message, TaskSample, ToolCall
 from agentrl_train.errors import RunFolderError
-from agentrl_train.runtime.metrics import (
+from agentrl_train.runtime.telemetry.metrics import (
     MetricsLog,
     pass_at_k,
     read_jsonl,
     readable,
     wilson_interval,
 )
-from agentrl_train.runtime.progress import Progress
-from agentrl_train.runtime.tensorboard import ScalarWriter
+from agentrl_train.runtime.telemetry.progress import Progress
+from agentrl_train.runtime.telemetry.tensorboard import ScalarWriter
 from agentrl_train.types import Completion, EpisodeEnd, Trajectory, TrajectoryGroup, Turn
 
 

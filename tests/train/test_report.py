@@ -9,7 +9,7 @@ import pytest
 
 from agentrl_env.types import Message, TaskSample, ToolCall
 from agentrl_train.errors import RunFolderError
-from agentrl_train.runtime.charts import (
+from agentrl_train.runtime.report.charts import (
     Series,
     line_chart,
     moving_average,
@@ -18,8 +18,8 @@ from agentrl_train.runtime.charts import (
     percent_label,
     thin,
 )
-from agentrl_train.runtime.metrics import MetricsLog
-from agentrl_train.runtime.report import write_report
+from agentrl_train.runtime.report.page import write_report
+from agentrl_train.runtime.telemetry.metrics import MetricsLog
 from agentrl_train.types import Completion, EpisodeEnd, Trajectory, TrajectoryGroup, Turn
 
 TASKS = ("household", "shop", "sql")

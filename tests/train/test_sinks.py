@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from agentrl_train.errors import ConfigError
-from agentrl_train.runtime.prometheus import Exposition
+from agentrl_train.runtime.telemetry.prometheus import Exposition
 
 FIRST = {
     "loss": 0.5,
@@ -95,7 +95,7 @@ def test_a_port_that_is_taken_is_one_sentence(exposition: Exposition) -> None:
 OFFLINE = """
 import json, sys
 from pathlib import Path
-from agentrl_train.runtime.wandb import WandbWriter
+from agentrl_train.runtime.telemetry.wandb import WandbWriter
 folder = Path(sys.argv[1])
 for first in (1, 3):  # a run, and the same one resumed
     writer = WandbWriter(folder, project="tests", name="one", config={"run": {"seed": 3}})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl_train.runtime import throughput
-from agentrl_train.runtime.throughput import Throughput, copy_bytes_per_s
+from agentrl_train.runtime.telemetry import throughput
+from agentrl_train.runtime.telemetry.throughput import Throughput, copy_bytes_per_s
 
 
 class Clock:

@@ -21,7 +21,7 @@ import pytest
 import viztracer
 from playwright.sync_api import Page, Route, sync_playwright
 
-from agentrl_train.runtime.trace import TraceFile
+from agentrl_train.runtime.telemetry.trace import TraceFile
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PERFETTO = Path(viztracer.__file__).with_name("web_dist")

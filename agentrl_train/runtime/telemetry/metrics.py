@@ -29,7 +29,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from agentrl_train.runtime.disk import run_folder_errors, write_file
-from agentrl_train.runtime.progress import Progress
+from agentrl_train.runtime.telemetry.progress import Progress
 from agentrl_train.types import Trajectory, TrajectoryGroup, Turn
 
 SHOWN_PER_TASK = 8

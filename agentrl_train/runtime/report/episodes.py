@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
 
-from agentrl_train.runtime.curves import number
+from agentrl_train.runtime.report.curves import number
 
 LONGEST_TEXT = 4000
 """Characters shown of one message."""

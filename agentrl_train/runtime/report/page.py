@@ -11,12 +11,12 @@ from statistics import fmean
 from typing import Any
 
 from agentrl_train.errors import RunFolderError
-from agentrl_train.runtime.charts import Interval, interval_axis, interval_chart, number_label
-from agentrl_train.runtime.curves import curves, number, task_values
 from agentrl_train.runtime.disk import run_folder_errors, write_file
-from agentrl_train.runtime.efficiency import efficiency
-from agentrl_train.runtime.episodes import episode_html
-from agentrl_train.runtime.metrics import read_jsonl
+from agentrl_train.runtime.report.charts import Interval, interval_axis, interval_chart, number_label
+from agentrl_train.runtime.report.curves import curves, number, task_values
+from agentrl_train.runtime.report.efficiency import efficiency
+from agentrl_train.runtime.report.episodes import episode_html
+from agentrl_train.runtime.telemetry.metrics import read_jsonl
 
 Record = Mapping[str, Any]
 
@@ -86,7 +86,7 @@ def read_run(folder: Path) -> RunRecord:
 
 def render(run: RunRecord) -> str:
     """Return the page."""
-    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     sections = (_header, _results, _curves, _efficiency, _comparisons, _training_episodes, _config)
     body = "\n".join(part for part in (section(run) for section in sections) if part)
     return (

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from agentrl_train.runtime.config import RunConfig
-from agentrl_train.runtime.metrics import Sink
-from agentrl_train.runtime.prometheus import Exposition
-from agentrl_train.runtime.tensorboard import ScalarWriter
-from agentrl_train.runtime.trace import TraceFile
-from agentrl_train.runtime.wandb import WandbWriter
+from agentrl_train.runtime.telemetry.metrics import Sink
+from agentrl_train.runtime.telemetry.prometheus import Exposition
+from agentrl_train.runtime.telemetry.tensorboard import ScalarWriter
+from agentrl_train.runtime.telemetry.trace import TraceFile
+from agentrl_train.runtime.telemetry.wandb import WandbWriter
 from agentrl_train.types import UNTRACED, Trace
 
 

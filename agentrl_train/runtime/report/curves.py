@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from agentrl_train.runtime.charts import Point, Series, line_chart, number_label, percent_label
+from agentrl_train.runtime.report.charts import Point, Series, line_chart, number_label, percent_label
 
 SMOOTHING = 0.8
 """Of the noisy values of single steps; the raw ones are drawn faintly."""

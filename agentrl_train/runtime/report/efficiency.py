@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from agentrl_train.runtime.charts import number_label, percent_label, share_bar
-from agentrl_train.runtime.curves import number, task_values
+from agentrl_train.runtime.report.charts import number_label, percent_label, share_bar
+from agentrl_train.runtime.report.curves import number, task_values
 
 Step = Mapping[str, Any]
 SPEEDS = (
