@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -121,7 +121,7 @@ class StepTrainer:
     ) -> tuple[float, dict[str, float]]:
         """Make the update; return how far engine and trainer differed before it, and its metrics."""
         recipe, span = self._recipe, partial(self._trace.span, TRACK)
-        with span("check") as told:
+        with span("check") as told, self._memory(policy_version):
             told["drift"] = drift = self._check(rows, version=policy_version - 1)
         with span("pack"):
             batches = pack(
@@ -136,7 +136,7 @@ class StepTrainer:
             )
         # The learning rate follows steps: one with nothing to learn from, or left out, counts as well.
         due = self.learner.num_updates + recipe.minibatches
-        with span("learn"):
+        with span("learn"), self._memory(policy_version):
             metrics = self._learn(batches, groups, step=policy_version)
         self.learner.num_updates = due
         return drift, metrics
@@ -154,6 +154,12 @@ class StepTrainer:
                 raise type(error)(f"{error} The groups of step {step} are in {place}.") from error
             logger.warning("%s The step is left out; its groups are in %s.", error, place)
             return {"skipped_steps": 1.0}
+
+    @contextmanager
+    def _memory(self, step: int) -> Iterator[None]:
+        """Say which setting helps where memory runs out."""
+        try:
+            yield
         except (RuntimeError, MemoryError) as error:
             if not ran_out_of_memory(error):
                 raise

@@ -18,7 +18,7 @@ from agentrl_env.types import TaskSample
 from agentrl_train.actor import Actor, Episode, Play
 from agentrl_train.engine.replica import Replica
 from agentrl_train.engine.torch import MAX_REBUILDS, TorchEngine
-from agentrl_train.errors import EngineBroken, GradientSpike, LossNotFinite, Stalled
+from agentrl_train.errors import EngineBroken, GradientSpike, LearnerOutOfMemory, LossNotFinite, Stalled
 from agentrl_train.learner import Learner
 from agentrl_train.learner.guard import FEWEST, SpikeGuard
 from agentrl_train.runtime.environments import kept
@@ -249,6 +249,22 @@ def test_a_gradient_that_spikes_makes_no_update(tmp_path: Path) -> None:
         trainer.step([make_group(99)], policy_version=FEWEST + 1)
     assert all(map(torch.equal, before, parameters(learner)))
     assert all(value.grad is None for value in learner.model.parameters())
+
+
+@pytest.mark.parametrize(("where", "version"), [("logprobs", 0), ("objective", 1)])
+def test_a_learner_out_of_memory_names_the_setting_that_helps(
+    tmp_path: Path, where: str, version: int
+) -> None:
+    learner = Learner(make_model(), learning_rate=1e-2)
+    trainer = make_trainer(tmp_path, learner, Nowhere())
+
+    def vast(*_inputs: object, **_options: object) -> None:
+        torch.empty(1 << 60)
+
+    setattr(learner, where, vast)
+    message = rf"step {version} .* lower train\.micro_batch_tokens, now \d+, and go on with --resume"
+    with pytest.raises(LearnerOutOfMemory, match=message):
+        trainer.step([make_group(0)], policy_version=version)
 
 
 def test_a_lasting_change_of_level_is_no_spike_for_ever() -> None:
