@@ -2,8 +2,8 @@
 
 The quick start's policy learns the shop of ``longtail_task``, whose calls wait for Pareto-distributed times.
 Every run trains the same samples, in the same steps; staleness, loss and seed differ. Synchronous runs wait
-for the slowest episode of each step, asynchronous ones play on meanwhile. The runs of one seed go side by
-side, a thread each: they wait most of the time, and whatever else the machine does meets all alike.
+for the slowest episode of each step, asynchronous ones play on meanwhile. Runs of a thread each go two at a
+time: they wait most of the time, and more would wait for processors as well.
 
 *Speed* is trained tokens a second over all steps but the first. The ceiling of the ratio is a loop that never
 waits for an environment: the synchronous run's seconds over those in which its engine or its trainer worked,
@@ -39,7 +39,7 @@ LOSSES: Mapping[str, Sequence[str]] = {
     "clipped": [],
     "unclipped": ["train.clip_low=0.999", "train.clip_high=1e6", "train.dual_clip=0.0"],
 }
-GROUPS = 4
+GROUPS, AT_A_TIME = 4, 2
 SETTINGS = (
     "eval.samples=0",
     "metrics.tensorboard=false",
@@ -143,9 +143,9 @@ def run(*, quick: bool) -> None:
 def collect(
     folder: Path, settings: Sequence[Setting], *, seeds: int, steps: int
 ) -> dict[Setting, list[list[dict[str, float]]]]:
-    """Make every run, those of one seed at the same time."""
+    """Make every run, seed by seed, ``AT_A_TIME`` side by side."""
     runs: dict[Setting, list[list[dict[str, float]]]] = {setting: [] for setting in settings}
-    with ThreadPoolExecutor(len(settings)) as pool:
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
         for seed in range(seeds):
             make = partial(train, folder, seed=seed, steps=steps)
             for setting, records in zip(settings, pool.map(make, settings), strict=True):
