@@ -7,6 +7,7 @@ trainer and the engine must give the same tokens the same log-probabilities.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +18,18 @@ from agentrl_train.types import Completion, SamplingParams, TokenSequence, Weigh
 
 CANARY_TOKENS = 8
 """Tokens that a canary is given, and as many that it says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """How far the engine's log-probabilities of some tokens are from the trainer's: found, or allowed."""
+
+    worst: float = 0.0
+    mean: float = 0.0
+
+
+FLOAT32 = Drift(worst=1e-4, mean=1e-4)
+"""What rounding explains where both compute in float32 on the same device with the same operations."""
 
 
 class LogProbs(Protocol):
@@ -49,7 +62,7 @@ class Canary:
         logprobs: the trainer's side.
         vocabulary: number of tokens to draw from.
         temperature: of the run.
-        tolerance: largest difference in log-probability.
+        tolerance: differences that rounding explains.
     """
 
     def __init__(
@@ -59,7 +72,7 @@ class Canary:
         logprobs: LogProbs,
         vocabulary: int,
         temperature: float,
-        tolerance: float,
+        tolerance: Drift,
     ) -> None:
         self._probe = probe
         self._logprobs = logprobs
@@ -67,11 +80,11 @@ class Canary:
         self._temperature = temperature
         self._tolerance = tolerance
 
-    def check(self, policies: Sequence[str], *, version: int) -> float:
+    def check(self, policies: Sequence[str], *, version: int) -> Drift:
         """Compare what these policies say with the trainer, which holds ``version`` as well.
 
         Returns:
-            The largest difference in log-probability.
+            How far apart they are.
 
         Raises:
             WeightMismatch: they differ, or an engine samples with another version.
@@ -82,9 +95,9 @@ class Canary:
         if others := {v for completion in completions for v in completion.versions} - {version}:
             raise WeightMismatch(f"an engine samples with version {min(others)} after version {version} came")
         sequences = [probe_sequence(context, completion) for completion in completions]
-        difference = disagreement(self._logprobs(sequences), sequences, version=version)
-        require_agreement(difference, tolerance=self._tolerance, version=version)
-        return difference
+        found = drift(self._logprobs(sequences), sequences, version=version)
+        require_agreement(found, tolerance=self._tolerance, version=version)
+        return found
 
 
 class Publisher:
@@ -98,7 +111,7 @@ class Publisher:
         self._sync = sync
         self._stale_interval = stale_interval
         self._canary = canary
-        self.difference = 0.0
+        self.drift = Drift()
         """What the canary found after the last push."""
 
     def publish(
@@ -115,37 +128,40 @@ class Publisher:
         policies = ("current", "stale") if stale else ("current",)
         self._sync.publish(weights, policy_version=policy_version, policies=policies)
         if self._canary is not None:
-            self.difference = self._canary.check(policies, version=policy_version)
+            self.drift = self._canary.check(policies, version=policy_version)
 
 
-def disagreement(trainer: Sequence[np.ndarray], sequences: Sequence[TokenSequence], *, version: int) -> float:
-    """Return the largest log-probability difference on tokens sampled by ``version``; 0 if there are none.
+def drift(trainer: Sequence[np.ndarray], sequences: Sequence[TokenSequence], *, version: int) -> Drift:
+    """Return how far engine and trainer are apart on tokens sampled by ``version``; 0 if there are none.
 
     Args:
         trainer: the trainer's log-probabilities of each sequence, [T] each.
         sequences: what the engine sampled, with its own log-probabilities.
         version: the policy version whose weights the trainer holds.
     """
-    worst = 0.0
-    for ours, sequence in zip(trainer, sequences, strict=True):
-        told = (sequence.versions == version) & (sequence.loss_mask > 0)
-        if told.any():
-            # Not Python's ``max``, which would hide what is not a number.
-            worst = float(np.maximum(worst, np.abs(ours - sequence.logprobs)[told].max()))
-    return worst
+    told = [(one.versions == version) & (one.loss_mask > 0) for one in sequences]
+    apart = [
+        np.abs(ours - one.logprobs)[here] for ours, one, here in zip(trainer, sequences, told, strict=True)
+    ]
+    every = np.concatenate([np.zeros(0), *apart])
+    return Drift(worst=float(every.max()), mean=float(every.mean())) if every.size else Drift()
 
 
-def require_agreement(difference: float, *, tolerance: float, version: int) -> None:
+def require_agreement(found: Drift, *, tolerance: Drift, version: int) -> None:
     """Stop a run whose engine does not hold the weights it should.
 
     Raises:
-        WeightMismatch: the difference is over ``tolerance``, or not a number.
+        WeightMismatch: a difference is over its tolerance, or not a number.
     """
-    if not difference <= tolerance:
-        raise WeightMismatch(
-            f"engine and trainer differ by {difference:.2e} in log-probability at policy version {version} "
-            f"(tolerance {tolerance:g}): the engine does not hold the trainer's weights"
-        )
+    for name, value, limit in (
+        ("by", found.worst, tolerance.worst),
+        ("on average by", found.mean, tolerance.mean),
+    ):
+        if not value <= limit:
+            raise WeightMismatch(
+                f"engine and trainer differ {name} {value:.2e} in log-probability at version {version} "
+                f"(tolerance {limit:g}): the engine does not hold the trainer's weights"
+            )
 
 
 def probe_sequence(context: Sequence[int], completion: Completion) -> TokenSequence:

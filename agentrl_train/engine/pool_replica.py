@@ -136,12 +136,16 @@ class PoolReplica:
                     logger.info("%s takes weights again: %s", self.name, error)
 
     async def sleep(self) -> None:
-        """Give the devices' memory back; an engine that is lost meanwhile is not started before ``wake``."""
+        """Give the devices' memory back; an engine that is lost meanwhile is not started before ``wake``.
+
+        Raises:
+            EngineError: no engine comes up any more.
+        """
         if self._awake.is_set():
+            engine = await self._engine()  # one that is only starting would take the memory a little later
             self._awake.clear()
-            if self.ready:
-                with contextlib.suppress(EngineLost):
-                    await self._up.result().load("sleep")
+            with contextlib.suppress(EngineLost):
+                await engine.load("sleep")
 
     async def wake(self) -> None:
         """Return once the engine is awake, or another one is up.
@@ -212,8 +216,15 @@ class PoolReplica:
             self._native[1].send(weights)
 
         await engine.load("pause", pause=pause)
+        sending = asyncio.create_task(_in_a_thread_to_leave(send))
+        either: list[asyncio.Future[Any]] = [sending, engine.lost]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if engine.lost.done() and self._options.transfer == "nccl":
+            # The collective that it died in stays on the learner's GPU, before all that would follow.
+            sending.cancel()
+            raise EngineError("it was lost while it took weights by NCCL: go on with --resume")
         try:
-            await _in_a_thread_to_leave(send)
+            await sending
         except (EngineLost, TrainError):
             raise
         except Exception as error:  # the border: vLLM and NCCL raise what they like
@@ -234,6 +245,9 @@ class PoolReplica:
                 reason = await self._watch(process)
             except (TrainError, EngineLost) as error:
                 reason = str(error)
+            except Exception as error:  # whatever it is, those who wait for the engine must hear of it
+                logger.exception("engine %s could not be started", self.name)
+                reason = f"{type(error).__name__}: {error}"
             await process.stop()  # before it is forgotten: closing must find it
             self._before = {name: self.total(name) for name in process.beat if name != "event"}
             self._process, self._held = None, None

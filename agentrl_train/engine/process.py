@@ -121,7 +121,7 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                env={**os.environ, **self._options.environment},
+                env={**_own_environment(), **self._options.environment},
             )
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self._reading = asyncio.create_task(self._read(reader))
@@ -213,6 +213,12 @@ class EngineProcess:
         lines = [line.strip() for line in tail.splitlines()]
         errors = [number for number, line in enumerate(lines) if _ERROR.match(line)]
         return " ".join(lines[errors[-1] :])[:ERROR_LENGTH] if errors else "its process ended"
+
+
+def _own_environment() -> dict[str, str]:
+    """Return this process's variables without those by which ranks find one another: an engine is none."""
+    meeting = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
+    return {name: value for name, value in os.environ.items() if not meeting.fullmatch(name)}
 
 
 def _end(process: subprocess.Popen[bytes], limit_s: float) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -14,6 +15,8 @@ import torch
 Fingerprint = dict[str, int]
 """Layer number ("" outside the layers) -> sum of the bit patterns of its parameters."""
 
+ENTRY_BYTES = 256
+"""More than the type, shape and place of one tensor take in the head of a safetensors file."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -49,12 +52,17 @@ class SharedWeights:
         self._descriptor = os.memfd_create(f"weights-{policy_version}", os.MFD_CLOEXEC)
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         sums: Counter[str] = Counter()
+        shapes: dict[str, tuple[int, ...]] = {}
+        room = _header_room(state)
         with os.fdopen(self._descriptor, "wb", closefd=False) as file:
-            file.write(_header(state, dtype))
-            for name, value in state.items():
+            file.seek(room)
+            for name, value in state.items():  # once: a sharded model is gathered as it is read
                 cast = value.detach().to("cpu", dtype).contiguous()
                 sums.update(fingerprint([(name, cast)]))
+                shapes[name] = tuple(cast.shape)
                 file.write(cast.view(-1).view(torch.uint8).numpy().data)
+            file.seek(0)
+            file.write(_header(shapes, dtype, room=room))
         self.fingerprint: Fingerprint = dict(sums)
 
     def close(self) -> None:
@@ -83,13 +91,17 @@ class DeviceWeights:
 Weights = SharedWeights | DeviceWeights
 
 
-def _header(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> bytes:
-    """Return the head of a safetensors file that holds these tensors one after another."""
-    ends = list(accumulate((value.numel() * dtype.itemsize for value in state.values()), initial=0))
+def _header_room(names: Iterable[str]) -> int:
+    """Return more bytes than the head of a safetensors file with these tensors takes, in eights."""
+    return 1024 + sum(len(json.dumps(name)) + ENTRY_BYTES for name in names) // 8 * 8
+
+
+def _header(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, *, room: int) -> bytes:
+    """Return the head of a safetensors file that holds these tensors one after another, in ``room`` bytes."""
+    ends = list(accumulate((math.prod(shape) * dtype.itemsize for shape in shapes.values()), initial=0))
     entries = {
-        name: {"dtype": _NAMES[dtype], "shape": list(value.shape), "data_offsets": [start, end]}
-        for (name, value), start, end in zip(state.items(), ends, ends[1:], strict=False)
+        name: {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        for (name, shape), start, end in zip(shapes.items(), ends, ends[1:], strict=False)
     }
-    head = json.dumps(entries).encode()
-    head += b" " * (-len(head) % 8)
+    head = json.dumps(entries).encode().ljust(room - 8)
     return len(head).to_bytes(8, "little") + head

@@ -81,7 +81,7 @@ def evaluate_policy(config: RunConfig, *, model: str | None) -> int:
 
 
 async def _evaluate(config: RunConfig, *, path: str) -> dict[str, Evaluation]:
-    with launcher_of(config) as launcher:
+    with launcher_of(config) as launcher, launcher.alone():
         return await _evaluate_on(config, path=path, launcher=launcher)
 
 

@@ -277,12 +277,20 @@ class RunConfig(Section):
         """Return the names of the policies that act."""
         return ("current", "stale") if self.rollout.stale_fraction > 0 else ("current",)
 
+    @property
+    def engine_gpus(self) -> int:
+        """Return how many GPUs the engine takes, where it runs on GPUs."""
+        vllm = self.engine.vllm
+        return 1 if self.engine.kind == "torch" else len(self.policies) * vllm.replicas * vllm.tensor_parallel
+
     def problems(self) -> list[str]:
         """Return what is wrong between sections, one sentence each."""
         found = self.placement.problems_with(
             device=self.engine.device,
             processes=self.train.processes,
             max_staleness=self.rollout.max_staleness,
+            transfer=self.engine.vllm.transfer,
+            engine_gpus=self.engine_gpus,
         )
         if not self.environments:
             found.append("environments is empty: give at least one [[environments]] table")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 
 from transformers import PreTrainedModel
 
@@ -17,7 +18,7 @@ from agentrl_train.runtime.config import RunConfig
 from agentrl_train.runtime.models import copy_of
 from agentrl_train.runtime.placement.launcher import Launcher
 from agentrl_train.types import Trace
-from agentrl_train.weights import Canary, LogProbs, Publisher
+from agentrl_train.weights import Canary, Drift, LogProbs, Publisher
 
 KV_GIB_ON_A_CPU = 1.0
 TORCH_SERVING = "agentrl_train.runtime.placement.serving"
@@ -91,6 +92,11 @@ def _processes(
     if engine.kind == "vllm":
         python = vllm.python or python
         require_vllm(python)
+        if vllm.transfer != "memory" and find_spec("vllm") is None:
+            raise ConfigError(
+                f"engine.vllm.transfer = {vllm.transfer!r} needs vLLM in the trainer's own Python as well: "
+                "install agentrl-kit[vllm] there, or set it to 'memory'"
+            )
     else:
         options = replace(options, module=TORCH_SERVING, threads=threads)
     return EnginePool(
@@ -132,7 +138,7 @@ def make_publisher(
     *,
     logprobs: LogProbs,
     vocabulary: int,
-    tolerance: float,
+    tolerance: Drift,
 ) -> Publisher:
     """Return what puts weights in force; for engines in other processes, it looks whether they really are.
 
@@ -141,7 +147,7 @@ def make_publisher(
         engine: where the weights go.
         logprobs: the trainer's log-probabilities of sequences.
         vocabulary: number of tokens.
-        tolerance: largest difference in log-probability.
+        tolerance: differences in log-probability that rounding explains.
     """
     canary = None
     if isinstance(engine, EnginePool):

@@ -42,9 +42,22 @@ class PlacementSection(Section):
             found.append("ray_address is for launcher = 'ray'")
         return found
 
-    def problems_with(self, *, device: str, processes: int, max_staleness: int) -> list[str]:
+    def problems_with(
+        self, *, device: str, processes: int, max_staleness: int, transfer: str, engine_gpus: int
+    ) -> list[str]:
         """Return what is wrong between this section and others, one sentence each."""
         found = []
+        shared = self.layout == "colocated" and self.launcher != "torchrun" and processes == engine_gpus == 1
+        if transfer == "ipc" and not shared:
+            found.append(
+                "engine.vllm.transfer = 'ipc' hands over memory of one GPU: it needs placement.layout = "
+                "'colocated', one process of the learner and one GPU of the engine; use 'nccl' or 'memory'"
+            )
+        if transfer == "nccl" and (self.layout == "colocated" or self.launcher == "ray"):
+            found.append(
+                "engine.vllm.transfer = 'nccl' needs GPUs of the engine's own on this machine: use "
+                "placement.layout = 'separated' and another launcher than Ray, or transfer = 'memory'"
+            )
         if (self.learner or self.engine) and device != "cuda":
             found.append(
                 "placement.learner and placement.engine name GPUs, and engine.device is "

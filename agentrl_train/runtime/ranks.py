@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from agentrl_train.errors import BadUpdate, ConfigError, RanksLost
+from agentrl_train.errors import BadUpdate, ConfigError, RanksLost, ran_out_of_memory
 from agentrl_train.learner import Learner, Snapshot
 from agentrl_train.types import Batch, FloatArray, TokenSequence
 
@@ -43,6 +43,8 @@ WRITING_S = 3600.0
 """Longest that the ranks wait for one another while a checkpoint is written."""
 MEETING_S = 600.0
 """Longest wait for all ranks to have come."""
+CLOSE_S = 5.0
+"""Longest wait for a call under way before the other ranks are left alone."""
 PR_SET_PDEATHSIG = 1
 IDLE, STOP, SNAPSHOT, WRITE, RELEASE = "idle", "stop", "snapshot", "write", "release"
 
@@ -152,6 +154,7 @@ class LeadLearner(Learner):
         self._ranks = ranks
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self._astray = False
         self._beats = threading.Thread(target=self._beat, name="ranks", daemon=True)
         self._beats.start()
 
@@ -191,15 +194,19 @@ class LeadLearner(Learner):
             self._ranks.tell(name, self.num_updates, *arguments)
 
     def close(self) -> None:
-        """Let the others go; idempotent, and silent if they are gone."""
+        """Let the others go; idempotent. Those that no longer follow are left to whoever started them."""
         if self._closed.is_set():
             return
         self._closed.set()
-        self._beats.join()
+        if self._astray or not self._lock.acquire(timeout=CLOSE_S):
+            logger.warning("the other ranks of the learner are not told to stop: they no longer follow")
+            return
         try:
-            self.tell(STOP)
+            self._ranks.tell(STOP, self.num_updates)
         except RanksLost as error:
             logger.warning("%s", error)
+        finally:
+            self._lock.release()
 
     @contextmanager
     def _together(self, name: str, *arguments: Any) -> Iterator[None]:
@@ -209,16 +216,22 @@ class LeadLearner(Learner):
             try:
                 yield
             except RuntimeError as error:
+                self._astray = True
+                if ran_out_of_memory(error):
+                    raise
                 raise lost(error) from error
 
     def _beat(self) -> None:
         """Tell the others that this process lives."""
         while not self._closed.wait(self._ranks.timeout_s / 4):
-            try:
-                self.tell(IDLE)
-            except RanksLost as error:
-                logger.warning("%s", error)
-                return
+            with self._lock:
+                if self._closed.is_set():
+                    return
+                try:
+                    self._ranks.tell(IDLE, self.num_updates)
+                except RanksLost as error:
+                    logger.warning("%s", error)
+                    return
 
 
 def release_memory() -> None:
@@ -257,6 +270,11 @@ def follow(learner: Learner, ranks: Ranks) -> None:
         except BadUpdate as error:
             logger.debug("%s Rank 0 saw it too, and decides.", error)
         except RuntimeError as error:
+            if ran_out_of_memory(error):
+                raise RanksLost(
+                    "this rank of the learner is out of memory: lower train.micro_batch_tokens, and go on "
+                    "with --resume"
+                ) from error
             raise lost(error) from error
     if writer.ident is not None:
         writer.join()

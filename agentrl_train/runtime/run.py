@@ -31,7 +31,7 @@ from agentrl_train.runtime.telemetry.throughput import Throughput
 from agentrl_train.runtime.trainer import TRACK, StepTrainer, by_task
 from agentrl_train.runtime.watchdog import in_thread
 from agentrl_train.types import UNTRACED, Completion, RunningEngine, SamplingParams, Trace, Trajectory
-from agentrl_train.weights import Publisher, disagreement, probe_sequence, require_agreement
+from agentrl_train.weights import Drift, Publisher, drift, probe_sequence, require_agreement
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Cadence:
     keep: int
     evaluate_every: int
     temperature: float
-    tolerance: float
+    tolerance: Drift
     step_s: float
     checkpoint_s: float
 
@@ -297,8 +297,8 @@ class Run:
             context, sampling=SamplingParams(max_new_tokens=8, temperature=self._cadence.temperature)
         )
         sequence = probe_sequence(context, completion)
-        difference = disagreement(self._policy.learner.logprobs([sequence]), [sequence], version=version)
-        require_agreement(difference, tolerance=self._cadence.tolerance, version=version)
+        found = drift(self._policy.learner.logprobs([sequence]), [sequence], version=version)
+        require_agreement(found, tolerance=self._cadence.tolerance, version=version)
 
     async def _complete(self, context: Sequence[int], *, sampling: SamplingParams) -> Completion:
         """Ask the engine for the first completion, again where it dies over it."""

@@ -22,7 +22,7 @@ from agentrl_train.learner import Learner
 from agentrl_train.runtime.disk import run_folder_errors, write_file
 from agentrl_train.runtime.journal import encode_group, frame
 from agentrl_train.types import UNTRACED, Batch, TokenSequence, Trace, TrajectoryGroup
-from agentrl_train.weights import Publisher, disagreement, require_agreement
+from agentrl_train.weights import FLOAT32, Drift, Publisher, drift, require_agreement
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,8 @@ class Recipe:
     """Denominator of the "constant" aggregation."""
     skip_zero_advantages: bool = True
     """Leave sequences without a signal out of the computation; they stay in the denominators."""
-    tolerance: float = 1e-4
-    """Largest difference between the engine's and the trainer's log-probabilities of the same tokens."""
+    tolerance: Drift = FLOAT32
+    """Difference allowed between the engine's and the trainer's log-probabilities of the same tokens."""
     skip_bad_updates: bool = False
     """Leave out a step whose update would spoil the parameters, instead of ending the run."""
     seed: int = 0
@@ -98,15 +98,16 @@ class StepTrainer:
         with span("advantages"):
             rows = sequences(groups, self._advantages(groups))
         with self._turn():
-            drift, metrics = self._learn_from(rows, groups, policy_version=policy_version)
+            found, metrics = self._learn_from(rows, groups, policy_version=policy_version)
         started, weights = time.perf_counter(), self.learner.weights()
         with span("publish", version=policy_version):
             self._publisher.publish(weights, policy_version=policy_version)
         return {
             **metrics,
             **staleness(groups, rows, version=policy_version - 1),
-            "logprob_drift": drift,
-            "canary_drift": self._publisher.difference,
+            "logprob_drift": found.worst,
+            "logprob_drift_mean": found.mean,
+            "canary_drift": self._publisher.drift.worst,
             "publish_seconds": time.perf_counter() - started,
             "publish_bytes": self._publish_bytes,
         }
@@ -118,11 +119,12 @@ class StepTrainer:
 
     def _learn_from(
         self, rows: Sequence[TokenSequence], groups: Sequence[TrajectoryGroup], *, policy_version: int
-    ) -> tuple[float, dict[str, float]]:
+    ) -> tuple[Drift, dict[str, float]]:
         """Make the update; return how far engine and trainer differed before it, and its metrics."""
         recipe, span = self._recipe, partial(self._trace.span, TRACK)
         with span("check") as told, self._memory(policy_version):
-            told["drift"] = drift = self._check(rows, version=policy_version - 1)
+            found = self._check(rows, version=policy_version - 1)
+            told["drift"] = found.worst
         with span("pack"):
             batches = pack(
                 rows,
@@ -139,7 +141,7 @@ class StepTrainer:
         with span("learn"), self._memory(policy_version):
             metrics = self._learn(batches, groups, step=policy_version)
         self.learner.num_updates = due
-        return drift, metrics
+        return found, metrics
 
     def _learn(
         self, batches: Sequence[Batch], groups: Sequence[TrajectoryGroup], *, step: int
@@ -186,21 +188,21 @@ class StepTrainer:
             truncation_penalty=self._recipe.truncation_penalty,
         )
 
-    def _check(self, rows: Sequence[TokenSequence], *, version: int) -> float:
+    def _check(self, rows: Sequence[TokenSequence], *, version: int) -> Drift:
         """Compare log-probabilities, at the first step all of them; return how far off the freshest is."""
         own = [row for row in rows if row.group_id not in self._inherited]
         fresh = [(int((row.versions == version).sum()), row) for row in own]
         fresh = [(count, row) for count, row in fresh if count]
         if not fresh:
-            return 0.0
+            return Drift()
         chosen = [row for _, row in sorted(fresh, key=lambda pair: -pair[0])]
         if self._checked_all:
             chosen = chosen[:1]
         self._checked_all = True
         ours = self.learner.logprobs(chosen)
-        difference = disagreement(ours, chosen, version=version)
-        require_agreement(difference, tolerance=self._recipe.tolerance, version=version)
-        return disagreement(ours[:1], chosen[:1], version=version)
+        found = drift(ours, chosen, version=version)
+        require_agreement(found, tolerance=self._recipe.tolerance, version=version)
+        return drift(ours[:1], chosen[:1], version=version)
 
 
 def staleness(

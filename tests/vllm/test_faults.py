@@ -20,7 +20,7 @@ from agentrl_train.engine.pool import EnginePool
 from agentrl_train.engine.transfer import SharedWeights
 from agentrl_train.errors import EngineError, WeightMismatch
 from agentrl_train.types import Completion, SamplingParams, TokenSequence
-from agentrl_train.weights import Canary, Publisher
+from agentrl_train.weights import Canary, Drift, Publisher
 from tests.engine_contract import (
     VOCABULARY,
     Subject,
@@ -105,7 +105,7 @@ async def test_the_canary_stops_a_trainer_whose_weights_are_not_the_engines(subj
             logprobs=lambda rows: [trainers_logprobs(model, row) for row in rows],
             vocabulary=VOCABULARY,
             temperature=1.0,
-            tolerance=1e-3,
+            tolerance=Drift(worst=1e-3, mean=1e-3),
         )
         return Publisher(engine, canary=canary)
 

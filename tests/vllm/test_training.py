@@ -107,6 +107,7 @@ def test_two_engines_that_ray_places_take_drained_weights(python: str, tmp_path:
         tmp_path,
         errors,
         run__steps=3,
+        train__warmup_steps=1,
         placement__launcher="ray",
         engine__vllm__replicas=2,
         engine__vllm__push="drained",

@@ -42,13 +42,6 @@ def visible_gpus() -> tuple[str, ...]:
     return names[:count]
 
 
-def engine_gpus(config: RunConfig) -> int:
-    """Return how many GPUs the engine takes."""
-    if config.engine.kind == "torch":
-        return 1
-    return len(config.policies) * config.engine.vllm.replicas * config.engine.vllm.tensor_parallel
-
-
 def assign(config: RunConfig, *, gpus: Sequence[str], ranks: int, with_engine: bool = True) -> Devices:
     """Return which GPUs learner and engine get.
 
@@ -67,7 +60,7 @@ def assign(config: RunConfig, *, gpus: Sequence[str], ranks: int, with_engine: b
     if not gpus:
         raise ConfigError("engine.device is 'cuda' and no GPU can be seen here: set it to 'cpu'")
     learner = place.learner or _free(ranks, but=place.engine if place.layout == "separated" else ())
-    needed = engine_gpus(config) if with_engine else 0
+    needed = config.engine_gpus if with_engine else 0
     engine = (place.engine or _default_engine(config, learner, len(gpus))) if with_engine else ()
     if len(learner) != ranks:
         raise ConfigError(
@@ -89,7 +82,7 @@ def assign(config: RunConfig, *, gpus: Sequence[str], ranks: int, with_engine: b
 
 
 def _default_engine(config: RunConfig, learner: Sequence[int], count: int) -> tuple[int, ...]:
-    needed = engine_gpus(config)
+    needed = config.engine_gpus
     inside = config.engine.kind == "torch" and len(learner) >= count
     if config.placement.layout == "colocated" or inside:
         return tuple(learner[:needed])

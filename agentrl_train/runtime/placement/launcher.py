@@ -38,6 +38,10 @@ class Launcher(Protocol):
         """Wait for a rank to be lost; raises ``RanksLost`` then."""
         ...
 
+    def alone(self) -> AbstractContextManager[None]:
+        """Have this process see the GPUs of rank 0 for the length of the block, and start no rank."""
+        ...
+
     def ranks(self) -> AbstractContextManager[None]:
         """Have the learner's other processes for the length of the block, by torchrun's variables.
 

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from agentrl_train.engine.process import EngineProcess, Spawn
@@ -49,13 +49,17 @@ class Local:
                     )
             await asyncio.sleep(LOOK_S)
 
+    def alone(self) -> AbstractContextManager[None]:
+        """Have this process see the GPUs of rank 0."""
+        return environment(seeing(self.devices.of_the_first_rank))
+
     @contextmanager
     def ranks(self) -> Iterator[None]:
         """Start ranks 1 and up, and stop them at the end."""
         count, gpus = self._config.train.processes, self.devices.learner
         own = self.devices.of_the_first_rank
         if count == 1:
-            with environment(seeing(own)):
+            with self.alone():
                 yield
             return
         meeting = Meeting(count)

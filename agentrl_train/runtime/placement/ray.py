@@ -28,8 +28,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.errors import ConfigError, RanksLost
 from agentrl_train.runtime.config import RunConfig
-from agentrl_train.runtime.placement.devices import Devices, engine_gpus
-from agentrl_train.runtime.placement.launcher import LOOK_S, Meeting, environment
+from agentrl_train.runtime.placement.devices import Devices
+from agentrl_train.runtime.placement.launcher import LOOK_S, Meeting, environment, seeing
 from agentrl_train.runtime.placement.ray_engine import Carrier, RayEngine
 
 END_S = 10.0
@@ -72,23 +72,37 @@ class RayLauncher:
         self._following: dict[Any, int] = {}
 
     @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Have this process see the GPUs of rank 0, whose place an actor keeps."""
+        with self._hosts(), environment(seeing(self._gpus[0])):
+            yield
+
+    @contextmanager
     def ranks(self) -> Iterator[None]:
         """Start the actors of all ranks, and end them at the end."""
-        count = self._config.train.processes
-        gpu = 1 if self._config.engine.device == "cuda" else 0
-        hosts = [
-            RankHost.options(num_gpus=gpu, scheduling_strategy=self._in_bundle(n)).remote()  # type: ignore[attr-defined]
-            for n in range(count)
-        ]
-        try:
-            self._gpus = ray.get([host.gpus.remote() for host in hosts], timeout=PLACE_S)
-            meeting = Meeting(count, host=ray.util.get_node_ip_address())
+        if self._config.train.processes == 1:
+            with self.alone():
+                yield
+            return
+        with self._hosts() as hosts:
+            meeting = Meeting(len(hosts), host=ray.util.get_node_ip_address())
             variables = [meeting.variables(n, gpus=gpus) for n, gpus in enumerate(self._gpus)]
             for number, host in list(enumerate(hosts))[1:]:
                 self._following[host.follow.remote(self._config, variables[number])] = number
-            own = variables[0] if count > 1 else {}
-            with environment(own):
+            with environment(variables[0]):
                 yield
+
+    @contextmanager
+    def _hosts(self) -> Iterator[list[Any]]:
+        """Place an actor for each rank, and learn which GPUs it has."""
+        gpu = 1 if self._config.engine.device == "cuda" else 0
+        hosts = [
+            RankHost.options(num_gpus=gpu, scheduling_strategy=self._in_bundle(n)).remote()  # type: ignore[attr-defined]
+            for n in range(self._config.train.processes)
+        ]
+        try:
+            self._gpus = ray.get([host.gpus.remote() for host in hosts], timeout=PLACE_S)
+            yield hosts
         except RayError as error:
             raise RanksLost(f"the learner's ranks could not be placed in Ray's cluster: {error}") from error
         finally:
@@ -168,7 +182,7 @@ def engine_bundles(config: RunConfig) -> list[int]:
     ranks, count = config.train.processes, _num_engines(config)
     if config.placement.layout == "separated":
         return list(range(ranks, ranks + count))
-    if (needed := engine_gpus(config)) > ranks and config.engine.device == "cuda":
+    if (needed := config.engine_gpus) > ranks and config.engine.device == "cuda":
         raise ConfigError(
             f"the engine takes {needed} GPUs and shares the learner's {ranks}: raise train.processes, or "
             "lower engine.vllm.replicas or engine.vllm.tensor_parallel"

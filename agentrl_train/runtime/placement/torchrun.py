@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from agentrl_train.engine.process import EngineProcess, Spawn
 from agentrl_train.errors import ConfigError
@@ -41,6 +41,10 @@ class Torchrun:
     async def lost(self) -> None:
         """Wait for ever: torchrun ends all ranks when one fails."""
         await asyncio.get_running_loop().create_future()
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Have this process see its own GPUs alone."""
+        return self.ranks()
 
     @contextmanager
     def ranks(self) -> Iterator[None]:
