@@ -1,0 +1,64 @@
+"""What tells wrong weights from rounding."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from agentrl_train.engine.transfer import SharedWeights
+from agentrl_train.errors import WeightMismatch
+from agentrl_train.learner.sharding import GatheredWeights
+from agentrl_train.types import Completion
+from agentrl_train.weights import FLOAT32, Drift, drift, probe_sequence, require_agreement
+
+
+def sampled(logprobs: list[float], versions: list[int]):
+    completion = Completion(
+        token_ids=[5] * len(logprobs), logprobs=logprobs, versions=versions, finish_reason="length"
+    )
+    return probe_sequence([1, 2], completion)
+
+
+def test_only_tokens_of_the_version_are_compared() -> None:
+    sequence = sampled([-1.0, -2.0, -3.0], [1, 2, 2])
+    trainer = np.array([9.0, 9.0, 9.0, -2.5, -3.1])
+    found = drift([trainer], [sequence], version=2)
+    assert (found.worst, found.mean) == (pytest.approx(0.5), pytest.approx(0.3))
+    assert drift([trainer], [sequence], version=3) == Drift()
+
+
+def test_a_few_tokens_that_are_far_off_are_rounding_where_the_mean_decides() -> None:
+    coarse = Drift(worst=math.inf, mean=0.1)
+    require_agreement(Drift(worst=0.6, mean=0.04), tolerance=coarse, version=1)
+    with pytest.raises(WeightMismatch, match=r"on average by 2\.00e-01 .* version 1 \(tolerance 0\.1\)"):
+        require_agreement(Drift(worst=0.6, mean=0.2), tolerance=coarse, version=1)
+    with pytest.raises(WeightMismatch, match=r"differ by 6\.00e-01"):
+        require_agreement(Drift(worst=0.6, mean=1e-5), tolerance=FLOAT32, version=1)
+
+
+def test_what_is_no_number_is_a_mismatch() -> None:
+    found = drift([np.array([0.0, 0.0, math.nan])], [sampled([-1.0], [1])], version=1)
+    with pytest.raises(WeightMismatch):
+        require_agreement(found, tolerance=Drift(worst=math.inf, mean=0.1), version=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sharded_model_is_gathered_once_to_be_pushed(dtype: torch.dtype) -> None:
+    whole = {f"layers.{n}.größe": torch.randn(3, n + 1, 5) for n in range(4)} | {"scale": torch.tensor(2.0)}
+    asked: list[str] = []
+
+    def gather(names):
+        asked.extend(names)
+        return {name: whole[name] for name in names}
+
+    weights = SharedWeights(
+        GatheredWeights([[name] for name in whole], gather), dtype=dtype, policy_version=1
+    )
+    with safe_open(weights.path, framework="pt") as file:
+        read = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    weights.close()
+    assert asked == list(whole)
+    assert read.keys() == whole.keys()
+    assert all(torch.equal(read[name], whole[name].to(dtype)) for name in whole)
