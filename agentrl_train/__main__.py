@@ -1,4 +1,4 @@
-"""The command line: ``agentrl-train run | sft | eval | merge | report``.
+"""The command line: ``agentrl-train run | sft | eval | merge | report | settings``.
 
 The configuration is read and checked before PyTorch is imported, so that ``--help`` and mistakes are quick.
 """
@@ -104,6 +104,14 @@ def report_command(
     from agentrl_train.runtime.report.page import write_report
 
     typer.echo(str(write_report(folder)))
+
+
+@app.command("settings")
+def settings_command() -> None:
+    """Print a configuration with every setting, its default and its meaning."""
+    from agentrl_train.runtime.config.reference import reference
+
+    typer.echo(reference(), nl=False)
 
 
 def _load(path: Path, overrides: list[str] | None) -> RunConfig:

@@ -122,6 +122,7 @@ class Actor:
         self._play = play
         self._places = places
         self._trace = trace
+        self._away: dict[str, float] = {}
 
     async def group(
         self, episode: Episode, *, size: int, group_id: int, admitted_version: int
@@ -156,10 +157,15 @@ class Actor:
             trajectory, cause = await self._attempt(
                 episode, draw_seed=(*episode.draw_seed, number, draws), track=track, attempt=attempt
             )
+            if trajectory.opening and (since := self._away.pop(episode.task, None)) is not None:
+                away_s = time.monotonic() - since
+                logger.warning("the environment of %s is back, %.0f s later", episode.task, away_s)
             if cause is None:
                 return trajectory
             self.discarded_tokens += trajectory.num_sampled_tokens
             away = isinstance(cause, OUTAGES) and not trajectory.opening
+            if away:
+                self._note_outage(episode.task, str(trajectory.error))
             if not (away and time.monotonic() < patient_until):
                 attempt += 1
                 if attempt > self._play.retries:
@@ -168,6 +174,17 @@ class Actor:
             logger.info("an episode of %s is played again: %s", episode.task, trajectory.error)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _note_outage(self, task: str, reason: str) -> None:
+        """Say at once, and once for all episodes, that an environment is out of reach."""
+        if task not in self._away:
+            self._away[task] = time.monotonic()
+            logger.warning(
+                "the environment of %s is out of reach (%s); its episodes wait up to %g s for it",
+                task,
+                reason,
+                self._play.patience_s,
+            )
 
     async def _attempt(
         self, episode: Episode, *, draw_seed: tuple[int, ...], track: str, attempt: int
@@ -294,9 +311,11 @@ class _Episode:
             new_ids = self._chat.reply(result.messages, stopped=completion.finish_reason == "stop")
             context = [*context, *completion.token_ids, *new_ids]
         if not self._turns:
+            needed = len(context) + self._play.max_new_tokens
             raise EngineError(
-                f"the opening of {self._episode.task} takes {len(context)} tokens and engine.max_context is "
-                f"{self._play.max_context}: raise it"
+                f"the opening of {self._episode.task} takes {len(context)} tokens and a turn up to "
+                f"engine.max_new_tokens = {self._play.max_new_tokens}: raise engine.max_context from "
+                f"{self._play.max_context} to {needed} at least"
             )
         return EpisodeEnd.TRUNCATED_LENGTH
 

@@ -7,6 +7,7 @@ holds the optimizer, the count of updates and the state of the random numbers, e
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from agentrl_train.errors import CheckpointError
 from agentrl_train.learner.lora import Lora, adapter_base, read_adapter, save_adapter
 
 if TYPE_CHECKING:
@@ -120,8 +122,21 @@ def read_weights(folder: Path, model: PreTrainedModel) -> None:
     if adapter_base(folder / MODEL) is not None:
         fill(model, read_adapter(folder / MODEL))
         return
+    kind = json.loads((folder / MODEL / "config.json").read_text())["model_type"]
+    if kind != model.config.model_type:
+        raise _another_model(folder)
     read = type(model).from_pretrained(str(folder / MODEL), dtype=torch.float32)
-    fill(model, {name: value.detach() for name, value in read.named_parameters()})
+    weights = {name: value.detach() for name, value in read.named_parameters()}
+    shapes = {name: value.shape for name, value in weights.items()}
+    if shapes != {name: value.shape for name, value in model.named_parameters()}:
+        raise _another_model(folder)
+    fill(model, weights)
+
+
+def _another_model(folder: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} holds another model than model.path: set that to what the run began with"
+    )
 
 
 @torch.no_grad()

@@ -46,7 +46,9 @@ def run(config: RunConfig, *, resume: bool) -> int:
         again = f"agentrl-train run {outcome.folder / 'config.toml'} --resume"
         console.print(f"Stopped after step {outcome.step}; go on with: {again}", soft_wrap=True)
         return BY_SIGNAL + (outcome.signal or signal.SIGINT)
-    console.print(summary_table(outcome.summary))
+    measured = [row[name] for row in outcome.summary["tasks"].values() for name in ("before", "after")]
+    if any(share is not None for share in measured):
+        console.print(summary_table(outcome.summary))
     console.print(f"report: {outcome.folder / 'report.html'}", soft_wrap=True)
     return 0
 
@@ -165,7 +167,7 @@ async def _sft(config: RunConfig, *, output: Path) -> None:
         sequences, success = await expert_sequences(
             served.clients,
             ChatFormat(tokenizer),
-            split={source.task: source.split for source in served.sources},
+            sources={source.task: source for source in served.sources},
             count=settings.traces,
             max_sessions=config.engine.max_sessions,
         )
@@ -192,7 +194,7 @@ async def _sft(config: RunConfig, *, output: Path) -> None:
         batch_size=settings.batch_size,
         micro_batch_tokens=config.train.micro_batch_tokens,
         seed=config.run.seed,
-        report=partial(_print_every, console, 50),
+        report=partial(_print_every, console, max(1, min(50, settings.steps // 10))),
     )
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)

@@ -12,11 +12,12 @@ from agentrl_train.actor import episode_end
 from agentrl_train.batch import pack
 from agentrl_train.engine.chat import ChatFormat
 from agentrl_train.learner import Learner
+from agentrl_train.runtime.admission import TaskSource
 from agentrl_train.types import TokenSequence
 
 
 async def expert_sequence(
-    client: EnvClient, chat: ChatFormat, *, task: str, split: str, index: int
+    client: EnvClient, chat: ChatFormat, *, task: str, split: str, index: int, seed: int | None = None
 ) -> tuple[TokenSequence, bool]:
     """Play one episode by its expert; return it as tokens, and whether it succeeded.
 
@@ -28,7 +29,7 @@ async def expert_sequence(
     """
     ids: list[int] = []
     mask: list[float] = []
-    session = await client.open(task, split=split, index=index)
+    session = await client.open(task, split=split, index=index, seed=seed)
     try:
         new_ids = chat.opening(session.messages, session.tools)
         while True:
@@ -60,25 +61,32 @@ async def expert_sequences(
     clients: Mapping[str, EnvClient],
     chat: ChatFormat,
     *,
-    split: Mapping[str, str],
+    sources: Mapping[str, TaskSource],
     count: int,
     max_sessions: int = 64,
 ) -> tuple[list[TokenSequence], dict[str, float]]:
     """Play ``count`` episodes of every task; return all sequences and the experts' success by task.
+
+    Where a split has fewer samples they are played again, with other seeds.
 
     Raises:
         AgentRLError: a session failed, or a task has no expert.
     """
     places = asyncio.Semaphore(max_sessions)
 
-    async def play(task: str, index: int) -> tuple[TokenSequence, bool]:
+    async def play(task: str, number: int) -> tuple[TokenSequence, bool]:
+        source = sources[task]
+        size = source.num_samples or count
+        seed = number if number >= size else None
         async with places:
-            return await expert_sequence(clients[task], chat, task=task, split=split[task], index=index)
+            return await expert_sequence(
+                clients[task], chat, task=task, split=source.split, index=number % size, seed=seed
+            )
 
     sequences: list[TokenSequence] = []
     success: dict[str, float] = {}
     for task in clients:
-        traces = await asyncio.gather(*(play(task, index) for index in range(count)))
+        traces = await asyncio.gather(*(play(task, number) for number in range(count)))
         sequences += [sequence for sequence, _ in traces]
         success[task] = sum(ok for _, ok in traces) / count
     return sequences, success

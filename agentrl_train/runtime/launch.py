@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import math
 import os
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import (
     AbstractContextManager,
     AsyncExitStack,
     asynccontextmanager,
-    contextmanager,
     nullcontext,
 )
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +23,10 @@ from agentrl_train.errors import ConfigError
 from agentrl_train.runtime.admission import Mixer, TaskSource, WorkWindow
 from agentrl_train.runtime.checkpoint import Checkpoint, load_latest
 from agentrl_train.runtime.config import RunConfig
-from agentrl_train.runtime.disk import run_folder_errors, write_file
 from agentrl_train.runtime.engines import make_engine, make_publisher
 from agentrl_train.runtime.environments import Served, environments
 from agentrl_train.runtime.evaluation import evaluate
+from agentrl_train.runtime.folder import claimed, write_config
 from agentrl_train.runtime.journal import Journal
 from agentrl_train.runtime.learners import all_ranks, learner_of
 from agentrl_train.runtime.loop import Loop, Pace
@@ -119,7 +116,7 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
     """
     folder = config.run_folder
     async with AsyncExitStack() as stack:
-        stack.enter_context(claimed(folder, config, resume=resume))
+        changed = stack.enter_context(claimed(folder, config, resume=resume))
         checkpoint = load_latest(folder / "checkpoints") if resume else None
         launcher = stack.enter_context(launcher_of(config))
         stack.enter_context(launcher.ranks())
@@ -139,6 +136,8 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
         saved |= {group.group_id: group for group in (checkpoint.groups if checkpoint else ())}
         log = make_log(config, checkpoint, recorded)
         stack.callback(log.close)
+        if checkpoint:
+            log.note(resumption(checkpoint, steps=config.run.steps, finished=len(saved), changed=changed))
         places = asyncio.Semaphore(config.engine.max_sessions)
         run = Run(
             folder=folder,
@@ -162,6 +161,7 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
             ),
             trace=trace,
         )
+        write_config(folder, config)
         run.loop = Loop(
             actor=make_actor(config, served=served, policy=ready, places=places, trace=trace),
             window=(window := make_window(config, served.sources, checkpoint, saved.keys())),
@@ -175,6 +175,14 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
             trace=trace,
         )
         return await unless(run.run(), launcher.lost())
+
+
+def resumption(checkpoint: Checkpoint, *, steps: int, finished: int, changed: Sequence[str]) -> str:
+    """Return what is to be said of a run that goes on."""
+    told = f"goes on after step {checkpoint.step}, with {finished} finished groups that are not trained yet"
+    if checkpoint.step >= steps:
+        told = f"has trained {checkpoint.step} steps, and run.steps = {steps} asks for no more"
+    return "; ".join([told, *changed])
 
 
 def make_log(config: RunConfig, checkpoint: Checkpoint | None, trace: Trace) -> MetricsLog:
@@ -350,32 +358,3 @@ def tolerance(config: RunConfig) -> Drift:
 def held_out_samples(sources: Mapping[str, TaskSource], count: int) -> dict[str, list[int]]:
     """Return the indices of the samples a policy is judged on: the first ``count`` of each split."""
     return {task: list(range(min(count, source.num_samples or count))) for task, source in sources.items()}
-
-
-@contextmanager
-def claimed(folder: Path, config: RunConfig, *, resume: bool) -> Iterator[None]:
-    """Make the run folder, or take it up again, and keep other processes out of it.
-
-    Raises:
-        ConfigError: it is taken, or there is nothing to resume.
-        RunFolderError: it cannot be written.
-    """
-    begun = (folder / "config.toml").exists()
-    if begun and not resume:
-        raise ConfigError(
-            f"{folder} holds a run already: continue it with --resume, or name another with "
-            "--set run.name=NAME"
-        )
-    if resume and not begun:
-        raise ConfigError(f"{folder} holds no run to resume: start it without --resume")
-    with run_folder_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "w")  # noqa: SIM115 (held until the run ends)
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another process is running in {folder}: wait for it, or stop it") from None
-        with run_folder_errors(folder):
-            write_file(folder / "config.toml", config.to_toml().encode())
-        yield

@@ -36,7 +36,8 @@ def load_policy(path: str, *, device: str = "cpu") -> tuple[PreTrainedModel, Pre
             merge_adapter(model, Path(path))
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model.path = {path!r} cannot be loaded: {reason}") from error
+        sought = "" if Path(path).exists() else " (no folder here has this name: it was sought on the hub)"
+        raise ConfigError(f"the model {path!r} cannot be loaded{sought}: {reason}") from error
     model.to(device)  # type: ignore[arg-type]  # the library types this by its first parameter
     return model, tokenizer
 
@@ -55,7 +56,7 @@ def _check_place(path: str, device: str) -> None:
     looks_local = path.startswith((".", "/", "~")) or Path(path).exists()
     whole = (Path(path) / "config.json").is_file() or adapter_base(Path(path)) is not None
     if looks_local and not whole:
-        raise ConfigError(f"model.path = {path!r} is no model folder: it holds no config.json")
+        raise ConfigError(f"{path!r} is no model folder: it holds no config.json")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:

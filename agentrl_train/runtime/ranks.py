@@ -95,6 +95,15 @@ class Ranks:
         return name, arguments
 
 
+def require_whole_shares(count: int, sequence_parallel: int) -> None:
+    """Make sure that processes can be divided into such as share each row; raises ``ConfigError``."""
+    if count % sequence_parallel:
+        raise ConfigError(
+            f"train.sequence_parallel = {sequence_parallel} does not divide the learner's {count} processes: "
+            "set train.processes, or torchrun's --nproc-per-node, to a multiple of it"
+        )
+
+
 @contextmanager
 def joined(*, device: str, sequence_parallel: int, timeout_s: float) -> Iterator[Ranks]:
     """Meet the other processes of torchrun's environment variables, and part from them at the end.
@@ -109,11 +118,7 @@ def joined(*, device: str, sequence_parallel: int, timeout_s: float) -> Iterator
         RanksLost: they did not come together.
     """
     count = world_size()
-    if count % sequence_parallel:
-        raise ConfigError(
-            f"train.sequence_parallel = {sequence_parallel} does not divide the {count} processes; start a "
-            "multiple of it"
-        )
+    require_whole_shares(count, sequence_parallel)
     on_gpu = device.startswith("cuda")
     place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
     if on_gpu:

@@ -26,6 +26,7 @@ from agentrl_train.runtime.evaluation import Evaluation
 from agentrl_train.runtime.journal import Journal
 from agentrl_train.runtime.loop import Loop, Step
 from agentrl_train.runtime.report.page import write_report
+from agentrl_train.runtime.telemetry.advice import nothing_learned
 from agentrl_train.runtime.telemetry.metrics import MetricsLog
 from agentrl_train.runtime.telemetry.throughput import Throughput
 from agentrl_train.runtime.trainer import TRACK, StepTrainer, by_task
@@ -115,6 +116,8 @@ class Run:
         self._seconds_before = float(state.get("seconds", 0.0))
         self._trained_tokens = int(state.get("trained_tokens", 0))
         self._failed_episodes = int(state.get("failed_episodes", 0))
+        self._told_failures: set[tuple[str, str]] = set()
+        self._idle_steps = 0
         self._started = time.monotonic()
         self._throughput = throughput
         if checkpoint:
@@ -128,11 +131,18 @@ class Run:
         _leave_signals()
 
     def count_failed(self, group: AdmittedGroup, failures: Sequence[Trajectory], dropped: bool) -> None:
-        """Note the episodes of a group that infrastructure failed to the last, in ``failures.jsonl``."""
+        """Note the episodes of a group that infrastructure failed to the last, in ``failures.jsonl``.
+
+        What is told there of every group is said aloud once.
+        """
         self._failed_episodes += len(failures)
         reason = str(failures[-1].error)
         fate = "it is dropped" if dropped else "it goes on without them"
-        logger.warning("%d episodes of a group of %s failed, %s: %s", len(failures), group.task, fate, reason)
+        level = logging.DEBUG if (group.task, reason) in self._told_failures else logging.WARNING
+        self._told_failures.add((group.task, reason))
+        logger.log(
+            level, "%d episodes of a group of %s failed, %s: %s", len(failures), group.task, fate, reason
+        )
         line = {
             "group_id": group.group_id,
             "task": group.task,
@@ -199,6 +209,9 @@ class Run:
             train = partial(self._trainer.step, step.groups, policy_version=step.policy_version + 1)
             told = await in_thread(train, within_s=self._cadence.step_s, doing=f"training step {number}")
         self._trained_tokens += int(told.get("loss_tokens", 0))
+        self._idle_steps = 0 if told.get("loss_tokens") else self._idle_steps + 1
+        if self._idle_steps.bit_count() == 1:  # 1, 2, 4, 8 ... in a row
+            logger.warning("%s", nothing_learned(step.groups, steps=self._idle_steps))
         speeds = self._throughput.step(
             told, waited_s=step.waited_s, discarded_tokens=self.loop.discarded_tokens
         )

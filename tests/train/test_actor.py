@@ -1,3 +1,4 @@
+import re
 from collections import Counter
 from collections.abc import AsyncIterator
 
@@ -6,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_env import EnvClient
+from agentrl_env.client import ClientSession
+from agentrl_env.errors import ServerUnreachable
 from agentrl_env.types import Message, ToolCall
 from agentrl_train.batch import sequence
 from agentrl_train.types import EpisodeEnd, TrajectoryGroup
@@ -157,3 +160,45 @@ async def test_no_more_sessions_play_at_once_than_there_are_places(client: EnvCl
     engine.script = script
     await make_actor(engine, client).group(EPISODE, size=20, group_id=0, admitted_version=0)
     assert most == 4
+
+
+class Away:
+    """A client whose server is out of reach for its first calls."""
+
+    def __init__(self, client: EnvClient, *, calls: int) -> None:
+        self.client, self.calls = client, calls
+
+    async def open(self, *args: object, **options: object) -> ClientSession:
+        self.calls -= 1
+        if self.calls >= 0:
+            raise ServerUnreachable("nobody answers at http://shop:8000")
+        return await self.client.open(*args, **options)  # type: ignore[arg-type]
+
+
+async def test_an_environment_out_of_reach_is_told_of_at_once_and_once_for_all_who_wait(
+    client: EnvClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    away = Away(client, calls=5)
+    actor = make_actor(ScriptedEngine(CHAT, always(DOWN)), away, patience_s=60.0)  # type: ignore[arg-type]
+    group, failures = await actor.group(EPISODE, size=4, group_id=0, admitted_version=0)
+    assert (len(group.trajectories), failures) == (4, [])
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert said[0] == (
+        "the environment of countdown is out of reach (ServerUnreachable: nobody answers at "
+        "http://shop:8000); its episodes wait up to 60 s for it"
+    )
+    assert said[1].startswith("the environment of countdown is back, ")
+
+
+async def test_an_opening_without_room_for_a_turn_says_how_much_it_needs(client: EnvClient) -> None:
+    actor = make_actor(ScriptedEngine(CHAT, always(DOWN)), client, max_context=130, retries=0)
+    trajectory = await actor.sibling(EPISODE)
+    assert trajectory.end is EpisodeEnd.FAILED_ENGINE
+    told = re.fullmatch(
+        r"the opening of countdown takes (\d+) tokens and a turn up to engine.max_new_tokens = 120: raise "
+        r"engine.max_context from 130 to (\d+) at least",
+        str(trajectory.error),
+    )
+    assert told is not None
+    assert int(told[2]) == int(told[1]) + 120

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from agentrl_train.errors import ConfigError
 from agentrl_train.runtime.config import RolloutSection, RunConfig, load_config
-from agentrl_train.runtime.toml import dump_toml
+from agentrl_train.runtime.config.reference import reference
+from agentrl_train.runtime.config.toml import dump_toml
 
 MINIMAL = """
 [run]
@@ -224,3 +225,16 @@ def test_every_field_has_a_default_but_what_only_the_user_knows():
         if entry.is_required()
     }
     assert required == {"run.name", "run.steps", "model.path"}
+
+
+def test_the_reference_explains_every_setting_and_gives_its_default(config_file: Path):
+    (config_file.parent / "examples/quickstart/starter").mkdir(parents=True)
+    (config_file.parent / "environments/shop").mkdir(parents=True)
+    settings = config_file.with_name("all.toml")
+    settings.write_text(reference())
+    own = {"run": {"name", "steps"}, "model": True, "environments": True}
+    told = load_config(settings).model_dump(exclude=own)
+    assert told == load_config(config_file).model_dump(exclude=own)
+    unexplained = [line for line in reference().splitlines() if line and "  #" not in line]
+    assert not unexplained
+    assert "# rank = 16" in reference()

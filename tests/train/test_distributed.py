@@ -4,6 +4,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -14,8 +15,10 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from agentrl_train.errors import RanksLost
 from agentrl_train.learner import Learner
 from agentrl_train.learner.sharding import GatheredWeights, buckets, deal
+from agentrl_train.runtime.ranks import LeadLearner
 from tests.train.ranked import CASES, Case, Facts, batches, learner_of, told
 from tests.train.test_learner import made, qwen
 
@@ -155,6 +158,78 @@ def test_the_other_ranks_follow_rank_0(ranked: Mapping[str, Facts]) -> None:
     assert facts["names"] == list(one.weights())
     assert torch.allclose(facts["first"], next(iter(one.weights().values())), atol=1e-5)
     assert torch.equal(facts["first"], facts["again"])
+
+
+# --- a rank 0 that cannot go on ---
+
+
+class Others:
+    """The other ranks, as far as rank 0 sees of them: what they are told."""
+
+    timeout_s = 600.0
+    mesh = storage = None
+    device = "cpu"
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def tell(self, name: str, *_arguments: object) -> None:
+        self.told.append(name)
+
+
+@pytest.fixture
+def lead(monkeypatch: pytest.MonkeyPatch) -> LeadLearner:
+    """Return rank 0 without a model."""
+    monkeypatch.setattr(Learner, "__init__", lambda self, *_, **__: setattr(self, "num_updates", 0))
+    return LeadLearner(None, ranks=Others())  # type: ignore[arg-type]
+
+
+def failing(error: Exception) -> Any:
+    def step(*_arguments: object) -> None:
+        raise error
+
+    return step
+
+
+def test_memory_that_runs_out_on_rank_0_stays_what_it_is_and_the_others_are_left_alone(
+    lead: LeadLearner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Learner, "step", failing(torch.OutOfMemoryError("CUDA out of memory")))
+    with pytest.raises(torch.OutOfMemoryError):
+        lead.step([])
+    lead.close()
+    assert lead._ranks.told == ["step"]  # type: ignore[attr-defined]
+
+
+def test_what_else_breaks_on_rank_0_is_a_loss_of_ranks(
+    lead: LeadLearner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Learner, "step", failing(RuntimeError("Connection closed by peer")))
+    with pytest.raises(RanksLost, match="Connection closed by peer"):
+        lead.step([])
+    lead.close()
+    assert lead._ranks.told == ["step"]  # type: ignore[attr-defined]
+
+
+def test_closing_does_not_wait_for_a_call_that_hangs(
+    lead: LeadLearner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, end = threading.Event(), threading.Event()
+    monkeypatch.setattr(Learner, "step", lambda *_: (began.set(), end.wait()))
+    monkeypatch.setattr("agentrl_train.runtime.ranks.CLOSE_S", 0.05)
+    hanging = threading.Thread(target=lead.step, args=([],))
+    hanging.start()
+    began.wait()
+    lead.close()
+    assert lead._ranks.told == ["step"]  # type: ignore[attr-defined]
+    end.set()
+    hanging.join()
+
+
+def test_ranks_that_follow_are_told_to_stop_once(lead: LeadLearner) -> None:
+    lead.close()
+    lead.close()
+    assert lead._ranks.told == ["stop"]  # type: ignore[attr-defined]
 
 
 # --- how work is dealt ---

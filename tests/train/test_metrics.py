@@ -10,6 +10,7 @@ from rich.console import Console
 
 from agentrl_env.types import Message, TaskSample, ToolCall
 from agentrl_train.errors import RunFolderError
+from agentrl_train.runtime.telemetry.advice import nothing_learned
 from agentrl_train.runtime.telemetry.metrics import (
     MetricsLog,
     pass_at_k,
@@ -307,3 +308,21 @@ def test_what_a_model_said_does_not_end_a_line(tmp_path: Path) -> None:
     path, said = tmp_path / "episodes.jsonl", "one\u2028two\x85three\x1cfour"
     path.write_text(json.dumps({"text": said}, ensure_ascii=False) + "\n", encoding="utf-8")
     assert read_jsonl(path) == [{"text": said}]
+
+
+def told_of(*rewards: float, end: EpisodeEnd = EpisodeEnd.TERMINATED, steps: int = 1) -> str:
+    episodes = [make_trajectory(reward=reward, end=end) for reward in rewards for _ in range(2)]
+    groups = [
+        TrajectoryGroup(group_id=n, task="shop", trajectories=episodes[n : n + 2], admitted_version=0)
+        for n in range(0, len(episodes), 2)
+    ]
+    return nothing_learned(groups, steps=steps)
+
+
+def test_a_step_that_trains_nothing_says_why() -> None:
+    same = "within each group all episodes have the same reward (all are 0); what helps"
+    assert told_of(0.0, 0.0).startswith(f"nothing was trained in this step: {same}")
+    assert "in 4 steps in a row" in told_of(0.0, 1.0, steps=4)
+    assert "(they are 2 different ones)" in told_of(0.0, 1.0)
+    full = told_of(0.0, end=EpisodeEnd.TRUNCATED_LENGTH)
+    assert "100% of the episodes ended because engine.max_context was full: raise it" in full

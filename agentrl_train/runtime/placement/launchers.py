@@ -11,7 +11,7 @@ from agentrl_train.runtime.config import RunConfig
 from agentrl_train.runtime.placement.launcher import Launcher
 from agentrl_train.runtime.placement.local import Local
 from agentrl_train.runtime.placement.torchrun import ON_THIS_NODE, Torchrun
-from agentrl_train.runtime.ranks import world_size
+from agentrl_train.runtime.ranks import require_whole_shares, world_size
 
 
 @contextmanager
@@ -23,6 +23,8 @@ def launcher_of(config: RunConfig) -> Iterator[Launcher]:
     Raises:
         ConfigError: the placement does not fit the machine, or how this process was started.
     """
+    if world_size() == 1:
+        require_whole_shares(config.train.processes, config.train.sequence_parallel)
     with ExitStack() as stack:
         if config.placement.launcher == "ray":
             if world_size() > 1:

@@ -79,8 +79,15 @@ CURVES = (
         names={"reprefilled_tokens": "prefilled again", "discarded_tokens": "sampled and discarded"},
     ),
     Curve(
+        title="Groups with a signal",
+        unit="share whose episodes differ in reward",
+        names={"groups_with_signal": "share"},
+        label=percent_label,
+        of_tasks=True,
+    ),
+    Curve(
         title="Share of tokens",
-        unit="of those trained on",
+        unit="of the episodes of each step",
         names={"token_share": "share"},
         label=percent_label,
         of_tasks=True,

@@ -28,8 +28,8 @@ def efficiency(steps: Sequence[Step]) -> str:
     cards = [
         _card("Speed beside its ceiling", _speeds(steps)),
         _card("Tokens by use", _uses(steps)),
-        _card("Trained tokens by age", _shares(_ages(steps))),
-        _card("Trained tokens by task", _shares(_tasks(steps))),
+        _card("Sampled tokens of the steps by age", _shares(_ages(steps))),
+        _card("Sampled tokens of the steps by task", _shares(_tasks(steps))),
     ]
     return "".join(cards)
 

@@ -130,6 +130,11 @@ class MetricsLog:
         if self._progress is not None:
             self._progress.step(step, elapsed_s=elapsed_s, metrics=metrics, tasks=tasks)
 
+    def note(self, text: str) -> None:
+        """Say something once where progress is shown."""
+        if self._progress is not None:
+            self._progress.note(text)
+
     def log_evaluation(
         self, name: str, *, policy_version: int, results: Mapping[str, Sequence[Trajectory]]
     ) -> None:

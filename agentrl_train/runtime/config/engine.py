@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from agentrl_train.runtime.section import Count, NonNegative, Positive, Section
+from agentrl_train.runtime.config.section import Count, NonNegative, Positive, Section
 
 
 class VllmSection(Section):
@@ -47,6 +47,7 @@ class EngineSection(Section):
     kind: Literal["torch", "vllm"] = "torch"
     """An engine in this process, or vLLM in processes of its own."""
     device: str = "cpu"
+    """Where engine and learner compute, as PyTorch names it: "cpu", "cuda"."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights that sample; the trainer keeps its own in float32."""
     max_sessions: Count = 64
@@ -56,6 +57,7 @@ class EngineSection(Section):
     max_new_tokens: Count = 256
     """Tokens of one turn."""
     temperature: NonNegative = 1.0
+    """Divides the logits, at sampling and in the loss."""
     deterministic: bool = False
     """Repeat a synchronous run bit for bit, also one that was killed and resumed, on one machine; slower."""
     vllm: VllmSection = VllmSection()

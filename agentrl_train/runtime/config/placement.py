@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from agentrl_train.runtime.section import Positive, Section
+from agentrl_train.runtime.config.section import Positive, Section
 
 
 class PlacementSection(Section):

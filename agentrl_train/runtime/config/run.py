@@ -1,27 +1,18 @@
-"""The configuration of a run: one TOML file, one section a step, nothing unknown accepted.
-
-``load_config(path, overrides)`` reads the file, applies ``--set section.key=value`` overrides, checks
-everything and names all problems in one ``ConfigError``. What a run reads (model, environments) is relative
-to the configuration file; what it writes (``run.folder``) is relative to the working directory. A loaded
-configuration holds absolute paths, so ``to_toml()`` in a run folder can be loaded from anywhere.
-
-This module imports neither torch nor anything that does.
-"""
+"""Everything a run is told, section by section."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from agentrl_train.errors import ConfigError
-from agentrl_train.runtime.engine_config import EngineSection
-from agentrl_train.runtime.placement_config import PlacementSection
-from agentrl_train.runtime.section import Count, CountOrOff, Fraction, NonNegative, Positive, Section
-from agentrl_train.runtime.toml import apply_override, dump_toml, problems, read_toml
+from agentrl_train.runtime.config.engine import EngineSection
+from agentrl_train.runtime.config.placement import PlacementSection
+from agentrl_train.runtime.config.section import Count, CountOrOff, Fraction, NonNegative, Positive, Section
+from agentrl_train.runtime.config.toml import dump_toml
+from agentrl_train.runtime.config.train import AdvantageSection, SftSection, TrainSection
 
 
 class RunSection(Section):
@@ -34,6 +25,7 @@ class RunSection(Section):
     folder: str = "runs"
     """Where run folders are made; relative to the working directory."""
     seed: CountOrOff = 0
+    """Of all that is drawn: samples, tokens, their order."""
     minutes: Positive | None = None
     """Stop cleanly after this long, whatever the number of steps."""
     threads: Count | None = None
@@ -61,7 +53,9 @@ class EnvironmentSection(Section):
     tasks: dict[str, Positive] = Field(default_factory=dict)
     """Weight of each task; left out, all tasks of the server weigh the same."""
     split: str = "train"
+    """What is trained on."""
     eval_split: str = "test"
+    """What the policy is judged on."""
 
     def problems(self) -> list[str]:
         """Return what is wrong between the fields of this section, one sentence each."""
@@ -114,104 +108,6 @@ class RolloutSection(Section):
         return []
 
 
-class AdvantageSection(Section):
-    """How rewards become advantages."""
-
-    baseline: Literal["mean", "leave_one_out", "none"] = "mean"
-    """What a trajectory is compared with: its group, the others of its group, or nothing."""
-    scale: Literal["std", "none"] = "std"
-    task_normalization: bool = True
-    """Bring the advantages of each task to one scale (AgentRL)."""
-    invalid_call_penalty: NonNegative = 0.0
-    """Taken off the reward once when any tool call of the episode was invalid."""
-    truncation_penalty: NonNegative = 0.0
-    """Taken off the reward once when a limit ended the episode."""
-
-
-class LoraSection(Section):
-    """Adapters that are trained in place of the model (``[train.lora]``)."""
-
-    rank: Count
-    alpha: Positive
-    """Scale of what the adapters add, times ``rank``."""
-    targets: tuple[str, ...] = ()
-    """Names of linear layers that get one, such as "q_proj"; left out, all but the head."""
-
-
-class TrainSection(Section):
-    """The optimizer and the loss."""
-
-    learning_rate: Positive = 1e-5
-    betas: tuple[Fraction, Fraction] = (0.9, 0.99)
-    weight_decay: NonNegative = 0.0
-    warmup_steps: CountOrOff = 0
-    final_lr_fraction: Fraction = 1.0
-    """The learning rate falls linearly to this share of itself over the run."""
-    max_grad_norm: Positive = 1.0
-    minibatches: Count = 1
-    """Optimizer steps that one batch is split into."""
-    aggregation: Literal["token_mean", "sequence_mean", "group_mean", "task_mean", "constant"] = (
-        "sequence_mean"
-    )
-    """What shares the loss equally: tokens, sequences, groups, tasks, or a constant number of tokens."""
-    clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
-    clip_high: Positive = 0.28
-    dual_clip: NonNegative = 3.0
-    """Bound on the ratio of tokens with a negative advantage; 0 is off."""
-    micro_batch_tokens: Count = 8192
-    """Tokens that go through the model together."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    kl_coef: NonNegative = 0.0
-    """Weight of the divergence from the starting policy; 0 is off."""
-    activation_checkpointing: bool = False
-    """Compute each layer again in the backward pass instead of keeping what it computed."""
-    attention: Literal["sdpa", "flash_attention_2", "flash_attention_3"] = "sdpa"
-    """PyTorch's attention, or flash-attn where it is installed (CUDA): rows without padding or mask."""
-    offload_optimizer: bool = False
-    """Keep the optimizer's moments, and a copy of the parameters that it updates, in host memory."""
-    lora: LoraSection | None = None
-    """Train adapters instead of the whole model; left out, it is off."""
-    processes: Count = 1
-    """Processes on this machine that share the learner, started by ``agentrl-train run`` itself."""
-    sequence_parallel: Count = 1
-    """Ranks that share each row of tokens, for long contexts; divides the processes and attention heads."""
-    rank_seconds: Positive = 600.0
-    """Longest that one process of the learner waits for another."""
-    on_bad_update: Literal["stop", "skip"] = "stop"
-    """What happens to a step whose loss or gradient is no number, or spikes; its groups are written out."""
-    spike_factor: NonNegative = 0.0
-    """A gradient norm over this many times the median of the last 50 makes a bad update; 0 is off."""
-    step_seconds: Positive = 3600.0
-    """Deadline of one training step, its publishing included."""
-
-    def problems(self) -> list[str]:
-        """Return what is wrong between the fields of this section, one sentence each."""
-        found = []
-        if 0.0 < self.dual_clip <= 1.0 + self.clip_high:
-            found.append(
-                f"dual_clip ({self.dual_clip}) must be above 1 + clip_high "
-                f"({1.0 + self.clip_high:g}), or 0 to leave it out"
-            )
-        if 1.0 in self.betas:
-            found.append("betas must be below 1, or the optimizer never forgets")
-        return found
-
-
-class SftSection(Section):
-    """The warm start on expert traces (``agentrl-train sft``)."""
-
-    traces: Count = 1000
-    """Expert episodes of each task."""
-    steps: Count = 500
-    batch_size: Count = 16
-    """Episodes of one optimizer step."""
-    learning_rate: Positive = 1e-5
-    weight_decay: NonNegative = 0.01
-    warmup_steps: CountOrOff = 20
-    decay_fraction: Fraction = 0.4
-    """The learning rate falls over this last share of the steps."""
-
-
 class CheckpointSection(Section):
     """How often the run is saved."""
 
@@ -238,6 +134,7 @@ class MetricsSection(Section):
     """What is written beside ``metrics.jsonl``."""
 
     tensorboard: bool = True
+    """Write ``tensorboard/``."""
     trajectories: CountOrOff = 4
     """Trajectories written out readably each step."""
     trace: bool = True
@@ -247,6 +144,7 @@ class MetricsSection(Section):
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Serve the numbers to Prometheus at this port; 0 takes a free one. Left out, it is off."""
     prometheus_host: str = "127.0.0.1"
+    """Where Prometheus may ask from."""
     wandb: Annotated[str, Field(min_length=1)] | None = None
     """Project of Weights & Biases that the numbers are sent to (extra ``[wandb]``). Left out, it is off."""
 
@@ -335,66 +233,3 @@ class RunConfig(Section):
     def to_toml(self) -> str:
         """Return the whole configuration as TOML, defaults included."""
         return dump_toml(self.model_dump(mode="json", exclude_none=True))
-
-
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a configuration file, apply ``section.key=value`` overrides and check everything.
-
-    Raises ``ConfigError`` with all problems in one message.
-    """
-    path = Path(path)
-    table = read_toml(path)
-    for override in overrides:
-        apply_override(table, override)
-    missing = _resolve_paths(table, path.resolve().parent)
-    if found := [*problems(table, RunConfig), *missing]:
-        lines = "\n".join(f"  - {problem}" for problem in found)
-        raise ConfigError(f"{path} cannot be used; please correct:\n{lines}")
-    return RunConfig.model_validate(table)
-
-
-def _resolve_paths(table: dict[str, Any], base: Path) -> list[str]:
-    """Make the paths of a raw table absolute and return what is not there; odd types are left alone."""
-    problems = []
-    run, model, environments = (table.get(key) for key in ("run", "model", "environments"))
-    engine = table.get("engine")
-    vllm = engine.get("vllm") if isinstance(engine, dict) else None
-    if isinstance(vllm, dict) and isinstance(vllm.get("python"), str):
-        vllm["python"] = str((base / Path(vllm["python"]).expanduser()).absolute())
-    if isinstance(run, dict):
-        folder = run.get("folder", "runs")
-        if isinstance(folder, str):
-            run["folder"] = str(Path(folder).expanduser().absolute())
-    if isinstance(model, dict) and isinstance(model.get("path"), str):
-        model["path"], problem = _resolve_model(model["path"], base)
-        problems += problem
-    for number, section in enumerate(environments if isinstance(environments, list) else ()):
-        targets = section.get("serve") if isinstance(section, dict) else None
-        if isinstance(targets, list) and all(isinstance(target, str) for target in targets):
-            resolved = [_resolve_target(target, base) for target in targets]
-            section["serve"] = [target for target, _ in resolved]
-            problems += [
-                f"environments.{number}.serve: there is no {file}"
-                for _, file in resolved
-                if file is not None and not file.exists()
-            ]
-    return problems
-
-
-def _resolve_model(path: str, base: Path) -> tuple[str, list[str]]:
-    """Return a model's absolute path, or a hub name (``org/name`` that is no folder here) as it is."""
-    folder = (base / Path(path).expanduser()).absolute()
-    if folder.exists():
-        return str(folder.resolve()), []
-    if path.count("/") == 1 and not path.startswith((".", "/", "~")):
-        return path, []
-    return str(folder), [f"model.path: there is no folder {folder}; give a Hugging Face model folder"]
-
-
-def _resolve_target(target: str, base: Path) -> tuple[str, Path | None]:
-    """Return a target with its path made absolute, and that path; a ``module:Class`` has none."""
-    place, colon, name = target.rpartition(":") if ":" in target else (target, "", "")
-    if colon and not place.endswith(".py") and "/" not in place:
-        return target, None
-    path = (base / Path(place).expanduser()).resolve()
-    return f"{path}{colon}{name}", path

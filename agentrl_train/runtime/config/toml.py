@@ -78,12 +78,12 @@ def dump_toml(table: Mapping[str, Any]) -> str:
         elif isinstance(value, list) and value and isinstance(value[0], Mapping):
             parts.extend(f"[[{_key(name)}]]\n{_assignments(item)}" for item in value)
         else:
-            parts.insert(0, f"{_key(name)} = {_literal(value)}\n")
+            parts.insert(0, f"{_key(name)} = {literal(value)}\n")
     return "\n".join(parts)
 
 
 def _assignments(table: Mapping[str, Any]) -> str:
-    return "".join(f"{_key(name)} = {_literal(value)}\n" for name, value in table.items())
+    return "".join(f"{_key(name)} = {literal(value)}\n" for name, value in table.items())
 
 
 def _key(name: str) -> str:
@@ -91,7 +91,8 @@ def _key(name: str) -> str:
     return name if bare.isalnum() and bare.isascii() else _string(name)
 
 
-def _literal(value: Any) -> str:
+def literal(value: Any) -> str:
+    """Return a value as TOML has it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):
@@ -101,8 +102,8 @@ def _literal(value: Any) -> str:
     if isinstance(value, str):
         return _string(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(k)} = {_literal(v)}" for k, v in value.items()) + "}"
-    return "[" + ", ".join(_literal(item) for item in value) + "]"
+        return "{" + ", ".join(f"{_key(k)} = {literal(v)}" for k, v in value.items()) + "}"
+    return "[" + ", ".join(literal(item) for item in value) + "]"
 
 
 def _string(text: str) -> str:
