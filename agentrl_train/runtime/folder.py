@@ -11,8 +11,8 @@ from typing import Any
 from agentrl_train.errors import ConfigError
 from agentrl_train.runtime.checkpoint import steps
 from agentrl_train.runtime.config import RunConfig
-from agentrl_train.runtime.disk import run_folder_errors, write_file
 from agentrl_train.runtime.config.toml import read_toml
+from agentrl_train.runtime.disk import run_folder_errors, write_file
 
 CONFIG = "config.toml"
 KEPT = "train.lora"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from pathlib import Path
 
 import torch
@@ -13,6 +14,8 @@ from agentrl_train.errors import ConfigError
 from agentrl_train.learner import adapter_base, merge_adapter
 
 transformers.utils.logging.disable_progress_bar()
+logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each of many retries, twice
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -26,6 +29,8 @@ def load_policy(path: str, *, device: str = "cpu") -> tuple[PreTrainedModel, Pre
         ConfigError: there is no such model, or the device is not there.
     """
     _check_place(path, device)
+    if not Path(path).exists():
+        logger.warning("no folder here is called %s: it is sought on the hub", path)
     base = adapter_base(Path(path))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)

@@ -276,8 +276,8 @@ def test_without_a_terminal_each_step_is_one_plain_line():
     lines = shown(terminal=False).splitlines()
     assert lines[0] == "held-out success, before: shop 25.0%, sql -"
     assert lines[3] == (
-        "step 3/10  shop 50.0%  sql -  trained tok/s 12,346  staleness 1.2 (max 2)  trainer idle 12%"
-        "  left 3:30"
+        "step 3/10  success (smoothed): shop 50.0%  sql -  trained tok/s 12,346  staleness 1.2 (max 2)"
+        "  trainer idle 12%  left 3:30"
     )
     assert "\x1b" not in "".join(lines)
 

@@ -108,7 +108,7 @@ class Progress:
     def _plain_line(self) -> str:
         tasks = "  ".join(f"{task} {_percent(line.success)}" for task, line in self._tasks.items())
         facts = "  ".join(f"{name} {value}" for name, value in self._facts())
-        return f"step {self._step}/{self._total}  {tasks}  {facts}"
+        return f"step {self._step}/{self._total}  success (smoothed): {tasks}  {facts}"
 
     def _facts(self) -> list[tuple[str, str]]:
         get = self._metrics.get
@@ -137,7 +137,7 @@ class Progress:
     def _task_table(self) -> Table:
         table = Table(box=None, padding=(0, 2), header_style="dim")
         table.add_column("task")
-        for name in ("held-out before", "success now", "reward", "turns", "valid calls"):
+        for name in ("held-out before", "success (smoothed)", "reward", "turns", "valid calls"):
             table.add_column(name, justify="right")
         for task, line in self._tasks.items():
             values = line.values
