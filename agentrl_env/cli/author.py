@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -71,6 +72,7 @@ def play(
     split: Annotated[str, typer.Option(help="Of the dataset.")] = "train",
     index: Annotated[int | None, typer.Option(help="Which sample; any by default.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of the episode.")] = None,
+    expert: Annotated[bool, typer.Option("--expert", help="Watch the task's expert play instead.")] = False,
     token: Token = None,
 ) -> None:
     """Be the agent: type tool calls, see what the environment answers."""
@@ -80,7 +82,8 @@ def play(
     with suppress(ImportError):  # line editing and history, where the platform has them
         importlib.import_module("readline")
     client = client_of(target, token)()
-    result = run(client, _read_line, Console(), task=task, split=split, index=index, seed=seed)
+    lines = _let_the_expert_play() if expert else _read_line
+    result = run(client, lines, Console(), task=task, split=split, index=index, seed=seed)
     raise typer.Exit(1 if result is not None and result.status == "failed_environment" else 0)
 
 
@@ -116,6 +119,20 @@ def build(
         report=partial(print, file=sys.stderr, flush=True),
     )
     print(image.name)
+
+
+def _let_the_expert_play() -> Callable[[str], str | None]:
+    """Return lines that have the expert make each move, until it is asked for the same one again."""
+    asked: set[str] = set()
+
+    def line(prompt: str) -> str | None:
+        if prompt in asked:  # the move was refused: there is no expert
+            return None
+        asked.add(prompt)
+        print(f"{prompt}/do")
+        return "/do"
+
+    return line
 
 
 def _read_line(prompt: str) -> str | None:

@@ -29,7 +29,7 @@ from agentrl_env.types import (
 HELP = """\
 Call a tool:    name arg=value ...   or   name value ...   or   name {"arg": value}
 Say something:  say TEXT
-Commands:       /tools  /expert  /help  /quit (or Ctrl-D)"""
+Commands:       /expert shows the expert's next move, /do makes it; /tools  /help  /quit (or Ctrl-D)"""
 _STYLES = {"system": "magenta", "user": "cyan", "tool": "green", "assistant": "yellow"}
 
 
@@ -152,6 +152,10 @@ def _read(loop: LoopThread, session: ClientSession, line: str, console: Console)
             _show_tools(console, session.tools)
         elif line == "/expert":
             _show_messages(console, [loop.run(session.expert())])
+        elif line == "/do":
+            message = loop.run(session.expert())
+            _show_messages(console, [message])
+            return message
         elif line.startswith("/"):
             raise UnreadableLine(f"There is no command {line.split()[0]!r}; try /help.")
         elif line:

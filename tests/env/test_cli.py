@@ -262,6 +262,20 @@ def test_play_shows_tools_hints_and_the_expert(cli):
     assert "Left after 1 turn." in out
 
 
+def test_the_expert_can_be_watched_or_asked_for_a_move(cli):
+    code, out, _ = cli("play", f"{HERE}:Guess", "--index", "2", "--expert")
+    assert code == 0
+    assert "[1/" in out
+    assert "> /do" in out
+    assert "success, reward 1" in out
+    code, out, _ = cli("play", f"{HERE}:Guess", "--index", "2", stdin="/do\n")
+    assert code == 0
+    assert "success, reward 1" in out
+    code, out, _ = cli("play", f"{HERE}:Polite", "--expert")
+    assert code == 0
+    assert "Left after 0 turns." in out
+
+
 def test_play_ends_at_the_end_of_input(cli):
     code, out, _ = cli("play", f"{HERE}:Guess")
     assert code == 0
