@@ -249,7 +249,7 @@ class PoolReplica:
                 logger.exception("engine %s could not be started", self.name)
                 reason = f"{type(error).__name__}: {error}"
             await process.stop()  # before it is forgotten: closing must find it
-            self._before = {name: self.total(name) for name in process.beat if name != "event"}
+            self._before |= {name: self.total(name) for name in process.beat if name != "event"}
             self._process, self._held = None, None
             self._failures += 1
             if not self._began or self._failures >= MOST_FAILURES:

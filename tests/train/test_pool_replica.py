@@ -24,7 +24,7 @@ class Link:
     process_id = 0
 
     def __init__(self, begin: Callable[[], None], ready: asyncio.Event) -> None:
-        self.beat: Frame = {"kv_usage": 0.0}
+        self.beat: Frame = {}
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.told: list[str] = []
         self._begin, self._ready = begin, ready
@@ -32,6 +32,7 @@ class Link:
     async def start(self, *, within_s: float) -> None:
         self._begin()
         await self._ready.wait()
+        self.beat = {"kv_usage": 0.0, "sampled": 5}
 
     async def ask(self, operation: str, **fields: object) -> Frame:
         if self.lost.done():
@@ -102,6 +103,7 @@ async def test_an_engine_whose_process_cannot_be_started_once_is_started_again()
                 await asyncio.sleep(0.01)
         assert await generate(replica) == [7]
         assert replica.restarts == 2
+        assert replica.total("sampled") == 5 + 5
 
 
 async def test_one_that_cannot_be_started_any_more_is_given_up_with_its_reason() -> None:

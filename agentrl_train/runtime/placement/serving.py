@@ -105,9 +105,11 @@ async def main(descriptor: int, options: ServingOptions) -> None:
     server = Server(options)
     try:
         await answer_frames(reader, writer, answer=server.answer, beat=server.beat)
-    except* EngineError as errors:
-        # The trainer reads why from the last line; it starts another engine.
-        sys.exit(f"EngineError: {errors.exceptions[0]}")
+    except ExceptionGroup as errors:
+        # The trainer, which starts another engine, reads why in the last line.
+        if (broken := errors.subgroup(EngineError)) is None:
+            raise
+        sys.exit(f"EngineError: {broken.exceptions[0]}")
     finally:
         await server.close()
 
