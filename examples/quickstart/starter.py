@@ -24,6 +24,7 @@ from agentrl_env.server.targets import load_target
 from agentrl_train.engine.chat import ChatFormat
 from agentrl_train.learner import Learner
 from agentrl_train.loss import sft_loss
+from agentrl_train.runtime.admission import TaskSource
 from agentrl_train.runtime.imitation import expert_sequences, imitate
 
 HERE = Path(__file__).parent
@@ -112,13 +113,13 @@ def new_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCausa
 async def make(arguments: argparse.Namespace) -> None:
     """Play, train the tokenizer, imitate, save."""
     clients = {name: EnvClient.local(clumsy(name), max_sessions=arguments.traces) for name in EXPERT_NOISE}
-    split = dict.fromkeys(clients, "train")
+    sources = {name: TaskSource(task=name) for name in clients}
     letters = ChatFormat(new_tokenizer([], vocab_size=0))
-    heard, success = await expert_sequences(clients, letters, split=split, count=arguments.traces // 10)
+    heard, success = await expert_sequences(clients, letters, sources=sources, count=arguments.traces // 10)
     print("experts' success", {task: round(share, 2) for task, share in success.items()}, flush=True)
     texts = [letters.tokenizer.decode(sequence.token_ids) for sequence in heard]
     chat = ChatFormat(tokenizer := new_tokenizer(texts, vocab_size=1024))
-    sequences, _ = await expert_sequences(clients, chat, split=split, count=arguments.traces)
+    sequences, _ = await expert_sequences(clients, chat, sources=sources, count=arguments.traces)
     model = new_model(tokenizer, seed=arguments.seed)
     size = sum(parameter.numel() for parameter in model.parameters())
     print(f"{size:,} parameters, {len(tokenizer)} tokens, {len(sequences)} episodes", flush=True)
