@@ -124,7 +124,7 @@ class Toolset:
                 )
             ),
             timeout=options.timeout,
-            is_async=inspect.iscoroutinefunction(function),
+            is_async=inspect.iscoroutinefunction(inspect.unwrap(function)),
         )
 
 
@@ -365,4 +365,8 @@ def _finite(value: object, what: str) -> float:
 
 def describe(error: BaseException) -> str:
     """Return an exception's class and text, cut to a readable length."""
-    return clean(f"{type(error).__name__}: {error}"[:500])
+    try:
+        text = str(error)
+    except Exception:  # its author's code too
+        text = "its text cannot be read"
+    return clean(f"{type(error).__name__}: {text}"[:500])

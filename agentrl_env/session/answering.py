@@ -114,7 +114,9 @@ def follow(task: asyncio.Task[bytes], step: Answering, end: Callable[[Answering]
 
     def settle(_: object) -> None:
         end(step)
-        if not step.done():
+        if task.cancelled() or task.exception() is not None:
+            step.cancel()  # nobody may wait for what will never come
+        elif not step.done():
             step.set_result(task.result())
 
     task.add_done_callback(settle)

@@ -86,10 +86,17 @@ def run_through(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class Runner:
-    """Runs the code of one session, and remembers a call that outlived its deadline."""
+    """Runs the code of one session, and remembers a call that outlived its deadline.
 
-    def __init__(self, *, blocking: bool, threads: Threads) -> None:
+    Args:
+        blocking: whether plain functions run on threads.
+        threads: those.
+        limit: deadline of a call that has none of its own, in seconds.
+    """
+
+    def __init__(self, *, blocking: bool, threads: Threads, limit: float = math.inf) -> None:
         self._blocking = blocking
+        self._limit = limit
         self._threads = threads
         self._job: Job | None = None
         self._stray: asyncio.Future[Any] | None = None
@@ -117,7 +124,7 @@ class Runner:
         if error is not None:
             raise error
         if inspect.isawaitable(value):
-            return await self._awaited(value, math.inf if timeout is None else timeout)
+            return await self._awaited(value, self._limit if timeout is None else timeout)
         return value
 
     def give_up(self) -> None:

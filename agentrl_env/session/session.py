@@ -71,7 +71,7 @@ class Session:
         self._class = environment
         self._tools = toolset(environment)
         self._threads = threads
-        self._runner = Runner(blocking=environment.blocking, threads=threads)
+        self._runner = Runner(blocking=environment.blocking, threads=threads, limit=environment.tool_timeout)
         self._clock = clock
         self._observer = observer
         self.begin = clock()
@@ -329,7 +329,7 @@ class Session:
         self.turn += 1
         self.total += turn.reward
         if status is not _RUNNING:
-            self.status = status
+            self.status, self._task = status, None  # closing must not give up this very turn
             if self._class.overrides("close"):
                 self.begin_close()
             else:
