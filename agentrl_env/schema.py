@@ -10,6 +10,7 @@ from typing import Annotated, Any, NotRequired, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
+from pydantic.fields import FieldInfo
 from typing_extensions import TypedDict
 
 from agentrl_env.errors import DefinitionError
@@ -32,7 +33,7 @@ class Arguments:
         self._where = f"{owner}.{function.__name__}"
         self.summary, described = parse_docstring(inspect.getdoc(function) or "")
         self._adapter = self._build(function, described)
-        self.schema = _plain(self._adapter.json_schema())
+        self.schema = _plain(self._json_schema())
         self.schema.setdefault("properties", {})
         self._names = ", ".join(self.schema["properties"]) or "none"
 
@@ -64,8 +65,16 @@ class Arguments:
         try:
             return TypeAdapter(typed)
         except (PydanticUserError, TypeError) as error:
-            reason = str(error).splitlines()[0]
-            raise DefinitionError(f"{self._where}: no schema for its arguments: {reason}") from error
+            raise self._without_schema(error) from error
+
+    def _json_schema(self) -> dict[str, Any]:
+        try:
+            return self._adapter.json_schema()
+        except PydanticUserError as error:
+            raise self._without_schema(error) from error
+
+    def _without_schema(self, error: Exception) -> DefinitionError:
+        return DefinitionError(f"{self._where}: no schema for its arguments: {str(error).splitlines()[0]}")
 
     def _field(self, parameter: inspect.Parameter, hints: Mapping[str, Any], description: str | None) -> Any:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -75,6 +84,11 @@ class Arguments:
             )
         if parameter.name not in hints:
             raise DefinitionError(f"{self._where}: parameter {parameter.name!r} needs a type annotation")
+        if isinstance(parameter.default, FieldInfo):
+            raise DefinitionError(
+                f"{self._where}: the Field() of parameter {parameter.name!r} belongs into its annotation: "
+                f"{parameter.name}: Annotated[..., Field(...)] = default"
+            )
         annotation = hints[parameter.name]
         if description:
             annotation = _described(annotation, description)

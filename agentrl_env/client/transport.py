@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -164,6 +165,7 @@ class Http1Transport:
         lines += [f"{name}: {value}" for name, value in headers.items()]
         self._head = ("\r\n".join(lines) + "\r\ncontent-length: ").encode("latin-1")
         self._slots = FairSlots(max_connections)
+        self._openings = FairSlots(max(1, max_connections // 2))
         self._free: list[Connection] = []
         self._connections: WeakSet[Connection] = WeakSet()
         self._closed = False
@@ -172,7 +174,17 @@ class Http1Transport:
 
     async def send(self, call: Call, *, timeout: float) -> HttpResponse:
         """Make one call. Raises what ``request`` does."""
-        return await self.request(call.method, call.path, call.body, timeout=timeout)
+        if call.name != "open":
+            return await self.request(call.method, call.path, call.body, timeout=timeout)
+        # An opening waits until another session ends: it must leave connections to that one's steps.
+        began = time.monotonic()
+        if not await self._openings.acquire(timeout):
+            raise TimeoutError("no connection came free")
+        try:
+            left = timeout - (time.monotonic() - began)
+            return await self.request(call.method, call.path, call.body, timeout=left)
+        finally:
+            self._openings.release()
 
     async def request(self, method: str, path: str, body: bytes = b"", *, timeout: float) -> HttpResponse:
         """Send one request and return its answer.
@@ -229,8 +241,13 @@ class Http1Transport:
 
     async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            _, connection = await loop.create_connection(Connection, self._host, self._port, ssl=self._tls)
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, connection = await loop.create_connection(
+                    Connection, self._host, self._port, ssl=self._tls
+                )
+        except TimeoutError as error:
+            raise ConnectionError(f"no connection within {CONNECT_TIMEOUT_S:g} s") from error
         self._connections.add(connection)
         return connection
 

@@ -215,3 +215,29 @@ async def test_without_a_token_web_pages_of_other_origins_make_no_calls():
         own = await http.post("/v1/sessions", json={"task": "quick"}, headers={"origin": server.url})
         assert own.status_code == 201
     await server.stop()
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_without_a_token_a_name_that_was_made_to_mean_this_machine_reaches_nothing(method):
+    server = EnvServer([Quick], port=0, drain_s=0.0)
+    await server.start()
+    port = server.url.rpartition(":")[2]
+    borrowed = {"host": f"evil.example:{port}", "origin": f"http://evil.example:{port}"}
+    async with raw(server.url, None) as http:
+        refused = await http.request(method, "/v1/sessions", headers=borrowed, json={"task": "quick"})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (403, "forbidden")
+        assert "evil.example" in refused.json()["error"]["message"]
+        for name in ("localhost", "dev.localhost", "127.0.0.1", "[::1]"):
+            assert (await http.get("/v1/tasks", headers={"host": f"{name}:{port}"})).status_code == 200
+        assert (await http.get("/health", headers=borrowed)).status_code == 200
+    with pytest.raises(InvalidStatus):
+        await connect(f"ws://127.0.0.1:{port}/v1/ws", additional_headers={"Host": f"evil.example:{port}"})
+    await server.stop()
+
+
+async def test_with_a_token_a_server_may_be_called_by_any_name():
+    server = EnvServer([Quick], port=0, drain_s=0.0, token=TOKEN)
+    await server.start()
+    async with raw(server.url, TOKEN) as http:
+        assert (await http.get("/v1/tasks", headers={"host": "tasks.example"})).status_code == 200
+    await server.stop()

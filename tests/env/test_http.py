@@ -436,3 +436,30 @@ async def test_a_message_that_is_no_json_is_refused_before_it_is_sent(serving):
         with pytest.raises(InvalidRequest, match="cannot be sent as JSON"):
             await session.step("\ud800")
         assert (await session.step("hello")).seq == 1
+
+
+async def test_openings_that_wait_leave_connections_to_the_steps_of_others(serving):
+    server = await serving(Quick, max_sessions=2)
+    async with EnvClient(HttpBackend(server.url, max_connections=4)) as client:
+        running = [await client.open("quick") for _ in range(2)]
+        waiting = [asyncio.create_task(client.open("quick", wait=60.0)) for _ in range(8)]
+        await until(lambda: server.pool.gauges()["agentrl_sessions_waiting"] >= 2)
+        # Two steps at once are a batch over HTTP.
+        async with asyncio.timeout(30):
+            await asyncio.gather(*(session.step(ToolCall.of("note", text="x")) for session in running))
+            for session in running:
+                await session.close()
+            for opened in asyncio.as_completed(waiting):
+                await (await opened).close()
+
+
+async def test_a_server_that_takes_no_connection_is_unreachable_and_not_slow(monkeypatch):
+    async def never(*_arguments, **_options):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("agentrl_env.client.transport.CONNECT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", never, raising=False)
+    backend = HttpBackend("http://10.255.255.1:9", patience=0.0)
+    with pytest.raises(ServerUnreachable, match=r"no connection within 0\.05 s"):
+        await backend.tasks()
+    await backend.aclose()

@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import json
+from collections.abc import Callable
 from enum import Enum
 from typing import Annotated, Literal
 
@@ -229,6 +230,8 @@ def var_keywords(self, **n: int): ...
 def positional(self, n: int, /): ...
 def unresolved(self, n: "Nowhere"): ...  # noqa: F821
 def strange(self, n: asyncio.Event): ...
+def callback(self, n: Callable[[int], int]): ...
+def field_as_default(self, n: int = Field(default=3, ge=1)): ...
 
 
 @pytest.mark.parametrize(
@@ -240,6 +243,8 @@ def strange(self, n: asyncio.Event): ...
         (positional, "must be a plain named one"),
         (unresolved, "cannot resolve its annotations"),
         (strange, "no schema for its arguments"),
+        (callback, "no schema for its arguments"),
+        (field_as_default, "belongs into its annotation: n: Annotated"),
     ],
 )
 def test_a_method_that_cannot_be_a_tool_is_refused_in_one_sentence(function, message):

@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 import re
 from base64 import urlsafe_b64decode
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from ipaddress import ip_address
 from math import ceil
+from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic_core import to_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketDisconnect
 
 from agentrl_env.errors import BodyTooLarge, Forbidden, RateLimited, Unauthorized, WireError
+from agentrl_env.schema import echo
 from agentrl_env.server.access.callers import (
     CLIENT_HEADER,
     OPERATOR,
@@ -121,6 +125,7 @@ class Gate:
         name = client_name(headers.get(_CLIENT, b""), scope.get("client"))
         if path in _PUBLIC:
             return Caller(name=name)
+        self._refuse_borrowed_name(scope, headers)
         who = self._who(headers.get(b"authorization", b""))
         if who.session_id is not None:
             name = who.session_id
@@ -135,6 +140,7 @@ class Gate:
 
     def _meet_socket(self, scope: Scope, headers: dict[bytes, bytes]) -> Caller:
         """Return who opens a WebSocket; a browser, which sets no headers, shows a token as a subprotocol."""
+        self._refuse_borrowed_name(scope, headers)
         who = self._who(headers.get(b"authorization") or _token_of(scope["subprotocols"]))
         if scope["path"] != (LINK_PATH if who.is_server else SOCKET_PATH):
             who.refuse_all_but(None)
@@ -143,6 +149,18 @@ class Gate:
             raise Unauthorized("this server takes no WebSocket from web pages of other origins")
         name = who.session_id or client_name(headers.get(_CLIENT, b""), scope.get("client"))
         return Caller(name=name, session_id=who.session_id, is_server=who.is_server, rates=self._rates)
+
+    def _refuse_borrowed_name(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """Refuse a web page whose own name was made to mean this machine (DNS rebinding). Raises Forbidden.
+
+        Its calls are of the page's origin, so that nothing else tells them from others.
+        """
+        if self._token is not None or not _is_loopback(scope.get("server")):
+            return
+        name = _host_name(headers.get(b"host", b""))
+        if name and not _is_address(name) and name.rpartition(".")[2] != "localhost":
+            words = f"this server has no --token, and is called localhost, not {echo(name)}"
+            raise Forbidden(f"{words}: ask it by that name, or give it a token")
 
     def _who(self, shown: bytes) -> Caller:
         """Return who has shown a header or subprotocol. Raises Unauthorized."""
@@ -230,6 +248,28 @@ def _same_origin(headers: dict[bytes, bytes]) -> bool:
     """Return whether a request comes from a page of this server, or from no page at all."""
     origin = headers.get(b"origin")
     return origin is None or origin.rpartition(b"://")[2] == headers.get(b"host")
+
+
+def _is_loopback(server: Sequence[Any] | None) -> bool:
+    """Return whether a connection has come in at an address that only this machine reaches."""
+    return server is not None and _is_address(server[0]) and ip_address(server[0]).is_loopback
+
+
+def _host_name(host: bytes) -> str:
+    """Return the name in a Host header, without its port; what cannot be read stands for itself."""
+    text = host.decode("latin-1")
+    try:
+        return urlsplit(f"//{text}").hostname or ""
+    except ValueError:
+        return text
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 async def _refuse(error: WireError, send: Send, kind: str) -> None:
