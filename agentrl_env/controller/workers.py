@@ -99,21 +99,33 @@ class Workers:
         self._processes.add(process)
         return process
 
-    async def _keep(self, process: asyncio.subprocess.Process) -> None:
+    async def _keep(self, first: asyncio.subprocess.Process) -> None:
         """Start a process again whenever it dies, at growing intervals where it dies young."""
         loop, pause = asyncio.get_running_loop(), FIRST_PAUSE_S
-        while True:
+        process: asyncio.subprocess.Process | None = first
+        while not self._stopping:
             begin = loop.time()
-            await asyncio.gather(_drop_output(process), process.wait())
-            self._processes.discard(process)
-            _kill_group(process)
-            if self._stopping:
-                return
-            logger.warning("worker %d ended (%s); starting another", process.pid, process.returncode)
-            await self._lose(process.pid)
+            try:
+                process = process or await self._begin()
+                await self._see_out(process)
+            except Exception as error:  # whatever it is: nobody else would start a worker in its place
+                logger.warning(
+                    "no worker could be started: %s; trying again", str(error) or type(error).__name__
+                )
+            process = None
             pause = FIRST_PAUSE_S if loop.time() - begin > STEADY_S else min(2 * pause, LONGEST_PAUSE_S)
             await asyncio.sleep(pause)
-            process = await self._begin()
+
+    async def _see_out(self, process: asyncio.subprocess.Process) -> None:
+        """Return once a process has ended, and the fleet has been told."""
+        try:
+            await asyncio.gather(_drop_output(process), process.wait())
+        finally:
+            self._processes.discard(process)
+            _kill_group(process)
+        if not self._stopping:
+            logger.warning("worker %d ended (%s); starting another", process.pid, process.returncode)
+            await self._lose(process.pid)
 
     async def _lose(self, pid: int) -> None:
         place = place_of(pid)
@@ -132,11 +144,12 @@ async def _is_ready(process: asyncio.subprocess.Process) -> bool:
 
 
 async def _drop_output(process: asyncio.subprocess.Process) -> None:
-    """Read what authors' code prints, so that it never blocks."""
+    """Read what authors' code prints, so that it never blocks, even where nobody takes it any more."""
     assert process.stdout is not None
     while chunk := await process.stdout.read(65536):
-        sys.stdout.write(chunk.decode(errors="replace"))
-        sys.stdout.flush()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.write(chunk.decode(errors="replace"))
+            sys.stdout.flush()
 
 
 def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:

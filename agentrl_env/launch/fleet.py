@@ -54,7 +54,7 @@ class LocalFleet:
     """
 
     def __init__(self, plan: FleetPlan, report: Callable[[str], None] = lambda line: None) -> None:
-        self._plan, self._report = plan, report
+        self._plan, self._tell = plan, report
         settings = plan.controller
         state = Fleet(queue_s=settings.queue, resume=settings.resume)
         self._controller = Controller(state, host=settings.host, port=settings.port, token=plan.token)
@@ -159,23 +159,31 @@ class LocalFleet:
         begin = loop.time()
         while True:
             await asyncio.sleep(_LOOK_S)
-            async with replica.turn:
-                if await asyncio.to_thread(_lives, replica.server):
-                    continue
-                replica.state = "dead"
-                said = _last_line(replica.server)
-                self._report(f"{_name(replica)} died{said}; starting another")
-                if replica.server is not None:
-                    await asyncio.to_thread(replica.server.stop)
-                    replica.server = None
-                pause = _FIRST_PAUSE_S if loop.time() - begin > _LONGEST_PAUSE_S else 2 * pause
-                await asyncio.sleep(min(pause, _LONGEST_PAUSE_S))
-                begin, replica.restarts, replica.state = loop.time(), replica.restarts + 1, "starting"
-                try:
+            try:
+                async with replica.turn:
+                    if await asyncio.to_thread(_lives, replica.server):
+                        continue
+                    await self._clear(replica)
+                    pause = _FIRST_PAUSE_S if loop.time() - begin > _LONGEST_PAUSE_S else 2 * pause
+                    await asyncio.sleep(min(pause, _LONGEST_PAUSE_S))
+                    begin, replica.restarts, replica.state = loop.time(), replica.restarts + 1, "starting"
                     await self._fill(replica)
                     self._report(f"{_name(replica)} serves again")
-                except AgentRLError as error:
-                    self._report(f"{_name(replica)} does not start: {error}")
+            except Exception as error:  # whatever it is: nobody else would start the server again
+                self._report(f"{_name(replica)} does not start: {error}")
+
+    async def _clear(self, replica: _Replica) -> None:
+        """Stop what is left of a place's dead server."""
+        replica.state = "dead"
+        self._report(f"{_name(replica)} died{_last_line(replica.server)}; starting another")
+        if replica.server is not None:
+            await asyncio.to_thread(replica.server.stop)
+            replica.server = None
+
+    def _report(self, line: str) -> None:
+        """Say what happens; where nobody can be told, the fleet goes on."""
+        with contextlib.suppress(OSError, ValueError):
+            self._tell(line)
 
 
 def up(plan: FleetPlan) -> None:
@@ -230,8 +238,9 @@ async def _roll_when_asked(fleet: LocalFleet, asked: asyncio.Event) -> None:
         asked.clear()
         try:
             await fleet.roll()
-        except AgentRLError as error:
-            print(f"the servers were not all replaced: {error}", file=sys.stderr, flush=True)
+        except Exception as error:  # whatever it is: the next time they are asked for it may do
+            with contextlib.suppress(OSError, ValueError):
+                print(f"the servers were not all replaced: {error}", file=sys.stderr, flush=True)
 
 
 def _lives(server: Placed | None) -> bool:

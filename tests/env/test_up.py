@@ -116,6 +116,36 @@ async def test_a_fleet_that_resumes_takes_no_session_with_a_killed_server(tmp_pa
         await fleet.stop()
 
 
+async def test_a_machine_that_refuses_to_start_a_server_is_asked_again_even_where_nobody_hears(monkeypatch):
+    told, served = [], asyncio.Event()
+
+    def tell(line):
+        told.append(line)
+        if line.endswith("serves again"):
+            served.set()
+        raise BrokenPipeError(32, "Broken pipe")
+
+    plan = FleetPlan(
+        controller=ControllerPlan(port=0), tasks=(TaskPlan(name="guess", target=f"{TASKS}:Guess"),)
+    )
+    fleet = LocalFleet(plan, report=tell)
+    place, refusals = fleet._place, iter([OSError(11, "Resource temporarily unavailable")])
+
+    def refusing(task):
+        for refusal in refusals:
+            raise refusal
+        return place(task)
+
+    try:
+        await fleet.start()
+        monkeypatch.setattr(fleet, "_place", refusing)
+        os.kill(min(servers(os.getpid())), signal.SIGKILL)
+        await asyncio.wait_for(served.wait(), 60)
+        assert "guess 0 does not start: [Errno 11] Resource temporarily unavailable" in told
+    finally:
+        await fleet.stop()
+
+
 def test_a_killed_fleet_leaves_no_server(tmp_path):
     (tmp_path / "fleet.toml").write_text(FILE)
     command = [sys.executable, "-m", "agentrl_env", "up", str(tmp_path / "fleet.toml")]

@@ -11,6 +11,8 @@ import time
 import pytest
 
 from agentrl_env import EnvClient, Environment, ToolCall, tool
+from agentrl_env.controller.serve import WorkerServer
+from agentrl_env.controller.workers import Workers
 from agentrl_env.errors import SessionLost
 
 TARGET = f"{__file__}:Who"
@@ -28,6 +30,12 @@ class Who(Environment):
     def ask(self):
         """Ask for the process."""
         return str(os.getpid())
+
+    @tool
+    def say(self):
+        """Print more than a pipe holds."""
+        print("x" * 300_000, flush=True)
+        return "said"
 
     @tool
     def token(self):
@@ -144,6 +152,53 @@ async def test_with_resume_the_sessions_of_a_killed_worker_go_on_at_the_others_e
 
 def said(result):
     return result.messages[0].content
+
+
+@contextlib.asynccontextmanager
+async def own_workers():
+    server = WorkerServer([TARGET], workers=1, arguments=[], drain_s=0, port=0)
+    await server.start()
+    try:
+        async with EnvClient.connect(server.announcement.split()[3], timeout=30) as client:
+            yield client
+    finally:
+        await server.stop()
+
+
+async def test_a_machine_that_refuses_to_start_a_worker_is_asked_again(monkeypatch, caplog):
+    begin, refusals = Workers._begin, iter([BlockingIOError(11, "Resource temporarily unavailable")])
+
+    async def refusing(self):
+        for refusal in refusals:
+            raise refusal
+        return await begin(self)
+
+    async with own_workers() as client:
+        session = await client.open("who")
+        dead = await ask(session)
+        monkeypatch.setattr(Workers, "_begin", refusing)
+        os.kill(dead, signal.SIGKILL)
+        with pytest.raises(SessionLost):
+            await asyncio.wait_for(ask_on(session), 20)
+        assert await ask(await client.open("who", wait=30)) != dead
+    assert "no worker could be started: [Errno 11]" in caplog.text
+
+
+async def test_a_worker_goes_on_where_nobody_takes_its_output_and_is_started_again(monkeypatch):
+    class Gone:
+        def write(self, text):
+            raise BrokenPipeError(32, "Broken pipe")
+
+    async with own_workers() as client:
+        session = await client.open("who")
+        dead = await ask(session)
+        monkeypatch.setattr(sys, "stdout", Gone())
+        assert said(await session.step(ToolCall.of("say"))) == "said"
+        assert said(await session.step(ToolCall.of("say"))) == "said"
+        os.kill(dead, signal.SIGKILL)
+        with pytest.raises(SessionLost):
+            await asyncio.wait_for(ask_on(session), 20)
+        assert await ask(await client.open("who", wait=30)) != dead
 
 
 async def test_the_workers_end_with_their_parent_even_where_it_is_killed():
