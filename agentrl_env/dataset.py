@@ -52,12 +52,18 @@ class Dataset:
         self._splits: dict[str, Samples] = {}
 
     def split(self, name: str) -> Samples:
-        """Return one split. Raises UnknownSample where the task has none of that name."""
+        """Return one split. Raises UnknownSample for an unknown one, DefinitionError where it has no index."""
         if name not in self._environment.splits:
             known = ", ".join(self._environment.splits)
             raise UnknownSample(f"task {self._task!r} has no split {name!r}; it has: {known}")
         if name not in self._splits:
-            self._splits[name] = self._environment.samples(name)
+            samples = self._environment.samples(name)
+            if not hasattr(samples, "__getitem__"):
+                raise DefinitionError(
+                    f"samples({name!r}) of task {self._task!r} is a {type(samples).__name__}, which has no "
+                    "index: return a list, or an object with __getitem__"
+                )
+            self._splits[name] = samples
         return self._splits[name]
 
     def info(self) -> dict[str, SplitInfo]:
@@ -106,6 +112,9 @@ class Dataset:
         try:
             data = samples[index]
         except (LookupError, TypeError) as error:
+            if size is not None and isinstance(index, int) and not isinstance(samples, Mapping):
+                what = f"samples({split!r})[{index}] of task {self._task!r}"
+                raise DefinitionError(f"{what} raised {type(error).__name__}: {error}") from error
             raise UnknownSample(f"task {self._task!r}, split {split!r}: no index {index!r}") from error
         if not isinstance(data, Mapping):
             raise DefinitionError(

@@ -131,3 +131,31 @@ def test_sample_data_must_be_json():
 
     with pytest.raises(DefinitionError, match=r"samples\('train'\)\[0\] .* cannot be sent as JSON"):
         Dataset(Odd).sample("train", 0)
+
+
+def test_samples_without_an_index_are_the_authors_mistake():
+    class Streamed(Guess):
+        @classmethod
+        def samples(cls, split):
+            yield {"n": 1}
+
+    with pytest.raises(DefinitionError, match="is a generator, which has no index: return a list"):
+        Dataset(Streamed).sample()
+
+
+def test_a_sample_that_breaks_is_not_one_that_is_missing():
+    class Broken(list):
+        def __getitem__(self, index):
+            return {"answer": {}["answer"]}
+
+    class Rows(Guess):
+        @classmethod
+        def samples(cls, split):
+            return Broken([1, 2])
+
+    with pytest.raises(
+        DefinitionError, match=r"samples\('train'\)\[1\] of task 'rows' raised KeyError: 'answer'"
+    ):
+        Dataset(Rows).sample(index=1)
+    with pytest.raises(UnknownSample, match="no index 2"):
+        Dataset(Rows).sample(index=2)
