@@ -52,7 +52,7 @@ class Dataset:
         self._splits: dict[str, Samples] = {}
 
     def split(self, name: str) -> Samples:
-        """Return one split. Raises UnknownSample for an unknown one, DefinitionError where it has no index."""
+        """Return one split. Raises UnknownSample, and DefinitionError for samples without an index."""
         if name not in self._environment.splits:
             known = ", ".join(self._environment.splits)
             raise UnknownSample(f"task {self._task!r} has no split {name!r}; it has: {known}")
