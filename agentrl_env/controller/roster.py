@@ -62,6 +62,8 @@ class Roster:
         """Servers that this controller has given up; it stays so where the shared state forgets."""
         self.keeper: Keeper | None = None
         """Takes in where sessions stand; None: their servers are not to tell."""
+        self._noted: dict[str, float] = {}
+        """Of each server the sign of life that the shared state was last told of."""
         self._left: set[str] = set()
         """Servers that have said good-bye to this controller."""
         self._untold: set[str] = set()
@@ -170,11 +172,18 @@ class Roster:
             if await self.is_gone(member.server_id):
                 continue
             if silent_s < self._lost_after_s:
-                await self._state.saw(member.server_id)
+                await self._note(member)
             elif await self._seen_elsewhere(member, silent_s):
                 member.cut()  # it lives, and cannot be heard over this line
             else:
                 await self.lose(member.server_id, f"no sign of life for {self._lost_after_s:g} s")
+
+    async def _note(self, member: Member) -> None:
+        """Tell the other controllers that a server lives, where it was heard since they were last told."""
+        if self._noted.get(member.server_id) != member.seen:
+            heard = member.seen
+            await self._state.saw(member.server_id)
+            self._noted[member.server_id] = heard
 
     async def _seen_elsewhere(self, member: Member, silent_s: float) -> bool:
         """Return whether another controller hears a server; where nobody can say so, give it longer."""
@@ -239,6 +248,7 @@ class Roster:
             return
 
     def _drop(self, server_id: str, reason: str) -> None:
+        self._noted.pop(server_id, None)
         member = self.members.pop(server_id, None)
         if member is not None:
             member.lose(reason)

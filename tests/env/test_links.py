@@ -16,11 +16,12 @@ from agentrl_env.controller import link, roster
 from agentrl_env.controller.fleet import Fleet
 from agentrl_env.controller.member import Outbox
 from agentrl_env.controller.serve import Controller
+from agentrl_env.controller.state import MemoryState
 from agentrl_env.errors import CallTimeout, InternalError, SessionLost, StateUnavailable
 from agentrl_env.server import dial
 from agentrl_env.server.serve import NOWHERE, EnvServer
 from agentrl_env.types import SessionInfo, TaskSample
-from agentrl_env.wire import Hello
+from agentrl_env.wire import Beat, Hello
 from tests.env.tasks import Clock, Quick, Slow, until
 
 
@@ -184,6 +185,28 @@ async def test_nobody_is_given_up_for_a_silence_in_which_the_controller_slept():
     clock.now += 60
     await watching.look()
     assert watching.members == {}
+
+
+async def test_a_silent_server_is_given_up_after_the_time_that_was_set_and_no_later():
+    clock = Clock()
+    watching = Fleet(lost_after_s=5, clock=clock).roster
+    await watching.join(Hello.model_validate_json(json.dumps(json.loads(hello())["hello"])), Outbox())
+    last = clock.now
+    while watching.members:
+        clock.now += 1
+        await watching.look()
+    assert clock.now - last in (5, 6)
+
+
+async def test_a_server_that_is_heard_is_told_of_to_the_other_controllers_as_long_as_it_lives():
+    clock = Clock()
+    fleet = Fleet(state=MemoryState(clock), lost_after_s=5, clock=clock)
+    await fleet.roster.join(Hello.model_validate_json(json.dumps(json.loads(hello())["hello"])), Outbox())
+    for _ in range(20):
+        clock.now += 1
+        await fleet.roster.hear_beat("peer", Beat())
+        await fleet.roster.look()
+        assert await fleet.state.seen("peer", 1)
 
 
 async def test_a_controller_notes_that_it_slept(monkeypatch):
