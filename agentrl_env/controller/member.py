@@ -182,7 +182,7 @@ class Member:
         """Count a session no more."""
         ended = self.sessions.pop(session_id, None)
         if ended is not None:
-            self.held[ended.task, ended.client] -= 1
+            take_one(self.held, (ended.task, ended.client))
 
     def hear_answer(self, frame: bytes) -> None:
         """Hand an answer to whoever asked; raises ValueError where it is none."""
@@ -234,3 +234,10 @@ class Member:
         for call in self._calls.values():
             if not call.answer.done():
                 call.answer.set_exception(error())
+
+
+def take_one(counts: Counter[tuple[str, str]], of: tuple[str, str]) -> None:
+    """Count one less; what has come to nothing is forgotten, for callers make up names as they like."""
+    counts[of] -= 1
+    if counts[of] <= 0:
+        del counts[of]

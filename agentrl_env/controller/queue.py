@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 
-from agentrl_env.controller.member import Member
+from agentrl_env.controller.member import Member, take_one
 
 Group = tuple[str, str]
 """Openings of one task by one client: what holds for one of them holds for all."""
@@ -72,7 +72,7 @@ class Placement:
     def release(self, group: Group, member: Member) -> None:
         """Give back a place that was kept: the session is open, and counted as such, or it never will be."""
         member.opening -= 1
-        self._placing[group] -= 1
+        take_one(self._placing, group)
         self.serve()
 
     def serve(self) -> None:

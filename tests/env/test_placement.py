@@ -55,6 +55,19 @@ async def test_a_promised_place_counts_until_the_session_is_there():
     assert await placement.take("shop", "", 0) is server
 
 
+async def test_callers_that_have_gone_are_forgotten():
+    server = member("a", capacity=1)
+    placement = fleet(server)
+    for number in range(50):
+        client, session_id = f"job-{number}", f"a.{number}"
+        assert await placement.take("shop", client, 0) is server
+        server.hear_beat(Beat(opened=(SessionRow(session_id=session_id, task="shop", client=client),)))
+        placement.release(("shop", client), server)
+        server.hear_beat(Beat(ended=(session_id,)))
+    assert not server.held
+    assert not placement._placing
+
+
 async def test_clients_take_turns_and_each_is_served_in_order():
     server = member("a", capacity=1, held=1)
     placement, served = fleet(server), []
