@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import re
 from base64 import urlsafe_b64decode
-from collections.abc import Iterable, Sequence
-from ipaddress import ip_address
+from collections.abc import Iterable
+from functools import lru_cache
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from math import ceil
-from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic_core import to_json
@@ -155,10 +155,9 @@ class Gate:
 
         Its calls are of the page's origin, so that nothing else tells them from others.
         """
-        if self._token is not None or not _is_loopback(scope.get("server")):
+        if self._token is not None or not scope.get("server"):
             return
-        name = _host_name(headers.get(b"host", b""))
-        if name and not _is_address(name) and name.rpartition(".")[2] != "localhost":
+        if name := _borrowed_name(scope["server"][0], headers.get(b"host", b"")):
             words = f"this server has no --token, and is called localhost, not {echo(name)}"
             raise Forbidden(f"{words}: ask it by that name, or give it a token")
 
@@ -250,26 +249,25 @@ def _same_origin(headers: dict[bytes, bytes]) -> bool:
     return origin is None or origin.rpartition(b"://")[2] == headers.get(b"host")
 
 
-def _is_loopback(server: Sequence[Any] | None) -> bool:
-    """Return whether a connection has come in at an address that only this machine reaches."""
-    return server is not None and _is_address(server[0]) and ip_address(server[0]).is_loopback
-
-
-def _host_name(host: bytes) -> str:
-    """Return the name in a Host header, without its port; what cannot be read stands for itself."""
+@lru_cache(maxsize=256)
+def _borrowed_name(server: str, host: bytes) -> str:
+    """Return the name in a Host header that this machine does not have, where only this machine can ask."""
+    here = _address(server)
+    if here is None or not here.is_loopback:
+        return ""
     text = host.decode("latin-1")
     try:
-        return urlsplit(f"//{text}").hostname or ""
+        name = urlsplit(f"//{text}").hostname or ""
     except ValueError:
         return text
+    return "" if _address(name) or name.rpartition(".")[2] == "localhost" else name
 
 
-def _is_address(name: str) -> bool:
+def _address(name: str) -> IPv4Address | IPv6Address | None:
     try:
-        ip_address(name)
+        return ip_address(name)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 async def _refuse(error: WireError, send: Send, kind: str) -> None:
