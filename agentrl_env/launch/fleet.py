@@ -142,14 +142,13 @@ class LocalFleet:
     def _place(self, task: TaskPlan) -> Placed:
         shared = {"token": self._link_token, "controller": self._dialled, "start_timeout": _START_S}
         numbers = {"max_sessions": task.max_sessions, "lease": task.lease, "drain": task.drain}
-        options = {**shared, **numbers, "oracle": task.oracle}
+        options = {**shared, **numbers, "oracle": task.oracle, "environment": task.environment}
         if task.kind == "process":
             return ServerProcess(str(task.target), **options)  # type: ignore[arg-type]
         return DockerServer(
             image=self._images[task.name],
             network=task.network,
             limits=task.limits,
-            environment=task.environment,
             **options,  # type: ignore[arg-type]
         )
 

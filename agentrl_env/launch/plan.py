@@ -39,7 +39,8 @@ class ControllerPlan(BaseModel):
 class TaskPlan(BaseModel):
     """The servers of one task.
 
-    Give ``target``, or ``image`` with ``kind = "docker"``. ``name`` is what its servers are called.
+    Give ``target``, or ``image`` with ``kind = "docker"``; ``limits`` and ``network`` are for that kind
+    alone. ``name`` is what its servers are called.
     """
 
     model_config = _FROZEN
@@ -70,6 +71,8 @@ class TaskPlan(BaseModel):
             raise ValueError("give either target or image")
         if self.kind == "process" and self.target is None:
             raise ValueError('an image runs with kind = "docker"')
+        if self.kind == "process" and (unheeded := sorted({"limits", "network"} & self.model_fields_set)):
+            raise ValueError(f'a process has no {unheeded[0]}; leave it out, or set kind = "docker"')
         return self
 
     @property

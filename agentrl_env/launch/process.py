@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -47,6 +47,7 @@ class ServerProcess:
         start_timeout: seconds until the server must answer.
         log: file that the server's output is appended to; a temporary one by default.
         controller: the address of one to dial; then the server has no address of its own.
+        environment: variables for the server, beside those of this process.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class ServerProcess:
         start_timeout: float = 60.0,
         log: Path | None = None,
         controller: str | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.token = token
         self.url = ""
@@ -73,6 +75,7 @@ class ServerProcess:
         self._options += ["--lease", str(lease), "--drain", str(drain), "--stop-with-stdin"]
         self._options += ["--oracle"] if oracle else []
         self._targets: Sequence[str] = targets
+        self._environment = dict(environment or {})
         self._start_timeout, self._drain, self._log_path = start_timeout, drain, log
         self._log: IO[Any] | None = None
         self._log_begin = 0
@@ -97,7 +100,7 @@ class ServerProcess:
         if self.running:
             return self
         self._log = self._open_log()
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, **self._environment, "PYTHONUNBUFFERED": "1"}
         environment.pop("AGENTRL_TOKEN", None)
         if self.token is not None:
             environment["AGENTRL_TOKEN"] = self.token

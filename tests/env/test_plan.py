@@ -75,6 +75,11 @@ def test_the_token_comes_from_the_environment(plan, monkeypatch):
         ('[[tasks]]\nname = "a"\ntarget = "x"\nreplica = 2', "tasks.0.replica: Extra inputs"),
         ('[[tasks]]\nname = "a"\ntarget = "x"\nreplicas = 0', "tasks.0.replicas"),
         ('[[tasks]]\nname = "a"\ntarget = "x"\nlimits = {memory = "much"}', "'much' is no size"),
+        (
+            f'{TASK}\nlimits = {{memory = "64m"}}',
+            "tasks.0: a process has no limits; leave it out, or set kind",
+        ),
+        (f'{TASK}\nkind = "process"\nnetwork = "none"', "tasks.0: a process has no network; leave it out"),
         ('[[tasks]]\nname = "a"\ntarget = "x"\n' * 2, "two tasks are named 'a'"),
     ],
 )

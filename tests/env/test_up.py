@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl_env import EnvClient, ToolCall
+from agentrl_env import EnvClient, Environment, ToolCall, tool
 from agentrl_env.launch.fleet import LocalFleet
 from agentrl_env.launch.plan import ControllerPlan, FleetPlan, TaskPlan
 
@@ -28,6 +28,18 @@ replicas = 2
 max_sessions = 4
 drain = 5
 """
+
+
+class Told(Environment):
+    """Says what it was told."""
+
+    def reset(self, sample, rng):
+        return f"{os.environ.get('COLOUR')}, {os.environ['AGENTRL_TOKEN'] == 'mine'}"
+
+    @tool
+    def look(self):
+        """Look."""
+        return "seen"
 
 
 def until(condition, what, seconds=60.0):
@@ -142,6 +154,19 @@ async def test_a_machine_that_refuses_to_start_a_server_is_asked_again_even_wher
         os.kill(min(servers(os.getpid())), signal.SIGKILL)
         await asyncio.wait_for(served.wait(), 60)
         assert "guess 0 does not start: [Errno 11] Resource temporarily unavailable" in told
+    finally:
+        await fleet.stop()
+
+
+async def test_a_process_has_the_environment_of_its_task_and_the_token_of_the_fleet():
+    task = TaskPlan(
+        name="told", target=f"{__file__}:Told", environment={"COLOUR": "blue", "AGENTRL_TOKEN": "mine"}
+    )
+    fleet = LocalFleet(FleetPlan(controller=ControllerPlan(port=0), tasks=(task,)))
+    try:
+        await fleet.start()
+        async with EnvClient.connect(fleet.url) as client:
+            assert (await client.open("told")).messages[0].content == "blue, False"
     finally:
         await fleet.stop()
 
