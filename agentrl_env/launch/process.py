@@ -18,9 +18,10 @@ import httpx
 
 from agentrl_env.errors import ServeError
 
-_READY = re.compile(r"^serving .* at (http://\S+)$", flags=re.MULTILINE)
-_DIALLED = re.compile(r"^serving ", flags=re.MULTILINE)
+_READY = re.compile(rb"^serving .* at (http://\S+)$", flags=re.MULTILINE)
+_DIALLED = re.compile(rb"^serving ", flags=re.MULTILINE)
 _POLL_S = 0.02
+_READ_BYTES = 1 << 20
 
 
 class ServerProcess:
@@ -140,10 +141,11 @@ class ServerProcess:
             self._log = None
 
     def output(self) -> str:
-        """Return what the server has printed since it was started."""
+        """Return what the server has printed since it was started; of much, the last megabyte."""
         if self._log is None:
             return ""
-        return os.pread(self._log.fileno(), 1 << 20, self._log_begin).decode(errors="replace")
+        begin = max(self._log_begin, os.fstat(self._log.fileno()).st_size - _READ_BYTES)
+        return os.pread(self._log.fileno(), _READ_BYTES, begin).decode(errors="replace")
 
     def __enter__(self) -> Self:
         return self.start()
@@ -160,21 +162,35 @@ class ServerProcess:
         return file
 
     def _wait_until_ready(self, deadline: float) -> None:
+        position = self._log_begin
         while True:
-            output = self.output()
-            if self._dials and _DIALLED.search(output):
+            ended = not self.running
+            found, position = self._find_announcement(position)
+            if found is not None and self._dials:
                 return
-            if found := _READY.search(output):
-                self.url = found.group(1)
+            if found is not None:
+                self.url = found[1].decode()
                 if _healthy(self.url):
                     return
-            elif not self.running:
-                raise ServeError(f"the server ended at once: {_last_line(output)}")
+            if ended:
+                raise ServeError(f"the server ended at once: {_last_line(self.output())}")
             if time.monotonic() > deadline:
-                raise ServeError(
-                    f"the server did not answer within {self._start_timeout:g} s: {_last_line(output)}"
-                )
+                last = _last_line(self.output())
+                raise ServeError(f"the server did not answer within {self._start_timeout:g} s: {last}")
             time.sleep(_POLL_S)
+
+    def _find_announcement(self, begin: int) -> tuple[re.Match[bytes] | None, int]:
+        """Return the line that says that the server serves, and where in the log to look the next time."""
+        pattern = _DIALLED if self._dials else _READY
+        while self._log is not None and (chunk := os.pread(self._log.fileno(), _READ_BYTES, begin)):
+            whole_lines = chunk.rfind(b"\n") + 1
+            if not whole_lines and len(chunk) < _READ_BYTES:
+                break  # the line is still being written
+            end = whole_lines or len(chunk)
+            if found := pattern.search(chunk, 0, end):
+                return found, begin
+            begin += end
+        return None, begin
 
 
 def _healthy(url: str) -> bool:

@@ -40,6 +40,24 @@ class Broken(Wait):
         raise OSError("no database here")
 
 
+class Chatty(Wait):
+    """Prints much before it serves."""
+
+    @classmethod
+    def startup(cls):
+        for number in range(40_000):
+            print(f"line {number} {'x' * 40}")
+
+
+class Complaining(Chatty):
+    """Prints much before it fails."""
+
+    @classmethod
+    def startup(cls):
+        super().startup()
+        raise OSError("no database here")
+
+
 def alive(pid):
     try:
         os.kill(pid, 0)
@@ -106,6 +124,18 @@ def test_a_server_that_cannot_start_says_why():
 def test_a_startup_that_fails_says_why():
     with pytest.raises(ServeError, match=r"no database here|startup"):
         ServerProcess(f"{__file__}:Broken").start()
+
+
+def test_a_server_is_found_however_much_it_prints_before_it_serves():
+    with ServerProcess(f"{__file__}:Chatty") as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert f"at {server.url}" in server.output()
+        assert "line 39999 " in server.output()
+
+
+def test_the_last_words_are_the_last_however_much_was_said_before():
+    with pytest.raises(ServeError, match=r"no database here|startup"):
+        ServerProcess(f"{__file__}:Complaining").start()
 
 
 def test_a_taken_port_is_one_clear_sentence():
