@@ -16,7 +16,7 @@ from pydantic_core import from_json, to_json
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from agentrl_env.errors import InternalError, ServeError
+from agentrl_env.errors import InternalError, ServeError, StepPending
 from agentrl_env.server.access.callers import link_token
 from agentrl_env.server.access.gate import MAX_BODY_BYTES
 from agentrl_env.server.inspection import VERSION, place_of
@@ -24,6 +24,7 @@ from agentrl_env.server.keeping import Keeping, LinkSocket
 from agentrl_env.server.pool import SessionPool
 from agentrl_env.server.service import Service
 from agentrl_env.server.socket import CallSocket
+from agentrl_env.server.stepping import ASK_AGAIN
 from agentrl_env.server.telemetry.tracing import Tracing
 from agentrl_env.wire import LINK_PATH, Beat, Hello, SessionRow, Welcome
 
@@ -38,6 +39,11 @@ MAX_ANSWER_BYTES = 2 * MAX_BODY_BYTES
 """What a controller takes in one frame; it hangs up on more."""
 MAX_CALLS = 100_000
 """Calls of a controller that may be under way: slow ones must not keep others from being read."""
+
+_RESULTS, _BETWEEN, _END = '"result":{"results":[', ",\n", "]}}"
+"""What is around and between the answers of a batch; a JSON string holds no line break."""
+_ENVELOPE_BYTES = 64
+"""What an answer's id and braces take at most."""
 
 
 class _WelcomeFrame(BaseModel):
@@ -305,13 +311,41 @@ class _Link:
 
 
 def _bounded(answer: str) -> str:
-    """Return an answer, or the error that stands for one which no controller would take."""
-    size = len(answer) if answer.isascii() else len(answer.encode())
+    """Return an answer that a controller takes: itself, a part of a batch's, or an error."""
+    size = _size(answer)
     if size <= MAX_ANSWER_BYTES:
         return answer
-    words = f"the answer has {size} bytes; a controller takes {MAX_ANSWER_BYTES}"
-    head, _, _ = answer.partition(",")
-    return f"{head},{to_json(InternalError(words).wire())[1:].decode()}"
+    head, _, rest = answer.partition(",")
+    if rest.startswith(_RESULTS):
+        items = _fitting(rest[len(_RESULTS) : -len(_END)].split(_BETWEEN))
+        shorter = f"{head},{_RESULTS}{_BETWEEN.join(items)}{_END}"
+        if _size(shorter) <= MAX_ANSWER_BYTES:
+            return shorter
+    return f"{head},{to_json(_too_large(size).wire())[1:].decode()}"
+
+
+def _fitting(items: list[str]) -> list[str]:
+    """Return a batch's answers; those for which there is no room are to be asked for alone."""
+    pending = to_json(StepPending(ASK_AGAIN).wire()).decode()
+    room = MAX_ANSWER_BYTES - _ENVELOPE_BYTES - len(items) * (len(pending) + len(_BETWEEN))
+    fitting = []
+    for item in items:
+        size = _size(item)
+        if size > MAX_ANSWER_BYTES - _ENVELOPE_BYTES:  # it would not fit alone either
+            item = to_json(_too_large(size).wire()).decode()
+        elif size > room:
+            item = pending
+        room -= max(_size(item) - len(pending), 0)
+        fitting.append(item)
+    return fitting
+
+
+def _size(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _too_large(size: int) -> InternalError:
+    return InternalError(f"the answer has {size} bytes; a controller takes {MAX_ANSWER_BYTES}")
 
 
 def _reason(error: Exception) -> str:

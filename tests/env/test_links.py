@@ -10,7 +10,7 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
-from agentrl_env import EnvClient, ToolCall
+from agentrl_env import EnvClient, ToolCall, tool
 from agentrl_env.client.client import ClientSession
 from agentrl_env.controller import link, roster
 from agentrl_env.controller.fleet import Fleet
@@ -31,6 +31,13 @@ class Forkable(Quick):
 
     def restore(self, state):
         vars(self).update(state)
+
+
+class Loud(Quick):
+    @tool
+    def say(self, size: int):
+        """Say much."""
+        return "é" * (size // 2)
 
 
 TASK = {"name": "quick", "max_turns": 5}
@@ -256,6 +263,20 @@ async def test_an_answer_that_no_controller_takes_is_an_error_of_its_own_call(co
             await client.resume(session.session_id)
         monkeypatch.undo()
         assert (await client.resume(session.session_id)).turn == 1
+
+
+async def test_what_of_a_batch_a_controller_does_not_take_is_asked_for_alone(controller, serve, monkeypatch):
+    server = await serve(Loud, max_sessions=40)
+    monkeypatch.setattr(dial, "MAX_ANSWER_BYTES", 100_000)
+    async with EnvClient.connect(controller.url) as client:
+        sessions = [await client.open("loud") for _ in range(40)]
+        sizes = [20_000] * 39 + [200_000]
+        asking = (s.step(ToolCall.of("say", size=n)) for s, n in zip(sessions, sizes, strict=True))
+        *answers, largest = await asyncio.gather(*asking, return_exceptions=True)
+        assert [answer.messages[0].content for answer in answers] == ["é" * 10_000] * 39
+        assert isinstance(largest, InternalError)
+        assert "a controller takes 100000" in str(largest)
+    assert server.pool.gauges()["agentrl_sessions_open"] == 40
 
 
 async def test_a_server_that_leaves_answers_what_is_under_way(controller, serve):
