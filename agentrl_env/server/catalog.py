@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from agentrl_env.dataset import Dataset
-from agentrl_env.errors import DefinitionError, EnvironmentFailed, UnknownTask, WireError
-from agentrl_env.session.asking import can_fork
+from agentrl_env.errors import DefinitionError, EnvironmentFailed, ServerDraining, UnknownTask, WireError
+from agentrl_env.session.asking import SETTLE_S, can_fork
 from agentrl_env.session.runner import Runner
 from agentrl_env.session.threads import AUTHOR_ERRORS, Threads
 from agentrl_env.tools import describe, toolset
@@ -37,6 +37,9 @@ class Catalog:
         self._classes: dict[str, type[Environment]] = {}
         self._datasets: dict[str, Dataset] = {}
         self._starting: asyncio.Task[tuple[TaskInfo, ...]] | None = None
+        self._starters: dict[str, Runner] = {}
+        """What runs, or ran, the ``startup`` of a task, by the task's name."""
+        self._ending = False
         for environment in environments:
             if environment.name in self._classes:
                 raise DefinitionError(f"two tasks are named {environment.name!r}; rename one")
@@ -71,21 +74,33 @@ class Catalog:
         return sample
 
     async def aclose(self) -> None:
-        """Release what the sessions shared (``shutdown``), where it was opened."""
-        if self._starting is None:
+        """Release what the sessions shared (``shutdown``), where it was opened.
+
+        A ``startup`` under way is waited for within its own deadline: what it has not opened yet
+        ``shutdown`` could not release. No further one begins.
+        """
+        starting, self._starting = self._starting, None
+        if starting is None:
             return
-        self._starting = None
-        for environment in self._classes.values():
+        self._ending = True
+        if not starting.done():
+            await asyncio.wait((starting,))
+        for name, starter in self._starters.items():
+            await starter.settle(SETTLE_S)
+            environment = self._classes[name]
             try:
                 await self._run(environment, environment.shutdown)
             except AUTHOR_ERRORS as error:
-                logger.warning("shutdown of task %s failed", environment.name, exc_info=error)
+                logger.warning("shutdown of task %s failed", name, exc_info=error)
 
     async def _startup(self) -> tuple[TaskInfo, ...]:
         infos: list[TaskInfo] = []
         for environment in self._classes.values():
+            if self._ending:
+                raise ServerDraining("the server is shutting down; open sessions elsewhere")
+            starter = self._starters[environment.name] = self._runner(environment)
             try:
-                await self._run(environment, environment.startup)
+                await starter.call(environment.startup, environment.reset_timeout)
                 infos.append(await self._describe(environment))
             except AUTHOR_ERRORS as error:
                 logger.warning("startup of task %s failed", environment.name, exc_info=error)
@@ -110,5 +125,7 @@ class Catalog:
 
     async def _run(self, environment: type[Environment], function: Callable[..., Any], *args: Any) -> Any:
         """Run author code that belongs to no session."""
-        runner = Runner(blocking=environment.blocking, threads=self._threads)
-        return await runner.call(function, environment.reset_timeout, *args)
+        return await self._runner(environment).call(function, environment.reset_timeout, *args)
+
+    def _runner(self, environment: type[Environment]) -> Runner:
+        return Runner(blocking=environment.blocking, threads=self._threads)

@@ -9,22 +9,16 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from agentrl_env.errors import (
-    InvalidRequest,
-    NotSupported,
-    ServerDraining,
-    ServerFull,
-    WireError,
-)
+from agentrl_env.errors import InvalidRequest, NotSupported, WireError
 from agentrl_env.server.catalog import Catalog
 from agentrl_env.server.once import Once
+from agentrl_env.server.places import Places
 from agentrl_env.server.stepping import Stepper
 from agentrl_env.server.table import SessionTable, SessionWatcher
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.server.telemetry.observe import SLOW_STEP_S, SessionObserver
 from agentrl_env.server.telemetry.tracing import spanned
 from agentrl_env.session import Session
-from agentrl_env.session.runner import FairSlots
 from agentrl_env.session.speech import Said, StepItem
 from agentrl_env.session.standing import go_on
 from agentrl_env.session.threads import Threads
@@ -74,7 +68,7 @@ class SessionPool:
         self._clock = clock
         self._threads = Threads(threads or min(max_sessions, MAX_THREADS))
         self._catalog = Catalog(environments, threads=self._threads, oracle=oracle)
-        self._slots = FairSlots(max_sessions)
+        self._slots = Places(max_sessions, self._see_quiet)
         self._table = SessionTable(clock)
         self.stepper = Stepper(self._table, self._retire)
         """Steps the sessions, and gives its answers as JSON."""
@@ -95,6 +89,7 @@ class SessionPool:
             "agentrl_sessions_open": float(self.open_sessions),
             "agentrl_sessions_waiting": float(self._slots.waiting),
             "agentrl_sessions_capacity": float(self._slots.total),
+            "agentrl_threads_abandoned": float(self._threads.abandoned),
         }
 
     async def tasks(self) -> tuple[TaskInfo, ...]:
@@ -201,13 +196,16 @@ class SessionPool:
 
     async def expire_idle(self) -> int:
         """End every session that is idle past its lease; return how many."""
-        idle = self._table.idle_for(self._lease_s)
-        await self._end(idle, SessionStatus.EXPIRED)
-        self._table.forget_old()
-        return len(idle)
+        closing = self._begin_expiring()
+        if closing:
+            await asyncio.wait(closing)
+        return len(closing)
 
     async def drain(self, deadline_s: float, hand_over: Callable[[], Awaitable[None]] | None = None) -> None:
         """Take no new sessions, let the open ones end within the deadline, then close them.
+
+        An opening under way may still open its session, which then has the rest of the deadline;
+        later its caller gets ServerDraining.
 
         Args:
             deadline_s: seconds.
@@ -216,9 +214,11 @@ class SessionPool:
         self.draining = True
         self._slots.refuse_all()
         self._quiet = asyncio.Event()
-        if self._table.live and deadline_s > 0:
+        self._see_quiet()
+        if deadline_s > 0:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._quiet.wait(), deadline_s)
+        await self._slots.end_openings()
         if self._table.live and hand_over is not None:
             await hand_over()
         await self._end(list(self._table.live), SessionStatus.CANCELLED)
@@ -248,9 +248,7 @@ class SessionPool:
         await self.drain(0.0)
         if self._sweeper is not None:
             self._sweeper.cancel()
-        for session in self._table.ended():
-            if session.released is not None:
-                await session.close()
+        await self._slots.all_released()
         await self._catalog.aclose()
         self._threads.stop()
 
@@ -258,15 +256,17 @@ class SessionPool:
         environment = self._catalog.environment(request.task)
         await self.tasks()
         self._keep_sweeping()
-        await self._take_slot(request.wait_s)
+        await self._slots.take(wait_s=request.wait_s)
         session = None
-        try:
-            session = self._session(environment, await self._catalog.sample(request))
-            await session.start()
-        except BaseException:
-            self._free_slot(session)
-            raise
-        self._table.add(session, request.request_id, request.client)
+        with self._slots.opening():
+            try:
+                session = self._session(environment, await self._catalog.sample(request))
+                await session.start()
+                self._slots.refuse_late()
+            except BaseException:
+                self._slots.give_up(session)
+                raise
+            self._table.add(session, request.request_id, request.client)
         self._observer.opened(session, request.client)
         return session.info()
 
@@ -274,70 +274,43 @@ class SessionPool:
         environment = self._catalog.environment(standing.sample.task)
         await self.tasks()
         self._keep_sweeping()
-        await self._take_slot(0.0)
+        await self._slots.take()
         session = self._session(environment, standing.sample, session_id)
         go_on(session, standing, self._clock())
-        try:
-            await session.start()
-        except BaseException:
-            self._free_slot(session)
-            raise
-        self._table.add(session, None, client)
+        with self._slots.opening():
+            try:
+                await session.start()
+                self._slots.refuse_late()
+            except BaseException:
+                self._slots.give_up(session)
+                raise
+            self._table.add(session, None, client)
         self._observer.opened(session, client)
 
     async def _fork(self, session_id: str, n: int, key: str) -> list[SessionInfo]:
         entry = self._table.find(session_id)
         entry.session.refuse_fork()
-        await self._take_slots(n)
+        await self._slots.take(n)
         forks: list[Session] = []
         self._table.enter(session_id, entry)
-        try:
-            forks = await entry.session.fork([self._new_id() for _ in range(n)])
-            started = await asyncio.gather(*(fork.start() for fork in forks), return_exceptions=True)
-            for outcome in started:
-                if isinstance(outcome, BaseException):
-                    raise outcome
-        except BaseException:
-            for fork in forks:
-                fork.begin_close()
-                self._free_slot(fork)
-            for _ in range(n - len(forks)):
-                self._slots.release()
-            raise
-        finally:
-            self.stepper.leave(session_id, entry)
-        for number, fork in enumerate(forks):
-            self._table.add(fork, _nth(key, number), entry.client)
-            self._observer.opened(fork, entry.client)
-        return [fork.info() for fork in forks]
-
-    async def _take_slots(self, n: int) -> None:
-        """Take n slots or none, without waiting. Raises ServerFull, ServerDraining."""
-        for taken in range(n):
+        with self._slots.opening():
             try:
-                await self._take_slot(0.0)
-            except WireError:
-                for _ in range(taken):
-                    self._slots.release()
+                forks = await entry.session.fork([self._new_id() for _ in range(n)])
+                started = await asyncio.gather(*(fork.start() for fork in forks), return_exceptions=True)
+                for outcome in started:
+                    if isinstance(outcome, BaseException):
+                        raise outcome
+                self._slots.refuse_late()
+            except BaseException:
+                for number in range(n):
+                    self._slots.give_up(forks[number] if number < len(forks) else None)
                 raise
-
-    async def _take_slot(self, wait_s: float) -> None:
-        taken = not self.draining and await self._slots.acquire(wait_s)
-        if self.draining:
-            if taken:
-                self._slots.release()
-            raise ServerDraining("the server is shutting down; open sessions elsewhere")
-        if not taken:
-            total = self._slots.total
-            raise ServerFull(f"all {total} sessions of this server are taken", retry_after=1)
-
-    def _free_slot(self, session: Session | None) -> None:
-        """Give a session's slot to the next, once all that the session held is released."""
-        closing = session.released if session is not None else None
-        if closing is None or closing.done():
-            self._slots.release()
-        else:
-            closing.add_done_callback(lambda _: self._slots.release())
+            finally:
+                self.stepper.leave(session_id, entry)
+            for number, fork in enumerate(forks):
+                self._table.add(fork, _nth(key, number), entry.client)
+                self._observer.opened(fork, entry.client)
+        return [fork.info() for fork in forks]
 
     def _new_id(self) -> str:
         return f"{self.server_id}.{secrets.token_urlsafe(16)}"
@@ -356,14 +329,23 @@ class SessionPool:
 
     async def _end(self, session_ids: Sequence[str], status: SessionStatus) -> None:
         """Close sessions, all at the same time."""
+        closing = self._begin_end(session_ids, status)
+        if closing:
+            await asyncio.wait(closing)
+
+    def _begin_end(self, session_ids: Sequence[str], status: SessionStatus) -> list[asyncio.Task[None]]:
         closing: list[asyncio.Task[None]] = []
         for session_id in session_ids:
             entry = self._table.live.get(session_id)
             if entry is not None:
                 closing.append(entry.session.begin_close(status))
                 self._retire(session_id)
-        if closing:
-            await asyncio.wait(closing)
+        return closing
+
+    def _begin_expiring(self) -> list[asyncio.Task[None]]:
+        closing = self._begin_end(self._table.idle_for(self._lease_s), SessionStatus.EXPIRED)
+        self._table.forget_old()
+        return closing
 
     def _retire(self, session_id: str) -> None:
         """Move a session that has ended aside; its slot is free once all it held is released."""
@@ -372,8 +354,12 @@ class SessionPool:
             return
         session = entry.session
         self._observer.ended(session, entry.client, self._clock() - session.begin)
-        self._free_slot(session)
-        if self._quiet is not None and not self._table.live:
+        self._slots.leave(session)
+        self._see_quiet()
+
+    def _see_quiet(self) -> None:
+        """Let a ``drain`` under way go on where no session is open, nor being opened."""
+        if self._quiet is not None and not self._table.live and not self._slots.openings:
             self._quiet.set()
 
     def _keep_sweeping(self) -> None:
@@ -384,7 +370,7 @@ class SessionPool:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(min(SWEEP_S, self._lease_s / 2))
-            await self.expire_idle()
+            self._begin_expiring()  # a closing that takes long holds up no other session's lease
 
 
 def _nth(key: str, number: int) -> str:

@@ -20,6 +20,10 @@ LOOK_S = 0.002
 """How often it is looked whether the jobs that wait need more threads."""
 QUICK_JOBS = 20
 """A thread that takes as many jobs between two looks has quick ones: a second would not help."""
+REPLACED = 4
+"""There are at most so many times more threads than may be busy, where jobs never come back."""
+LEAST_CEILING = 64
+"""There may be so many in any case."""
 WATCH_S = 0.02
 """How often new jobs are gone through for those that have not ended; these get a timer."""
 
@@ -58,6 +62,7 @@ class Job:
         "_tell",
         "_timer",
         "ended",
+        "ran",
     )
 
     def __init__(
@@ -78,6 +83,8 @@ class Job:
         self._timer: asyncio.TimerHandle | None = None
         self.ended = False
         """Whether it has run to its end, or never will; until then ``over`` can be waited for."""
+        self.ran = False
+        """Whether its thread is done with it."""
 
     def run(self) -> None:
         """Run it, on a thread, unless nobody waits for it any more."""
@@ -87,6 +94,7 @@ class Job:
                 self._outcome = attempt(self._function)
             except BaseException as error:  # of a kind that would end more than this call
                 self._outcome = (None, RuntimeError(f"{type(error).__name__} was raised"))
+        self.ran = True
 
     def tell_soon(self) -> None:
         """Have the event loop told that it has run; from any thread."""
@@ -108,13 +116,17 @@ class Job:
         self._tell = None
 
     def watch(self) -> None:
-        """Tell AuthorTimeout at the deadline."""
-        if self.ended or self._tell is None:
+        """Tell AuthorTimeout at the deadline, and have a thread that is still busy replaced."""
+        if self.ended:
             return
         left = (self._began or self._made) + self._seconds - time.monotonic()
         if left > 0:
             if left < math.inf:
                 self._timer = self._mailbox.loop.call_later(left, self.watch)
+            return
+        if self._began is not None:
+            self._mailbox.abandon(self)
+        if self._tell is None:
             return
         tell, self._tell = self._tell, None
         idle = f"no thread came free within {self._seconds:g} s"
@@ -138,8 +150,10 @@ class Job:
 class _Mailbox:
     """Where threads leave the jobs that have ended, for one event loop; it sees to their deadlines too."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, abandon: Callable[[Job], None]) -> None:
         self.loop = loop
+        self.abandon = abandon
+        """Is told of a job that runs past its deadline."""
         self.looking = False
         """Whether this loop looks after the jobs that wait."""
         self._ended: deque[Job] = deque()
@@ -184,21 +198,32 @@ class Threads:
     Jobs are taken first come, first served. While one waits, a thread is awake: the first that comes
     to wait wakes one, and a thread goes to sleep only where it sees, under the same lock, that none
     waits. Where those that are awake do not get on, the event loop wakes more.
+
+    A thread whose job runs past its deadline may never come back. It is replaced, up to ``ceiling``
+    threads in all; where it does come back, it ends.
     """
 
     def __init__(self, limit: int = 64) -> None:
         self._limit = limit
+        self._ceiling = max(limit * REPLACED, LEAST_CEILING)
         self._lock = threading.Lock()
-        """Held for whatever is read or changed of the next five."""
+        """Held for whatever is read or changed of the next six."""
         self._jobs: deque[Job] = deque()
         self._taken = 0
         self._started = 0
         self._asleep = 0
         """Threads for which no bell has been rung."""
+        self._abandoned: set[Job] = set()
+        """Jobs that still run past their deadline; each keeps a thread."""
         self._stopped = False
         self._bells: queue.SimpleQueue[None] = queue.SimpleQueue()
         """What threads sleep on; each is for one of them."""
         self._mailbox: _Mailbox | None = None
+
+    @property
+    def abandoned(self) -> int:
+        """How many threads are busy with jobs that run past their deadline."""
+        return len(self._abandoned)
 
     def start(self, function: Callable[[], Any], seconds: float, tell: Callable[[Outcome], None]) -> Job:
         """Call ``function`` on a thread, and ``tell`` the event loop what it has returned or raised.
@@ -209,7 +234,7 @@ class Threads:
         loop = asyncio.get_running_loop()
         mailbox = self._mailbox
         if mailbox is None or mailbox.loop is not loop:
-            mailbox = self._mailbox = _Mailbox(loop)
+            mailbox = self._mailbox = _Mailbox(loop, self._abandon)
         job = Job(function, seconds, tell, mailbox)
         with self._lock:
             if not self._jobs:
@@ -243,13 +268,23 @@ class Threads:
         if mailbox.looking:
             mailbox.loop.call_later(LOOK_S, self._look, mailbox, taken)
 
+    def _abandon(self, job: Job) -> None:
+        """Count a job's thread as lost until the job ends after all."""
+        with self._lock:
+            if not job.ran:
+                self._abandoned.add(job)
+
+    def _allowed(self) -> int:
+        """Return how many threads there may be; the lock is held."""
+        return min(self._limit + len(self._abandoned), self._ceiling)
+
     def _wake(self, number: int) -> None:
         """Wake threads, as far as there are any; the lock is held."""
         for _ in range(number):
             if self._asleep:
                 self._asleep -= 1
                 self._bells.put(None)
-            elif self._started < self._limit:
+            elif self._started < self._allowed():
                 try:
                     threading.Thread(target=self._work, name="agentrl-env", daemon=True).start()
                 except RuntimeError:
@@ -262,8 +297,12 @@ class Threads:
         done: Job | None = None
         while True:
             with self._lock:
-                job = self._jobs.popleft() if self._jobs else None
-                end = job is None and self._stopped
+                end = False
+                if done in self._abandoned:
+                    self._abandoned.remove(done)
+                    end = self._started > self._allowed()  # it was replaced: others see to what waits
+                job = self._jobs.popleft() if self._jobs and not end else None
+                end = end or (job is None and self._stopped)
                 if job is not None:
                     self._taken += 1
                 elif end:

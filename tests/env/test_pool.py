@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from agentrl_env import Message, SessionStatus, StepResult, ToolCall
+from agentrl_env import Message, SessionStatus, StepResult, ToolCall, tool
 from agentrl_env.errors import (
     DefinitionError,
     EnvironmentFailed,
@@ -251,6 +251,54 @@ async def test_leases_are_looked_after_in_the_background(pools):
         await pool.info(session_id)
 
 
+class ClosesLate(Slow):
+    """Its first sample takes long to close."""
+
+    def reset(self, sample, rng):
+        self.late = sample.index == 0
+        return "ready"
+
+    def close(self):
+        if self.late:
+            self.started.set()
+            self.blocker.wait(60)
+        super().close()
+
+
+async def test_a_closing_that_takes_long_holds_up_no_other_lease(pools):
+    pool = pools(ClosesLate, lease_s=0.02)
+    await opened(pool, "closes_late", index=0)
+    await until(Slow.started.is_set)
+    await opened(pool, "closes_late", index=1)
+    await until(lambda: not pool.open_sessions)
+    closing = asyncio.create_task(pool.aclose())
+    await asyncio.wait((closing,), timeout=0.02)
+    assert not closing.done()  # it waits for what the sweep does not
+    Slow.blocker.set()
+    await closing
+    assert [environment.late for environment in Slow.closed] == [False, True]
+
+
+class Hangs(Slow):
+    reset_timeout = 3.0
+
+    @tool(timeout=0.1)
+    def hang(self):
+        """Wait on a thread for longer than any session may."""
+        self.blocker.wait(60)
+
+
+async def test_tools_that_never_return_take_no_thread_from_other_sessions(pools):
+    pool = pools(Hangs, max_sessions=2)
+    for _ in range(2):
+        result = await pool.step(await opened(pool, "hangs"), 1, says("hang"))
+        assert result.status is SessionStatus.FAILED_ENVIRONMENT
+        pool._slots.release()  # as once the closing has given up waiting
+    assert (await pool.info(await opened(pool, "hangs"))).status is SessionStatus.RUNNING
+    assert "agentrl_threads_abandoned 2" in pool.metrics.render(pool.gauges())
+    Slow.blocker.set()
+
+
 async def test_ended_sessions_are_forgotten_after_a_while(pools):
     clock = Clock()
     pool = pools(Quick, clock=clock)
@@ -278,6 +326,37 @@ async def test_only_so_many_ended_sessions_are_remembered():
     assert table.find(ids[2]).session.session_id == ids[2]
     assert table.retire(ids[2]) is None
     await pool.aclose()
+
+
+class Long(Quick):
+    """Answers at length."""
+
+    max_turns = 20
+
+    @tool
+    def say(self):
+        """Say much."""
+        return "x" * 20_000
+
+
+async def test_of_an_ended_session_only_the_last_large_answers_are_kept(pools):
+    pool = pools(Long)
+    session_id = await opened(pool, "long")
+    for seq in range(1, 6):
+        last = await pool.step(session_id, seq, says("say"))
+    assert len(list(pool.session(session_id).turns)) == 5
+    await pool.close(session_id)
+    assert [result.seq for _, result in pool.session(session_id).turns] == [4, 5]
+    assert await pool.step(session_id, 5, says("say")) == last
+
+
+async def test_of_an_ended_session_with_small_answers_all_are_kept(pools):
+    pool = pools(Long)
+    session_id = await opened(pool, "long")
+    for seq in range(1, 6):
+        await pool.step(session_id, seq, says("note", text="x"))
+    await pool.close(session_id)
+    assert len(list(pool.session(session_id).turns)) == 5
 
 
 def item(session_id, seq, name="note", **arguments):

@@ -54,13 +54,24 @@ async def test_threads_are_reused_and_bounded():
 async def test_waiting_for_a_thread_has_an_end():
     threads, release = Threads(1), threading.Event()
     runner = Runner(blocking=True, threads=threads)
-    with pytest.raises(AuthorTimeout, match="still running"):
-        await runner.call(lambda: release.wait(5), 0.01)
+    holding = asyncio.create_task(runner.call(lambda: release.wait(5), 5))
+    await asyncio.sleep(0)
     with pytest.raises(AuthorTimeout, match="no thread came free"):
         await Runner(blocking=True, threads=threads).call(int, 0.01)
     release.set()
-    await runner.settle(5)
+    await holding
     assert await runner.call(int, 5) == 0
+    threads.stop()
+
+
+async def test_a_call_that_outlived_its_deadline_can_be_waited_for():
+    threads, release, over = Threads(1), threading.Event(), []
+    runner = Runner(blocking=True, threads=threads)
+    with pytest.raises(AuthorTimeout, match="still running"):
+        await runner.call(lambda: over.append(release.wait(5)), 0.01)
+    release.set()
+    await runner.settle(5)
+    assert over == [True]
     threads.stop()
 
 

@@ -1,4 +1,4 @@
-"""A server process that is told to end keeps its promise to whoever has a step under way."""
+"""A server that is told to end keeps its promise to whoever has a step or an opening under way."""
 
 import asyncio
 import os
@@ -6,14 +6,18 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
 import pytest
 
 from agentrl_env import Done, EnvClient, Environment, ToolCall, tool
-from agentrl_env.errors import ServerDraining, SessionEnded
-from tests.env.tasks import until
+from agentrl_env.errors import EnvironmentFailed, ServerDraining, SessionEnded
+from agentrl_env.server.places import Places
+from agentrl_env.server.pool import SessionPool
+from agentrl_env.wire import OpenRequest
+from tests.env.tasks import Quick, Slow, until
 
 
 class Patient(Environment):
@@ -35,9 +39,31 @@ class Patient(Environment):
         return Done("over", reward=1.0)
 
 
+class Rising(Environment):
+    """Is ready only once a file appears."""
+
+    reset_timeout = 20.0
+
+    def reset(self, sample, rng):
+        self.path = sample.data["path"]
+        mark(f"{self.path}.begun")
+        while not os.path.exists(self.path):
+            time.sleep(0.005)
+        return "ready"
+
+    @tool
+    def end(self):
+        """End."""
+        return Done("over", reward=1.0)
+
+    def close(self):
+        mark(f"{self.path}.closed")
+
+
 @pytest.fixture
 def process():
-    command = ["serve", "--port", "0", "--drain", "60", "tests.env.test_shutdown:Patient"]
+    targets = [f"tests.env.test_shutdown:{name}" for name in ("Patient", "Rising")]
+    command = ["serve", "--port", "0", "--drain", "60", *targets]
     process = subprocess.Popen(
         [sys.executable, "-m", "agentrl_env", *command],
         stdout=subprocess.PIPE,
@@ -53,6 +79,10 @@ def process():
 
 def mark(path):
     Path(path).touch()
+
+
+def is_there(path):
+    return os.path.exists(path)
 
 
 def status(url):
@@ -92,3 +122,189 @@ async def test_a_second_signal_hurries_and_who_waits_is_told(process, tmp_path, 
             await asyncio.wait_for(step, 20)
     _, err = await asyncio.to_thread(process.communicate, timeout=20)
     assert (err, process.returncode) == ("", 0)
+
+
+@pytest.mark.parametrize("scheme", ["http", "ws"])
+async def test_an_opening_under_way_is_refused_in_the_end_and_what_it_began_is_closed(
+    process, tmp_path, scheme
+):
+    path = tmp_path / "file"
+    async with EnvClient.connect(process.url.replace("http", scheme, 1)) as client:
+        opening = asyncio.create_task(client.open("rising", sample={"path": str(path)}))
+        await until(lambda: os.path.exists(f"{path}.begun"))
+        process.send_signal(signal.SIGTERM)
+        await until(lambda: status(process.url) == "draining")
+        assert not opening.done()
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(ServerDraining):
+            await asyncio.wait_for(opening, 20)
+        assert not is_there(f"{path}.closed")
+        mark(path)
+    _, err = await asyncio.to_thread(process.communicate, timeout=20)
+    assert (err, process.returncode) == ("", 0)
+    assert is_there(f"{path}.closed")
+
+
+class Blocks(Slow):
+    """Begins, by reset or as a fork, once the test lets it."""
+
+    def reset(self, sample, rng):
+        self.started.set()
+        self.blocker.wait(60)
+        return "ready"
+
+    def snapshot(self):
+        return None
+
+    def restore(self, state):
+        self.reset(None, None)
+
+
+@pytest.fixture
+def slow():
+    Slow.prepare()
+    yield Slow
+    Slow.blocker.set()
+
+
+def begin_opening(pool):
+    return asyncio.create_task(pool.open(OpenRequest(task="blocks")))
+
+
+async def begun(slow):
+    await until(slow.started.is_set)
+    slow.started.clear()
+
+
+async def still_waits(task):
+    await asyncio.wait((task,), timeout=0.02)
+    return not task.done()
+
+
+async def test_a_drain_lets_an_opening_under_way_open_its_session(slow):
+    pool = SessionPool([Blocks])
+    opening = begin_opening(pool)
+    await begun(slow)
+    drained = asyncio.create_task(pool.drain(60))
+    assert await still_waits(drained)
+    with pytest.raises(ServerDraining):
+        await begin_opening(pool)
+    slow.blocker.set()
+    session_id = (await opening).session_id
+    assert await still_waits(drained)
+    await pool.close_session(session_id)
+    await drained
+    await pool.aclose()
+
+
+async def test_a_drain_ends_once_its_last_opening_has_failed(slow):
+    pool = SessionPool([Blocks])
+    opening = begin_opening(pool)
+    await begun(slow)
+    drained = asyncio.create_task(pool.drain(60))
+    assert await still_waits(drained)
+    opening.cancel()
+    await asyncio.wait_for(drained, 20)
+    slow.blocker.set()
+    await pool.aclose()
+
+
+async def test_closing_refuses_an_opening_under_way_and_releases_what_it_began(slow):
+    pool = SessionPool([Blocks])
+    opening = begin_opening(pool)
+    await begun(slow)
+    closing = asyncio.create_task(pool.aclose())
+    with pytest.raises(ServerDraining):
+        await opening
+    assert await still_waits(closing)
+    slow.blocker.set()
+    await closing
+    assert len(slow.closed) == 1
+
+
+async def test_closing_refuses_a_fork_under_way_and_releases_what_it_began(slow):
+    pool = SessionPool([Blocks])
+    slow.blocker.set()
+    session_id = (await begin_opening(pool)).session_id
+    slow.blocker.clear()
+    slow.started.clear()
+    forking = asyncio.create_task(pool.fork(session_id))
+    await begun(slow)
+    closing = asyncio.create_task(pool.aclose())
+    with pytest.raises(ServerDraining):
+        await forking
+    assert await still_waits(closing)
+    slow.blocker.set()
+    await closing
+    assert len(slow.closed) == 2
+
+
+async def test_a_session_that_opens_too_late_is_refused_even_where_it_could_not_be_stopped():
+    places, ready = Places(1, lambda: None), asyncio.Event()
+
+    async def open_anyway():
+        with places.opening():
+            try:
+                await ready.wait()
+            except asyncio.CancelledError:
+                await asyncio.sleep(0)
+            places.refuse_late()
+
+    opening = asyncio.create_task(open_anyway())
+    await until(lambda: places.openings)
+    await places.end_openings()
+    with pytest.raises(ServerDraining):
+        await opening
+    assert places.openings == 0
+
+
+class Building(Slow):
+    """What its sessions share takes long to open."""
+
+    log: list[str]
+
+    @classmethod
+    def startup(cls):
+        cls.started.set()
+        cls.blocker.wait(60)
+        cls.log.append("up")
+
+    @classmethod
+    async def shutdown(cls):
+        cls.log.append("down")
+
+
+class Impatient(Building):
+    reset_timeout = 0.1
+
+
+class Next(Quick):
+    @classmethod
+    def startup(cls):
+        raise AssertionError("its startup began while the server ended")
+
+
+async def test_what_sessions_share_is_released_only_once_it_is_open(slow):
+    Building.log = []
+    pool = SessionPool([Building, Next])
+    starting = asyncio.create_task(pool.tasks())
+    await begun(slow)
+    closing = asyncio.create_task(pool.aclose())
+    assert await still_waits(closing)
+    slow.blocker.set()
+    await closing
+    assert Building.log == ["up", "down"]
+    with pytest.raises(ServerDraining):
+        await starting
+
+
+async def test_a_startup_that_outlived_its_deadline_is_waited_for_before_shutdown(slow):
+    Building.log = []
+    pool = SessionPool([Impatient])
+    with pytest.raises(EnvironmentFailed, match="startup of task 'impatient' failed"):
+        await pool.tasks()
+    closing = asyncio.create_task(pool.aclose())
+    assert await still_waits(closing)
+    slow.blocker.set()
+    await closing
+    assert Building.log == ["up", "down"]

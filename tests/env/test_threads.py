@@ -3,11 +3,14 @@ import random
 import threading
 import time
 
+import pytest
+
 from agentrl_env import Message, ToolCall, tool
 from agentrl_env.server.pool import SessionPool
+from agentrl_env.session import threads as threads_module
 from agentrl_env.session.answering import settled
 from agentrl_env.session.runner import Runner
-from agentrl_env.session.threads import Threads
+from agentrl_env.session.threads import AuthorTimeout, Threads
 from agentrl_env.wire import OpenRequest, StepRequest
 from tests.env.tasks import Quick, until
 
@@ -157,3 +160,56 @@ async def test_threads_that_were_stopped_end_and_what_comes_still_runs():
         thread.join(10)
     assert not any(thread.is_alive() for thread in names)
     assert await called(threads, lambda: 3) == 3
+
+
+class Hang:
+    """A job that does not return before it is told to."""
+
+    def __init__(self):
+        self.release, self.threads = threading.Event(), []
+
+    def __call__(self):
+        self.threads.append(threading.current_thread())
+        self.release.wait(60)
+
+
+async def test_threads_that_do_not_come_back_are_replaced_and_end_when_they_do():
+    threads, hang = Threads(1), Hang()
+    for _ in range(3):
+        with pytest.raises(AuthorTimeout, match="still running"):
+            await called(threads, hang, 0.1)
+    assert threads.abandoned == 3
+    replacement = await called(threads, threading.current_thread)
+    hang.release.set()
+    for thread in hang.threads:
+        await asyncio.to_thread(thread.join, 10)
+    assert [thread.is_alive() for thread in hang.threads] == [False, False, False]
+    assert threads.abandoned == 0
+    assert await called(threads, threading.current_thread) is replacement
+    threads.stop()
+
+
+async def test_a_thread_is_replaced_too_where_nobody_waits_for_its_job_any_more():
+    threads, hang = Threads(1), Hang()
+    job = threads.start(hang, 0.05, lambda _: None)
+    await until(lambda: hang.threads)
+    job.give_up()
+    assert await called(threads, lambda: 3) == 3
+    hang.release.set()
+    await job.settle(10)
+    threads.stop()
+
+
+async def test_no_more_threads_are_replaced_than_there_may_ever_be(monkeypatch):
+    monkeypatch.setattr(threads_module, "LEAST_CEILING", 2)
+    monkeypatch.setattr(threads_module, "REPLACED", 2)
+    threads, hang = Threads(1), Hang()
+    for _ in range(2):
+        with pytest.raises(AuthorTimeout, match="still running"):
+            await called(threads, hang, 0.1)
+    with pytest.raises(AuthorTimeout, match="no thread came free"):
+        await called(threads, int, 0.05)
+    hang.release.set()
+    assert await called(threads, lambda: 3, 30.0) == 3
+    assert len(hang.threads) == 2
+    threads.stop()
