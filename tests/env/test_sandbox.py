@@ -71,6 +71,13 @@ def groups():
     }
 
 
+def lives(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def until(condition, seconds=20.0):
     end = time.monotonic() + seconds
     while not condition():
@@ -577,6 +584,15 @@ class TestUnsafe:
     def box(self):
         with open_sandbox("unsafe", allow_unsafe=True, timeout=5.0, files={"a/x": "1"}) as box:
             yield box
+
+    def test_processes_go_on_where_that_is_wanted_until_it_is_closed(self):
+        with open_sandbox("unsafe", allow_unsafe=True, background=True, timeout=20.0) as box:
+            started = box.run("sleep 1000 >/dev/null 2>&1 & echo $!")
+            late = "(until [ -e go ]; do sleep 0.02; done; echo late >x) >/dev/null 2>&1 &"
+            assert box.run(late).code == 0
+            assert box.run("touch go; until [ -s x ]; do sleep 0.02; done; cat x").stdout == "late\n"
+            until(lambda: box.run("true").code == 0 and len(box._running) == 1)  # the first alone is left
+        until(lambda: not lives(int(started.stdout)))
 
     def test_it_runs_commands_in_a_folder_that_is_deleted(self, box):
         assert box.run("cat a/x; echo $HOME >y").stdout == "1"

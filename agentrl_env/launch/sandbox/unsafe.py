@@ -184,16 +184,28 @@ class UnsafeSandbox(SandboxBase):
                     os.set_blocking(stream.fileno(), False)  # type: ignore[union-attr]
                 yield process, ended
         finally:
-            _kill(process)
+            if process.poll() is None or not self.limits.background:
+                _kill(process)
             watcher.join()
             os.close(ended)
-            if not self.limits.background:
-                self._running.remove(process)
+            background = self.limits.background
+            self._running[:] = [old for old in self._running if background and _lives(old)]
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _lives(process: subprocess.Popen[bytes]) -> bool:
+    """Return whether anything runs that a command has started; as long as it does, its number is taken."""
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _end(pid: int, folder: Path, running: list[subprocess.Popen[bytes]]) -> None:
