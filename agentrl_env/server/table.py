@@ -9,12 +9,17 @@ from typing import Protocol
 
 from agentrl_env.errors import UnknownSession
 from agentrl_env.session import Session
+from agentrl_env.session.history import KEPT_TURNS, History
 from agentrl_env.wire import SessionRow
 
 KEPT_SESSIONS = 4096
 """How many ended sessions are remembered, so that a lost last answer can be asked for again."""
 KEPT_S = 600.0
 """For how many seconds they are."""
+ENDED_ANSWERS = 2
+"""The last turns of an ended session that are kept whatever they take: an answer may have to be repeated."""
+ENDED_TURNS_BYTES = 32 * 1024
+"""What the turns of one that has ended may take beyond that; the oldest go first."""
 
 
 class SessionWatcher(Protocol):
@@ -143,6 +148,7 @@ class SessionTable:
         entry = self.live.pop(session_id, None)
         if entry is not None:
             self._idle.pop(session_id, None)
+            _shorten(entry.session)
             self._ended[session_id] = (entry, self._clock())
             self.forget_old()
             for watcher in self._watchers:
@@ -173,6 +179,19 @@ class SessionTable:
         entry, _ = self._ended.pop(session_id, (None, 0.0))
         if entry is not None and entry.request_id is not None:
             self._requests.pop(entry.request_id, None)
+
+
+def _shorten(session: Session) -> None:
+    """Let an ended session keep no more turns than may be asked for: there are thousands of them."""
+    turns = session.turns.tail(KEPT_TURNS)
+    kept = size = 0
+    for said, answer in reversed(turns):
+        size += len(said) + len(answer)
+        if kept >= ENDED_ANSWERS and size > ENDED_TURNS_BYTES:
+            break
+        kept += 1
+    if kept < len(turns):
+        session.turns = History.of(turns[-kept:])
 
 
 def _row(session_id: str, entry: Entry) -> SessionRow:

@@ -328,37 +328,6 @@ async def test_only_so_many_ended_sessions_are_remembered():
     await pool.aclose()
 
 
-class Long(Quick):
-    """Answers at length."""
-
-    max_turns = 20
-
-    @tool
-    def say(self):
-        """Say much."""
-        return "x" * 20_000
-
-
-async def test_of_an_ended_session_only_the_last_large_answers_are_kept(pools):
-    pool = pools(Long)
-    session_id = await opened(pool, "long")
-    for seq in range(1, 6):
-        last = await pool.step(session_id, seq, says("say"))
-    assert len(list(pool.session(session_id).turns)) == 5
-    await pool.close(session_id)
-    assert [result.seq for _, result in pool.session(session_id).turns] == [4, 5]
-    assert await pool.step(session_id, 5, says("say")) == last
-
-
-async def test_of_an_ended_session_with_small_answers_all_are_kept(pools):
-    pool = pools(Long)
-    session_id = await opened(pool, "long")
-    for seq in range(1, 6):
-        await pool.step(session_id, seq, says("note", text="x"))
-    await pool.close(session_id)
-    assert len(list(pool.session(session_id).turns)) == 5
-
-
 def item(session_id, seq, name="note", **arguments):
     arguments = arguments or ({"text": "x"} if name == "note" else {})
     return StepRequest(session_id=session_id, seq=seq, message=says(name, **arguments))

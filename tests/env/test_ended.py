@@ -1,0 +1,52 @@
+"""What is kept of a session that has ended."""
+
+import pytest
+
+from agentrl_env import Message, ToolCall, tool
+from agentrl_env.server.pool import SessionPool
+from agentrl_env.wire import OpenRequest
+from tests.env.tasks import Quick
+
+
+def says(name, **arguments):
+    return Message.assistant(None, ToolCall.of(name, **arguments))
+
+
+async def opened(pool):
+    return (await pool.open(OpenRequest(task="long"))).session_id
+
+
+@pytest.fixture
+async def pool():
+    pool = SessionPool([Long])
+    yield pool
+    await pool.aclose()
+
+
+class Long(Quick):
+    """Answers at length."""
+
+    max_turns = 20
+
+    @tool
+    def say(self):
+        """Say much."""
+        return "x" * 20_000
+
+
+async def test_of_an_ended_session_only_the_last_large_answers_are_kept(pool):
+    session_id = await opened(pool)
+    for seq in range(1, 6):
+        last = await pool.step(session_id, seq, says("say"))
+    assert len(list(pool.session(session_id).turns)) == 5
+    await pool.close_session(session_id)
+    assert [result.seq for _, result in pool.session(session_id).turns] == [4, 5]
+    assert await pool.step(session_id, 5, says("say")) == last
+
+
+async def test_of_an_ended_session_with_small_answers_all_are_kept(pool):
+    session_id = await opened(pool)
+    for seq in range(1, 6):
+        await pool.step(session_id, seq, says("note", text="x"))
+    await pool.close_session(session_id)
+    assert len(list(pool.session(session_id).turns)) == 5
