@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,13 +52,17 @@ def can_fork(environment: type[Environment]) -> bool:
     return environment.overrides("snapshot") and environment.overrides("restore")
 
 
-async def release(environment: Environment | None, step: Awaited[Any] | None, runner: Runner) -> None:
-    """Cancel a step under way, then close the environment. Raises whatever its ``close`` does."""
+async def release(made: Callable[[], Environment | None], step: Awaited[Any] | None, runner: Runner) -> None:
+    """Cancel a step under way, then close the environment. Raises whatever its ``close`` does.
+
+    ``made`` gives the environment, which a call that outlived its deadline may have made only just now.
+    """
     if step is not None and not step.done():
         step.cancel()
         runner.give_up()
         await settled(step)
     # Author code that outlived its deadline may still use what close() releases.
     await runner.settle(SETTLE_S)
+    environment = made()
     if environment is not None and environment.overrides("close"):
         await runner.call(environment.close, environment.reset_timeout)

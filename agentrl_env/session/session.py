@@ -377,7 +377,7 @@ class Session:
     async def _release(self, step: Awaited[Any] | None) -> None:
         """Cancel a step under way, then close the environment exactly once."""
         try:
-            await release(self._environment, step, self._runner)
+            await release(lambda: self._environment, step, self._runner)
         except AUTHOR_ERRORS as error:
             log_failure(self, "close", error)
         self._environment = None

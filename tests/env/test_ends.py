@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import itertools
+import threading
 
 import pytest
 
@@ -175,3 +176,32 @@ async def test_what_a_plain_tool_returns_to_be_awaited_has_the_deadline_too():
     async with asyncio.timeout(30):
         late = await session.step(says("endless"))
     assert late.status is SessionStatus.FAILED_ENVIRONMENT
+
+
+async def test_an_environment_that_was_still_being_made_when_its_opening_was_given_up_is_closed():
+    making, go_on, closed = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(Environment):
+        """Take long to be made."""
+
+        def __init__(self):
+            making.set()
+            go_on.wait()
+
+        def reset(self, sample, rng):
+            return "go"
+
+        def close(self):
+            closed.set()
+
+    session = Session(Slow, TaskSample(task="slow", seed=1), session_id="s", threads=THREADS)
+    opening = asyncio.create_task(session.start())
+    await asyncio.to_thread(making.wait)
+    opening.cancel()
+    await asyncio.gather(opening, return_exceptions=True)
+    closing = asyncio.create_task(session.close())
+    await asyncio.sleep(0)
+    go_on.set()
+    async with asyncio.timeout(30):
+        await closing
+    assert closed.is_set()
