@@ -160,7 +160,10 @@ async def test_a_machine_that_refuses_to_start_a_server_is_asked_again_even_wher
 
 async def test_a_process_has_the_environment_of_its_task_and_the_token_of_the_fleet():
     task = TaskPlan(
-        name="told", target=f"{__file__}:Told", environment={"COLOUR": "blue", "AGENTRL_TOKEN": "mine"}
+        name="told",
+        target=f"{__file__}:Told",
+        environment={"COLOUR": "blue", "AGENTRL_TOKEN": "mine"},
+        drain=0.0,
     )
     fleet = LocalFleet(FleetPlan(controller=ControllerPlan(port=0), tasks=(task,)))
     try:
