@@ -227,7 +227,7 @@ async def test_without_a_token_a_name_that_was_made_to_mean_this_machine_reaches
         refused = await http.request(method, "/v1/sessions", headers=borrowed, json={"task": "quick"})
         assert (refused.status_code, refused.json()["error"]["type"]) == (403, "forbidden")
         assert "evil.example" in refused.json()["error"]["message"]
-        for name in ("localhost", "dev.localhost", "127.0.0.1", "[::1]"):
+        for name in ("localhost", "dev.localhost", "127.0.0.1", "[::1]", "devbox"):
             assert (await http.get("/v1/tasks", headers={"host": f"{name}:{port}"})).status_code == 200
         assert (await http.get("/health", headers=borrowed)).status_code == 200
     with pytest.raises(InvalidStatus):

@@ -251,7 +251,10 @@ def _same_origin(headers: dict[bytes, bytes]) -> bool:
 
 @lru_cache(maxsize=256)
 def _borrowed_name(server: str, host: bytes) -> str:
-    """Return the name in a Host header that this machine does not have, where only this machine can ask."""
+    """Return the name in a Host header that this machine does not have, where only this machine can ask.
+
+    It has a dot: what has none is no name of a web page's.
+    """
     here = _address(server)
     if here is None or not here.is_loopback:
         return ""
@@ -259,8 +262,9 @@ def _borrowed_name(server: str, host: bytes) -> str:
     try:
         name = urlsplit(f"//{text}").hostname or ""
     except ValueError:
-        return text
-    return "" if _address(name) or name.rpartition(".")[2] == "localhost" else name
+        name = text
+    own = "." not in name or _address(name) or name.endswith(".localhost")
+    return "" if own else name
 
 
 def _address(name: str) -> IPv4Address | IPv6Address | None:
