@@ -111,7 +111,9 @@ async def test_a_fleet_serves_survives_a_death_and_is_replaced_without_losing_a_
 async def test_a_fleet_that_resumes_takes_no_session_with_a_killed_server(tmp_path):
     plan = FleetPlan(
         controller=ControllerPlan(port=0, resume=True),
-        tasks=(TaskPlan(name="walk", target=f"{TASKS.with_name('test_resume.py')}:Walk", replicas=2),),
+        tasks=(
+            TaskPlan(name="walk", target=f"{TASKS.with_name('test_resume.py')}:Walk", replicas=2, drain=0.0),
+        ),
     )
     fleet = LocalFleet(plan)
     try:
