@@ -28,8 +28,8 @@ CALM_STEPS = 3
 """Steps that must follow once all is calm, and those between two faults of the trainer."""
 COMPARED = 75
 """Most steps of the undisturbed runs, of which the last third is compared."""
-NOISE = 4.0
-"""Standard errors that two mean rewards may differ by."""
+NOISE = 6.0
+"""Standard errors that two mean rewards may differ by; of those, a part is estimated from three runs alone."""
 WEIGHTS = {
     "kill server": 5,
     "pause server": 3,
