@@ -29,7 +29,7 @@ CALM_STEPS = 3
 COMPARED = 75
 """Most steps of the undisturbed runs, of which the last third is compared."""
 NOISE = 6.0
-"""Standard errors that two mean rewards may differ by; of those, a part is estimated from three runs alone."""
+"""Standard errors that two mean rewards may differ by; a part of each is estimated from three runs alone."""
 WEIGHTS = {
     "kill server": 5,
     "pause server": 3,
