@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from agentrl_env.dataset import Dataset
-from agentrl_env.errors import DefinitionError, EnvironmentFailed, ServerDraining, UnknownTask, WireError
+from agentrl_env.errors import DefinitionError, EnvironmentFailed, UnknownTask, WireError
+from agentrl_env.server.places import draining
 from agentrl_env.session.asking import SETTLE_S, can_fork
 from agentrl_env.session.runner import Runner
 from agentrl_env.session.threads import AUTHOR_ERRORS, Threads
@@ -97,7 +98,7 @@ class Catalog:
         infos: list[TaskInfo] = []
         for environment in self._classes.values():
             if self._ending:
-                raise ServerDraining("the server is shutting down; open sessions elsewhere")
+                raise draining()
             starter = self._starters[environment.name] = self._runner(environment)
             try:
                 await starter.call(environment.startup, environment.reset_timeout)

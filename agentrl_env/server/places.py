@@ -61,7 +61,7 @@ class Places(FairSlots):
     def refuse_late(self) -> None:
         """Raise ServerDraining where a session has opened that nobody would close any more."""
         if self._ended:
-            raise _draining()
+            raise draining()
 
     async def end_openings(self) -> None:
         """Give up the openings under way, and all that may come; what they held is in ``all_released``."""
@@ -98,7 +98,7 @@ class Places(FairSlots):
         if self._refusing:
             if taken:
                 self.release()
-            raise _draining()
+            raise draining()
         if not taken:
             raise ServerFull(f"all {self.total} sessions of this server are taken", retry_after=1)
 
@@ -107,5 +107,6 @@ class Places(FairSlots):
         self.release()
 
 
-def _draining() -> ServerDraining:
+def draining() -> ServerDraining:
+    """Return what whoever comes too late is told."""
     return ServerDraining("the server is shutting down; open sessions elsewhere")
