@@ -35,6 +35,14 @@ def fingerprint(parameters: Iterable[tuple[str, torch.Tensor]]) -> Fingerprint:
     return dict(sums)
 
 
+def mismatch(*, sent: Fingerprint, held: Fingerprint) -> str:
+    """Return in which layers weights are not those that were sent; empty where they are."""
+    if held == sent:
+        return ""
+    wrong = [layer for layer, count in sent.items() if held.get(layer) != count]
+    return f"the weights outside the layers or of layers {wrong} are not those sent"
+
+
 class SharedWeights:
     """One version of the weights in anonymous shared memory, as a safetensors file.
 

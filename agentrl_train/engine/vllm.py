@@ -28,6 +28,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from agentrl_train.engine.answering import answer_frames, connect
 from agentrl_train.engine.options import ServingOptions
+from agentrl_train.engine.transfer import mismatch
 from agentrl_train.engine.wire import Frame
 
 PREFILL_TOKENS = 4096
@@ -194,9 +195,8 @@ class Server:
     async def _resume(self, frame: Frame) -> Frame:
         """Put the weights in force, if they are what the trainer sent; otherwise nothing is sampled."""
         held = await self._engine.collective_rpc("weight_fingerprint")
-        if len(held) == 1 and held[0] != frame["fingerprint"]:
-            wrong = [layer for layer, count in frame["fingerprint"].items() if held[0].get(layer) != count]
-            return {"mismatch": f"the weights outside the layers or of layers {wrong} are not those sent"}
+        if len(held) == 1 and (wrong := mismatch(sent=frame["fingerprint"], held=held[0])):
+            return {"mismatch": wrong}
         self._version = frame["policy_version"]
         await self._engine.update_weight_version(str(self._version))
         await self._engine.resume_generation()

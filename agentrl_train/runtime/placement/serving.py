@@ -15,7 +15,7 @@ from safetensors import safe_open
 from agentrl_train.engine.answering import answer_frames, connect
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.torch import TorchEngine
-from agentrl_train.engine.transfer import fingerprint
+from agentrl_train.engine.transfer import fingerprint, mismatch
 from agentrl_train.engine.wire import Frame
 from agentrl_train.errors import EngineBroken, EngineError, EngineOutOfMemory
 from agentrl_train.runtime.models import copy_of, load_policy
@@ -84,11 +84,8 @@ class Server:
         with safe_open(frame["path"], framework="pt", device="cpu") as file:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         await asyncio.to_thread(self._engine.publish, state, policy_version=frame["policy_version"])
-        held = fingerprint(self._model.named_parameters())
-        if held == frame["fingerprint"]:
-            return {}
-        wrong = [layer for layer, count in frame["fingerprint"].items() if held.get(layer) != count]
-        return {"mismatch": f"the weights outside the layers or of layers {wrong} are not those sent"}
+        wrong = mismatch(sent=frame["fingerprint"], held=fingerprint(self._model.named_parameters()))
+        return {"mismatch": wrong} if wrong else {}
 
     async def _sleep(self, frame: Frame) -> Frame:
         await asyncio.to_thread(self._engine.sleep)
