@@ -75,8 +75,13 @@ class Environment(ABC):
         change the episode, which goes on. The SDK copies the value at once, one for each fork, so
         most tasks can write ``return vars(self)``. Same deadline as a tool.
 
-        Where a controller goes on with the sessions of dead servers (``--resume``), it is called after
-        every step, and the value is pickled: what cannot be, or is large, is lost with its server.
+        Where a controller continues the sessions of dead servers elsewhere (``--resume``), it is called
+        after every step, and the value is encoded as plain data (``agentrl_env.session.state_codec``):
+        None, bool, int, float, str, bytes, list, tuple, set, frozenset, dict, deque, NumPy arrays, scalars
+        and generators, ``random.Random``, the models of ``agentrl_env.types``, and dataclasses, pydantic
+        models and enums that the task's package defines at the top level of a module. They are decoded
+        without calling ``__init__``. A session whose state holds anything else, or takes more than 1 MiB,
+        ends with its server.
         """
         raise NotSupported(f"task {self.name!r} has no snapshot")
 

@@ -8,6 +8,7 @@ AgentRLError
 ├── LaunchError               an image, a container or a fleet that cannot be made as asked
 ├── SandboxUnavailable        a task wants a sandbox and this machine offers none
 ├── SandboxFailed             a sandbox broke, which is not what a command in it did
+├── StateError                a session's state that cannot be encoded or decoded
 ├── ServerUnreachable         nobody answers at the URL
 ├── CallTimeout               the server is there, the answer did not come in time
 ├── ProtocolError             the peer speaks something else
@@ -72,6 +73,10 @@ class SandboxUnavailable(AgentRLError):
 
 class SandboxFailed(AgentRLError):
     """A sandbox broke or is closed: an infrastructure failure, not what a command in it did."""
+
+
+class StateError(AgentRLError):
+    """The state of a session holds what no snapshot may hold, or bytes that should encode one do not."""
 
 
 class ServerUnreachable(AgentRLError):

@@ -324,8 +324,6 @@ class Welcome(_Request):
     """
 
     beat_s: float
-    controllers: tuple[str, ...] = ()
-    """All controllers of the fleet; a server dials each."""
     keep: bool = False
     """Whether the server is to tell, after every step, what another needs to go on with the session."""
 
@@ -333,11 +331,11 @@ class Welcome(_Request):
 class Standing(BaseModel):
     """Where a session stands between two steps: all that another server needs to go on from there."""
 
-    model_config = ConfigDict(frozen=True, ser_json_bytes="base64", val_json_bytes="base64")
+    model_config = ConfigDict(frozen=True)
 
     sample: TaskSample
     opening: tuple[Message, ...]
-    turn: int
+    turn: int = Field(ge=0)
     total: float
     """Sum of the rewards so far."""
     used_s: float
@@ -345,7 +343,7 @@ class Standing(BaseModel):
     turns: tuple[tuple[str, str], ...] = ()
     """The last turns, what was said and answered, as JSON; a ``Kept`` carries them beside it."""
     state: bytes
-    """What ``snapshot`` returned, pickled."""
+    """What ``snapshot`` returned, as ``agentrl_env.session.state_codec`` encodes it: JSON in ASCII."""
 
 
 class Kept(_Request):
@@ -361,9 +359,12 @@ class Kept(_Request):
     """Number of steps taken."""
     standing: Standing | None = None
     seal: str = ""
-    """Proves that a server with the fleet's token has made the state."""
-    turns: tuple[tuple[str, str], ...] = ()
-    """The turns that the controller has not been told of yet; to an adopter, all that are kept."""
+    """MAC of all other fields but ``turns``, under the fleet's token."""
+    turns: tuple[tuple[str, str, str], ...] = ()
+    """The turns that the controller has not been told of yet; to an adopter, all that are kept.
+
+    Of each the message, the answer, and a MAC of the session's id and both.
+    """
 
 
 class KeptHead(_Request):

@@ -47,7 +47,7 @@ def serve(
         list[str] | None,
         typer.Option(
             help="A controller's URL to dial, with its fleet's token (controller --print-link-token); "
-            "with --host none nothing listens here."
+            "once for each controller of the fleet. With --host none nothing listens here."
         ),
     ] = None,
     resume: Annotated[
@@ -118,9 +118,6 @@ def controller(
     port: Port = 8100,
     token: Token = None,
     insecure: Insecure = False,
-    advertise: Annotated[
-        str | None, typer.Option(help="The URL that servers reach this controller at.")
-    ] = None,
     redis: Annotated[
         str | None, typer.Option(envvar="AGENTRL_REDIS", help="Share the fleet with other controllers.")
     ] = None,
@@ -170,7 +167,6 @@ def controller(
             port=port,
             token=token,
             insecure=insecure,
-            advertise=advertise,
             **begun,
         )
 

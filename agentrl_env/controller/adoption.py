@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from pydantic import TypeAdapter
 from pydantic_core import to_json
 
 from agentrl_env.controller.member import Member
@@ -22,12 +23,13 @@ from agentrl_env.errors import (
     UnknownSession,
     WireError,
 )
-from agentrl_env.wire import KeptHead
+from agentrl_env.wire import Kept
 
 logger = logging.getLogger("agentrl_env")
 
 MAX_DEATHS = 3
 """How many servers may die with a session that took no step meanwhile: its next may be what kills them."""
+_TURN: TypeAdapter[tuple[str, str, str]] = TypeAdapter(tuple[str, str, str])
 
 
 class Adopter:
@@ -152,7 +154,7 @@ class Adopter:
 
     async def _give(self, session_id: str, known: KeptSession, end: float, *, died: bool) -> Member | None:
         """Give a session to a server with room; None where the holder was another, or that one failed."""
-        head = KeptHead.model_validate_json(known.kept or b"")
+        head = await self._read(session_id, known)
         try:
             place = await self._placement.take(head.task, head.client, end - self._clock())
         except ServerDraining as error:  # the controller, which is about to end
@@ -164,7 +166,7 @@ class Adopter:
                 return None
             # From now on nobody else writes, so what is kept is the last that anybody was answered.
             last = await self._state.kept(session_id)
-            given = last is not None and await self._ask(place, session_id, last)
+            given = last is not None and last.kept is not None and await self._ask(place, session_id, last)
         finally:
             self._placement.release((head.task, head.client), place)
         if not given:
@@ -178,6 +180,16 @@ class Adopter:
         logger.info("session %s goes on at server %s", session_id, place.server_id)
         return place
 
+    async def _read(self, session_id: str, known: KeptSession) -> Kept:
+        """Return what is kept of a session. Raises SessionLost where it is malformed."""
+        try:
+            kept = Kept.model_validate_json(known.kept or b"")
+            turns = tuple(_TURN.validate_json(turn) for turn in known.turns)
+        except ValueError as error:
+            await self._state.forget_kept(session_id, known.holder)
+            raise SessionLost("what was kept of the session is malformed; open a new one") from error
+        return kept.model_copy(update={"session_id": session_id, "turns": turns})
+
     async def _no_room(self, session_id: str, holder: str) -> SessionLost:
         """Return what a session ends with that nobody can go on with, now or later."""
         await self._state.forget_kept(session_id, holder)
@@ -188,9 +200,9 @@ class Adopter:
 
         Raises SessionLost where no server can: the state cannot be restored.
         """
+        kept = await self._read(session_id, known)  # parsed, so that the call holds only what a call may
         try:
-            turns = b'"turns":[%b]' % b",".join(known.turns)
-            await member.ask(b'"call":"adopt",%b,%b' % (turns, (known.kept or b"{}")[1:-1]))
+            await member.ask(b'"call":"adopt",%b' % kept.model_dump_json().encode()[1:-1])
             return True
         except ServerFull:
             member.full = True

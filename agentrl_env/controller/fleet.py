@@ -110,9 +110,9 @@ class Fleet:
             "agentrl_sessions_capacity": float(sum(member.capacity for member in members)),
         }
 
-    async def start(self, own_url: str) -> None:
-        """Join the other controllers, and begin to look after the servers."""
-        await self.state.start(own_url)
+    async def start(self) -> None:
+        """Connect to the shared state, and begin to watch the servers. Raises ServeError."""
+        await self.state.start()
         self.roster.start()
 
     def give_up(self) -> None:

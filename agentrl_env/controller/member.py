@@ -161,11 +161,6 @@ class Member:
             self._outbox.close()
             self._outbox = None
 
-    def tell(self, notice: bytes) -> None:
-        """Send what is no call."""
-        if self._outbox is not None:
-            self._outbox.tell(notice)
-
     def hear_beat(self, beat: Beat) -> None:
         """Take in what has changed on the server."""
         self.seen = self._clock()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl_env.controller.state import CLAIM_S, STANDING_S, KeptSession, home
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ANSWER_S = 2.0
 """How long Redis may take to answer."""
-PRESENT_S = 10.0
-"""How long a controller counts as present after its last sign of life."""
 KEPT_S = 24 * 3600
 """How long it is remembered that a server was there, and that it is lost."""
 _KEEP = """
@@ -89,26 +86,13 @@ class RedisState:
             decode_responses=True,
         )
         self._prefix = f"agentrl:{fleet}:"
-        self._own_url = ""
 
-    async def start(self, own_url: str) -> None:
-        """Join the controllers of the fleet. Raises ServeError where Redis does not answer."""
-        self._own_url = own_url
+    async def start(self) -> None:
+        """Connect to Redis. Raises ServeError where it does not answer."""
         try:
-            await self.controllers()
+            await _answer(self._redis.ping())
         except StateUnavailable as error:
             raise ServeError(error.message) from error
-
-    async def controllers(self) -> tuple[str, ...]:
-        """Return the addresses of all controllers that live; also says that this one does."""
-        key, now = self._prefix + "controllers", time.time()
-        async with self._redis.pipeline() as pipe:
-            if self._own_url:
-                pipe.zadd(key, {self._own_url: now})
-            pipe.zremrangebyscore(key, "-inf", now - PRESENT_S)
-            pipe.zrange(key, 0, -1)
-            answers = await _answer(pipe.execute())
-        return tuple(answers[-1])
 
     async def claim(self, request_id: str, server_id: str) -> str:
         """Give an opening to a server, unless another has it already; return who has it."""
@@ -168,7 +152,10 @@ class RedisState:
         if holder is None:
             return None
         last, turns = None if kept is None else kept.encode(), tuple(turn.encode() for turn in told)
-        return KeptSession(holder=holder, seq=int(seq), kept=last, deaths=int(deaths), turns=turns)
+        try:
+            return KeptSession(holder=holder, seq=int(seq), kept=last, deaths=int(deaths), turns=turns)
+        except (TypeError, ValueError):  # not what a controller has written
+            return KeptSession(holder=holder, seq=0, kept=b"")
 
     async def move(self, session_id: str, holder: str, server_id: str, *, died: bool) -> bool:
         """Give a session from its holder, which has ``died`` or has no room; False where another has it."""
@@ -180,10 +167,7 @@ class RedisState:
         await self._on_session(_FORGET, session_id, holder, known_s)
 
     async def aclose(self) -> None:
-        """Leave the controllers of the fleet."""
-        if self._own_url:
-            with suppress(StateUnavailable):  # the others forget it by themselves
-                await _answer(self._redis.zrem(self._prefix + "controllers", self._own_url))
+        """Disconnect from Redis."""
         await self._redis.aclose()
 
     def _session(self, session_id: str) -> tuple[str, str]:

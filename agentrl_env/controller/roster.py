@@ -68,7 +68,6 @@ class Roster:
         """Servers that have said good-bye to this controller."""
         self._untold: set[str] = set()
         """Those of them that the shared state could not be told of."""
-        self._controllers: frozenset[str] = frozenset()
         self._watching: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -83,14 +82,13 @@ class Roster:
 
     async def join(self, hello: Hello, outbox: Outbox) -> bool:
         """Take in a server that dials; False where its sessions were reported lost before."""
-        controllers: Iterable[str] = self._controllers
         with suppress(StateUnavailable):  # what is open goes on without
             if await self._is_lost(hello.server_id):
                 self._drop(hello.server_id, LOST)
                 return False
             await self._state.saw(hello.server_id)
-            controllers = await self._state.controllers()
-        outbox.tell(self._welcome(controllers))
+        welcome = Welcome(beat_s=BEAT_S, keep=self.keeper is not None)
+        outbox.tell(b'{"welcome":%b}' % welcome.model_dump_json().encode())
         member = self.members.get(hello.server_id)
         if member is None:
             member = self.members[hello.server_id] = Member(hello, self._clock)
@@ -263,25 +261,11 @@ class Roster:
                 self._awake = self._clock()
             try:
                 await self.look()
-                await self._meet_controllers()
                 if self.keeper is not None:
                     self.keeper.forget_ended()
             except StateUnavailable as error:
                 logger.warning("%s", error)
 
-    async def _meet_controllers(self) -> None:
-        """Say that this controller lives, and tell the servers of others that have come or gone."""
-        controllers = frozenset(await self._state.controllers())
-        if controllers != self._controllers:
-            self._controllers = controllers
-            for member in self.members.values():
-                member.tell(self._welcome(controllers))
-
     def _forget(self, server_id: str, session_ids: Iterable[str]) -> None:
         if self.keeper is not None:
             self.keeper.ended(server_id, session_ids)
-
-    def _welcome(self, controllers: Iterable[str]) -> bytes:
-        keep = self.keeper is not None
-        welcome = Welcome(beat_s=BEAT_S, controllers=tuple(controllers), keep=keep)
-        return b'{"welcome":%b}' % welcome.model_dump_json().encode()

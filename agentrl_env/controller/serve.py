@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -42,7 +41,6 @@ class Controller:
         token: what clients must show; needed for an address that is not loopback. Servers show it, or
             the fleet's token that ``link_token`` makes of it.
         insecure: allow such an address without a token.
-        advertise: the address that servers reach this controller at; by default where it listens.
         limits: of one caller.
         tracing: makes OpenTelemetry spans.
 
@@ -57,7 +55,6 @@ class Controller:
         port: int = 8100,
         token: str | None = None,
         insecure: bool = False,
-        advertise: str | None = None,
         limits: Limits | None = None,
         tracing: Tracing | None = None,
     ) -> None:
@@ -66,7 +63,6 @@ class Controller:
         self.fleet = fleet
         self._listener = Listener(host, port, token=token, insecure=insecure)
         self.url = self._listener.url
-        self._advertise = advertise or _reachable(self.url)
         self._limits = limits or Limits()
         self._app = create_app(fleet, token=token, limits=self._limits, tracing=tracing)
         self._app.router.routes.append(WebSocketRoute(LINK_PATH, link_endpoint(fleet.roster)))
@@ -80,7 +76,7 @@ class Controller:
         """Return once requests are answered. Raises ServeError where Redis does not answer."""
         try:
             await self._listener.start(self._app, Connections(self._limits, self.fleet.metrics))
-            await self.fleet.start(self._advertise)
+            await self.fleet.start()
         except BaseException:
             await self.stop()
             raise
@@ -165,7 +161,7 @@ def control(fleet: Fleet, announce: Callable[[str], None] | None = None, **optio
     Raises ServeError.
     """
     if fleet.resume and not options.get("token"):
-        words = "a controller with --resume needs a token: with it servers prove whose states they unpickle"
+        words = "a controller with --resume needs a token: servers authenticate with it what they restore"
         raise ServeError(f"{words}; use --token or AGENTRL_TOKEN")
     run_until_stopped(Controller(fleet, **options), announce or print_now)
 
@@ -188,12 +184,4 @@ def _dialled(url: str) -> str:
     parts = urlsplit(url)
     if parts.hostname in ("0.0.0.0", "::"):
         return f"{parts.scheme}://127.0.0.1:{parts.port}"
-    return url
-
-
-def _reachable(url: str) -> str:
-    """Return an address that listens everywhere in a form that other machines can dial."""
-    parts = urlsplit(url)
-    if parts.hostname in ("0.0.0.0", "::"):
-        return f"{parts.scheme}://{socket.gethostname()}:{parts.port}"
     return url

@@ -53,11 +53,8 @@ class FleetState(Protocol):
     Methods raise StateUnavailable where what holds the state does not answer.
     """
 
-    async def start(self, own_url: str) -> None:
-        """Join the controllers of the fleet, under the address that servers reach this one at."""
-
-    async def controllers(self) -> tuple[str, ...]:
-        """Return the addresses of all controllers that live; also says that this one does."""
+    async def start(self) -> None:
+        """Connect to what holds the state. Raises ServeError where it does not answer."""
 
     async def claim(self, request_id: str, server_id: str) -> str:
         """Give an opening to a server, unless another has it already; return who has it."""
@@ -102,7 +99,7 @@ class FleetState(Protocol):
         """Forget where a session stands: it has ended, says its holder. Where it went is still known."""
 
     async def aclose(self) -> None:
-        """Leave the controllers of the fleet."""
+        """Disconnect from what holds the state."""
 
 
 class MemoryState:
@@ -116,19 +113,13 @@ class MemoryState:
     def __init__(self, clock: Callable[[], float] = time.monotonic, kept: int = 100_000) -> None:
         self._clock = clock
         self._kept = kept
-        self._own_url = ""
         self._claims: OrderedDict[str, tuple[str, float]] = OrderedDict()
         self._seen: OrderedDict[str, float] = OrderedDict()
         self._lost: OrderedDict[str, None] = OrderedDict()
         self._sessions: OrderedDict[str, tuple[KeptSession, float]] = OrderedDict()
 
-    async def start(self, own_url: str) -> None:
-        """Remember the own address."""
-        self._own_url = own_url
-
-    async def controllers(self) -> tuple[str, ...]:
-        """Return the own address alone."""
-        return (self._own_url,) if self._own_url else ()
+    async def start(self) -> None:
+        """Do nothing: the state is in this process."""
 
     async def claim(self, request_id: str, server_id: str) -> str:
         """Give an opening to a server, unless another has it already; return who has it."""

@@ -93,7 +93,7 @@ def _controller_image(plan: FleetPlan) -> str:
 def _controller_arguments(plan: FleetPlan) -> list[str]:
     settings = plan.controller
     arguments = ["controller", "--host", "0.0.0.0", "--port", str(_CONTROLLER_PORT)]
-    arguments += ["--advertise", f"http://controller:{_CONTROLLER_PORT}", "--queue", f"{settings.queue:g}"]
+    arguments += ["--queue", f"{settings.queue:g}"]
     arguments += ["--redis", settings.redis] if settings.redis else []
     return [*arguments, "--resume"] if settings.resume else arguments
 
@@ -171,7 +171,6 @@ def _deployment(
 def _controller_container(plan: FleetPlan) -> dict[str, Any]:
     limits = {"cpu": "1", "memory": str(1 << 30)}
     arguments = _controller_arguments(plan)
-    arguments[arguments.index("--advertise") + 1] = _controller_url(plan)
     return {
         **_container(
             plan, "controller", _controller_image(plan), arguments, {}, limits, _CONTROLLER_PORT, _OPERATOR

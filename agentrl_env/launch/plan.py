@@ -31,7 +31,7 @@ class ControllerPlan(BaseModel):
     image: str | None = None
     """What runs the controller in Compose and Kubernetes; the first task's image by default."""
     redis: str | None = None
-    """Where several controllers share their state."""
+    """Where the controller keeps its state, which further controllers of the fleet may share."""
     resume: bool = False
     """Go on with a dead server's sessions at another, where tasks can fork."""
 

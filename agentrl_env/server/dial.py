@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -66,8 +66,8 @@ class Dialer:
     Args:
         pool: the sessions, whose openings and ends are reported.
         service: what answers the controllers' calls.
-        urls: controllers, or ``unix:PATH`` for one behind a socket in the file system; those that they
-            name are dialled as well.
+        urls: controllers, or ``unix:PATH`` for one behind a socket in the file system; these and no others
+            are dialled and shown the token.
         token: the operator's, or the fleet's that is derived from it; the fleet's is shown.
         tracing: makes OpenTelemetry spans of what controllers ask, under theirs.
     """
@@ -99,8 +99,7 @@ class Dialer:
 
     async def start(self) -> None:
         """Begin to dial; return once a controller has answered. It goes on trying until one does."""
-        for url in self._urls:
-            self._dial(url)
+        self._links = {url: asyncio.create_task(self._keep(url)) for url in self._urls}
         await self._joined.wait()
 
     async def say_draining(self) -> None:
@@ -124,15 +123,6 @@ class Dialer:
             task.cancel()
         await asyncio.gather(*self._links.values(), return_exceptions=True)
 
-    def _meet(self, welcome: Welcome) -> None:
-        """Dial the controllers that a controller names."""
-        for url in welcome.controllers:
-            self._dial(url.rstrip("/"))
-
-    def _dial(self, url: str) -> None:
-        if url not in self._links:
-            self._links[url] = asyncio.create_task(self._keep(url))
-
     async def _keep(self, url: str) -> None:
         """Hold one link, opening it again whenever it breaks."""
         if self._tracing is not None:
@@ -146,9 +136,6 @@ class Dialer:
                 if not complained:
                     logger.warning("no link to the controller at %s: %s; trying on", url, _reason(error))
                     complained = True
-            if url not in self._urls and pause >= LONGEST_PAUSE_S:
-                del self._links[url]  # one that others named, and that is gone
-                return
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
@@ -168,7 +155,7 @@ class Dialer:
             max_size=4 * MAX_BODY_BYTES,
             proxy=None,
         ) as websocket:
-            link = _Link(websocket, self._pool, self._meet)
+            link = _Link(websocket, self._pool)
             rows = self._pool.watch(link)
             self._open.add(link)
             try:
@@ -177,7 +164,6 @@ class Dialer:
                     self._abandon()
                     return
                 self._joined.set()
-                self._meet(welcome)
                 beating = asyncio.create_task(link.keep_beating(welcome.beat_s))
                 try:
                     await link.serve(self._service, self._keeping(welcome, link))
@@ -222,12 +208,9 @@ class Dialer:
 class _Link:
     """One line to a controller, in the form that a ``CallSocket`` reads and writes."""
 
-    def __init__(
-        self, websocket: ClientConnection, pool: SessionPool, meet: Callable[[Welcome], None]
-    ) -> None:
+    def __init__(self, websocket: ClientConnection, pool: SessionPool) -> None:
         self.websocket = websocket
         self._pool = pool
-        self._meet = meet
         self._calls: CallSocket | None = None
         self._keeping: Keeping | None = None
         self._opened: list[SessionRow] = []
@@ -267,19 +250,12 @@ class _Link:
             self._keeping.forget(session_id)
 
     async def receive(self) -> dict[str, Any]:
-        """Return the next call, as ASGI would; take in what else the controller tells."""
-        while True:
-            try:
-                frame = await self.websocket.recv()
-            except ConnectionClosed:
-                return {"type": "websocket.disconnect"}
-            if not isinstance(frame, str):
-                return {"type": "websocket.receive", "bytes": frame}
-            if not frame.startswith('{"welcome":'):
-                return {"type": "websocket.receive", "text": frame}
-            news = _WelcomeFrame.model_validate_json(frame).welcome
-            if news is not None:
-                self._meet(news)
+        """Return the next call, as ASGI would."""
+        try:
+            frame = await self.websocket.recv()
+        except ConnectionClosed:
+            return {"type": "websocket.disconnect"}
+        return {"type": "websocket.receive", "text" if isinstance(frame, str) else "bytes": frame}
 
     async def send(self, message: Any) -> None:
         """Send an answer; what has changed is told before what it led to."""

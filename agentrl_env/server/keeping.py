@@ -15,11 +15,13 @@ from hashlib import sha256
 from typing import Any, ClassVar
 
 from pydantic import TypeAdapter
+from pydantic_core import to_json
 
 from agentrl_env.errors import EnvironmentFailed, InvalidRequest, SessionEnded, SessionExpired, UnknownSession
 from agentrl_env.server.pool import SessionPool
 from agentrl_env.server.service import PoolService
 from agentrl_env.server.socket import CallSocket, Line
+from agentrl_env.session.history import History
 from agentrl_env.session.speech import StepItem, StepSaid
 from agentrl_env.session.standing import standing_of
 from agentrl_env.types import SessionInfo
@@ -42,18 +44,19 @@ MAX_TURNS_BYTES = 256 * 1024
 ANSWERS = 2
 """The last turns that are kept whatever they take: an agent may have asked for a step and for the next."""
 _NEVER = 1 << 62
+_SEALED = {"session_id", "task", "client", "seq", "standing"}
 
 
 class Keeping(PoolService):
     """The sessions of this process, for a controller that keeps where they stand; a ``Service``.
 
-    Sessions of tasks that cannot fork are not kept, nor are those whose state cannot be pickled or is
-    too large: with their server they are lost.
+    Sessions of tasks that cannot fork are not kept, nor are those whose state cannot be encoded or is
+    too large: they are lost with their server.
 
     Args:
         pool: the sessions.
         tell: sends a frame to the controller.
-        token: the fleet's, from ``link_token``; it seals the states, which run code where they are unpickled.
+        token: the fleet's, from ``link_token``; it authenticates what is kept.
         complained: the tasks of which the log has said that their sessions cannot be kept.
     """
 
@@ -101,15 +104,22 @@ class Keeping(PoolService):
         return answer
 
     async def adopt(self, kept: Kept) -> None:
-        """Go on with a session of a server that is gone; the same again changes nothing.
+        """Continue a session of a server that is gone; the same call again changes nothing.
 
-        Raises ServerFull, ServerDraining, UnknownTask, InvalidRequest, EnvironmentFailed.
+        Raises:
+            InvalidRequest: the seal is not right, or the parts are not those of one session.
+            EnvironmentFailed: the state is malformed, or the task cannot be restored from it.
+            UnknownTask, ServerFull, ServerDraining: as for an opening.
         """
         standing = kept.standing
-        right = "" if standing is None else self._seal(kept.session_id, standing.state)
-        if standing is None or not hmac.compare_digest(kept.seal.encode(), right.encode()):
+        seals = [(kept.seal, self._seal_of(kept))]
+        seals += [(seal, self._seal(kept.session_id, *turn)) for *turn, seal in kept.turns]
+        if standing is None or not all(hmac.compare_digest(*map(str.encode, pair)) for pair in seals):
             raise InvalidRequest("the session's state was not sealed with this fleet's token")
-        await self.pool.adopt(kept.session_id, kept.client, standing.model_copy(update={"turns": kept.turns}))
+        turns = tuple((said, answer) for said, answer, _ in kept.turns)
+        if (kept.task, kept.seq) != (standing.sample.task, standing.turn) or not _are_last(turns, kept):
+            raise InvalidRequest("the session's state does not belong to this session, task and step")
+        await self.pool.adopt(kept.session_id, kept.client, standing.model_copy(update={"turns": turns}))
 
     def forget(self, session_id: str) -> None:
         """Take note that a session has ended."""
@@ -137,9 +147,10 @@ class Keeping(PoolService):
         except EnvironmentFailed as error:
             await self._give_up(row, error.message)
             return
-        seal = self._seal(row.session_id, standing.state)
-        turns, standing = _recent(standing.turns), standing.model_copy(update={"turns": ()})
-        frame = _frame(Kept(**row.model_dump(), seq=standing.turn, standing=standing, seal=seal, turns=turns))
+        turns = tuple((*turn, self._seal(row.session_id, *turn)) for turn in _recent(standing.turns))
+        standing = standing.model_copy(update={"turns": ()})
+        kept = Kept(**row.model_dump(), seq=standing.turn, standing=standing, turns=turns)
+        frame = _frame(kept.model_copy(update={"seal": self._seal_of(kept)}))
         if len(frame) > MAX_KEPT_BYTES:
             await self._give_up(row, f"it takes {len(frame)} bytes; at most {MAX_KEPT_BYTES} are kept")
             return
@@ -156,9 +167,11 @@ class Keeping(PoolService):
         self._told[row.session_id] = _NEVER
         await self._tell(_frame(Kept(**row.model_dump())))
 
-    def _seal(self, session_id: str, state: bytes) -> str:
-        sealed = b"kept\0%b\0%b" % (session_id.encode(), state)
-        return hmac.digest(self._token.encode(), sealed, sha256).hex()
+    def _seal_of(self, kept: Kept) -> str:
+        return self._seal(kept.model_dump_json(include=_SEALED))
+
+    def _seal(self, *texts: str) -> str:
+        return hmac.digest(self._token.encode(), b"kept\0" + to_json(texts), sha256).hex()
 
 
 class LinkSocket(CallSocket):
@@ -175,6 +188,16 @@ class LinkSocket(CallSocket):
             return await super()._run(call, text)
         await self._keeping.adopt(call)
         return b"null"
+
+
+def _are_last(turns: tuple[tuple[str, str], ...], kept: Kept) -> bool:
+    """Return whether these are the last turns of a session, in order."""
+    try:
+        answered = [(answer.session_id, answer.seq) for _, answer in History.of(turns)]
+    except ValueError:
+        return False
+    first = kept.seq - len(turns) + 1
+    return answered == [(kept.session_id, seq) for seq in range(first, kept.seq + 1)]
 
 
 def _recent(turns: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:

@@ -13,8 +13,10 @@ from typing import TypeGuard
 
 from agentrl_env.environment import Environment
 from agentrl_env.errors import DefinitionError, TargetError
-from agentrl_env.session.standing import TARGET_PACKAGE
 from agentrl_env.tools import toolset
+
+TARGET_PACKAGE = "agentrl_target_"
+"""Prefix of the package that a task's folder is imported as; a digest of the folder's path follows."""
 
 
 def load_target(target: str | type[Environment]) -> type[Environment]:

@@ -174,16 +174,15 @@ class Site:
         await self.redis.start()
         await self.redis.until_ready()
         for n, port in enumerate(self._ports):
-            redis, link = self.redis_proxies[n].port, self.link_proxies[n].port
-            options = ["--port", str(port), "--redis", f"redis://127.0.0.1:{redis}", "--queue", "3"]
-            options += ["--advertise", f"http://127.0.0.1:{link}", "--lost-after", str(LOST_AFTER_S)]
+            redis = f"redis://127.0.0.1:{self.redis_proxies[n].port}"
+            options = ["--port", str(port), "--redis", redis, "--queue", "3"]
+            options += ["--lost-after", str(LOST_AFTER_S)]
             options += ["--resume"] if self.resume else []
             command = agentrl("controller", *options)
             self.controllers.append(self._part(f"controller{n}", command, "controlling "))
         dialled = [f"--controller=http://127.0.0.1:{proxy.port}" for proxy in self.link_proxies]
         for n in range(SERVERS):
-            # One of them knows one controller, and hears of the others from it.
-            options = ["--host", "none", *dialled[: 1 if n == 0 else None], *_serve_options()]
+            options = ["--host", "none", *dialled, *_serve_options()]
             self.servers.append(self._part(f"server{n}", agentrl("serve", *options, *TARGETS), "serving "))
         for part in (*self.controllers, *self.servers, self.workers):
             await part.start()

@@ -31,7 +31,7 @@ def redis(tmp_path):
 async def state(request):
     in_memory = request.param == "memory"
     made = MemoryState() if in_memory else RedisState(request.getfixturevalue("redis").url)
-    await made.start("http://one")
+    await made.start()
     yield made
     await made.aclose()
 
@@ -61,10 +61,6 @@ async def test_a_server_is_known_once_it_was_seen_and_lost_for_good(state):
     assert not await state.is_lost("a")
     await state.lose("a")
     assert await state.is_lost("a")
-
-
-async def test_a_controller_finds_itself_among_the_controllers(state):
-    assert await state.controllers() == ("http://one",)
 
 
 async def test_where_a_session_stands_is_kept_for_its_holder_alone(state):
@@ -148,7 +144,7 @@ def test_the_memory_of_where_sessions_stand_is_bounded():
 
 async def test_redis_forgets_where_sessions_stand_in_time(redis):
     state = RedisState(redis.url)
-    await state.start("http://one")
+    await state.start()
     await state.keep("a.1", "a", 1, b"one", turns(1))
     await state.move("a.1", "a", "b", died=True)
     for key in state._session("a.1"):
@@ -182,32 +178,28 @@ def test_the_memory_of_openings_and_servers_is_bounded():
     asyncio.run(run())
 
 
-async def test_controllers_know_of_one_another_and_forget_who_leaves(redis):
+async def test_controllers_share_the_state_of_their_fleet_alone(redis):
     one, two, other = RedisState(redis.url), RedisState(redis.url), RedisState(redis.url, fleet="other")
-    await one.start("http://one")
-    await two.start("http://two")
-    await other.start("http://other")
-    assert set(await one.controllers()) == {"http://one", "http://two"}
+    for state in (one, two, other):
+        await state.start()
     await one.claim("r", "a")
     assert await two.claimed("r") == "a"
     assert await other.claimed("r") is None
-    await two.aclose()
-    assert await one.controllers() == ("http://one",)
-    await one.aclose()
-    await other.aclose()
+    for state in (one, two, other):
+        await state.aclose()
 
 
 async def test_no_redis_is_one_clear_sentence(tmp_path):
     state = RedisState(f"unix://{tmp_path}/nothing.sock")
     with pytest.raises(ServeError, match="Redis does not answer"):
-        await state.start("http://one")
+        await state.start()
     await state.aclose()
 
 
 async def test_a_redis_that_hangs_is_not_waited_for_without_end(redis, monkeypatch):
     monkeypatch.setattr(redis_state, "ANSWER_S", 0.1)
     state = RedisState(redis.url)
-    await state.start("http://one")
+    await state.start()
     redis.pause()
     with pytest.raises(StateUnavailable):
         await state.claimed("r")
@@ -217,7 +209,7 @@ async def test_a_redis_that_hangs_is_not_waited_for_without_end(redis, monkeypat
 
 
 class Pair:
-    """Two controllers of one fleet, in one Redis, and a server that dials the first."""
+    """Two controllers of one fleet, in one Redis, and a server that dials both."""
 
     def __init__(self, redis: RedisServer, clock: Clock) -> None:
         self.controllers = [
@@ -228,8 +220,8 @@ class Pair:
     async def __aenter__(self) -> "Pair":
         for controller in self.controllers:
             await controller.start()
-        first = self.controllers[0].url
-        self.server = EnvServer([Quick], host=NOWHERE, controllers=[first], token="secret", drain_s=0)
+        urls = [controller.url for controller in self.controllers]
+        self.server = EnvServer([Quick], host=NOWHERE, controllers=urls, token="secret", drain_s=0)
         await self.server.start()
         await until(lambda: all(c.fleet.members for c in self.controllers))
         self.clients = [EnvClient.connect(c.url, token="secret", timeout=20) for c in self.controllers]

@@ -227,16 +227,15 @@ async def test_a_controller_notes_that_it_slept(monkeypatch):
     watching.stop()
 
 
-async def test_a_server_hears_of_a_controller_that_comes_later(controller, serve, monkeypatch):
-    server = await serve(Quick)
-    later = Controller(Fleet(queue_s=0.0), port=0)
+async def test_server_links_to_a_named_controller_that_starts_later(controller, monkeypatch):
+    monkeypatch.setattr(dial, "LONGEST_PAUSE_S", 0.1)
+    later = Controller(Fleet(queue_s=0.0), port=0)  # it has its port, and does not listen yet
+    urls = [controller.url, later.url]
+    server = EnvServer([Quick], host=NOWHERE, controllers=urls, drain_s=0)
+    await server.start()
     await later.start()
-
-    async def controllers():
-        return (controller.url, later.url)
-
-    monkeypatch.setattr(controller.fleet.state, "controllers", controllers)
     await until(lambda: server.pool.server_id in later.fleet.members)
+    assert server.pool.server_id in controller.fleet.members
     await server.stop()
     await later.stop()
 
