@@ -6,10 +6,10 @@ validation, sessions, seeds, limits, server, clients) follows from it.
 
 from agentrl_env.client.backend import SessionBackend
 from agentrl_env.client.client import ClientSession, EnvClient
-from agentrl_env.client.gym import GymEnv
-from agentrl_env.client.vector import GymVectorEnv
 from agentrl_env.environment import Environment
 from agentrl_env.errors import AgentRLError, ToolError, WireError
+from agentrl_env.gym.env import GymEnv
+from agentrl_env.gym.vector import GymVectorEnv
 from agentrl_env.session import Session
 from agentrl_env.tools import Done, Reply, tool
 from agentrl_env.types import (

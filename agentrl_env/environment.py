@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from agentrl_env.client.client import EnvClient
-from agentrl_env.client.gym import GymEnv
 from agentrl_env.dataset import EndlessSamples, Samples
 from agentrl_env.errors import NotSupported
+from agentrl_env.gym.env import GymEnv
 from agentrl_env.tools import Reply, toolset
 from agentrl_env.types import TaskSample, ToolSpec
 

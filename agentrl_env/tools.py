@@ -13,8 +13,8 @@ import numpy as np
 from pydantic_core import PydanticSerializationError
 
 from agentrl_env.errors import DefinitionError, ToolError
+from agentrl_env.fast_wire import CallSaid, Said, ToolAnswer, step_answer
 from agentrl_env.schema import ArgumentError, Arguments, echo
-from agentrl_env.session.speech import CallSaid, Said, ToolAnswer, step_answer
 from agentrl_env.session.threads import AUTHOR_ERRORS
 from agentrl_env.types import FunctionSpec, Message, SessionStatus, ToolCall, ToolSpec
 

@@ -23,7 +23,7 @@ def new(
     name: Annotated[Path, typer.Argument(help="The new folder; its name becomes the task's.")],
 ) -> None:
     """Write a small working environment into a new folder."""
-    from agentrl_env.launch.scaffold import create_environment
+    from agentrl_env.launch.templates import create_environment
 
     try:
         files = create_environment(name)
@@ -76,7 +76,7 @@ def play(
     token: Token = None,
 ) -> None:
     """Be the agent: type tool calls, see what the environment answers."""
-    from agentrl_env.client.play import play as run
+    from agentrl_env.cli.play import play as run
 
     _log_to_stderr(False)
     with suppress(ImportError):  # line editing and history, where the platform has them

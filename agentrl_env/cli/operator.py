@@ -26,10 +26,10 @@ from agentrl_env.cli.options import (
     client_of,
 )
 from agentrl_env.errors import AgentRLError
-from agentrl_env.server.parent import signal_own_group, stop_at_end_of_input
+from agentrl_env.server.parent_watch import signal_own_group, stop_at_end_of_input
 
 if TYPE_CHECKING:
-    from agentrl_env.server.operations import Operations
+    from agentrl_env.server.settings import Operations
 
 
 def serve(
@@ -74,7 +74,7 @@ def serve(
         threading.Thread(target=stop_at_end_of_input, args=(drain, host == "none"), daemon=True).start()
     _refuse_contradictions(workers, controller, resume)
     if workers > 1:
-        from agentrl_env.controller.serve import serve_with_workers
+        from agentrl_env.fleet.serve import serve_with_workers
 
         each = ["--max-sessions", str(-(-max_sessions // workers)), "--lease", str(lease)]
         each += ["--slow-step", str(slow_step), *operations.arguments()]
@@ -146,9 +146,9 @@ def controller(
     The token is the operator's, who may do all. Servers need no more than the fleet's token, which is
     derived from it and printed by --print-link-token.
     """
-    from agentrl_env.controller.fleet import Fleet
-    from agentrl_env.controller.redis import RedisState
-    from agentrl_env.controller.serve import control
+    from agentrl_env.fleet.controller import Fleet
+    from agentrl_env.fleet.redis_store import RedisState
+    from agentrl_env.fleet.serve import control
 
     if print_link_token:
         print(_link_token(token))
@@ -179,18 +179,18 @@ def up(
     ] = None,
 ) -> None:
     """Run a whole fleet from one file until Ctrl-C; SIGHUP replaces its servers one by one."""
-    from agentrl_env.launch.plan import read_plan
+    from agentrl_env.fleet.config import read_plan
 
     plan = read_plan(file)
     if print_ is not None:
-        from agentrl_env.launch.manifests import compose, kubernetes
+        from agentrl_env.fleet.manifests import compose, kubernetes
 
         formats = {"kubernetes": kubernetes, "compose": compose}
         if print_ not in formats:
             raise AgentRLError(f"--print {print_} is unknown; choose kubernetes or compose")
         print(formats[print_](plan), end="")
         return
-    from agentrl_env.launch.fleet import up as run
+    from agentrl_env.fleet.up import up as run
 
     run(plan)
 
@@ -205,7 +205,7 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Measure a server: random calls that fit its tools, in many sessions at once."""
-    from agentrl_env.client.load import measure
+    from agentrl_env.client.benchmark import measure
 
     load = measure(
         client_of(target, token), task=task, sessions=sessions, seconds=seconds, warmup=1.0, seed=seed
@@ -222,7 +222,7 @@ def _refuse_contradictions(workers: int, controller: list[str] | None, resume: b
 
 
 def _link_token(token: str | None) -> str:
-    from agentrl_env.server.access.callers import link_token
+    from agentrl_env.server.auth import link_token
 
     if not token:
         raise AgentRLError("the fleet's token is made of the operator's; give --token or AGENTRL_TOKEN")
@@ -243,7 +243,7 @@ def _operations(
     log_messages: bool,
     traces: bool | None,
 ) -> Operations:
-    from agentrl_env.server.operations import Operations
+    from agentrl_env.server.settings import Operations
 
     return Operations(
         caller_limits=tuple(caller_limit or ()),

@@ -50,7 +50,7 @@ Insecure = Annotated[bool, typer.Option("--insecure", help="Serve beyond loopbac
 
 def client_of(target: str, token: str | None, timeout: float = 120.0) -> Callable[[], EnvClient]:
     """Return what makes a client: of the server at a URL, or of a class in this process."""
-    from agentrl_env.server.targets import load_target
+    from agentrl_env.server.loader import load_target
 
     if target.startswith(("http://", "https://", "ws://", "wss://")):
         return partial(EnvClient.connect, target, token=token, timeout=timeout)

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic_core import PydanticSerializationError, to_json
 
 from agentrl_env.errors import BodyTooLarge, InvalidRequest, StepPending, WireError
-from agentrl_env.session.speech import MESSAGE_JSON
+from agentrl_env.fast_wire import MESSAGE_JSON
 from agentrl_env.types import Message, StepResult
 
 MAX_STEPS = 64

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from agentrl_env.client.backend import SessionBackend
 from agentrl_env.client.http import HttpBackend
-from agentrl_env.server.pool import SessionPool
+from agentrl_env.session.pool import SessionPool
 from agentrl_env.types import (
     Message,
     SessionInfo,

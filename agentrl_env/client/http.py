@@ -18,8 +18,8 @@ from pydantic_core import from_json, to_json
 from agentrl_env.client.batching import EARLY_ANSWER_S, Batcher, QueuedStep
 from agentrl_env.client.failover import FailoverTransport
 from agentrl_env.client.picking import PickingTransport
-from agentrl_env.client.socket import SocketTransport
 from agentrl_env.client.transport import Call, Http1Transport, HttpResponse, Transport
+from agentrl_env.client.websocket import SocketTransport
 from agentrl_env.errors import (
     CallTimeout,
     ProtocolError,

@@ -10,8 +10,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from agentrl_env.client.socket import SocketTransport
 from agentrl_env.client.transport import Call, Http1Transport, HttpResponse
+from agentrl_env.client.websocket import SocketTransport
 from agentrl_env.errors import AgentRLError
 
 TRY_AGAIN_S = 60.0

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from agentrl_env.errors import LaunchError, ServeError
-from agentrl_env.launch import docker_keeper
+from agentrl_env.launch import docker_sidecar as docker_keeper
 from agentrl_env.launch.docker_daemon import (
     FOLDER,
     OWNER,
@@ -31,7 +31,7 @@ from agentrl_env.launch.docker_daemon import (
 )
 from agentrl_env.launch.image import build_image
 from agentrl_env.launch.image_context import PORT, USER
-from agentrl_env.launch.owner import owner
+from agentrl_env.launch.orphans import owner
 from agentrl_env.launch.placement import Limits
 
 _POLL_S = 0.05

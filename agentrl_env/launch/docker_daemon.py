@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl_env.errors import LaunchError
-from agentrl_env.launch.owner import owner_is_dead
+from agentrl_env.launch.orphans import owner_is_dead
 
 OWNER = "org.agentrl.owner"
 """Label of everything started here: which process of which machine owns it."""

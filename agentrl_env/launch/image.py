@@ -17,7 +17,7 @@ from typing import IO, Any
 from agentrl_env.errors import LaunchError
 from agentrl_env.launch.docker_daemon import OWNER, connect, daemon_errors, remove
 from agentrl_env.launch.image_context import Recipe, TaskFiles, index_settings
-from agentrl_env.launch.owner import owner
+from agentrl_env.launch.orphans import owner
 from agentrl_env.launch.wheel import own_version
 from agentrl_env.wire import PROTOCOL_VERSION
 
@@ -27,7 +27,7 @@ _SILENT_S = 900.0  # how long one step of a build may print nothing
 _NAME = """
 import json, sys
 from agentrl_env.errors import AgentRLError
-from agentrl_env.server.targets import load_target
+from agentrl_env.server.loader import load_target
 try:
     print("name " + json.dumps(load_target(sys.argv[1]).name))
 except AgentRLError as error:

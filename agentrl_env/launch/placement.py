@@ -6,7 +6,7 @@ from typing import Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from agentrl_env.launch.sizes import parse_size
+from agentrl_env.launch.units import parse_size
 
 
 class Placed(Protocol):

@@ -23,17 +23,17 @@ from agentrl_env.errors import (
     UnknownRoute,
     WireError,
 )
-from agentrl_env.server.access.gate import Gate
-from agentrl_env.server.access.guard import GuardedService
-from agentrl_env.server.access.limits import Limits
+from agentrl_env.server.authorization import GuardedService
 from agentrl_env.server.bodies import read
+from agentrl_env.server.dashboard.routes import page_routes
+from agentrl_env.server.limits import Limits
+from agentrl_env.server.middleware import Gate
 from agentrl_env.server.openapi import openapi_route
-from agentrl_env.server.page.routes import page_routes
 from agentrl_env.server.service import Service
-from agentrl_env.server.socket import socket_endpoint
 from agentrl_env.server.steps import StepRoutes
 from agentrl_env.server.telemetry.metrics import CONTENT_TYPE, watch_loop
 from agentrl_env.server.telemetry.tracing import Tracing
+from agentrl_env.server.websocket import socket_endpoint
 from agentrl_env.wire import SOCKET_PATH, ForkRequest, OpenRequest
 
 Handler = Callable[[Request], Awaitable[Response]]

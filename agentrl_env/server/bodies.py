@@ -10,8 +10,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json, to_json
 
 from agentrl_env.errors import InvalidRequest
+from agentrl_env.fast_wire import UNREADABLE, StepItem, StepItems, StepSaid
 from agentrl_env.server.service import Service
-from agentrl_env.session.speech import UNREADABLE, StepItem, StepItems, StepSaid
 from agentrl_env.wire import StepBatch, StepBody, StepRequest
 
 M = TypeVar("M", bound=BaseModel)

@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from agentrl_env import errors as e
-from agentrl_env.server.inspection import VERSION
-from agentrl_env.server.page.shell import SHELL
+from agentrl_env.server.admin import VERSION
+from agentrl_env.server.dashboard.shell import SHELL
 from agentrl_env.types import SessionInfo, StepResult
 from agentrl_env.wire import (
     ExpertAnswer,

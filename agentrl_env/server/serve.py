@@ -15,17 +15,17 @@ import uvicorn
 
 from agentrl_env.environment import Environment
 from agentrl_env.errors import EnvironmentFailed, ServeError
-from agentrl_env.server.access.callers import is_link_token
-from agentrl_env.server.access.connections import Connections
-from agentrl_env.server.access.limits import Limits
 from agentrl_env.server.app import create_app
-from agentrl_env.server.dial import Dialer
-from agentrl_env.server.listen import Listener
-from agentrl_env.server.pool import SessionPool
+from agentrl_env.server.auth import is_link_token
+from agentrl_env.server.connections import Connections
+from agentrl_env.server.controller_link import Dialer
+from agentrl_env.server.limits import Limits
+from agentrl_env.server.loader import load_targets
 from agentrl_env.server.service import PoolService
-from agentrl_env.server.targets import load_targets
-from agentrl_env.server.telemetry.observe import SLOW_STEP_S
+from agentrl_env.server.sockets import Listener
+from agentrl_env.server.telemetry.session_metrics import SLOW_STEP_S
 from agentrl_env.server.telemetry.tracing import Tracing
+from agentrl_env.session.pool import SessionPool
 
 logger = logging.getLogger("agentrl_env")
 

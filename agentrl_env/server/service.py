@@ -9,10 +9,10 @@ from typing import Protocol
 from pydantic_core import to_json
 
 from agentrl_env.errors import WireError
-from agentrl_env.server.inspection import describe_server, list_sessions, transcript
-from agentrl_env.server.pool import SessionPool
+from agentrl_env.fast_wire import StepItem, StepSaid
+from agentrl_env.server.admin import describe_server, list_sessions, transcript
 from agentrl_env.server.telemetry.metrics import Metrics
-from agentrl_env.session.speech import StepItem, StepSaid
+from agentrl_env.session.pool import SessionPool
 from agentrl_env.wire import (
     ExpertAnswer,
     ForkAnswer,

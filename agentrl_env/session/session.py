@@ -18,12 +18,12 @@ from agentrl_env.errors import (
     SessionEnded,
     SessionExpired,
 )
+from agentrl_env.fast_wire import Said
 from agentrl_env.session.answering import Answering, Awaited, follow, settled
-from agentrl_env.session.asking import can_fork, expert_move, release, reset, snapshots
 from agentrl_env.session.history import History
+from agentrl_env.session.hooks import can_fork, expert_move, release, reset, snapshots
 from agentrl_env.session.observer import UNOBSERVED, Observer, log_failure
 from agentrl_env.session.runner import Runner, run_through
-from agentrl_env.session.speech import Said
 from agentrl_env.session.threads import AUTHOR_ERRORS, AuthorTimeout, Outcome, Threads, attempt
 from agentrl_env.tools import (
     Call,

@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable, Iterator
 
 from agentrl_env.client.client import EnvClient
 from agentrl_env.client.loop_thread import LoopThread
-from agentrl_env.client.sampling import CannotSample
+from agentrl_env.client.schema_sampler import CannotSample
 from agentrl_env.environment import Environment
 from agentrl_env.errors import AgentRLError, ServerUnreachable, UnknownTask
-from agentrl_env.server.targets import load_target
+from agentrl_env.server.loader import load_target
 from agentrl_env.testing.checks import CHECKS
-from agentrl_env.testing.probe import CLOSE_TIMEOUT, Probe
+from agentrl_env.testing.context import CLOSE_TIMEOUT, Probe
 from agentrl_env.testing.report import CheckResult, Outcome, Report, failed, skipped, warned
 from agentrl_env.types import TaskInfo
 

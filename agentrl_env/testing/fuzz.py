@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jsonschema import Draft202012Validator
 
-from agentrl_env.client.sampling import CannotSample, sample_json
+from agentrl_env.client.schema_sampler import CannotSample, sample_json
 from agentrl_env.types import FunctionCall, FunctionSpec, Message, ToolCall, ToolSpec
 
 ODD_STRINGS = (

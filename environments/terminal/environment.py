@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import product
 
 from agentrl_env import Done, Environment, Message, ToolCall, tool
-from agentrl_env.launch.sandbox import open_sandbox
+from agentrl_env.sandbox import open_sandbox
 
 WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron")
 FOLDERS = ("notes", "letters", "drafts", "reports")

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agentrl_env.errors import SandboxUnavailable
-from agentrl_env.launch.sandbox import open_sandbox
+from agentrl_env.sandbox import open_sandbox
 
 BY_HAND = [
     *("bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"),

@@ -7,10 +7,10 @@ import shutil
 import pytest
 
 from agentrl_env import EnvClient, ToolCall
-from agentrl_env.launch.fleet import LocalFleet
-from agentrl_env.launch.manifests import compose
+from agentrl_env.fleet.config import ControllerPlan, FleetPlan, TaskPlan
+from agentrl_env.fleet.manifests import compose
+from agentrl_env.fleet.up import LocalFleet
 from agentrl_env.launch.placement import Limits
-from agentrl_env.launch.plan import ControllerPlan, FleetPlan, TaskPlan
 from tests.docker.conftest import run, until
 
 

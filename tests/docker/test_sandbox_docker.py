@@ -10,9 +10,9 @@ import time
 import pytest
 
 from agentrl_env.errors import SandboxFailed, SandboxUnavailable
-from agentrl_env.launch.sandbox import HOME, open_sandbox
-from agentrl_env.launch.sandbox.bubblewrap import check_available
-from agentrl_env.launch.sandbox.docker import DockerSandbox
+from agentrl_env.sandbox import HOME, open_sandbox
+from agentrl_env.sandbox.bubblewrap import check_available
+from agentrl_env.sandbox.docker import DockerSandbox
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_one_that_is_removed_is_an_infrastructure_failure(client, box):
 
 def test_it_ends_with_an_owner_that_was_killed(client, base):
     code = f"""
-from agentrl_env.launch.sandbox import open_sandbox
+from agentrl_env.sandbox import open_sandbox
 box = open_sandbox(image={base!r}, background=True)
 box.run("sleep 1000 >/dev/null 2>&1 &")
 print("begun", flush=True)

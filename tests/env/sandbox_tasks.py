@@ -1,7 +1,7 @@
 """A task with a shell, for the tests of sandboxes behind a server."""
 
 from agentrl_env import Environment, tool
-from agentrl_env.launch.sandbox import open_sandbox
+from agentrl_env.sandbox import open_sandbox
 
 
 class Shell(Environment):

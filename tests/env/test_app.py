@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_env import Message, ToolCall
-from agentrl_env.server.access.limits import Limits
 from agentrl_env.server.app import create_app
-from agentrl_env.server.pool import SessionPool
+from agentrl_env.server.limits import Limits
 from agentrl_env.server.service import PoolService
+from agentrl_env.session.pool import SessionPool
 from tests.env.tasks import Clock, Quick, Slow, until
 
 

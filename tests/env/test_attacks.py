@@ -15,12 +15,12 @@ from websockets.asyncio.client import connect
 from websockets.asyncio.server import serve
 
 from agentrl_env import EnvClient, ToolCall
-from agentrl_env.controller.redis import RedisState
 from agentrl_env.errors import InvalidRequest, SessionLost, WireError
-from agentrl_env.server.access.callers import link_token
-from agentrl_env.server.keeping import Keeping
-from agentrl_env.server.pool import SessionPool
+from agentrl_env.fleet.redis_store import RedisState
+from agentrl_env.server.auth import link_token
+from agentrl_env.server.failover import Keeping
 from agentrl_env.server.serve import NOWHERE, EnvServer
+from agentrl_env.session.pool import SessionPool
 from agentrl_env.session.state_codec import encode
 from agentrl_env.types import Message, SessionInfo, TaskSample
 from agentrl_env.wire import AdoptCall, Kept, Standing

@@ -19,8 +19,9 @@ from agentrl_env import (
     tool,
 )
 from agentrl_env.errors import DefinitionError, ServerUnreachable, TargetError, UnknownTask
-from agentrl_env.server.pool import SessionPool
-from agentrl_env.testing import Verdict, check_environment, probe, run_checks
+from agentrl_env.session.pool import SessionPool
+from agentrl_env.testing import Verdict, check_environment, run_checks
+from agentrl_env.testing import context as probe
 from agentrl_env.testing.checks import CHECKS
 from agentrl_env.types import SessionStatus, TaskInfo, ToolSpec
 

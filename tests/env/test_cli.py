@@ -9,7 +9,7 @@ import pytest
 
 from agentrl_env import Done, Environment, ToolCall, tool
 from agentrl_env.__main__ import main
-from agentrl_env.client.play import UnreadableLine, parse_line, signature
+from agentrl_env.cli.play import UnreadableLine, parse_line, signature
 from agentrl_env.launch.process import ServerProcess
 
 HERE = __file__

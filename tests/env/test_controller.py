@@ -8,8 +8,6 @@ import pytest
 from websockets.asyncio.client import connect
 
 from agentrl_env import EnvClient, ToolCall
-from agentrl_env.controller.fleet import Fleet
-from agentrl_env.controller.serve import Controller
 from agentrl_env.errors import (
     ServeError,
     ServerDraining,
@@ -20,7 +18,9 @@ from agentrl_env.errors import (
     UnknownSession,
     UnknownTask,
 )
-from agentrl_env.server.access.callers import link_token
+from agentrl_env.fleet.controller import Fleet
+from agentrl_env.fleet.serve import Controller
+from agentrl_env.server.auth import link_token
 from agentrl_env.server.serve import NOWHERE, EnvServer
 from agentrl_env.testing import run_checks
 from agentrl_env.types import SessionStatus

@@ -3,7 +3,7 @@
 import pytest
 
 from agentrl_env import Message, ToolCall, tool
-from agentrl_env.server.pool import SessionPool
+from agentrl_env.session.pool import SessionPool
 from agentrl_env.wire import OpenRequest
 from tests.env.tasks import Quick
 

@@ -8,9 +8,9 @@ import pytest
 
 from agentrl_env import EnvClient, ToolCall
 from agentrl_env.client import failover
-from agentrl_env.controller.fleet import Fleet
-from agentrl_env.controller.serve import Controller
 from agentrl_env.errors import CallTimeout, ServerDraining, ServerUnreachable, SessionLost
+from agentrl_env.fleet.controller import Fleet
+from agentrl_env.fleet.serve import Controller
 from agentrl_env.server.serve import NOWHERE, EnvServer
 from tests.chaos.proxy import Proxy
 from tests.env.tasks import Quick, Slow, until

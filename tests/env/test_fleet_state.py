@@ -5,13 +5,13 @@ import asyncio
 import pytest
 
 from agentrl_env import EnvClient, ToolCall
-from agentrl_env.controller import redis as redis_state
-from agentrl_env.controller.fleet import Fleet
-from agentrl_env.controller.redis import RedisState
-from agentrl_env.controller.serve import Controller
-from agentrl_env.controller.state import CLAIM_S, STANDING_S, KeptSession, MemoryState
 from agentrl_env.errors import ServeError, SessionLost, StateUnavailable
-from agentrl_env.server.keeping import MAX_TURNS_BYTES
+from agentrl_env.fleet import redis_store as redis_state
+from agentrl_env.fleet.controller import Fleet
+from agentrl_env.fleet.redis_store import RedisState
+from agentrl_env.fleet.serve import Controller
+from agentrl_env.fleet.store import CLAIM_S, STANDING_S, KeptSession, MemoryState
+from agentrl_env.server.failover import MAX_TURNS_BYTES
 from agentrl_env.server.serve import NOWHERE, EnvServer
 from agentrl_env.session.history import KEPT_TURNS
 from agentrl_env.wire import OpenRequest

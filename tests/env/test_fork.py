@@ -21,9 +21,9 @@ from agentrl_env.errors import (
     UnknownSession,
 )
 from agentrl_env.server.app import create_app
-from agentrl_env.server.pool import SessionPool
 from agentrl_env.server.serve import EnvServer
 from agentrl_env.server.service import PoolService
+from agentrl_env.session.pool import SessionPool
 from agentrl_env.testing import Verdict, run_checks
 from agentrl_env.testing.checks.forking import fork as fork_check
 from agentrl_env.wire import OpenRequest

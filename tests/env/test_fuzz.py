@@ -6,8 +6,8 @@ import pytest
 
 from agentrl_env.server.app import create_app
 from agentrl_env.server.openapi import openapi_document
-from agentrl_env.server.pool import SessionPool
 from agentrl_env.server.service import PoolService
+from agentrl_env.session.pool import SessionPool
 from agentrl_env.wire import SOCKET_PATH, OpenRequest
 from tests.env.tasks import Quick
 from tests.fuzz.run import fuzz

@@ -10,12 +10,12 @@ from websockets.exceptions import InvalidStatus
 
 from agentrl_env import EnvClient, Message, ToolCall
 from agentrl_env.client.http import HttpBackend
-from agentrl_env.controller.fleet import Fleet
-from agentrl_env.controller.serve import Controller
 from agentrl_env.errors import Forbidden, Unauthorized
-from agentrl_env.server.access.callers import agent_token, session_of
-from agentrl_env.server.access.gate import route_of
-from agentrl_env.server.access.limits import Limits
+from agentrl_env.fleet.controller import Fleet
+from agentrl_env.fleet.serve import Controller
+from agentrl_env.server.auth import agent_token, session_of
+from agentrl_env.server.limits import Limits
+from agentrl_env.server.middleware import route_of
 from agentrl_env.server.serve import EnvServer
 from agentrl_env.wire import StepRequest
 from tests.env.tasks import Quick, until

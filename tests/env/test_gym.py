@@ -12,11 +12,11 @@ from gymnasium.error import ResetNeeded
 from gymnasium.utils.env_checker import check_env
 
 from agentrl_env import Done, EnvClient, Environment, Message, ToolCall, tool
-from agentrl_env.client.gym import GymEnv
-from agentrl_env.client.gym_actions import as_message
 from agentrl_env.errors import EnvironmentFailed, SessionExpired, UnknownSample, UnknownTask
+from agentrl_env.gym.actions import as_message
+from agentrl_env.gym.env import GymEnv
 from agentrl_env.launch.process import ServerProcess
-from agentrl_env.server.pool import SessionPool
+from agentrl_env.session.pool import SessionPool
 
 ID = "agentrl_env:agentrl/Env-v0"
 

@@ -9,7 +9,7 @@ import pytest
 from websockets.asyncio.client import connect
 
 from agentrl_env import Done, EnvClient, Environment, Message, ToolCall, tool
-from agentrl_env.server.access.limits import Limits
+from agentrl_env.server.limits import Limits
 from agentrl_env.server.serve import EnvServer
 from tests.env.tasks import Quick, Slow, until
 

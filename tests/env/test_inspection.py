@@ -6,13 +6,13 @@ from websockets.asyncio.client import connect
 
 from agentrl_env import Message, ToolCall
 from agentrl_env.errors import InvalidRequest
-from agentrl_env.server.access.callers import agent_token
-from agentrl_env.server.inspection import merge_lists
-from agentrl_env.server.page.shell import SHELL
-from agentrl_env.server.pool import SessionPool
+from agentrl_env.server.admin import merge_lists
+from agentrl_env.server.auth import agent_token
+from agentrl_env.server.dashboard.shell import SHELL
 from agentrl_env.server.serve import EnvServer
 from agentrl_env.server.service import PoolService
 from agentrl_env.session.history import KEPT_TURNS
+from agentrl_env.session.pool import SessionPool
 from agentrl_env.wire import FleetInfo, OpenRequest, SessionList, SessionQuery, Transcript, TranscriptQuery
 from tests.env.tasks import Clock, Guess, Quick
 

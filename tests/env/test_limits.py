@@ -9,7 +9,7 @@ from websockets.asyncio.client import connect
 
 from agentrl_env import EnvClient, Message, ToolCall
 from agentrl_env.errors import InvalidRequest, RateLimited, ServeError
-from agentrl_env.server.access.limits import KEPT_BUCKETS, Limits, Rates
+from agentrl_env.server.limits import KEPT_BUCKETS, Limits, Rates
 from agentrl_env.server.serve import EnvServer
 from tests.env.tasks import Clock, Quick
 from tests.env.test_fork import Walk

@@ -14,11 +14,11 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 
 from agentrl_env import EnvClient, ToolCall
-from agentrl_env.controller.fleet import Fleet
-from agentrl_env.controller.serve import Controller
 from agentrl_env.errors import Forbidden, ServeError, Unauthorized
-from agentrl_env.server.access.callers import agent_token, is_link_token, link_token, session_of
-from agentrl_env.server.access.gate import TOKEN_PREFIX
+from agentrl_env.fleet.controller import Fleet
+from agentrl_env.fleet.serve import Controller
+from agentrl_env.server.auth import agent_token, is_link_token, link_token, session_of
+from agentrl_env.server.middleware import TOKEN_PREFIX
 from agentrl_env.server.serve import NOWHERE, EnvServer
 from tests.env.tasks import Quick
 from tests.env.test_fork import Walk

@@ -12,13 +12,14 @@ from websockets.exceptions import ConnectionClosed
 
 from agentrl_env import EnvClient, ToolCall, tool
 from agentrl_env.client.client import ClientSession
-from agentrl_env.controller import link, roster
-from agentrl_env.controller.fleet import Fleet
-from agentrl_env.controller.member import Outbox
-from agentrl_env.controller.serve import Controller
-from agentrl_env.controller.state import MemoryState
 from agentrl_env.errors import CallTimeout, InternalError, SessionLost, StateUnavailable
-from agentrl_env.server import dial
+from agentrl_env.fleet import registry as roster
+from agentrl_env.fleet import worker_endpoint as link
+from agentrl_env.fleet.controller import Fleet
+from agentrl_env.fleet.serve import Controller
+from agentrl_env.fleet.store import MemoryState
+from agentrl_env.fleet.worker import Outbox
+from agentrl_env.server import controller_link as dial
 from agentrl_env.server.serve import NOWHERE, EnvServer
 from agentrl_env.types import SessionInfo, TaskSample
 from agentrl_env.wire import Beat, Hello

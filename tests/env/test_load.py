@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from agentrl_env import EnvClient
-from agentrl_env.client.load import measure
+from agentrl_env.client.benchmark import measure
 from agentrl_env.errors import AgentRLError, UnknownTask
 from tests.env.tasks import Guess, Quick
 

@@ -21,10 +21,10 @@ from websockets.asyncio.client import connect
 
 from agentrl_env import EnvClient, Environment, Message, ToolCall, tool
 from agentrl_env.client.http import HttpBackend
-from agentrl_env.controller.fleet import Fleet
-from agentrl_env.controller.serve import Controller
 from agentrl_env.errors import UnknownTask
-from agentrl_env.server.access.limits import Limits
+from agentrl_env.fleet.controller import Fleet
+from agentrl_env.fleet.serve import Controller
+from agentrl_env.server.limits import Limits
 from agentrl_env.server.serve import EnvServer
 from agentrl_env.server.telemetry.logs import JsonLines, TextLines
 from agentrl_env.server.telemetry.tracing import Tracing

@@ -5,10 +5,10 @@ import subprocess
 
 import pytest
 
-from agentrl_env.launch.owner import owner, owner_is_dead
+from agentrl_env.launch.orphans import owner, owner_is_dead
 from agentrl_env.launch.placement import Limits
-from agentrl_env.launch.sandbox import open_sandbox
-from agentrl_env.launch.sizes import parse_size
+from agentrl_env.launch.units import parse_size
+from agentrl_env.sandbox import open_sandbox
 
 
 def test_an_owner_is_alive_dead_or_of_elsewhere():

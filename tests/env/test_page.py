@@ -11,9 +11,9 @@ import pytest_asyncio
 from playwright.async_api import async_playwright, expect
 
 from agentrl_env import Done, Environment, Message, Reply, ToolCall, tool
-from agentrl_env.controller.fleet import Fleet
-from agentrl_env.controller.serve import Controller
-from agentrl_env.server.access.callers import agent_token
+from agentrl_env.fleet.controller import Fleet
+from agentrl_env.fleet.serve import Controller
+from agentrl_env.server.auth import agent_token
 from agentrl_env.server.serve import NOWHERE, EnvServer
 from agentrl_env.wire import OpenRequest
 from tests.env.tasks import Guess, until

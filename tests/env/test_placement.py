@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl_env.controller.member import Member, Outbox
-from agentrl_env.controller.queue import Placement, least_loaded
+from agentrl_env.fleet.scheduler import Placement, least_loaded
+from agentrl_env.fleet.worker import Member, Outbox
 from agentrl_env.types import TaskInfo
 from agentrl_env.wire import Beat, Hello, SessionRow
 

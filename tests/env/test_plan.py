@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from agentrl_env.errors import LaunchError
-from agentrl_env.launch.manifests import compose, kubernetes
+from agentrl_env.fleet.config import read_plan
+from agentrl_env.fleet.manifests import compose, kubernetes
 from agentrl_env.launch.placement import Limits
-from agentrl_env.launch.plan import read_plan
 
 FILE = """
 name = "lab"

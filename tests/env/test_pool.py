@@ -16,8 +16,8 @@ from agentrl_env.errors import (
     UnknownSession,
     UnknownTask,
 )
-from agentrl_env.server.pool import SessionPool
-from agentrl_env.server.table import SessionTable
+from agentrl_env.session.pool import SessionPool
+from agentrl_env.session.session_table import SessionTable
 from agentrl_env.wire import OpenRequest, StepRequest
 from tests.env.tasks import Clock, Guess, Quick, Slow, until
 

@@ -18,18 +18,18 @@ import pytest
 from websockets.asyncio.client import connect
 
 from agentrl_env import Done, EnvClient, Environment, Message, Reply, ToolCall, tool
-from agentrl_env.controller import keeper
-from agentrl_env.controller.fleet import Fleet
-from agentrl_env.controller.keeper import Keeper
-from agentrl_env.controller.redis import RedisState
-from agentrl_env.controller.serve import Controller, control
 from agentrl_env.errors import InvalidRequest, ServeError, SessionEnded, SessionLost, StateUnavailable
-from agentrl_env.server import keeping
-from agentrl_env.server.pool import SessionPool
+from agentrl_env.fast_wire import Said, StepItem, StepSaid
+from agentrl_env.fleet import failover as keeper
+from agentrl_env.fleet.controller import Fleet
+from agentrl_env.fleet.failover import Keeper
+from agentrl_env.fleet.redis_store import RedisState
+from agentrl_env.fleet.serve import Controller, control
+from agentrl_env.server import failover as keeping
+from agentrl_env.server.loader import load_target
 from agentrl_env.server.serve import NOWHERE, EnvServer
-from agentrl_env.server.targets import load_target
-from agentrl_env.session.speech import Said, StepItem, StepSaid
-from agentrl_env.session.standing import standing_of
+from agentrl_env.session.checkpoint import standing_of
+from agentrl_env.session.pool import SessionPool
 from agentrl_env.types import SessionStatus
 from agentrl_env.wire import OpenRequest, TranscriptQuery
 from tests.env.redis_server import RedisServer

@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentrl_env.errors import SandboxFailed, SandboxUnavailable
-from agentrl_env.launch.sandbox import HOME, cgroups, leftovers, open_sandbox, seccomp
-from agentrl_env.launch.sandbox.bubblewrap import check_available
-from agentrl_env.launch.sandbox.sandbox import Stream, absolute, as_text, packed
+from agentrl_env.sandbox import HOME, cgroups, leftovers, open_sandbox, seccomp
+from agentrl_env.sandbox.bubblewrap import check_available
+from agentrl_env.sandbox.sandbox import Stream, absolute, as_text, packed
 
 try:
     check_available()
@@ -489,7 +489,7 @@ class TestEnds:
 
     def test_a_killed_owner_takes_its_sandbox_along_and_the_next_sweeps_up(self):
         code = """
-from agentrl_env.launch.sandbox import open_sandbox
+from agentrl_env.sandbox import open_sandbox
 box = open_sandbox("bubblewrap", background=True)
 box.run("sleep 1000 &")
 print(box._process.pid, flush=True)
@@ -516,7 +516,7 @@ def test_limits_hold_without_cgroups_for_an_ordinary_user():
     code = """
 import os, sys
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
-from agentrl_env.launch.sandbox import cgroups, open_sandbox
+from agentrl_env.sandbox import cgroups, open_sandbox
 assert not cgroups.find()
 with open_sandbox("bubblewrap", memory="128m", disk="16m", pids=32, timeout=3) as box:
     assert box.run("id -u").stdout == "1000\\n"
@@ -529,7 +529,7 @@ with open_sandbox("bubblewrap", memory="128m", disk="16m", pids=32, timeout=3) a
     if os.geteuid() != 0:
         pytest.skip("the other tests run as an ordinary user already")
     # An ordinary user cannot read root's own Python, so what is imported is imported first.
-    code = "import agentrl_env.launch.sandbox.bubblewrap, numpy.random\n" + code
+    code = "import agentrl_env.sandbox.bubblewrap, numpy.random\n" + code
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     for words in ("MemoryError", "fork", "No space left", "fine"):
@@ -540,7 +540,7 @@ class TestChoice:
     def test_no_sandbox_means_no_commands_unless_that_is_allowed(self, monkeypatch):
         monkeypatch.setattr("shutil.which", lambda name: None)
         monkeypatch.delenv("AGENTRL_ALLOW_UNSAFE_SANDBOX", raising=False)
-        from agentrl_env.launch.sandbox import bubblewrap
+        from agentrl_env.sandbox import bubblewrap
 
         bubblewrap._unavailable.cache_clear()
         try:

@@ -11,8 +11,8 @@ import pytest
 from agentrl_env import EnvClient, Message, SessionStatus, ToolCall
 from agentrl_env.errors import EnvironmentFailed, SandboxUnavailable
 from agentrl_env.launch.process import ServerProcess
-from agentrl_env.launch.sandbox import cgroups, leftovers
-from agentrl_env.launch.sandbox.bubblewrap import check_available
+from agentrl_env.sandbox import cgroups, leftovers
+from agentrl_env.sandbox.bubblewrap import check_available
 
 try:
     check_available()

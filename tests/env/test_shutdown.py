@@ -14,8 +14,8 @@ import pytest
 
 from agentrl_env import Done, EnvClient, Environment, ToolCall, tool
 from agentrl_env.errors import EnvironmentFailed, ServerDraining, SessionEnded
-from agentrl_env.server.places import Places
-from agentrl_env.server.pool import SessionPool
+from agentrl_env.session.capacity import Places
+from agentrl_env.session.pool import SessionPool
 from agentrl_env.wire import OpenRequest
 from tests.env.tasks import Quick, Slow, until
 

@@ -12,11 +12,11 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from agentrl_env import EnvClient, Message, ToolCall
-from agentrl_env.server import socket as socket_module
-from agentrl_env.server.pool import SessionPool
+from agentrl_env.server import websocket as socket_module
 from agentrl_env.server.serve import EnvServer
 from agentrl_env.server.service import PoolService
-from agentrl_env.server.socket import CallSocket
+from agentrl_env.server.websocket import CallSocket
+from agentrl_env.session.pool import SessionPool
 from agentrl_env.wire import OpenRequest
 from tests.env.tasks import Quick, Slow, until
 from tests.env.test_fork import Walk

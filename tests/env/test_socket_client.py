@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from agentrl_env import EnvClient, Message, ToolCall
-from agentrl_env.client import socket as socket_module
-from agentrl_env.client.socket import _read
+from agentrl_env.client import websocket as socket_module
+from agentrl_env.client.websocket import _read
 from agentrl_env.errors import (
     BodyTooLarge,
     CallTimeout,
@@ -23,7 +23,7 @@ from agentrl_env.errors import (
     UnknownSession,
     UnknownTask,
 )
-from agentrl_env.server.access.limits import Limits
+from agentrl_env.server.limits import Limits
 from agentrl_env.server.serve import EnvServer
 from agentrl_env.wire import StepRequest
 from tests.env.tasks import Guess, Quick, Slow, until

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from agentrl_env.client.sampling import CannotSample, sample_call, sample_json, words_in
-from agentrl_env.client.spaces import Conversation, ToolCallSpace
+from agentrl_env.client.schema_sampler import CannotSample, sample_call, sample_json, words_in
+from agentrl_env.gym.spaces import Conversation, ToolCallSpace
 from agentrl_env.types import FunctionSpec, ToolSpec
 
 NESTED = {

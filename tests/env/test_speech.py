@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from agentrl_env import Message, StepResult, ToolCall
 from agentrl_env.errors import InvalidRequest
+from agentrl_env.fast_wire import Said, StepItem, ToolAnswer, step_answer
 from agentrl_env.server.bodies import read_step
-from agentrl_env.session.speech import Said, StepItem, ToolAnswer, step_answer
 from agentrl_env.types import SessionStatus
 from agentrl_env.wire import StepBody, StepRequest
 

@@ -6,9 +6,9 @@ import time
 import pytest
 
 from agentrl_env import Message, ToolCall, tool
-from agentrl_env.server.pool import SessionPool
 from agentrl_env.session import threads as threads_module
 from agentrl_env.session.answering import settled
+from agentrl_env.session.pool import SessionPool
 from agentrl_env.session.runner import Runner
 from agentrl_env.session.threads import AuthorTimeout, Threads
 from agentrl_env.wire import OpenRequest, StepRequest

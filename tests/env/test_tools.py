@@ -14,8 +14,8 @@ from pydantic import BaseModel, Field
 
 from agentrl_env import Done, Message, Reply, ToolCall, ToolError, tool
 from agentrl_env.errors import DefinitionError
+from agentrl_env.fast_wire import Said, ToolAnswer
 from agentrl_env.schema import ArgumentError, parse_docstring
-from agentrl_env.session.speech import Said, ToolAnswer
 from agentrl_env.tools import TimeOver, Turn, tool_messages, toolset
 from tests.env.tasks import Quick
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from agentrl_env import EnvClient, Environment, ToolCall, tool
-from agentrl_env.launch.fleet import LocalFleet
-from agentrl_env.launch.plan import ControllerPlan, FleetPlan, TaskPlan
+from agentrl_env.fleet.config import ControllerPlan, FleetPlan, TaskPlan
+from agentrl_env.fleet.up import LocalFleet
 
 TASKS = Path(__file__).with_name("tasks.py")
 FILE = f"""

@@ -17,9 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_env import Done, EnvClient, Environment, GymEnv, tool
-from agentrl_env.client.gym_infos import stack_infos
 from agentrl_env.client.http import HttpBackend
-from agentrl_env.client.vector import GymVectorEnv
 from agentrl_env.errors import (
     AgentRLError,
     EnvironmentFailed,
@@ -30,8 +28,10 @@ from agentrl_env.errors import (
     UnknownSession,
     UnknownTask,
 )
+from agentrl_env.gym.infos import stack_infos
+from agentrl_env.gym.vector import GymVectorEnv
 from agentrl_env.launch.process import ServerProcess
-from agentrl_env.server.pool import SessionPool
+from agentrl_env.session.pool import SessionPool
 
 ID = "agentrl_env:agentrl/Env-v0"
 MODES = list(AutoresetMode)
@@ -776,7 +776,7 @@ import os, warnings
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 from agentrl_env.client.http import HttpBackend
-from agentrl_env.client.vector import GymVectorEnv
+from agentrl_env.gym.vector import GymVectorEnv
 env = GymVectorEnv(2, {server.url!r}, "pick", token={server.token!r})
 first, _ = env.reset(seed=1)
 calls = [{{"name": "pick", "arguments": {{"n": 0}}}}] * 2

@@ -11,9 +11,9 @@ import time
 import pytest
 
 from agentrl_env import EnvClient, Environment, ToolCall, tool
-from agentrl_env.controller.serve import WorkerServer
-from agentrl_env.controller.workers import Workers
 from agentrl_env.errors import SessionLost
+from agentrl_env.fleet.serve import WorkerServer
+from agentrl_env.fleet.supervisor import Workers
 
 TARGET = f"{__file__}:Who"
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from agentrl_env import TaskSample, ToolError
-from agentrl_env.server.targets import load_target
+from agentrl_env.server.loader import load_target
 
 Sql = load_target(str(Path(__file__).parents[2] / "environments" / "sql"))
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "

@@ -7,7 +7,7 @@ import logging
 from datetime import UTC, datetime
 from typing import Literal
 
-from agentrl_env.server.access.callers import caller
+from agentrl_env.server.auth import caller
 
 LogFormat = Literal["text", "json"]
 

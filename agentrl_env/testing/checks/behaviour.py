@@ -7,7 +7,10 @@ from itertools import zip_longest
 import numpy as np
 
 from agentrl_env.client.client import ClientSession
-from agentrl_env.testing.episodes import (
+from agentrl_env.testing.context import Probe
+from agentrl_env.testing.fuzz import Case, fuzz_cases
+from agentrl_env.testing.report import Outcome, failed, passed, skipped, warned
+from agentrl_env.testing.rollouts import (
     ExpertPolicy,
     Policy,
     RandomPolicy,
@@ -16,9 +19,6 @@ from agentrl_env.testing.episodes import (
     WanderingExpert,
     describe,
 )
-from agentrl_env.testing.fuzz import Case, fuzz_cases
-from agentrl_env.testing.probe import Probe
-from agentrl_env.testing.report import Outcome, failed, passed, skipped, warned
 from agentrl_env.types import Message, SessionStatus, StepResult
 
 EXPERT_EPISODES = 20

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from jsonschema import Draft202012Validator, SchemaError
 
 from agentrl_env.errors import UnknownSample
-from agentrl_env.testing.probe import Probe
+from agentrl_env.testing.context import Probe
 from agentrl_env.testing.report import Outcome, failed, passed, warned
 from agentrl_env.types import FunctionSpec
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from agentrl_env.client.client import ClientSession
 from agentrl_env.errors import ServerFull
-from agentrl_env.testing.episodes import ExpertPolicy, Policy, RandomPolicy, ReplayPolicy, Transcript
-from agentrl_env.testing.probe import Probe
+from agentrl_env.testing.context import Probe
 from agentrl_env.testing.report import Outcome, failed, passed, skipped
+from agentrl_env.testing.rollouts import ExpertPolicy, Policy, RandomPolicy, ReplayPolicy, Transcript
 
 ADVICE = (
     "snapshot() must hold all that later turns depend on, the random generator too, and restore() "

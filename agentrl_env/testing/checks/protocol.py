@@ -6,9 +6,9 @@ import asyncio
 import math
 
 from agentrl_env.errors import SeqConflict, SessionEnded, WireError
-from agentrl_env.testing.episodes import RandomPolicy, describe
-from agentrl_env.testing.probe import Probe
+from agentrl_env.testing.context import Probe
 from agentrl_env.testing.report import Outcome, failed, passed
+from agentrl_env.testing.rollouts import RandomPolicy, describe
 from agentrl_env.types import Message, SessionStatus, StepResult, ToolCall
 
 UNUSABLE = Message.assistant(None, ToolCall.of("no_such_tool"))

@@ -1,0 +1,1 @@
+"""Gymnasium environments over a client: ``GymEnv`` and ``GymVectorEnv``."""

@@ -1,0 +1,151 @@
+"""Limits on a group of processes together, where this process may set them: cgroups, version 1 or 2."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from agentrl_env.sandbox import leftovers
+from agentrl_env.sandbox.limits import Limits
+
+REQUIRED = frozenset({"memory", "pids"})
+_PERIOD_US = 100_000
+_SETTLE_S = 2.0
+
+
+class Group:
+    """The cgroups of one sandbox: a folder for each controller (version 1), or one for all (version 2).
+
+    Args:
+        bases: controller -> the folder to make the group's own in, as ``find`` returns them.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, bases: Mapping[str, Path], limits: Limits, *, extra_pids: int) -> None:
+        name = leftovers.new_name()
+        self._folders = {controller: base / name for controller, base in bases.items()}
+        try:
+            for folder in set(self._folders.values()):
+                folder.mkdir()
+            for controller, folder in self._folders.items():
+                for file, value in _settings(controller, folder, limits, extra_pids).items():
+                    if not file.startswith("memory.swap") or (folder / file).exists():
+                        (folder / file).write_text(value)
+        except OSError:
+            self.remove()
+            raise
+
+    def add(self, pid: int) -> None:
+        """Put a process into the group; what it starts follows. Raises OSError."""
+        for folder in set(self._folders.values()):
+            (folder / "cgroup.procs").write_text(str(pid))
+
+    def out_of_memory(self) -> int:
+        """Return how many processes the kernel has killed for memory so far."""
+        folder = self._folders["memory"]
+        return max(_count(folder / name, "oom_kill") for name in ("memory.oom_control", "memory.events"))
+
+    def remove(self) -> None:
+        """Delete the folders, once the last process is gone. Idempotent."""
+        end = time.monotonic() + _SETTLE_S
+        for folder in set(self._folders.values()):
+            while not _removed(folder) and time.monotonic() < end:
+                time.sleep(0.002)
+
+
+def find() -> dict[str, Path]:
+    """Return the folders in which groups can be made, by controller; empty where that is not allowed."""
+    own = _own_groups(Path("/proc/self/cgroup").read_text())
+    bases: dict[str, Path] = {}
+    for mount, root, controllers in _hierarchies(Path("/proc/self/mountinfo").read_text()):
+        inner = own.get(min(controllers, default=""), "/")
+        inner = inner[len(root) :] if root != "/" and inner.startswith(root) else inner
+        folder = mount / inner.strip("/")
+        if controllers:
+            bases.update(dict.fromkeys(controllers, folder if folder.is_dir() else mount))
+        else:
+            bases.update(_delegated(folder, mount))
+    usable = {c: base for c, base in bases.items() if c in REQUIRED | {"cpu"} and os.access(base, os.W_OK)}
+    return usable if usable.keys() >= REQUIRED else {}
+
+
+def sweep(bases: Mapping[str, Path]) -> None:
+    """Delete the groups of processes that are gone."""
+    for base in set(bases.values()):
+        for folder in base.glob(f"{leftovers.PREFIX}*"):
+            if leftovers.abandoned(folder.name):
+                _removed(folder)
+
+
+def _own_groups(text: str) -> dict[str, str]:
+    """Return controller -> path of the groups that /proc/self/cgroup names; "" is version 2."""
+    groups = {}
+    for line in text.splitlines():
+        _, controllers, path = line.split(":", 2)
+        groups.update(dict.fromkeys(controllers.split(","), path))
+    return groups
+
+
+def _hierarchies(text: str) -> Iterator[tuple[Path, str, list[str]]]:
+    """Yield (mount point, its root, controllers) of /proc/self/mountinfo; version 2 names no controllers."""
+    for line in text.splitlines():
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.split(" ", 2)
+        root, mount = before.split(" ")[3:5]
+        if kind == "cgroup2":
+            yield Path(mount), root, []
+        elif kind == "cgroup":
+            found = sorted({"memory", "pids", "cpu", "cpuacct"} & set(options.split(",")))
+            if found:
+                yield Path(mount), root, found
+
+
+def _delegated(own: Path, mount: Path) -> dict[str, Path]:
+    """Return the version 2 folder whose children get controllers: no group with processes may have such."""
+    for base in (own, own.parent):
+        if base == mount or mount in base.parents:
+            with contextlib.suppress(OSError):
+                controllers = (base / "cgroup.subtree_control").read_text().split()
+                if set(controllers) >= REQUIRED:
+                    return dict.fromkeys(controllers, base)
+    return {}
+
+
+def _settings(controller: str, folder: Path, limits: Limits, extra_pids: int) -> dict[str, str]:
+    """Return file -> value of one controller's limits."""
+    quota = int(limits.cpus * _PERIOD_US)
+    match controller:
+        case "memory" if (folder / "memory.max").exists():
+            return {"memory.max": str(limits.memory), "memory.swap.max": "0"}
+        case "memory":
+            return {"memory.limit_in_bytes": str(limits.memory), "memory.swappiness": "0"}
+        case "pids":
+            return {"pids.max": str(limits.pids + extra_pids)}
+        case "cpu" if (folder / "cpu.max").exists():
+            return {"cpu.max": f"{quota} {_PERIOD_US}"}
+        case "cpu":
+            return {"cpu.cfs_period_us": str(_PERIOD_US), "cpu.cfs_quota_us": str(quota)}
+    return {}
+
+
+def _count(file: Path, name: str) -> int:
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)
+
+
+def _removed(folder: Path) -> bool:
+    try:
+        folder.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,121 @@
+"""Which sandbox a task gets: a container, else bubblewrap, else none unless that is allowed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from agentrl_env.errors import SandboxFailed, SandboxUnavailable
+from agentrl_env.launch.units import parse_size
+from agentrl_env.sandbox import bubblewrap, docker
+from agentrl_env.sandbox.limits import Limits
+from agentrl_env.sandbox.sandbox import Sandbox
+from agentrl_env.sandbox.unsafe import UnsafeSandbox
+
+Kind = Literal["auto", "docker", "bubblewrap", "unsafe"]
+ALLOW_UNSAFE = "AGENTRL_ALLOW_UNSAFE_SANDBOX"
+"""The environment variable that, set to 1, lets tasks run commands without a sandbox."""
+
+
+def open_sandbox(
+    kind: Kind = "auto",
+    *,
+    image: str | None = None,
+    files: Mapping[str, str | bytes] | None = None,
+    memory: int | str = "256m",
+    disk: int | str = "64m",
+    pids: int = 64,
+    cpus: float = 1.0,
+    timeout: float = 20.0,
+    max_output: int = 16_384,
+    network: bool = False,
+    background: bool = False,
+    allow_unsafe: bool = False,
+) -> Sandbox:
+    """Open a closed room in which a task's commands run, for one episode; close it when that ends.
+
+    Args:
+        kind: "auto" takes a container where ``image`` is given and a Docker daemon answers, else bubblewrap.
+        image: a container image; or the path of a folder that is bubblewrap's root file system. Without
+            one the commands see the host's ``/usr`` and nothing else of it.
+        files: path -> content, written before anything runs; relative paths start at ``/home/agent``.
+        memory: bytes of RAM of all processes together, files included: 268435456 or "256m".
+        disk: bytes of all files together; they lie in ``memory``.
+        pids: processes and threads at the same time.
+        cpus: processors' worth of time.
+        timeout: seconds that a command may run, unless ``run`` is told otherwise.
+        max_output: bytes kept of each of a command's stdout and stderr.
+        network: whether there is one. Leave it out unless the task is about it: commands then reach
+            whatever this machine reaches.
+        background: whether what a command leaves running goes on until the next is over time or the
+            sandbox closes; by default it ends with the command.
+        allow_unsafe: run commands without a sandbox where there is none, as
+            ``AGENTRL_ALLOW_UNSAFE_SANDBOX=1`` does for all tasks.
+
+    Raises:
+        SandboxUnavailable: this machine offers none; the message says what to install or allow.
+        SandboxFailed: it should work and does not.
+    """
+    limits = Limits(
+        memory=parse_size(memory),
+        disk=parse_size(disk),
+        pids=pids,
+        cpus=cpus,
+        timeout=timeout,
+        max_output=max_output,
+        network=network,
+        background=background,
+    )
+    sandbox = _make(kind, image, limits, allow_unsafe or os.environ.get(ALLOW_UNSAFE) == "1")
+    try:
+        if files:
+            sandbox.write_all(files)
+    except OSError as error:
+        sandbox.close()
+        raise SandboxFailed(f"the sandbox's files cannot be written: {error}") from error
+    except BaseException:
+        sandbox.close()
+        raise
+    return sandbox
+
+
+def _make(kind: Kind, image: str | None, limits: Limits, allow_unsafe: bool) -> Sandbox:
+    folder = Path(image) if image and image.startswith("/") else None
+    match kind:
+        case "docker":
+            if image is None or folder:
+                raise SandboxUnavailable("a container sandbox needs image='name:tag'")
+            return docker.DockerSandbox(limits, image=image)
+        case "bubblewrap":
+            if image and not folder:
+                raise SandboxUnavailable(f"bubblewrap's image is a folder's absolute path, not {image!r}")
+            bubblewrap.check_available()
+            return bubblewrap.BubblewrapSandbox(limits, image=folder)
+        case "unsafe":
+            if not allow_unsafe:
+                raise SandboxUnavailable(_refusal("kind='unsafe' runs a task's commands without a sandbox"))
+            return UnsafeSandbox(limits)
+    return _best(image, folder, limits, allow_unsafe)
+
+
+def _best(image: str | None, folder: Path | None, limits: Limits, allow_unsafe: bool) -> Sandbox:
+    reasons = []
+    if image and not folder:
+        try:
+            return docker.DockerSandbox(limits, image=image)
+        except SandboxUnavailable as error:
+            reasons.append(str(error))
+    try:
+        bubblewrap.check_available()
+        return bubblewrap.BubblewrapSandbox(limits, image=folder)
+    except SandboxUnavailable as error:
+        reasons.append(str(error))
+    if allow_unsafe:
+        return UnsafeSandbox(limits)
+    raise SandboxUnavailable(_refusal("; ".join(reasons)))
+
+
+def _refusal(reason: str) -> str:
+    return f"{reason}. To run commands as the server's own user, without any protection, set {ALLOW_UNSAFE}=1"

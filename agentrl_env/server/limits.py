@@ -1,0 +1,133 @@
+"""What one caller may ask of a server: sizes, counts, times and rates, each with a safe default."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agentrl_env.errors import InvalidRequest, ServeError
+from agentrl_env.fast_wire import Said
+
+KEPT_BUCKETS = 10_000
+"""How many clients' rates are remembered; those that asked longest ago are forgotten first."""
+
+
+class Limits(BaseModel):
+    """The limits of a server or controller.
+
+    Args:
+        max_body_bytes: of a request, and of a WebSocket message.
+        max_depth: how deep what a request carries may be nested. The parser itself stops at 200, also
+            in the arguments of a tool call, where it is an error that the model reads.
+        max_message_chars: of one assistant message: its text, and names and arguments of its calls.
+        max_tool_calls: of one assistant message.
+        max_batch_steps: of one ``POST /v1/step``.
+        max_forks: of one ``POST /v1/sessions/{id}/fork``.
+        rate_per_s: requests a client may make in a second, on average; 0: as many as it likes. A client
+            is an agent token, the name in ``x-agentrl-client``, or else an address.
+        burst: requests it may make at once; by default as many as in a second, at least one.
+        max_header_bytes: of the request line and the headers.
+        head_s: seconds until the headers of a new connection must be there.
+        body_s: seconds until a body must be there.
+        idle_s: seconds that a connection may wait for its next request.
+        read_s: seconds in which a caller must take something of an answer that waits for it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_body_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
+    max_depth: int = Field(default=64, ge=4, le=150)
+    max_message_chars: int = Field(default=1_000_000, ge=1)
+    max_tool_calls: int = Field(default=128, ge=1)
+    max_batch_steps: int = Field(default=16_384, ge=1)
+    max_forks: int = Field(default=256, ge=1)
+    rate_per_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    burst: int = Field(default=0, ge=0)
+    max_header_bytes: int = Field(default=64 * 1024, ge=1024)
+    head_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    body_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    idle_s: float = Field(default=75.0, gt=0, allow_inf_nan=False)
+    read_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+
+    @classmethod
+    def parse(cls, settings: Iterable[str]) -> Self:
+        """Return the defaults, but for ``NAME=VALUE`` settings. Raises ServeError."""
+        given: dict[str, str] = {}
+        for setting in settings:
+            name, equals, value = setting.partition("=")
+            if not equals or name not in cls.model_fields:
+                known = ", ".join(cls.model_fields)
+                raise ServeError(f"--caller-limit {setting}: give NAME=VALUE, with NAME one of {known}")
+            given[name] = value
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            name = str(first["loc"][0])
+            raise ServeError(f"--caller-limit {name}={given[name]}: {first['msg']}") from error
+
+    def check_message(self, message: Said) -> None:
+        """Raise InvalidRequest where an assistant message is over a limit."""
+        content, calls = message.content, message.tool_calls
+        if content is None:
+            size = 0
+        elif isinstance(content, str):
+            size = len(content)
+        else:
+            size = self.measure(content, "message.content")
+        if calls:
+            if len(calls) > self.max_tool_calls:
+                raise InvalidRequest(f"{len(calls)} tool calls in a message; at most {self.max_tool_calls}")
+            for call in calls:
+                size += len(call.id) + len(call.function.name) + len(call.function.arguments)
+        if size > self.max_message_chars:
+            raise InvalidRequest(f"a message of {size} characters; at most {self.max_message_chars}")
+
+    def measure(self, value: object, where: str) -> int:
+        """Return how many characters are in a JSON value. Raises InvalidRequest where it is too deep."""
+        size, pending = 0, [(value, 1)]
+        while pending:
+            item, depth = pending.pop()
+            if isinstance(item, str):
+                size += len(item)
+            elif isinstance(item, dict | list):
+                if depth > self.max_depth:
+                    raise InvalidRequest(f"{where}: JSON nested deeper than {self.max_depth} levels")
+                if isinstance(item, dict):
+                    size += sum(map(len, item))
+                    item = list(item.values())
+                pending += [(inner, depth + 1) for inner in item]
+        return size
+
+
+class Rates:
+    """A token bucket for each client.
+
+    Args:
+        rate_per_s: how fast a bucket fills.
+        burst: how much it holds.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, rate_per_s: float, burst: int = 0, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._rate = rate_per_s
+        self._burst = float(burst or max(1.0, rate_per_s))
+        self._clock = clock
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def take(self, client: str) -> float:
+        """Take one request out of a client's bucket; return the seconds to wait where it is empty."""
+        now = self._clock()
+        left, since = self._buckets.pop(client, (self._burst, now))
+        left = min(self._burst, left + (now - since) * self._rate)
+        wait = 0.0 if left >= 1.0 else (1.0 - left) / self._rate
+        self._buckets[client] = (left if wait else left - 1.0, now)
+        if len(self._buckets) > KEPT_BUCKETS:
+            self._buckets.popitem(last=False)
+        return wait
