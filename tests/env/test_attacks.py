@@ -24,10 +24,10 @@ from agentrl_env.session.pool import SessionPool
 from agentrl_env.session.state_codec import encode
 from agentrl_env.types import Message, SessionInfo, TaskSample
 from agentrl_env.wire import AdoptCall, Kept, Standing
+from tests.env.fleet.test_controller import Site, cut
+from tests.env.fleet.test_failover_sessions import WALK, Walk, die, holder
 from tests.env.redis_server import RedisServer
 from tests.env.tasks import Quick, until
-from tests.env.test_controller import Site, cut
-from tests.env.test_resume import WALK, Walk, die, holder
 
 LINK = link_token("secret")
 

@@ -18,8 +18,8 @@ from agentrl_env.server.limits import Limits
 from agentrl_env.server.middleware import route_of
 from agentrl_env.server.serve import EnvServer
 from agentrl_env.wire import StepRequest
+from tests.env.session.test_fork import Walk
 from tests.env.tasks import Quick, until
-from tests.env.test_fork import Walk
 
 TOKEN = "sesam"
 NOTE = Message.assistant(None, ToolCall.of("note", text="x"))

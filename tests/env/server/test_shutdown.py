@@ -62,7 +62,7 @@ class Rising(Environment):
 
 @pytest.fixture
 def process():
-    targets = [f"tests.env.test_shutdown:{name}" for name in ("Patient", "Rising")]
+    targets = [f"tests.env.server.test_shutdown:{name}" for name in ("Patient", "Rising")]
     command = ["serve", "--port", "0", "--drain", "60", *targets]
     process = subprocess.Popen(
         [sys.executable, "-m", "agentrl_env", *command],

@@ -11,8 +11,8 @@ from agentrl_env import EnvClient, Message, ToolCall
 from agentrl_env.errors import InvalidRequest, RateLimited, ServeError
 from agentrl_env.server.limits import KEPT_BUCKETS, Limits, Rates
 from agentrl_env.server.serve import EnvServer
+from tests.env.session.test_fork import Walk
 from tests.env.tasks import Clock, Quick
-from tests.env.test_fork import Walk
 
 NOTE = Message.assistant(None, ToolCall.of("note", text="x"))
 SMALL = Limits(max_depth=8, max_message_chars=200, max_tool_calls=3, max_batch_steps=4, max_forks=2)

@@ -420,7 +420,7 @@ def test_any_bytes_are_a_state_or_the_one_error(data):
 
 AUDIT = """
 import pickle, sys
-import tests.env.test_state_codec as tests
+import tests.env.session.test_state_codec as tests
 from agentrl_env.errors import StateError
 
 events = []

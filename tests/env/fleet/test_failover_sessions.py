@@ -32,11 +32,11 @@ from agentrl_env.session.checkpoint import standing_of
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.types import SessionStatus
 from agentrl_env.wire import OpenRequest, TranscriptQuery
+from tests.env.fleet.test_controller import Site, kill
 from tests.env.redis_server import RedisServer
 from tests.env.tasks import Clock, Quick, until
-from tests.env.test_controller import Site, kill
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @dataclass

@@ -14,7 +14,7 @@ from agentrl_env import EnvClient, Environment, ToolCall, tool
 from agentrl_env.fleet.config import ControllerPlan, FleetPlan, TaskPlan
 from agentrl_env.fleet.up import LocalFleet
 
-TASKS = Path(__file__).with_name("tasks.py")
+TASKS = Path(__file__).parents[1] / "tasks.py"
 FILE = f"""
 name = "test"
 
@@ -112,7 +112,12 @@ async def test_a_fleet_that_resumes_takes_no_session_with_a_killed_server(tmp_pa
     plan = FleetPlan(
         controller=ControllerPlan(port=0, resume=True),
         tasks=(
-            TaskPlan(name="walk", target=f"{TASKS.with_name('test_resume.py')}:Walk", replicas=2, drain=0.0),
+            TaskPlan(
+                name="walk",
+                target=f"{TASKS.with_name('fleet') / 'test_failover_sessions.py'}:Walk",
+                replicas=2,
+                drain=0.0,
+            ),
         ),
     )
     fleet = LocalFleet(plan)

@@ -26,8 +26,8 @@ from agentrl_env.errors import (
 from agentrl_env.server.limits import Limits
 from agentrl_env.server.serve import EnvServer
 from agentrl_env.wire import StepRequest
+from tests.env.session.test_fork import Walk
 from tests.env.tasks import Guess, Quick, Slow, until
-from tests.env.test_fork import Walk
 
 
 @pytest.fixture(autouse=True)

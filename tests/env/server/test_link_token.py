@@ -20,8 +20,8 @@ from agentrl_env.fleet.serve import Controller
 from agentrl_env.server.auth import agent_token, is_link_token, link_token, session_of
 from agentrl_env.server.middleware import TOKEN_PREFIX
 from agentrl_env.server.serve import NOWHERE, EnvServer
+from tests.env.session.test_fork import Walk
 from tests.env.tasks import Quick
-from tests.env.test_fork import Walk
 
 TOKEN = "sesam"
 LINK = link_token(TOKEN)

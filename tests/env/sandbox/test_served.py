@@ -19,7 +19,7 @@ try:
 except SandboxUnavailable as error:
     pytest.skip(str(error), allow_module_level=True)
 
-TASKS = str(Path(__file__).with_name("sandbox_tasks.py"))
+TASKS = str(Path(__file__).with_name("tasks.py"))
 ATTACKS = {
     "fork bomb": ":(){ :|:& };:",
     "waiting fork bomb": "while true; do sleep 1000 & done; wait",

@@ -18,8 +18,8 @@ from agentrl_env.server.service import PoolService
 from agentrl_env.server.websocket import CallSocket
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.wire import OpenRequest
+from tests.env.session.test_fork import Walk
 from tests.env.tasks import Quick, Slow, until
-from tests.env.test_fork import Walk
 
 
 @pytest.fixture(autouse=True)
