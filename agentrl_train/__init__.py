@@ -1,7 +1,8 @@
 """Asynchronous multi-turn, multi-task reinforcement learning for agents that call tools.
 
-The path of data, a module a step: ``actor`` (4), ``advantage`` (5), ``batch`` (6), ``learner`` and ``loss``
-(7), ``weights`` (8), ``engine`` (9); ``runtime`` runs it. Steps 1 to 3 are in ``agentrl_env``.
+The steps of the data path, one module each: ``actor`` and ``chat`` (4), ``advantage`` (5), ``batch`` (6),
+``learner`` and ``loss`` (7), ``weights`` (8), ``engine`` (9); ``runtime`` runs them. Steps 1 to 3 are in
+``agentrl_env``.
 """
 
 from agentrl_train.errors import TrainError

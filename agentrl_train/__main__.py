@@ -1,6 +1,6 @@
 """The command line: ``agentrl-train run | sft | eval | merge | report | settings``.
 
-The configuration is read and checked before PyTorch is imported, so that ``--help`` and mistakes are quick.
+The configuration is validated before PyTorch is imported, so ``--help`` and errors are fast.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from agentrl_train.errors import TrainError
 from agentrl_train.runtime.config import RunConfig, load_config
 
 EXTRA_MODULES = ("torch", "transformers", "safetensors", "tokenizers", "jinja2", "tensorboardX")
-"""What the extra ``[train]`` brings."""
+"""Modules that the extra ``[train]`` installs."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -38,7 +38,7 @@ Overrides = Annotated[
 def run_command(
     config: ConfigPath,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where the run stopped.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint.")] = False,
 ) -> None:
     """Train a policy by reinforcement learning."""
     loaded = _load(config, overrides)
@@ -54,7 +54,7 @@ def sft_command(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the trained model.")],
     overrides: Overrides = None,
 ) -> None:
-    """Warm up a policy on the traces of the environments' own experts."""
+    """Fine-tune a policy on expert episodes of the environments (supervised)."""
     loaded = _load(config, overrides)
     from agentrl_train.runtime.commands import sft
 
@@ -66,11 +66,11 @@ def eval_command(
     config: ConfigPath,
     model: Annotated[
         str | None,
-        typer.Option("--model", help="Model folder; left out, the run's newest checkpoint, else model.path."),
+        typer.Option("--model", help="Model folder; default: the newest checkpoint, else model.path."),
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Measure a policy on held-out samples: success with its interval, and pass@k."""
+    """Evaluate a policy on held-out samples: success rate with its interval, and pass@k."""
     loaded = _load(config, overrides)
     from agentrl_train.runtime.commands import evaluate_policy
 
@@ -100,7 +100,7 @@ def merge_command(
 def report_command(
     folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="A folder in runs/.")],
 ) -> None:
-    """Write report.html of a run, finished or not."""
+    """Write report.html for a finished or running run."""
     from agentrl_train.runtime.report.page import write_report
 
     typer.echo(str(write_report(folder)))
@@ -119,7 +119,7 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
 
 
 def _quiet_threads(config: RunConfig) -> None:
-    """Idle OpenMP threads must not spin while the engine or the environments need the core."""
+    """Keep idle OpenMP threads from spinning while the engine or the environments need the core."""
     if config.run.threads != 1:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -142,7 +142,7 @@ def _guarded(command: Callable[[], Any]) -> int:
 
 
 def main() -> None:
-    """Run the command line; a known error is one sentence on stderr and exit status 1."""
+    """Run the command line; a known error prints one sentence to stderr and exits with status 1."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     sys.exit(_guarded(app))
 

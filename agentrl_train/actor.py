@@ -1,8 +1,8 @@
 """Step 4 of 9: ``Session`` x ``Engine`` -> ``Trajectory``, ``TrajectoryGroup``.
 
-One episode is a conversation between an environment session and an engine. Whatever breaks on the way is
-data: an episode that an environment or an engine failed is played again in a fresh session, then left out of
-its group. It is never given a reward.
+One episode is a conversation between an environment session and an engine. Failures are data: an episode
+that the environment or the engine failed is retried in a fresh session, then left out of its group. It never
+gets a reward.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from agentrl_env.errors import (
     UnknownSession,
 )
 from agentrl_env.types import Message, SessionStatus, StepResult, TaskSample
-from agentrl_train.engine.chat import ChatFormat
+from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import EngineError
+from agentrl_train.runtime.config import EngineSection, RolloutSection
 from agentrl_train.types import (
     UNTRACED,
     Completion,
@@ -54,9 +55,9 @@ _ENDS = {
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
-"""Longest wait for a session to be closed."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-"""Between two attempts at an episode."""
+"""Timeout for closing a session."""
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
+"""Exponential backoff between two attempts at an episode."""
 OUTAGES = (
     CallTimeout,
     EngineError,
@@ -68,13 +69,13 @@ OUTAGES = (
     StateUnavailable,
     UnknownSession,
 )
-"""Failures that have nothing to do with what the policy said: the same draws may be made again."""
+"""Failures independent of what the policy sampled: the same draws may be repeated."""
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """Which episode to play: a sample, a sibling's number, and the seed all its draws come from."""
+    """One episode to play: its sample, and the seed of all its draws."""
 
     task: str
     split: str
@@ -83,26 +84,12 @@ class Episode:
     draw_seed: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Play:
-    """How episodes are played.
-
-    ``stale_fraction`` is the probability of a turn to be taken by the stale policy (cross-policy sampling,
-    AgentRL section 3.1): the choice is made anew each turn and recorded with the completion.
-    """
-
-    max_new_tokens: int
-    max_context: int
-    temperature: float = 1.0
-    stale_fraction: float = 0.0
-    episode_s: float = 600.0
-    retries: int = 2
-    patience_s: float = 0.0
-    """How long an environment may be out of reach before that counts as an attempt."""
-
-
 class Actor:
-    """Plays episodes, each in one of ``places``, first come first served."""
+    """Plays episodes concurrently, one per slot, in the order of their requests.
+
+    ``rollout.stale_fraction`` is the probability that the stale policy samples a turn (cross-policy sampling,
+    AgentRL section 3.1); it is drawn anew each turn and recorded with the completion.
+    """
 
     def __init__(
         self,
@@ -110,24 +97,26 @@ class Actor:
         engine: Engine,
         chat: ChatFormat,
         clients: Mapping[str, EnvClient],
-        play: Play,
-        places: asyncio.Semaphore,
+        sampling: EngineSection,
+        rollout: RolloutSection,
+        slots: asyncio.Semaphore,
         trace: Trace = UNTRACED,
     ) -> None:
         self.discarded_tokens = 0
-        """Tokens sampled in attempts that infrastructure failed: nobody trains on them."""
+        """Tokens sampled in attempts that infrastructure failed; they are not trained on."""
         self._engine = engine
         self._chat = chat
         self._clients = clients
-        self._play = play
-        self._places = places
+        self._sampling = sampling
+        self._rollout = rollout
+        self._slots = slots
         self._trace = trace
         self._away: dict[str, float] = {}
 
     async def group(
         self, episode: Episode, *, size: int, group_id: int, admitted_version: int
     ) -> tuple[TrajectoryGroup, list[Trajectory]]:
-        """Play ``size`` siblings; return the group, and beside it the episodes that failed to the last."""
+        """Play ``size`` siblings; return the group and the episodes that failed every attempt."""
         async with asyncio.TaskGroup() as playing:
             tasks = [playing.create_task(self.sibling(episode, number=number)) for number in range(size)]
         siblings = [task.result() for task in tasks]
@@ -140,19 +129,19 @@ class Actor:
         return group, [t for t in siblings if t.end.failed]
 
     async def sibling(self, episode: Episode, *, number: int = 0) -> Trajectory:
-        """Play one episode, again in a fresh session where infrastructure failed it."""
-        async with self._places:
+        """Play one episode; retry it in a fresh session after infrastructure failures."""
+        async with self._slots:
             with self._trace.lane("slots") as track:
                 return await self._until_played(episode, number=number, track=track)
 
     async def _until_played(self, episode: Episode, *, number: int, track: str) -> Trajectory:
-        """Play until nothing fails, or all attempts are made.
+        """Play until an attempt succeeds or all attempts are used.
 
-        New draws are made only where the old ones may be to blame. Otherwise what fails would decide what is
-        trained: long episodes fail more often.
+        New draws are made only where the old ones may have caused the failure. Otherwise failures would bias
+        what is trained: long episodes fail more often.
         """
-        attempt, draws, pause_s = 0, 0, FIRST_PAUSE_S
-        patient_until = time.monotonic() + self._play.patience_s
+        attempt, draws, pause_s = 0, 0, FIRST_BACKOFF_S
+        patient_until = time.monotonic() + self._rollout.environment_wait_timeout_s
         while True:
             trajectory, cause = await self._attempt(
                 episode, draw_seed=(*episode.draw_seed, number, draws), track=track, attempt=attempt
@@ -165,46 +154,47 @@ class Actor:
             self.discarded_tokens += trajectory.num_sampled_tokens
             away = isinstance(cause, OUTAGES) and not trajectory.opening
             if away:
-                self._note_outage(episode.task, str(trajectory.error))
+                self._log_outage(episode.task, str(trajectory.error))
             if not (away and time.monotonic() < patient_until):
                 attempt += 1
-                if attempt > self._play.retries:
+                if attempt > self._rollout.environment_retries:
                     return trajectory
             draws += not isinstance(cause, OUTAGES)
             logger.info("an episode of %s is played again: %s", episode.task, trajectory.error)
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, MAX_BACKOFF_S)
 
-    def _note_outage(self, task: str, reason: str) -> None:
-        """Say at once, and once for all episodes, that an environment is out of reach."""
+    def _log_outage(self, task: str, reason: str) -> None:
+        """Log at once, and once for all episodes, that an environment is unreachable."""
         if task not in self._away:
             self._away[task] = time.monotonic()
             logger.warning(
                 "the environment of %s is out of reach (%s); its episodes wait up to %g s for it",
                 task,
                 reason,
-                self._play.patience_s,
+                self._rollout.environment_wait_timeout_s,
             )
 
     async def _attempt(
         self, episode: Episode, *, draw_seed: tuple[int, ...], track: str, attempt: int
     ) -> tuple[Trajectory, Exception | None]:
-        """Play once; return what came of it, and what failed."""
-        facts = {"index": episode.index, "sibling": draw_seed[-2], "attempt": attempt}
-        with self._trace.span(track, episode.task, **facts) as told:
-            one = _Episode(
+        """Play once; return the trajectory and the exception that failed it, if any."""
+        labels = {"index": episode.index, "sibling": draw_seed[-2], "attempt": attempt}
+        with self._trace.span(track, episode.task, **labels) as facts:
+            one = _Attempt(
                 episode,
                 engine=self._engine,
                 chat=self._chat,
                 client=self._clients[episode.task],
-                play=self._play,
+                sampling=self._sampling,
+                rollout=self._rollout,
                 draw_seed=draw_seed,
                 trace=self._trace,
                 track=track,
-                told=told,
+                facts=facts,
             )
             trajectory = await one.run()
-            told.update(
+            facts.update(
                 end=trajectory.end.value,
                 reward=trajectory.reward,
                 turns=len(trajectory.turns),
@@ -213,7 +203,7 @@ class Actor:
         return trajectory, one.cause
 
 
-class _Episode:
+class _Attempt:
     """One attempt at one episode."""
 
     def __init__(
@@ -223,24 +213,26 @@ class _Episode:
         engine: Engine,
         chat: ChatFormat,
         client: EnvClient,
-        play: Play,
+        sampling: EngineSection,
+        rollout: RolloutSection,
         draw_seed: tuple[int, ...],
         trace: Trace,
         track: str,
-        told: dict[str, Any],
+        facts: dict[str, Any],
     ) -> None:
         self.cause: Exception | None = None
-        """What failed it."""
+        """The exception that failed the attempt."""
         self._episode = episode
         self._engine = engine
         self._chat = chat
         self._client = client
-        self._play = play
+        self._sampling = sampling
+        self._rollout = rollout
         self._trace = trace
         self._track = track
-        self._told = told
+        self._facts = facts
         self._draws = np.random.default_rng(np.random.SeedSequence(draw_seed))
-        # Unique in the process: two episodes under one key would share a row of the engine's cache.
+        # Unique in the process: episodes with the same key would share a row of the engine's cache.
         self._key = f"{episode.task}-{next(_numbers)}"
         self._turns: list[Turn] = []
         self._opening: Sequence[Message] = ()
@@ -251,7 +243,7 @@ class _Episode:
         started = time.monotonic()
         error: str | None = None
         try:
-            async with asyncio.timeout(self._play.episode_s):
+            async with asyncio.timeout(self._rollout.episode_timeout_s):
                 end = await self._play_session()
         except EngineError as failure:
             end, error, self.cause = EpisodeEnd.FAILED_ENGINE, str(failure), failure
@@ -260,7 +252,7 @@ class _Episode:
             self.cause = failure
         except TimeoutError as failure:
             end, self.cause = EpisodeEnd.FAILED_ENVIRONMENT, failure
-            error = f"the episode took longer than {self._play.episode_s:g} s"
+            error = f"the episode took longer than {self._rollout.episode_timeout_s:g} s"
         finally:
             self._engine.release(self._key)
         reward = sum(turn.reward for turn in self._turns)
@@ -284,10 +276,10 @@ class _Episode:
                 split=wanted.split,
                 index=wanted.index,
                 seed=wanted.seed,
-                wait=self._play.episode_s,
+                wait=self._rollout.episode_timeout_s,
             )
         try:
-            self._told["session"] = session.session_id
+            self._facts["session"] = session.session_id
             self._sample, self._opening = session.info.sample, session.messages
             return await self._converse(session)
         finally:
@@ -297,7 +289,7 @@ class _Episode:
     async def _converse(self, session: ClientSession) -> EpisodeEnd:
         new_ids = self._chat.opening(session.messages, session.tools)
         context = list(new_ids)
-        while len(context) + self._play.max_new_tokens <= self._play.max_context:
+        while len(context) + self._sampling.max_new_tokens <= self._sampling.max_context:
             number = len(self._turns) + 1
             with self._trace.span(self._track, f"turn {number}"):
                 completion = await self._complete(context)
@@ -311,32 +303,32 @@ class _Episode:
             new_ids = self._chat.reply(result.messages, stopped=completion.finish_reason == "stop")
             context = [*context, *completion.token_ids, *new_ids]
         if not self._turns:
-            needed = len(context) + self._play.max_new_tokens
+            needed = len(context) + self._sampling.max_new_tokens
             raise EngineError(
                 f"the opening of {self._episode.task} takes {len(context)} tokens and a turn up to "
-                f"engine.max_new_tokens = {self._play.max_new_tokens}: raise engine.max_context from "
-                f"{self._play.max_context} to {needed} at least"
+                f"engine.max_new_tokens = {self._sampling.max_new_tokens}: raise engine.max_context from "
+                f"{self._sampling.max_context} to {needed} at least"
             )
         return EpisodeEnd.TRUNCATED_LENGTH
 
     async def _complete(self, context: Sequence[int]) -> Completion:
-        policy = "stale" if self._draws.random() < self._play.stale_fraction else "current"
+        policy = "stale" if self._draws.random() < self._rollout.stale_fraction else "current"
         sampling = SamplingParams(
-            max_new_tokens=self._play.max_new_tokens,
-            temperature=self._play.temperature,
+            max_new_tokens=self._sampling.max_new_tokens,
+            temperature=self._sampling.temperature,
             seed=int(self._draws.integers(2**63)),
         )
-        with self._trace.span(self._track, "engine", context=len(context), policy=policy) as told:
+        with self._trace.span(self._track, "engine", context=len(context), policy=policy) as facts:
             completion = await self._engine.generate(
                 context, sampling=sampling, session_key=self._key, policy=policy
             )
-            told["tokens"] = len(completion.token_ids)
-            told["versions"] = sorted(set(completion.versions))
+            facts["tokens"] = len(completion.token_ids)
+            facts["versions"] = sorted(set(completion.versions))
         return completion
 
 
 async def _close(session: ClientSession) -> None:
-    """End a session; one that does not hear of it ends with its lease. Never hides why it is closed."""
+    """Close a session without masking the exception in flight; a session left open ends with its lease."""
     try:
         async with asyncio.timeout(CLOSE_S):
             await session.close()
@@ -356,10 +348,10 @@ def _turn(new_ids: Sequence[int], completion: Completion, message: Message, resu
 
 
 def episode_end(result: StepResult) -> EpisodeEnd:
-    """Say how a finished session ended.
+    """Return how a finished session ended.
 
     Raises:
-        AgentRLError: it did not end, it failed.
+        AgentRLError: the session failed.
     """
     if result.status in _ENDS:
         return _ENDS[result.status]

@@ -1,4 +1,4 @@
-"""Step 5 of 9: ``TrajectoryGroup`` -> advantages, one number a trajectory.
+"""Step 5 of 9: ``TrajectoryGroup`` -> advantages, one number per trajectory.
 
 Pure functions, float64 inside. In order: shaped returns, group baseline, group scale, task
 normalization::
@@ -25,7 +25,7 @@ Scale = Literal["std", "none"]
 Values = NDArray[np.float64]
 
 RESOLUTION = 1e-9
-"""Differences below this share of the values they come from are rounding, not signal."""
+"""Differences below this share of the values are treated as rounding."""
 
 TRUNCATED = (EpisodeEnd.TRUNCATED_TURNS, EpisodeEnd.TRUNCATED_TIME, EpisodeEnd.TRUNCATED_LENGTH)
 
@@ -77,8 +77,8 @@ def shaped_returns(
     """Return the reward of each trajectory less its penalties, [N].
 
     ``invalid_call_penalty`` is taken off once if any call was invalid, ``truncation_penalty`` once
-    if a limit ended the episode. Raises ``ValueError`` for a failed trajectory: its reward means
-    nothing.
+    if a limit ended the episode. Raises ``ValueError`` for a failed trajectory: its reward is
+    meaningless.
     """
     return np.array(
         [
@@ -104,10 +104,10 @@ def group_advantages(returns: Values, *, baseline: Baseline = "mean", scale: Sca
 
 
 def group_baseline(returns: Values, kind: Baseline) -> Values:
-    """Return what each trajectory is compared with, [N]: its group's mean, the others' mean, or 0.
+    """Return the baseline of each trajectory, [N]: the group mean, the mean of the others, or 0.
 
     ``leave_one_out`` is the mean of the *other* N - 1 returns, so the advantage is N / (N - 1)
-    times that of ``mean``. A group of one has no other; it is compared with itself.
+    times that of ``mean``. A group of one is compared with itself.
     """
     if kind == "none" or returns.size == 0:
         return np.zeros_like(returns)
@@ -118,9 +118,9 @@ def group_baseline(returns: Values, kind: Baseline) -> Values:
 
 
 def group_scale(returns: Values, kind: Scale) -> float:
-    """Return what a group's advantages are divided by: the unbiased std of its returns, or 1.
+    """Return the divisor of a group's advantages: the unbiased std of its returns.
 
-    1 as well where there is no spread to divide by.
+    It is 1 without scaling and where the returns have no spread.
     """
     if kind == "none" or returns.size < 2 or not _signal(returns - returns.mean(), returns):
         return 1.0

@@ -1,9 +1,8 @@
 """Step 6 of 9: trajectories + advantages -> ``Batch``.
 
-Pure functions: ``sequence`` lays one trajectory out as one row of tokens; ``pack`` puts whole
-sequences together in rows and micro-batches. The weight of every token is fixed here, over the
-whole optimizer step, before anything is split: how the tokens are packed, into how many
-micro-batches or onto how many ranks, changes nothing::
+Pure functions: ``sequence`` flattens one trajectory into one row of tokens; ``pack`` combines
+whole sequences into rows and micro-batches. Token weights are computed over the whole optimizer step
+before it is split, so packing, micro-batches and ranks do not change the loss::
 
     three sequences, lengths 5, 3, 2    rows of 5       segment_ids   position_ids
                                         a a a a a       1 1 1 1 1     0 1 2 3 4
@@ -37,8 +36,8 @@ Row = list[int]
 def sequence(trajectory: Trajectory, advantage: float, group: TrajectoryGroup) -> TokenSequence:
     """Return a trajectory as one row of tokens, ``advantage`` on every token that was sampled.
 
-    Raises ``ValueError`` if a completion's lists differ in length, or if nothing stands in front of
-    the first sampled token (it would have no logits).
+    Raises ``ValueError`` if a completion's lists differ in length, or if the first token
+    is sampled (it would have no logits).
     """
     ids: list[int] = []
     mask: list[float] = []
@@ -76,7 +75,7 @@ def sequence(trajectory: Trajectory, advantage: float, group: TrajectoryGroup) -
 def sequences(
     groups: Sequence[TrajectoryGroup], advantages: Sequence[Sequence[float]]
 ) -> list[TokenSequence]:
-    """Return one sequence a trajectory, in order; trajectories that sampled no token are left out.
+    """Return one sequence per trajectory, in order; trajectories without sampled tokens are left out.
 
     ``advantages[g][i]`` belongs to ``groups[g].trajectories[i]`` (``advantage.advantages``).
     """
@@ -100,9 +99,9 @@ def pack(
     constant_tokens: int | None = None,
     skip_zero_advantages: bool = False,
 ) -> list[Batch]:
-    """Return one ``Batch`` an optimizer step, at most ``num_minibatches`` of them.
+    """Return one ``Batch`` per optimizer step, at most ``num_minibatches`` of them.
 
-    The sequences are dealt at random (``seed``) into ``num_minibatches`` steps of equal size and
+    The sequences are divided at random (``seed``) into ``num_minibatches`` steps of equal size and
     weighted within their step (``token_weights``). Then whole sequences are packed, first fit
     decreasing, into rows as long as the longest of them (or ``row_tokens``, if that is more), and
     rows of like length into micro-batches of at most ``max_tokens`` slots; a row longer than that
@@ -159,9 +158,9 @@ def token_weights(
 
 
 def pack_rows(lengths: Sequence[int], capacity: int) -> list[Row]:
-    """Return which sequences share a row of ``capacity`` tokens, first fit decreasing.
+    """Assign sequences to rows of ``capacity`` tokens, first fit decreasing.
 
-    A sequence longer than ``capacity`` has a row of its own.
+    A sequence longer than ``capacity`` gets its own row.
     """
     free = np.zeros(len(lengths), np.int64)
     rows: list[Row] = []
@@ -177,7 +176,7 @@ def pack_rows(lengths: Sequence[int], capacity: int) -> list[Row]:
 
 
 def _unit(one: TokenSequence, index: int, aggregation: Aggregation) -> Hashable:
-    """Return the name of what this sequence shares its weight with."""
+    """Return the key of the unit that shares one weight: sequence, group, task or the whole batch."""
     match aggregation:
         case "sequence_mean":
             return index
@@ -209,7 +208,7 @@ def _batch(
 
 
 def _split_rows(rows: Sequence[Row], lengths: Sequence[int], max_tokens: int) -> list[list[Row]]:
-    """Return the rows in runs of like length, each run of at most ``max_tokens`` slots.
+    """Split rows into micro-batches of similar length and at most ``max_tokens`` slots.
 
     Rows of one sequence come first: without packed rows among them they need no attention mask.
     """

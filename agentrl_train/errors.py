@@ -1,41 +1,41 @@
-"""What can go wrong in training, as a tree.
+"""Exceptions of the trainer.
 
 TrainError
-├── ConfigError               the configuration is refused
-├── EngineError               no completion can be had
+├── ConfigError               the configuration is invalid
+├── EngineError               the engine cannot produce a completion
 │   ├── EngineOutOfMemory     not even one sequence fits
-│   └── EngineBroken          it breaks again each time it is built anew
+│   └── EngineBroken          the engine fails again after every rebuild
 ├── EnvironmentUnavailable    the environment server does not answer
-├── Stalled                   nothing moves any more
+├── Stalled                   no progress before a deadline
 ├── WeightMismatch            engine and trainer disagree on the same tokens
-├── BadUpdate                 an update would spoil the parameters
+├── BadUpdate                 an update would corrupt the parameters
 │   ├── LossNotFinite         the loss or a gradient is not a number
-│   └── GradientSpike         a gradient far larger than those before it
+│   └── GradientSpike         a gradient norm far above the recent median
 ├── LearnerOutOfMemory        a batch does not fit beside the model
-├── RanksLost                 one of the learner's processes failed or is gone
+├── RanksLost                 a learner process failed or disappeared
 ├── CheckpointError           a checkpoint cannot be written or read
 └── RunFolderError            the run folder cannot be used (disk full, not writable)
 
-Every message is one sentence that says what to do.
+Every message is one sentence that says how to fix the problem.
 """
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out; PyTorch says so by a class on GPUs and in words on CPUs."""
+    """Return whether an error means out of memory; on CPUs, PyTorch has only a message for it."""
     named = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
     return named or "can't allocate memory" in str(error)
 
 
 class TrainError(Exception):
-    """Root of everything that training raises on purpose."""
+    """Base class of all errors that the trainer raises deliberately."""
 
 
 class ConfigError(TrainError):
-    """The configuration is refused."""
+    """The configuration is invalid."""
 
 
 class EngineError(TrainError):
-    """No completion can be had from the engine."""
+    """The engine cannot produce a completion."""
 
 
 class EngineOutOfMemory(EngineError):
@@ -43,23 +43,23 @@ class EngineOutOfMemory(EngineError):
 
 
 class EngineBroken(EngineError):
-    """The engine breaks again each time it is built anew."""
+    """The engine fails again after every rebuild."""
 
 
 class EnvironmentUnavailable(TrainError):
-    """The environment server does not answer, or not as it should."""
+    """The environment server does not answer, or answers with failures."""
 
 
 class Stalled(TrainError):
-    """Nothing moves any more: every wait has a deadline, and this one passed."""
+    """A wait exceeded its deadline without progress."""
 
 
 class WeightMismatch(TrainError):
-    """Engine and trainer give the same tokens different log-probabilities."""
+    """Engine and trainer assign different log-probabilities to the same tokens."""
 
 
 class BadUpdate(TrainError):
-    """An update would spoil the parameters; it was not made."""
+    """An update would corrupt the parameters; it was not applied."""
 
 
 class LossNotFinite(BadUpdate):
@@ -67,7 +67,7 @@ class LossNotFinite(BadUpdate):
 
 
 class GradientSpike(BadUpdate):
-    """The gradient is far larger than those before it."""
+    """The gradient norm is far above the recent median."""
 
 
 class LearnerOutOfMemory(TrainError):
@@ -75,7 +75,7 @@ class LearnerOutOfMemory(TrainError):
 
 
 class RanksLost(TrainError):
-    """One of the learner's processes failed or is gone, and the others cannot go on without it."""
+    """A learner process failed or disappeared, and the others cannot continue without it."""
 
 
 class CheckpointError(TrainError):

@@ -19,7 +19,7 @@ Objective = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Stats]]
 """``(logprobs, behaviour_logprobs, advantages, weights) -> (loss, stats)``."""
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are held in this range: e^20 is far outside every clip range, and no sum overflows."""
+"""Log-ratios are clamped to this range: e^20 is far outside every clip range, and no sum overflows."""
 
 
 def policy_loss(
@@ -32,12 +32,12 @@ def policy_loss(
     clip_high: float = 0.28,
     dual_clip: float | None = 3.0,
 ) -> tuple[Tensor, Stats]:
-    """Return the clipped policy-gradient loss of tokens and what it met.
+    """Return the clipped policy-gradient loss of tokens, and its statistics.
 
     With ``r = exp(logprobs - behaviour_logprobs)`` a token's loss is ``-min(r A, clip(r, 1 -
     clip_low, 1 + clip_high) A)`` (PPO, arXiv 1707.06347; unequal bounds DAPO, 2503.14476), and for
     ``A < 0`` at most ``-dual_clip * A`` (dual clip, 1912.09729; ``None`` leaves it out). Stats:
-    ``clip_fraction`` (tokens whose gradient the clips took away), ``ratio``, ``ratio_max``, ``kl``
+    ``clip_fraction`` (tokens whose gradient is clipped away), ``ratio``, ``ratio_max``, ``kl``
     (k3 estimate of KL(behaviour || policy)).
     """
     trained = weights != 0
@@ -64,7 +64,7 @@ def policy_loss(
 def sft_loss(
     logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor, weights: Tensor
 ) -> tuple[Tensor, Stats]:
-    """Return the weighted cross-entropy ``-sum(weights * logprobs)``; the rest is not read."""
+    """Return the weighted cross-entropy ``-sum(weights * logprobs)``; the other arguments are ignored."""
     return -_weighted_sum(logprobs, weights), {}
 
 
@@ -75,10 +75,10 @@ def importance_weights(
     cap: float = 2.0,
     floor: float | None = None,
 ) -> Tensor:
-    """Return the weights that carry tokens from their sampler to the clip's anchor; no gradient.
+    """Return the importance weights of the proximal policy over the sampler, without gradient.
 
     ``w = min(proximal / behaviour, cap)`` (truncated importance sampling). With a ``floor``, tokens
-    whose ratio lies outside ``[floor, cap]`` get 0 in place (masked importance sampling).
+    whose ratio lies outside ``[floor, cap]`` get 0 instead (masked importance sampling).
     """
     ratio = (proximal_logprobs - behaviour_logprobs).detach().exp()
     if floor is None:
@@ -96,7 +96,7 @@ def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, weights: Tensor) ->
 
 
 def entropy_bonus(entropy: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of the tokens' entropies; a loss subtracts a share of it."""
+    """Return the weighted sum of token entropies, to be subtracted from the loss."""
     return _weighted_sum(entropy, weights)
 
 

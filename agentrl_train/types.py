@@ -1,9 +1,9 @@
-"""The words the trainer speaks in: tokens, turns, trajectories, batches, and the three seams.
+"""Data types of the trainer, and the protocols between its parts.
 
-Who makes what: the engine makes ``Completion``; the actor makes ``Turn``, ``Trajectory`` and
-``TrajectoryGroup``; ``batch.py`` makes ``TokenSequence`` and ``Batch``; the learner takes a ``Batch``.
+The engine produces ``Completion``; the actor produces ``Turn``, ``Trajectory`` and ``TrajectoryGroup``;
+``batch.py`` produces ``TokenSequence`` and ``Batch``; the learner consumes ``Batch``.
 
-Example. A trajectory of two turns is one row of tokens, never decoded and encoded again::
+A trajectory of two turns is one row of tokens that is never decoded and re-encoded::
 
     turns[0].prompt_ids      = P0          # system, tools, task          mask 0
     turns[0].completion      = A0          # sampled                      mask 1
@@ -35,43 +35,43 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn; ``temperature = 0`` is greedy."""
+    """Sampling parameters of one request; ``temperature = 0`` is greedy decoding."""
 
     max_new_tokens: int
     temperature: float = 1.0
     seed: int = 0
-    """Seed of this request's own random stream, so that its draw does not depend on its neighbours."""
+    """Seed of this request's random stream; its tokens do not depend on the rest of the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the engine sampled for one turn; each list has one entry a token, the stop token included."""
+    """Tokens sampled for one turn; every list has one entry per token, the stop token included."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
-    """Log-probability of each token under the distribution it was really drawn from."""
+    """Log-probability of each token under the distribution it was sampled from."""
     versions: Sequence[int]
     """``policy_version`` of the weights that sampled each token."""
     finish_reason: str
     """"stop" (a stop token was sampled) or "length"."""
     policy: str = "current"
-    """Which policy of the pool acted: "current" or "stale" (cross-policy sampling)."""
+    """Policy that sampled the completion: "current" or "stale" (cross-policy sampling)."""
 
 
 class EpisodeEnd(StrEnum):
-    """How an episode ended. Only the first four can be trained on; a failure is never a reward."""
+    """The end of an episode. Only the first four are trained on; a failure has no reward."""
 
     TERMINATED = "terminated"
     TRUNCATED_TURNS = "truncated_turns"
     TRUNCATED_TIME = "truncated_time"
     TRUNCATED_LENGTH = "truncated_length"
-    """The context was full: the model talked too much."""
+    """The context was full."""
     FAILED_ENVIRONMENT = "failed_environment"
     FAILED_ENGINE = "failed_engine"
 
     @property
     def failed(self) -> bool:
-        """Whether infrastructure broke, so that the reward means nothing."""
+        """Return whether infrastructure failed, so that the reward is meaningless."""
         return self in (EpisodeEnd.FAILED_ENVIRONMENT, EpisodeEnd.FAILED_ENGINE)
 
 
@@ -87,7 +87,7 @@ class Turn:
     reply: Sequence[Message]
     reward: float
     invalid_calls: int = 0
-    """Tool calls of this turn that the environment could not accept (the model's error)."""
+    """Tool calls of this turn that the environment rejected (a model error)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ class Trajectory:
     turns: Sequence[Turn]
     end: EpisodeEnd
     reward: float
-    """Sum of the turns' rewards, as the environment gave them."""
+    """Sum of the rewards of all turns, as the environment returned them."""
     success: bool
     metrics: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
@@ -107,7 +107,7 @@ class Trajectory:
 
     @property
     def invalid_calls(self) -> int:
-        """Number of tool calls the environment could not accept."""
+        """Number of tool calls the environment rejected."""
         return sum(turn.invalid_calls for turn in self.turns)
 
     @property
@@ -150,7 +150,7 @@ class TokenSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Packed rows that go through the model together; all tensors are [rows, row length].
+    """Packed rows of one forward pass; all tensors are [rows, row length].
 
     A row holds one or more whole sequences. ``segment_ids`` numbers them from 1 in each row (0 is padding);
     ``position_ids`` start at 0 in each sequence. ``loss_mask[r, t]`` marks token t as sampled: its
@@ -164,25 +164,25 @@ class MicroBatch:
     logprobs: torch.Tensor
     advantages: torch.Tensor
     weights: torch.Tensor
-    """Weight of each sampled token in the loss: the global denominator of the aggregation is already in it,
-    so that a step's loss is the plain sum over all its micro-batches."""
+    """Weight of each sampled token in the loss. It includes the global denominator of the aggregation, so the
+    loss of a step is the plain sum over its micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One optimizer step's worth of micro-batches."""
+    """The micro-batches of one optimizer step."""
 
     micro_batches: Sequence[MicroBatch]
     num_sequences: int
     num_loss_tokens: int
     num_tokens: int
-    """Real tokens, padding left out."""
+    """Tokens without padding."""
     num_slots: int
-    """Tokens with padding; ``1 - num_tokens / num_slots`` is the waste."""
+    """Tokens including padding; ``1 - num_tokens / num_slots`` is the padding share."""
 
 
 class Engine(Protocol):
-    """Seam: where completions come from. It need not say how or where generation runs."""
+    """Seam: a source of completions, wherever generation runs."""
 
     async def generate(
         self,
@@ -195,21 +195,21 @@ class Engine(Protocol):
         """Sample one completion after ``token_ids``.
 
         ``token_ids`` is the whole context. Calls with the same ``session_key`` extend one another, so an
-        engine may keep the prefix. Raises ``EngineError`` if no completion can be had.
+        engine may cache the prefix. Raises ``EngineError`` on failure.
         """
         ...
 
     def release(self, session_key: str) -> None:
-        """Forget what is kept for a session; idempotent."""
+        """Drop what is cached for a session; idempotent."""
         ...
 
     async def close(self) -> None:
-        """Stop; idempotent."""
+        """Stop the engine; idempotent."""
         ...
 
 
 class MeasuredEngine(Engine, Protocol):
-    """An engine that counts what it does."""
+    """An engine with running totals of its work."""
 
     def statistics(self) -> Mapping[str, float]:
         """Return running totals: ``sampled_tokens``, ``prefilled_tokens`` and ``busy_s``."""
@@ -217,23 +217,23 @@ class MeasuredEngine(Engine, Protocol):
 
 
 class Sleeper(Protocol):
-    """Seam: an engine that gives its device's memory back while others need it. Blocking, as ``publish``."""
+    """Seam: an engine that can release its device memory for a while. Blocking, like ``publish``."""
 
     def sleep(self) -> None:
-        """Release what is cached and move the weights to host memory; requests wait. Idempotent."""
+        """Drop caches and move the weights to host memory; requests wait. Idempotent."""
         ...
 
     def wake(self) -> None:
-        """Go on with the same weights; idempotent."""
+        """Resume with the same weights; idempotent."""
         ...
 
 
 class RunningEngine(MeasuredEngine, Sleeper, Protocol):
-    """What a run has of its engine beside its weights."""
+    """An engine as a run uses it: generation, statistics and sleep."""
 
 
 class WeightSync(Protocol):
-    """Seam: how parameters reach an engine."""
+    """Seam: transfer of parameters to an engine."""
 
     def publish(
         self,
@@ -242,30 +242,30 @@ class WeightSync(Protocol):
         policy_version: int,
         policies: Sequence[str] = ("current",),
     ) -> None:
-        """Make these policies sample from these weights, labelled ``policy_version``, from now on.
+        """Load weights into these policies, labelled ``policy_version``.
 
-        Returns once the weights are in force. Raises ``EngineError`` if they cannot be.
+        Returns once the weights are in use. Raises ``EngineError`` on failure.
         """
         ...
 
 
 class Trace(Protocol):
-    """Seam: who is told what happened when. May be called from any thread; never raises.
+    """Seam: recorder of timed spans. Callable from any thread; never raises.
 
-    A track is named ``group/track``, such as ``trainer/steps``; what happens on one track is nested or one
-    after another.
+    A track is named ``group/track``, such as ``trainer/steps``; the spans of one track are nested or
+    consecutive.
     """
 
     def span(self, track: str, name: str, **facts: Any) -> AbstractContextManager[dict[str, Any]]:
-        """Record how long the block takes; facts known only at its end may be added to what it yields."""
+        """Record the duration of the block; facts known only at its end may be added to the yielded dict."""
         ...
 
     def mark(self, track: str, name: str, *, since: float, **facts: Any) -> None:
-        """Record what began at ``since`` (``time.monotonic``) and ends now."""
+        """Record a span that began at ``since`` (``time.monotonic``) and ends now."""
         ...
 
     def lane(self, group: str) -> AbstractContextManager[str]:
-        """Lend a track of a group that nobody else uses meanwhile."""
+        """Lend a free track of a group for the duration of the block."""
         ...
 
 
@@ -280,7 +280,7 @@ class Untraced:
         """Record nothing."""
 
     def lane(self, group: str) -> AbstractContextManager[str]:
-        """Lend the same name to everyone."""
+        """Return the group as the track."""
         return nullcontext(group)
 
 

@@ -1,7 +1,7 @@
 """Step 8 of 9: parameters -> weights of ``policy_version + 1``.
 
-The publisher says which policies of the pool get the new weights, and checks that they really arrived: the
-trainer and the engine must give the same tokens the same log-probabilities.
+The publisher decides which policies get new weights and verifies that they arrived: trainer and engine must
+assign the same log-probabilities to the same tokens.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from agentrl_train.errors import WeightMismatch
 from agentrl_train.types import Completion, SamplingParams, TokenSequence, WeightSync
 
 CANARY_TOKENS = 8
-"""Tokens that a canary is given, and as many that it says."""
+"""Length of the prompt and of the completion of a canary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """How far the engine's log-probabilities of some tokens are from the trainer's: found, or allowed."""
+    """Difference between engine and trainer log-probabilities: measured, or tolerated."""
 
     worst: float = 0.0
     mean: float = 0.0
 
 
 FLOAT32 = Drift(worst=1e-4, mean=1e-4)
-"""What rounding explains where both compute in float32 on the same device with the same operations."""
+"""Tolerance for rounding where both compute in float32 on the same device with the same operations."""
 
 
 class LogProbs(Protocol):
-    """The trainer's side of a comparison."""
+    """Computes log-probabilities with the trainer's weights."""
 
     def __call__(self, sequences: Sequence[TokenSequence]) -> Sequence[np.ndarray]:
         """Return the log-probabilities of sequences, [T] each."""
@@ -41,7 +41,7 @@ class LogProbs(Protocol):
 
 
 class Probe(Protocol):
-    """The engines' side of a comparison."""
+    """Samples a completion from every engine."""
 
     def __call__(
         self, token_ids: Sequence[int], *, sampling: SamplingParams, policies: Sequence[str]
@@ -51,18 +51,18 @@ class Probe(Protocol):
 
 
 class Canary:
-    """A short completion of every engine after each push, compared with the trainer.
+    """Compares a short completion of every engine with the trainer after each weight push.
 
-    What a checksum cannot see, it does: a copy of a weight that the engine's kernels keep, a cache of the
-    old weights, a tensor that arrived in the wrong place. It speaks after tokens drawn at random, others for
-    each version: where a trained policy is sure of itself, wrong weights would hardly show.
+    It detects what a checksum cannot: stale copies of weights inside the engine's kernels, a cache of the old
+    weights, a tensor in the wrong place. The prompts are random tokens, different for each version, because
+    wrong weights hardly show where a trained policy is confident.
 
     Args:
-        probe: the engines' side.
-        logprobs: the trainer's side.
+        probe: samples from the engines.
+        logprobs: scores with the trainer.
         vocabulary: number of tokens to draw from.
         temperature: of the run.
-        tolerance: differences that rounding explains.
+        tolerance: largest accepted difference.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class Canary:
         self._tolerance = tolerance
 
     def check(self, policies: Sequence[str], *, version: int) -> Drift:
-        """Compare what these policies say with the trainer, which holds ``version`` as well.
+        """Compare these policies with the trainer, which must hold the same ``version``.
 
         Returns:
-            How far apart they are.
+            The measured difference.
 
         Raises:
             WeightMismatch: they differ, or an engine samples with another version.
@@ -112,16 +112,16 @@ class Publisher:
         self._stale_interval = stale_interval
         self._canary = canary
         self.drift = Drift()
-        """What the canary found after the last push."""
+        """Difference measured by the canary after the last push."""
 
     def publish(
         self, weights: Mapping[str, torch.Tensor], *, policy_version: int, everywhere: bool = False
     ) -> None:
-        """Put weights in force as ``policy_version``; ``everywhere`` includes the stale policy.
+        """Publish weights as ``policy_version``; ``everywhere`` includes the stale policy.
 
         Raises:
-            WeightMismatch: the engine does not hold what it was given.
-            EngineError: the weights could not be put in force.
+            WeightMismatch: the engine holds other weights.
+            EngineError: the weights could not be loaded.
         """
         due = self._stale_interval and policy_version % self._stale_interval == 0
         stale = self._stale_interval and (everywhere or due)
@@ -132,12 +132,12 @@ class Publisher:
 
 
 def drift(trainer: Sequence[np.ndarray], sequences: Sequence[TokenSequence], *, version: int) -> Drift:
-    """Return how far engine and trainer are apart on tokens sampled by ``version``; 0 if there are none.
+    """Return the difference of engine and trainer on tokens sampled by ``version``; 0 if there are none.
 
     Args:
         trainer: the trainer's log-probabilities of each sequence, [T] each.
-        sequences: what the engine sampled, with its own log-probabilities.
-        version: the policy version whose weights the trainer holds.
+        sequences: sequences with the engine's log-probabilities.
+        version: policy version of the trainer's weights.
     """
     told = [(one.versions == version) & (one.loss_mask > 0) for one in sequences]
     apart = [
@@ -148,10 +148,10 @@ def drift(trainer: Sequence[np.ndarray], sequences: Sequence[TokenSequence], *, 
 
 
 def require_agreement(found: Drift, *, tolerance: Drift, version: int) -> None:
-    """Stop a run whose engine does not hold the weights it should.
+    """Check a measured difference against its tolerance.
 
     Raises:
-        WeightMismatch: a difference is over its tolerance, or not a number.
+        WeightMismatch: the difference exceeds the tolerance or is not a number.
     """
     for name, value, limit in (
         ("by", found.worst, tolerance.worst),
@@ -165,7 +165,7 @@ def require_agreement(found: Drift, *, tolerance: Drift, version: int) -> None:
 
 
 def probe_sequence(context: Sequence[int], completion: Completion) -> TokenSequence:
-    """Turn one completion into a sequence, to compare log-probabilities after a weight update."""
+    """Return one completion as a sequence, to compare log-probabilities after a weight update."""
     before, after = len(context), len(completion.token_ids)
     return TokenSequence(
         token_ids=np.array([*context, *completion.token_ids], dtype=np.int64),

@@ -1,4 +1,4 @@
-"""What an engine's process is told when it starts."""
+"""Options of an engine process, and the context-length check that all engines share."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Transfer = Literal["memory", "nccl", "ipc"]
+from agentrl_train.errors import EngineError
+from agentrl_train.types import SamplingParams
+
+Transfer = Literal["memory", "nccl"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingOptions:
-    """One vLLM engine. Crosses to its process as JSON, so it holds plain values alone."""
+    """Options of one engine process. They are sent as JSON, so they hold plain values only."""
 
     model: str
-    """Folder or hub name of the model that it starts with."""
+    """Folder or hub name of the initial model."""
     stop_token_ids: Sequence[int]
     max_sessions: int
     max_context: int
@@ -26,26 +29,26 @@ class ServingOptions:
     memory_fraction: float = 0.9
     """Share of a GPU's memory that vLLM may fill."""
     tensor_parallel: int = 1
-    """GPUs that the model is cut over."""
+    """GPUs that the model is sharded over."""
     devices: Sequence[str] = ()
-    """GPUs it may use, as ``CUDA_VISIBLE_DEVICES`` names them; none given, it sees what its parent sees."""
+    """GPUs as named in ``CUDA_VISIBLE_DEVICES``; empty inherits those of the parent process."""
     threads: int = 1
-    """OpenMP threads on a CPU: more fight with the trainer's for the cores."""
+    """OpenMP threads on a CPU; more compete with the trainer for the cores."""
     transfer: Transfer = "memory"
-    """How weights come: shared memory, or vLLM's own NCCL or CUDA IPC transfer."""
+    """Transport of weights: shared memory, or vLLM's own NCCL transfer."""
     policy_version: int = 0
     sleeps: bool = False
-    """Whether it gives its GPUs' memory back while the learner works."""
+    """True if it releases GPU memory while the learner works."""
     deterministic: bool = False
     """See ``TorchEngine``."""
     deadline_s: float = 600.0
-    """Longest time that one completion may take."""
+    """Deadline of one completion."""
     module: str = "agentrl_train.engine.vllm"
-    """What runs in its process."""
+    """Module that the process runs."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of the engine's process that must be set before anything is imported there."""
+        """Environment variables of the process, which must be set before its imports."""
         variables = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         variables["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
         if self.device == "cpu":
@@ -56,6 +59,17 @@ class ServingOptions:
             }
         elif self.devices:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
-        if self.transfer == "ipc":
-            variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles are pickled, by our own trainer
         return variables
+
+
+def check_context_length(token_ids: Sequence[int], sampling: SamplingParams, *, max_context: int) -> None:
+    """Check that a context is not empty and leaves room for ``max_new_tokens``.
+
+    Raises:
+        EngineError: the context is empty or too long.
+    """
+    if not token_ids or len(token_ids) + sampling.max_new_tokens > max_context:
+        raise EngineError(
+            f"a context of {len(token_ids)} tokens leaves no room for {sampling.max_new_tokens} new ones "
+            f"in {max_context}: raise engine.max_context or lower engine.max_new_tokens"
+        )

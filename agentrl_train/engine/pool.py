@@ -1,10 +1,9 @@
-"""Engines in processes of their own: supervised, one session always at the same, weights given in flight.
+"""A pool of supervised engine processes with session affinity and in-flight weight updates.
 
-Nothing here imports vLLM: the trainer's environment need not hold it. ``engine.vllm`` runs in each
-replica's process, ``engine.worker`` in vLLM's workers; a torch engine in a process has its own module in
-their place (``ServingOptions.module``). A replica that dies or falls silent is killed whole,
-started again, given the last published weights, and its requests are issued again: callers see a late
-completion, not a lost one.
+Nothing here imports vLLM, which need not be installed beside the trainer. ``engine.vllm`` runs in the process
+of each replica, ``engine.vllm_worker`` in the workers of vLLM; a torch engine runs another module
+(``ServingOptions.module``). A replica that exits or misses its heartbeats is killed and restarted with the
+last published weights, and its requests are retried.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from agentrl_train.engine.options import ServingOptions
-from agentrl_train.engine.pool_replica import PoolReplica
+from agentrl_train.engine.options import ServingOptions, check_context_length
 from agentrl_train.engine.process import EngineLost, EngineProcess, Spawn
-from agentrl_train.engine.room import require_room
+from agentrl_train.engine.replica_supervisor import ReplicaSupervisor
 from agentrl_train.engine.transfer import DeviceWeights, SharedWeights, Weights
 from agentrl_train.errors import EngineError
 from agentrl_train.types import Completion, SamplingParams
@@ -40,16 +38,16 @@ class EnginePool:
     """Serves completions from one or more policies of the same architecture.
 
     Args:
-        options: what each replica's process is told.
-        policies: names of the policies; each has replicas of its own.
-        replicas: engines a policy.
-        deadline_s: longest time one completion or one weight update may take.
-        start_s: longest time an engine may take to start.
-        liveness_s: longest silence of an engine before it is killed and started again.
-        push: "in_flight" freezes requests while weights are exchanged, and they go on with the new ones;
-            "drained" lets them end first.
-        python: interpreter of the engines' processes, where what they run is installed.
-        spawn: where those run.
+        options: options of every replica process.
+        policies: names of the policies; each has its own replicas.
+        replicas: engines per policy.
+        deadline_s: deadline of one completion or weight update.
+        start_s: deadline for an engine to start.
+        liveness_s: heartbeat timeout after which an engine is killed and restarted.
+        push: "in_flight" pauses requests during a weight update and resumes them with the new weights;
+            "drained" lets them finish first.
+        python: interpreter of the engine processes.
+        spawn: creates the engine processes.
 
     Satisfies ``Engine``, ``WeightSync`` and ``Sleeper``. The engines start in the background; the first
     call waits.
@@ -75,13 +73,13 @@ class EnginePool:
         self._start_s = start_s
         self._pause = "keep" if push == "in_flight" else "wait"
         self._published: dict[str, Weights] = {}
-        self._homes: dict[tuple[str, str], PoolReplica] = {}
+        self._homes: dict[tuple[str, str], ReplicaSupervisor] = {}
         self._working: set[asyncio.Task[Any]] = set()
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine-pool", daemon=True)
         self._thread.start()
-        self._replicas: dict[str, list[PoolReplica]] = {}
+        self._replicas: dict[str, list[ReplicaSupervisor]] = {}
         self._spawn = spawn
         self._submit(self._open(options, policies, replicas, python=python, liveness_s=liveness_s)).result()
 
@@ -96,15 +94,15 @@ class EnginePool:
         """Sample one completion after ``token_ids``.
 
         Raises:
-            EngineError: the context has no room for ``max_new_tokens``, no engine comes up any more, or the
-                deadline passed. A cancelled call is taken back from the engine.
+            EngineError: the context has no room for ``max_new_tokens``, no engine starts any more, or the
+                deadline passed. Cancelling the call aborts the request.
         """
-        require_room(token_ids, sampling, max_context=self.max_context)
+        check_context_length(token_ids, sampling, max_context=self.max_context)
         working = self._submit(self._generate(list(token_ids), sampling, session_key, policy))
         return await asyncio.wrap_future(working)
 
     def release(self, session_key: str) -> None:
-        """Forget where a session lives; idempotent. What is cached of it goes when room is needed."""
+        """Drop the affinity of a session; idempotent. Its cached prefix is evicted when space is needed."""
         if not self._closed:
             self._loop.call_soon_threadsafe(self._release, session_key)
 
@@ -115,11 +113,11 @@ class EnginePool:
         policy_version: int,
         policies: Sequence[str] = ("current",),
     ) -> None:
-        """Exchange the weights of every replica of these policies; return once they are in force.
+        """Update the weights of every replica of these policies; return once they are in use.
 
         Raises:
-            EngineError: an engine does not come up any more, or did not answer within its deadline.
-            WeightMismatch: an engine took the weights and holds others.
+            EngineError: an engine does not start any more, or missed its deadline.
+            WeightMismatch: an engine holds other weights after the update.
         """
         carrier = SharedWeights if self._transfer == "memory" else DeviceWeights
         weights = carrier(state, dtype=self._dtype, policy_version=policy_version)
@@ -128,20 +126,20 @@ class EnginePool:
     def probe(
         self, token_ids: Sequence[int], *, sampling: SamplingParams, policies: Sequence[str]
     ) -> list[Completion]:
-        """Return a completion of every replica of these policies. Blocking, as ``publish``."""
+        """Return a completion of every replica of these policies. Blocking, like ``publish``."""
         return self._submit(self._probe(list(token_ids), sampling, policies)).result()
 
     def sleep(self) -> None:
-        """Give the devices' memory back until ``wake``; requests wait. Blocking, as ``publish``.
+        """Release device memory until ``wake``; requests wait. Blocking, like ``publish``.
 
         Raises:
-            EngineError: an engine did not answer within its deadline.
+            EngineError: an engine missed its deadline.
         """
-        self._submit(self._each(PoolReplica.sleep, "fall asleep")).result()
+        self._submit(self._each(ReplicaSupervisor.sleep, "fall asleep")).result()
 
     def wake(self) -> None:
-        """Take the devices again; raises as ``sleep`` does."""
-        self._submit(self._each(PoolReplica.wake, "wake up")).result()
+        """Reclaim the devices; raises like ``sleep``."""
+        self._submit(self._each(ReplicaSupervisor.wake, "wake up")).result()
 
     def statistics(self) -> dict[str, float]:
         """Return running totals: sampled tokens, prefilled tokens, seconds busy (mean of the replicas)."""
@@ -154,21 +152,21 @@ class EnginePool:
 
     @property
     def limits(self) -> list[int]:
-        """How many requests each engine takes on at a time, as full as its KV cache is."""
-        return [int(replica.pace.limit) for replica in self._all]
+        """Current concurrency limit of each engine."""
+        return [int(replica.concurrency.limit) for replica in self._all]
 
     @property
     def restarts(self) -> int:
-        """How many engines were lost and started again."""
+        """Number of engine restarts."""
         return sum(replica.restarts for replica in self._all)
 
     @property
     def process_ids(self) -> list[int]:
-        """Numbers of the engines' processes that are up; each leads a group of its own."""
+        """Pids of the running engines; each leads its own process group."""
         return [replica.process_id for replica in self._all if replica.process_id is not None]
 
     async def close(self) -> None:
-        """Stop all engines; completions under way fail with ``EngineError``. Idempotent."""
+        """Stop all engines; pending completions fail with ``EngineError``. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -178,20 +176,20 @@ class EnginePool:
         self._loop.close()
 
     @property
-    def _all(self) -> list[PoolReplica]:
+    def _all(self) -> list[ReplicaSupervisor]:
         return [replica for group in self._replicas.values() for replica in group]
 
     def _submit(self, work: Coroutine[Any, Any, _Result]) -> Future[_Result]:
-        """Start a coroutine in the engine's own event loop."""
+        """Schedule a coroutine on the event loop of the pool."""
         if self._closed:
             work.close()
             raise EngineError("the engine was closed")
         return asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
 
-    # What runs in the engine's own event loop.
+    # The methods below run on the event loop of the pool.
 
     async def _tracked(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Run what a caller waits for, which closing ends."""
+        """Run the call of a caller, to be cancelled on close."""
         task = asyncio.current_task()
         assert task is not None
         self._working.add(task)
@@ -219,7 +217,7 @@ class EnginePool:
             for number in range(replicas):
                 first = len(self._all) * share
                 self._replicas[policy].append(
-                    PoolReplica(
+                    ReplicaSupervisor(
                         replace(options, devices=options.devices[first : first + share]),
                         name=f"{policy} {number}",
                         policy=policy,
@@ -246,12 +244,12 @@ class EnginePool:
 
     async def _until_answered(
         self,
-        choose: Callable[[], PoolReplica],
+        choose: Callable[[], ReplicaSupervisor],
         token_ids: list[int],
         sampling: SamplingParams,
         session_key: str,
     ) -> Completion:
-        """Issue a request, again where the engine dies over it."""
+        """Send a request, and retry it if its engine is lost."""
         try:
             async with asyncio.timeout(self._deadline_s):
                 while True:
@@ -263,8 +261,8 @@ class EnginePool:
         except TimeoutError:
             raise EngineError(f"the engine gave no completion within {self._deadline_s:g} s") from None
 
-    def _home(self, session_key: str, policy: str) -> PoolReplica:
-        """Return the replica that has the session's prefix, or the one with the fewest sessions."""
+    def _home(self, session_key: str, policy: str) -> ReplicaSupervisor:
+        """Return the replica that caches the session's prefix, else the one with the fewest sessions."""
         home = self._homes.get((session_key, policy))
         if home is None or not home.ready:
             lived_in = Counter(replica.name for replica in self._homes.values())
@@ -293,7 +291,7 @@ class EnginePool:
             for old in before - set(self._published.values()):
                 old.close()
 
-    async def _each(self, what: Callable[[PoolReplica], Coroutine[Any, Any, None]], doing: str) -> None:
+    async def _each(self, what: Callable[[ReplicaSupervisor], Coroutine[Any, Any, None]], doing: str) -> None:
         limit = self._start_s + self._deadline_s
         try:
             async with asyncio.timeout(limit):
@@ -310,5 +308,5 @@ class EnginePool:
         )
 
 
-def _same(replica: PoolReplica) -> PoolReplica:
+def _same(replica: ReplicaSupervisor) -> ReplicaSupervisor:
     return replica

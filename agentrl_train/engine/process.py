@@ -1,4 +1,4 @@
-"""One engine in processes of its own: started, spoken to, found dead, and killed whole."""
+"""One engine in a separate process group: start, requests, liveness and shutdown."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from agentrl_train.engine.options import ServingOptions
-from agentrl_train.engine.wire import Frame, receive, send
+from agentrl_train.engine.rpc import Frame, receive, send
 from agentrl_train.errors import EngineError
 
 STOP_S = 10.0
-"""Time that an engine has to end by itself."""
+"""Grace period for an engine to exit."""
 GROUP_S = 3.0
-"""Time that what it started has after it."""
+"""Time to kill the rest of its process group."""
 LOG_TAIL = 8000
-"""Characters of an engine's output that are looked at for why it ended."""
+"""Characters of the engine output that are searched for the error that ended it."""
 ERROR_LENGTH = 500
 _ERROR = re.compile(r"(\(.*\) )?[\w.]*(Error|Exception)\b(?!.*initialization failed)")
 
 
 class EngineLink(Protocol):
-    """An engine in a process of its own, wherever that runs. All of it belongs to one event loop."""
+    """Connection to an engine process, local or remote. It belongs to one event loop."""
 
     beat: Frame
-    """What the engine last told of its work."""
+    """The last heartbeat."""
     lost: asyncio.Future[str]
-    """Why the engine is gone, once it is."""
+    """Resolves to the reason once the engine is lost."""
 
     @property
     def process_id(self) -> int:
-        """Number of the engine's process on its machine."""
+        """Return the pid of the engine on its machine."""
         ...
 
     async def start(self, *, within_s: float) -> None:
-        """Start the engine and wait until it serves; raises ``EngineError``."""
+        """Start the engine and wait until it is ready; raises ``EngineError``."""
         ...
 
     async def ask(self, operation: str, **fields: Any) -> Frame:
@@ -53,37 +53,37 @@ class EngineLink(Protocol):
         ...
 
     async def load(self, operation: str, **fields: Any) -> Frame:
-        """Ask for what stops the engine's steps."""
+        """Send a request that blocks the engine, and suspend the heartbeat timeout meanwhile."""
         ...
 
     def check(self) -> None:
-        """Give the engine up if it has been silent for too long."""
+        """Mark the engine as lost if it exceeded the heartbeat timeout."""
         ...
 
     async def stop(self) -> None:
-        """End the engine and everything it started; idempotent."""
+        """Stop the engine and its child processes; idempotent."""
         ...
 
 
 class Spawn(Protocol):
-    """Seam: where an engine's process runs. ``EngineProcess`` itself is the one on this machine."""
+    """Seam: creates engine processes. ``EngineProcess`` itself creates local ones."""
 
     def __call__(self, options: ServingOptions, *, python: str, liveness_s: float) -> EngineLink:
-        """Return an engine that is yet to be started."""
+        """Return an engine that is not started yet."""
         ...
 
 
 class EngineLost(Exception):
-    """The engine's process is gone, and with it the requests that it worked on."""
+    """The engine process is lost, and the requests in progress with it."""
 
 
 class EngineProcess:
-    """An engine under way. All of it belongs to one event loop.
+    """A local engine process. It belongs to one event loop.
 
     Args:
-        options: what the engine is told.
-        python: the interpreter it runs in; what it runs must be installed there.
-        liveness_s: longest silence; an engine tells every quarter of a second that it works.
+        options: options of the engine.
+        python: interpreter of the process.
+        liveness_s: heartbeat timeout; an engine sends four heartbeats a second.
     """
 
     def __init__(self, options: ServingOptions, *, python: str, liveness_s: float) -> None:
@@ -101,10 +101,10 @@ class EngineProcess:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def start(self, *, within_s: float) -> None:
-        """Start the engine and wait until it serves.
+        """Start the engine and wait until it is ready.
 
         Raises:
-            EngineError: it did not come up.
+            EngineError: the engine did not start.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -133,15 +133,15 @@ class EngineProcess:
 
     @property
     def process_id(self) -> int:
-        """Number of the engine's process, which leads its group."""
+        """Return the pid of the engine, the leader of its process group."""
         return self._process.pid
 
     async def ask(self, operation: str, **fields: Any) -> Frame:
-        """Send one request and return its answer; cancelled, it is taken back.
+        """Send a request and return its answer; cancellation aborts the request.
 
         Raises:
-            EngineLost: the engine is gone.
-            EngineError: the engine refused.
+            EngineLost: the engine is lost.
+            EngineError: the engine rejected the request.
         """
         if self.lost.done():
             raise EngineLost(self.lost.result())
@@ -161,7 +161,7 @@ class EngineProcess:
         return frame
 
     async def load(self, operation: str, **fields: Any) -> Frame:
-        """Ask for what stops the engine's steps, so that its silence means nothing meanwhile."""
+        """Send a request that blocks the engine, and suspend the heartbeat timeout meanwhile."""
         self._loading = True
         try:
             return await self.ask(operation, **fields)
@@ -170,17 +170,17 @@ class EngineProcess:
             self._heard = time.monotonic()
 
     def check(self) -> None:
-        """Give the engine up if it has been silent for too long."""
+        """Mark the engine as lost if it exceeded the heartbeat timeout."""
         silence = time.monotonic() - self._heard
         if self.serving.done() and not self._loading and silence > self._liveness_s:
             self._lose(f"it was silent for {silence:.0f} s")
 
     async def stop(self) -> None:
-        """End the engine and everything it started; idempotent."""
+        """Stop the engine and its child processes; idempotent."""
         if self._log.closed:
             return
         if self._reading is not None:
-            self._writer.close()  # the engine ends by itself once its trainer is gone
+            self._writer.close()  # the engine exits once the connection is closed
             self._reading.cancel()
             limit = STOP_S if not self.lost.done() else 0.0
             await asyncio.to_thread(_end, self._process, limit)
@@ -207,7 +207,7 @@ class EngineProcess:
                 answer.set_exception(EngineLost(reason))
 
     def _why_it_ended(self) -> str:
-        """Return the last error that the engine's output names."""
+        """Return the last error in the output of the engine."""
         size = os.fstat(self._log.fileno()).st_size
         tail = os.pread(self._log.fileno(), LOG_TAIL, max(0, size - LOG_TAIL)).decode(errors="replace")
         lines = [line.strip() for line in tail.splitlines()]
@@ -216,16 +216,16 @@ class EngineProcess:
 
 
 def _own_environment() -> dict[str, str]:
-    """Return this process's variables without those by which ranks find one another: an engine is none."""
+    """Return the environment without the rendezvous variables of torch.distributed."""
     meeting = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
     return {name: value for name, value in os.environ.items() if not meeting.fullmatch(name)}
 
 
 def _end(process: subprocess.Popen[bytes], limit_s: float) -> None:
-    """Give the process time to end, then make an end of it and all of its group."""
+    """Wait for a process to exit, then kill what is left of its group."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(limit_s)
-    # Python's process that removes the others' semaphores does so when they are gone: it goes last.
+    # The resource tracker of multiprocessing cleans up after the others exit: it is killed last.
     for spared in ("resource_tracker", None):
         deadline = time.monotonic() + GROUP_S
         while (members := _members(process.pid)) and time.monotonic() < deadline:
@@ -239,12 +239,12 @@ def _end(process: subprocess.Popen[bytes], limit_s: float) -> None:
 
 
 def _members(group: int) -> dict[int, str]:
-    """Return the processes of a group: number -> command line."""
+    """Return the processes of a group: pid -> command line."""
     found = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
-            with contextlib.suppress(OSError):  # it ended while we looked
-                # The fields behind the name, which may hold anything: state, parent, group.
+            with contextlib.suppress(OSError):  # the process exited meanwhile
+                # Fields after the name, which may contain anything: state, parent, group.
                 if (folder / "stat").read_text().rpartition(")")[2].split()[2] == str(group):
                     found[int(folder.name)] = (folder / "cmdline").read_text()
     return found

@@ -1,8 +1,8 @@
 """An engine in this process: any Hugging Face causal LM in PyTorch, on a CPU or a GPU.
 
-Continuous batching in a thread of its own. Requests join while others decode; a session's prefix stays
-cached between its turns; new weights are taken over between two decode steps, in the middle of completions
-if need be, and every token says which version sampled it.
+Continuous batching in a dedicated thread. Requests join while others decode; the prefix of a session stays
+cached between turns; new weights are loaded between two decode steps, also in the middle of completions, and
+every token records the version that sampled it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from agentrl_train.engine.invariance import independent_rows
-from agentrl_train.engine.replica import Replica, Request
-from agentrl_train.engine.room import require_room
+from agentrl_train.engine.batch_invariance import independent_rows
+from agentrl_train.engine.options import check_context_length
+from agentrl_train.engine.scheduler import Request, Scheduler
 from agentrl_train.errors import EngineBroken, EngineError, EngineOutOfMemory, ran_out_of_memory
 from agentrl_train.types import UNTRACED, Completion, SamplingParams, Trace
 
 logger = logging.getLogger(__name__)
 
 TRACK = "engine/torch"
-"""Track of the trace that its idle gaps and weight updates are on."""
+"""Trace track of idle gaps and weight updates."""
 SHORTEST_IDLE_S = 1e-3
-"""Gaps that are shorter are not traced."""
+"""Shorter idle gaps are not traced."""
 MAX_REBUILDS = 3
-"""Times in a row that a policy's cache is built anew, without a completion between, before it gives up."""
+"""Consecutive cache rebuilds without a completion after which the engine fails."""
 
 
 class TorchEngine:
@@ -44,13 +44,13 @@ class TorchEngine:
         stop_token_ids: tokens that end a completion; they are part of it.
         max_sequences: rows of the cache of each policy: sequences decoding or parked between turns.
         max_context: most tokens of one sequence.
-        deadline_s: longest time one completion or one weight update may take.
-        threads: OpenMP threads of the engine's thread; None leaves PyTorch's default.
-        deterministic: a completion depends on the weights and on its request alone, bit for bit, on one
-            machine with one number of threads. Slower: no prefix is kept, and shapes are padded.
+        deadline_s: deadline of one completion or weight update.
+        threads: OpenMP threads of the engine; None keeps the default of PyTorch.
+        deterministic: completions depend, bit for bit, only on the weights and the request, on one machine
+            and number of threads. Slower: no prefix caching, padded shapes.
 
-    What breaks in a forward pass costs nobody a completion: the cache is built anew around the weights last
-    published, for half as many sequences where memory ran out, and every request starts again.
+    A failed forward pass loses no completion: the cache is rebuilt with the last published weights, for half
+    as many sequences after an out-of-memory error, and every request restarts.
 
     Satisfies ``Engine``, ``WeightSync`` and ``Sleeper``.
     """
@@ -75,7 +75,7 @@ class TorchEngine:
         self._threads = threads
         self._trace = trace
         self._replicas = {
-            name: Replica(
+            name: Scheduler(
                 model,
                 name=name,
                 stop_token_ids=stop_token_ids,
@@ -109,10 +109,10 @@ class TorchEngine:
         """Sample one completion after ``token_ids``.
 
         Raises:
-            EngineError: the context has no room for ``max_new_tokens``, the engine broke, or the deadline
-                passed. A cancelled call is abandoned by the engine.
+            EngineError: the context has no room for ``max_new_tokens``, the engine failed, or the deadline
+                passed. Cancelling the call aborts the request.
         """
-        require_room(token_ids, sampling, max_context=self.max_context)
+        check_context_length(token_ids, sampling, max_context=self.max_context)
         future: Future[Completion] = Future()
         request = Request(
             session_key=session_key,
@@ -133,8 +133,8 @@ class TorchEngine:
             raise
 
     def release(self, session_key: str) -> None:
-        """Forget what is cached for a session; idempotent."""
-        with contextlib.suppress(EngineError):  # a closed or broken engine keeps nothing
+        """Drop what is cached for a session; idempotent."""
+        with contextlib.suppress(EngineError):  # a closed or failed engine caches nothing
             self._post(partial(self._abandon, session_key))
 
     def publish(
@@ -144,10 +144,10 @@ class TorchEngine:
         policy_version: int,
         policies: Sequence[str] = ("current",),
     ) -> None:
-        """Load weights between two decode steps and return once they are in force.
+        """Load weights between two decode steps and return once they are in use.
 
         Raises:
-            EngineError: the engine broke, or did not answer within its deadline.
+            EngineError: the engine failed or missed its deadline.
         """
 
         def load() -> None:
@@ -158,32 +158,31 @@ class TorchEngine:
         self._between_steps(load, doing="take new weights")
 
     def sleep(self) -> None:
-        """Give the device's memory back until ``wake``; requests under way start again then. Idempotent.
+        """Release device memory until ``wake``; active requests restart then. Idempotent.
 
         Raises:
-            EngineError: the engine broke, or did not answer within its deadline.
+            EngineError: the engine failed or missed its deadline.
         """
         self._between_steps(self._fall_asleep, doing="fall asleep")
 
     def wake(self) -> None:
-        """Take the device again; raises as ``sleep`` does. Idempotent."""
+        """Reclaim the device; raises like ``sleep``. Idempotent."""
         self._between_steps(self._wake_up, doing="wake up")
 
     def ping(self) -> None:
-        """Return once the engine's thread has come to the end of a step; raises as ``sleep`` does."""
+        """Return after the current step; raises like ``sleep``."""
         self._between_steps(lambda: None, doing="end a step")
 
     @property
     def max_sequences(self) -> int:
-        """Sequences of a policy that fit at a time; fewer than asked for once memory ran out."""
+        """Return the sequences per policy that fit; reduced after out-of-memory errors."""
         return min(replica.num_slots for replica in self._replicas.values())
 
     def statistics(self) -> dict[str, float]:
         """Return running totals.
 
-        ``reprefilled_tokens`` are those of the prefilled ones that the session had cached before, under
-        older weights or in a row that was taken from it; ``abandoned_tokens`` were sampled for completions
-        that never came, because nobody waited for them or they started again.
+        ``reprefilled_tokens`` are prefilled tokens that were cached before, under older weights or in a row
+        since evicted; ``abandoned_tokens`` were sampled for requests that were cancelled or restarted.
         """
         replicas = self._replicas.values()
         return {
@@ -195,7 +194,7 @@ class TorchEngine:
         }
 
     async def close(self) -> None:
-        """Stop the engine's thread; completions under way fail with ``EngineError``. Idempotent."""
+        """Stop the engine; pending completions fail with ``EngineError``. Idempotent."""
         with self._wake:
             self._closed = True
             self._wake.notify()
@@ -211,7 +210,7 @@ class TorchEngine:
             self._wake.notify()
 
     def _between_steps(self, command: Callable[[], None], *, doing: str) -> None:
-        """Run a command in the engine's thread and return once it is done."""
+        """Run a command in the engine thread and wait for it."""
         done: Future[None] = Future()
 
         def run() -> None:
@@ -260,12 +259,12 @@ class TorchEngine:
             self._fail_waiting(EngineError("the engine was closed"))
         except EngineError as error:
             self._fail(error)
-        except BaseException as error:  # the boundary of the thread: waiting callers must hear of it
+        except BaseException as error:  # boundary of the thread: waiting callers must see the error
             logger.exception("the engine's thread broke")
             self._fail(EngineBroken(f"the engine broke: {error}"))
 
-    def _step(self, name: str, replica: Replica) -> None:
-        """Make one step; where it breaks, build the replica anew and start its requests again."""
+    def _step(self, name: str, replica: Scheduler) -> None:
+        """Run one step; after an error, rebuild the scheduler and restart its requests."""
         try:
             replica.step()
         except Exception as error:
@@ -283,12 +282,12 @@ class TorchEngine:
                 logger.warning("the engine broke (%s); its requests start again", error, exc_info=error)
         else:
             return
-        # Out of the handler, so that the error's traceback holds no tensor any more.
+        # Outside the handler, so that the traceback holds no tensors any more.
         self._replicas[name] = replica.rebuilt(num_slots=slots)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _count_break(self, name: str, replica: Replica, error: Exception) -> None:
+    def _count_break(self, name: str, replica: Scheduler, error: Exception) -> None:
         completed, times = self._rebuilds.get(name, (-1, 0))
         times = times + 1 if completed == replica.num_completed else 1
         self._rebuilds[name] = (replica.num_completed, times)

@@ -1,4 +1,4 @@
-"""Weights on their way to an engine's process: in shared memory that nobody has to clean up, or on a GPU."""
+"""Weights in transit to an engine process: in anonymous shared memory, or on a GPU."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Fingerprint = dict[str, int]
 """Layer number ("" outside the layers) -> sum of the bit patterns of its parameters."""
 
 ENTRY_BYTES = 256
-"""More than the type, shape and place of one tensor take in the head of a safetensors file."""
+"""Upper bound for the header entry of one tensor in a safetensors file."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def fingerprint(parameters: Iterable[tuple[str, torch.Tensor]]) -> Fingerprint:
-    """Return what both sides of a push can count, however an engine names, fuses or pads the parameters.
+    """Return per-layer checksums that do not depend on how an engine names, fuses or pads parameters.
 
-    Sums of bit patterns do not change when tensors of a layer are joined, and padding with zeros adds
-    nothing. They miss a permutation inside a layer: that is for the log-probabilities to find.
+    Sums of bit patterns are unchanged when tensors of a layer are joined or padded with zeros. They miss
+    permutations within a layer, which the canary's log-probabilities detect.
     """
     sums: Counter[str] = Counter()
     for name, parameter in parameters:
@@ -36,7 +36,7 @@ def fingerprint(parameters: Iterable[tuple[str, torch.Tensor]]) -> Fingerprint:
 
 
 def mismatch(*, sent: Fingerprint, held: Fingerprint) -> str:
-    """Return in which layers weights are not those that were sent; empty where they are."""
+    """Return a description of the layers that differ from the weights sent; empty if none does."""
     if held == sent:
         return ""
     wrong = [layer for layer, count in sent.items() if held.get(layer) != count]
@@ -46,12 +46,12 @@ def mismatch(*, sent: Fingerprint, held: Fingerprint) -> str:
 class SharedWeights:
     """One version of the weights in anonymous shared memory, as a safetensors file.
 
-    The memory goes when this process closes it or ends, however it ends, and counts as no file of
-    ``/dev/shm``, which containers keep small.
+    The memory is freed when this process closes it or exits, and does not count towards ``/dev/shm``, which
+    is small in containers.
 
     Args:
         state: name -> parameter, as a checkpoint names them.
-        dtype: type that the engine samples with.
+        dtype: dtype of the engine.
         policy_version: of these weights.
     """
 
@@ -64,7 +64,7 @@ class SharedWeights:
         room = _header_room(state)
         with os.fdopen(self._descriptor, "wb", closefd=False) as file:
             file.seek(room)
-            for name, value in state.items():  # once: a sharded model is gathered as it is read
+            for name, value in state.items():  # one pass: a sharded model is gathered as it is read
                 cast = value.detach().to("cpu", dtype).contiguous()
                 sums.update(fingerprint([(name, cast)]))
                 shapes[name] = tuple(cast.shape)
@@ -74,14 +74,14 @@ class SharedWeights:
         self.fingerprint: Fingerprint = dict(sums)
 
     def close(self) -> None:
-        """Give the memory back; idempotent."""
+        """Free the memory; idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 class DeviceWeights:
-    """One version of the weights, copied on the learner's own device: the engine may ask for it later.
+    """One version of the weights, copied on the learner's device, for transfers after a restart.
 
     Args as for ``SharedWeights``.
     """
@@ -92,7 +92,7 @@ class DeviceWeights:
         self.fingerprint = fingerprint(self.state.items())
 
     def close(self) -> None:
-        """Give the memory back; idempotent."""
+        """Free the memory; idempotent."""
         self.state = {}
 
 
@@ -100,12 +100,12 @@ Weights = SharedWeights | DeviceWeights
 
 
 def _header_room(names: Iterable[str]) -> int:
-    """Return more bytes than the head of a safetensors file with these tensors takes, in eights."""
+    """Return an upper bound for the header size of a safetensors file, in multiples of eight."""
     return 1024 + sum(len(json.dumps(name)) + ENTRY_BYTES for name in names) // 8 * 8
 
 
 def _header(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, *, room: int) -> bytes:
-    """Return the head of a safetensors file that holds these tensors one after another, in ``room`` bytes."""
+    """Return the header, ``room`` bytes long, of a safetensors file with these tensors in order."""
     ends = list(accumulate((math.prod(shape) * dtype.itemsize for shape in shapes.values()), initial=0))
     entries = {
         name: {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}

@@ -1,8 +1,8 @@
-"""The process of one vLLM engine: ``AsyncLLM`` behind a socket that the trainer holds the other end of.
+"""The process of one vLLM engine: serves ``AsyncLLM`` to the trainer over a socket.
 
-``python -m agentrl_train.engine.vllm DESCRIPTOR OPTIONS`` is started by ``engine.process``. It ends with
-its trainer: a closed socket ends it, and everything it started. It runs in an environment that holds vLLM,
-which need not be the trainer's.
+``python -m agentrl_train.engine.vllm DESCRIPTOR OPTIONS`` is started by ``engine.process``. It exits,
+with its child processes, when the socket is closed. It runs in an environment with vLLM, which may differ
+from that of the trainer.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from agentrl_train.engine.answering import answer_frames, connect
 from agentrl_train.engine.options import ServingOptions
+from agentrl_train.engine.rpc import Frame, answer_frames, connect
 from agentrl_train.engine.transfer import mismatch
-from agentrl_train.engine.wire import Frame
 
 PREFILL_TOKENS = 4096
-"""Most tokens of one step on a CPU, where prompts are never split (see ``engine_arguments``)."""
+"""Token budget of one step on a CPU, where prompts are not chunked (see ``engine_arguments``)."""
 
 
-class Tally(StatLoggerBase):  # type: ignore[misc]  # vLLM need not be here when types are checked
-    """Running totals of what the engine did, filled in by vLLM after each of its steps."""
+class EngineStats(StatLoggerBase):  # type: ignore[misc]  # vLLM need not be here when types are checked
+    """Running totals that vLLM updates after each engine step."""
 
     def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
         self.sampled = self.prefilled = self.preempted = 0
@@ -65,7 +64,7 @@ class Tally(StatLoggerBase):  # type: ignore[misc]  # vLLM need not be here when
             self.preempted += iteration_stats.num_preempted_reqs
 
     def log_engine_initialized(self) -> None:
-        """Say nothing: the trainer hears of it by the first beat."""
+        """Do nothing: the first heartbeat tells the trainer."""
 
     def frame(self) -> Frame:
         """Return the totals."""
@@ -79,11 +78,11 @@ class Tally(StatLoggerBase):  # type: ignore[misc]  # vLLM need not be here when
 
 
 def engine_arguments(options: ServingOptions) -> AsyncEngineArgs:
-    """Return vLLM's arguments: tokens in, tokens out, and nothing drawn from files of defaults."""
+    """Return the arguments of vLLM: token ids in and out, no generation defaults from the model folder."""
     chosen: dict[str, Any] = {}
     if options.device == "cpu":
-        # Compiling takes longer than it saves here. On a CPU, vLLM cannot rewind a request's own random
-        # stream, which it does after each part of a prompt: prompts stay whole.
+        # Compilation does not pay off on a CPU. There vLLM cannot rewind the random stream of a request
+        # after a chunk of its prompt, so prompts are not chunked.
         whole = max(PREFILL_TOKENS, options.max_context)
         chosen |= {
             "enforce_eager": True,
@@ -105,27 +104,27 @@ def engine_arguments(options: ServingOptions) -> AsyncEngineArgs:
         generation_config="vllm",
         logprobs_mode="processed_logprobs",
         enable_prefix_caching=True,
-        worker_extension_cls="agentrl_train.engine.worker.WeightReceiver",
+        worker_extension_cls="agentrl_train.engine.vllm_worker.WeightReceiver",
         enable_sleep_mode=options.sleeps,
         **chosen,
     )
 
 
 class Server:
-    """What a trainer may ask of the engine."""
+    """Handles the requests of the trainer."""
 
-    def __init__(self, engine: AsyncLLM, tally: Tally, options: ServingOptions) -> None:
+    def __init__(self, engine: AsyncLLM, stats: EngineStats, options: ServingOptions) -> None:
         self._engine = engine
-        self._tally = tally
+        self._tally = stats
         self._stop = list(options.stop_token_ids)
         self._version = options.policy_version
 
     async def begin(self) -> None:
-        """Mark what is sampled with the version of the weights that the engine starts with."""
+        """Set the version of the initial weights."""
         await self._engine.update_weight_version(str(self._version))
 
     async def beat(self) -> Frame:
-        """Return running totals, once the engine has answered."""
+        """Return running totals after a round trip to the engine."""
         await self._engine.get_weight_version()
         return self._tally.frame()
 
@@ -135,7 +134,7 @@ class Server:
             answered: Frame = await getattr(self, f"_{frame['op']}")(frame)
         except EngineDeadError:
             raise
-        except Exception as error:  # the border: whatever is wrong with a request is its sender's to hear
+        except Exception as error:  # boundary: the error goes to the sender of the request
             answered = {"error": f"{type(error).__name__}: {error}"}
         return answered
 
@@ -150,7 +149,7 @@ class Server:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        # The salt keeps what one version of the weights has cached from requests of the next.
+        # The salt separates the prefix caches of different weight versions.
         prompt = {"prompt_token_ids": frame["token_ids"], "cache_salt": str(self._version)}
         final: RequestOutput | None = None
         async for output in self._engine.generate(prompt, parameters, str(frame["id"])):
@@ -159,7 +158,7 @@ class Server:
         return completion(final.outputs[0])
 
     async def _push(self, frame: Frame) -> Frame:
-        """Exchange the weights while requests are frozen ("keep") or after they have ended ("wait")."""
+        """Update the weights while requests are paused ("keep") or after they finish ("wait")."""
         await self._engine.pause_generation(mode=frame["pause"], clear_cache=True)
         unset = await self._engine.collective_rpc("receive_weights_from", args=(frame["path"],))
         if names := sorted({name for names in unset for name in names}):
@@ -171,7 +170,7 @@ class Server:
         return {}
 
     async def _sleep(self, frame: Frame) -> Frame:
-        """Free the KV cache and keep the weights on the host: not every policy gets new ones each step."""
+        """Free the KV cache and keep the weights in host memory: a policy may get no new ones in a step."""
         await self._engine.sleep(level=1, mode="keep")
         return {}
 
@@ -180,7 +179,7 @@ class Server:
         return {}
 
     async def _transfer(self, frame: Frame) -> Frame:
-        """Do one step of vLLM's own weight transfer; the trainer's end of it drives the steps."""
+        """Execute one step of a weight transfer that the trainer drives."""
         match frame["step"]:
             case "init":
                 await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(frame["info"]))
@@ -193,7 +192,7 @@ class Server:
         return {}
 
     async def _resume(self, frame: Frame) -> Frame:
-        """Put the weights in force, if they are what the trainer sent; otherwise nothing is sampled."""
+        """Resume with the new weights if their fingerprint matches; otherwise sampling stays paused."""
         held = await self._engine.collective_rpc("weight_fingerprint")
         if len(held) == 1 and (wrong := mismatch(sent=frame["fingerprint"], held=held[0])):
             return {"mismatch": wrong}
@@ -204,7 +203,7 @@ class Server:
 
 
 def completion(output: CompletionOutput) -> Frame:
-    """Return what the trainer needs of vLLM's output."""
+    """Return an output of vLLM as an answer frame."""
     assert output.logprobs is not None
     token_ids = list(output.token_ids)
     versions = [0] * len(token_ids)
@@ -219,12 +218,12 @@ def completion(output: CompletionOutput) -> Frame:
 
 
 async def main(descriptor: int, options: ServingOptions) -> None:
-    """Start the engine and serve the trainer at the other end of ``descriptor``."""
-    tally = Tally()
+    """Start the engine and serve the socket ``descriptor``."""
+    stats = EngineStats()
     reader, writer = await connect(descriptor)
-    engine = AsyncLLM.from_engine_args(engine_arguments(options), stat_loggers=[lambda *_: tally])
+    engine = AsyncLLM.from_engine_args(engine_arguments(options), stat_loggers=[lambda *_: stats])
     try:
-        server = Server(engine, tally, options)
+        server = Server(engine, stats, options)
         await server.begin()
         await answer_frames(reader, writer, answer=server.answer, beat=server.beat)
     finally:
@@ -237,8 +236,8 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
     finally:
-        # What vLLM started is in this process's group: nothing of it may outlive the trainer.
+        # The child processes of vLLM are in this process group and must not outlive the trainer.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)
         sys.stderr.flush()
-        os._exit(0)  # nothing is left to save, and vLLM's threads take seconds to end
+        os._exit(0)  # nothing is left to save, and the threads of vLLM take seconds to finish

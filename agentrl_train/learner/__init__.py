@@ -1,15 +1,14 @@
 """Step 7 of 9: ``Batch`` -> gradient -> optimizer step.
 
-``learner.py`` makes the update; ``scoring.py`` gives the log-probabilities that it needs; ``sharding.py``
-spreads parameters and work over ranks, ``ulysses.py`` long rows; ``lora.py`` trains adapters, ``offload.py``
-keeps the optimizer elsewhere; ``storage.py`` saves and loads.
+``learner.py`` updates the model; ``logprobs.py`` computes log-probabilities; ``sharding.py`` distributes
+parameters and work over ranks, ``sequence_parallel.py`` long rows; ``lora.py`` trains adapters; ``state.py``
+saves, loads and offloads the optimizer state.
 """
 
-from agentrl_train.learner.learner import Learner
+from agentrl_train.learner.learner import Learner, lr_fraction
+from agentrl_train.learner.logprobs import sampled_logprobs, select_sampled
 from agentrl_train.learner.lora import Lora, adapter_base, merge_adapter
-from agentrl_train.learner.schedule import lr_fraction
-from agentrl_train.learner.scoring import sampled_logprobs, select_sampled
-from agentrl_train.learner.storage import Snapshot
+from agentrl_train.learner.state import Snapshot
 
 __all__ = [
     "Learner",

@@ -1,9 +1,8 @@
-"""The learner: one optimizer update a batch.
+"""The learner: one optimizer update per batch, accumulated over micro-batches.
 
-One micro-batch at a time. The objective (``loss.py``) is an argument: with ``policy_loss`` this is
-reinforcement learning, with ``sft_loss`` supervised fine-tuning. The same class trains on one device and on
-many: given a ``mesh`` every rank makes the same calls, holds a slice of the parameters and does a share of
-the work.
+The objective (``loss.py``) is an argument: ``policy_loss`` for reinforcement learning, ``sft_loss`` for
+supervised fine-tuning. The same class runs on one device or many: with a ``mesh`` every rank makes the same
+calls, holds a shard of the parameters and does a share of the work.
 """
 
 from __future__ import annotations
@@ -22,11 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from agentrl_train.errors import BadUpdate, LossNotFinite
-from agentrl_train.learner.guard import SpikeGuard
-from agentrl_train.learner.lora import Lora, add_adapters, is_adapter, merged
-from agentrl_train.learner.offload import HostCopies
-from agentrl_train.learner.schedule import lr_fraction
-from agentrl_train.learner.scoring import (
+from agentrl_train.learner.grad_guard import SpikeGuard
+from agentrl_train.learner.logprobs import (
     WHOLE,
     Part,
     Scorer,
@@ -38,24 +34,49 @@ from agentrl_train.learner.scoring import (
     use_flash,
     uses_flash,
 )
+from agentrl_train.learner.lora import Lora, add_adapters, is_adapter, merged
+from agentrl_train.learner.metrics import MetricSums, sizes
+from agentrl_train.learner.sequence_parallel import use_sequence_parallel
 from agentrl_train.learner.sharding import GatheredWeights, buckets, deal, full, shard
-from agentrl_train.learner.storage import Snapshot, host_copy, optimizer_state, read_state, read_weights
-from agentrl_train.learner.tally import Tally, sizes
-from agentrl_train.learner.ulysses import use_ulysses
-from agentrl_train.loss import (
-    Objective,
-    entropy_bonus,
-    importance_weights,
-    kl_penalty,
-    policy_loss,
+from agentrl_train.learner.state import (
+    HostCopies,
+    Snapshot,
+    host_copy,
+    optimizer_state,
+    read_state,
+    read_weights,
 )
+from agentrl_train.loss import Objective, entropy_bonus, importance_weights, kl_penalty, policy_loss
 from agentrl_train.types import UNTRACED, Batch, FloatArray, MicroBatch, TokenSequence, Trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+
+def lr_fraction(
+    update: int,
+    warmup_steps: int = 0,
+    total_steps: int | None = None,
+    final_lr_fraction: float = 0.1,
+    decay_fraction: float = 1.0,
+) -> float:
+    """Return the learning rate multiplier of update number ``update``, from 0.
+
+    It rises linearly to 1 over ``warmup_steps``, stays constant, and decays linearly to ``final_lr_fraction``
+    over the last ``decay_fraction`` of the updates after the warm-up. Without ``total_steps`` it does not
+    decay.
+    """
+    if update < warmup_steps:
+        return (update + 1) / warmup_steps
+    if total_steps is None:
+        return 1.0
+    decay = max(1.0, decay_fraction * (total_steps - warmup_steps))
+    done = min(1.0, max(0.0, (update + 1 - (total_steps - decay)) / decay))
+    return 1.0 - done * (1.0 - final_lr_fraction)
+
+
 TRACK = "trainer/steps"
-"""Track of the trace that the parts of an update are on."""
+"""Trace track of the parts of an update."""
 
 
 class Learner:
@@ -71,16 +92,16 @@ class Learner:
     memory for a second forward pass, ``offload_optimizer`` keeps the optimizer in host memory, ``lora``
     trains adapters alone; ``attention`` is "sdpa" or the name of a flash-attn that transformers finds, which
     packs without padding; ``max_logits`` bounds the entries of a chunk of logits. An update
-    is refused whose gradient norm is over ``spike_factor`` times the median of the last; 0 is off.
-    ``packs_rows`` says whether the model can keep several sequences of a row apart.
+    is rejected if its gradient norm exceeds ``spike_factor`` times the recent median; 0 is off.
+    ``packs_rows`` is whether the model supports several sequences per row.
 
     ``mesh`` has the dimensions ``data`` and ``sequence``: all ranks share the parameters, those along
-    ``data`` the micro-batches, those along ``sequence`` the tokens of each row. Without one the learner is
-    alone. ``storage_group`` are the same ranks on the CPU, where snapshots are written meanwhile. ``trace``
-    is told of forward, backward and optimizer; on a GPU, of when they were queued.
+    ``data`` the micro-batches, those along ``sequence`` the tokens of each row. ``storage_group`` is a
+    CPU process group of the same ranks, for writing snapshots in the background. ``trace`` records forward,
+    backward and optimizer; on a GPU, the time they were queued.
 
-    Raises ``ValueError`` for a model whose logits are not simply its head's output, or that cannot be spread
-    as the mesh says.
+    Raises ``ValueError`` for a model whose logits are not simply its head's output, or that cannot be sharded
+    over the mesh.
     """
 
     def __init__(
@@ -103,6 +124,7 @@ class Learner:
         reference: PreTrainedModel | None = None,
         kl_coefficient: float = 0.0,
         importance_cap: float | None = None,
+        importance_floor: float | None = None,
         spike_factor: float = 0.0,
         activation_checkpointing: bool = False,
         offload_optimizer: bool = False,
@@ -121,7 +143,7 @@ class Learner:
         self.num_updates = 0
         self._mesh = mesh
         self._group = storage_group
-        self._data, self._part = _place(mesh)
+        self._data, self._part = _mesh_position(mesh)
         self._schedule = (warmup_steps, total_steps, final_lr_fraction, decay_fraction)
         self._learning_rate = learning_rate
         self._max_grad_norm = max_grad_norm
@@ -129,6 +151,7 @@ class Learner:
         self._entropy_coefficient = entropy_coefficient
         self._kl_coefficient = kl_coefficient
         self._importance_cap = importance_cap
+        self._importance_floor = importance_floor
         self._guard = SpikeGuard(spike_factor)
         self._activation_checkpointing = activation_checkpointing
         self._temperature = temperature
@@ -137,8 +160,8 @@ class Learner:
         self._lora = lora
         if lora is not None:
             add_adapters(model, lora)
-        self._scorer = self._spread(model)
-        self._reference = None if reference is None else self._spread(reference)
+        self._scorer = self._prepare(model)
+        self._reference = None if reference is None else self._prepare(reference)
         self._updated = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._host = HostCopies(self._updated) if offload_optimizer else None
         if self._host is not None:
@@ -150,9 +173,9 @@ class Learner:
             _enable_checkpointing(model)
 
     def step(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Make one optimizer update a batch and return metrics, averaged over all of them.
+        """Apply one optimizer update per batch and return metrics averaged over them.
 
-        Raises ``BadUpdate`` before an update that would spoil the parameters.
+        Raises ``BadUpdate`` instead of applying an update that would corrupt the parameters.
         """
         started = time.perf_counter()
         shares = [deal(batch.micro_batches, *self._data) for batch in batches]
@@ -161,16 +184,16 @@ class Learner:
         anchors = [[self._anchor(micro) for micro in share] for share in shares]
         # Dropout off, so that an unchanged policy has ratio 1; checkpointing needs train mode.
         self.model.train(self._activation_checkpointing)
-        tally = Tally()
+        sums = MetricSums()
         for share, anchor in zip(shares, anchors, strict=True):
-            self._update(share, anchor, tally)
-        return tally.metrics(self._reduce) | sizes(batches) | {"seconds": time.perf_counter() - started}
+            self._update(share, anchor, sums)
+        return sums.metrics(self._reduce) | sizes(batches) | {"seconds": time.perf_counter() - started}
 
     @torch.no_grad()
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[FloatArray]:
-        """Return each sequence's log-probabilities under the parameters of now, [T], 0 if masked.
+        """Return each sequence's log-probabilities under the current parameters, [T], 0 where masked.
 
-        One sequence at a time, unpacked: the reference to hold an engine against.
+        Computed one sequence at a time, unpacked: the reference for comparing engines.
         """
         self.model.eval()
         index, count = self._data
@@ -187,7 +210,7 @@ class Learner:
     def weights(self) -> Mapping[str, Tensor]:
         """Return name -> parameter, detached; tied parameters come once.
 
-        They share the memory of the model. Of a sharded model they are gathered as they are read, and every
+        They share memory with the model. Those of a sharded model are gathered as they are read, and every
         rank must make the same calls of ``gather``.
         """
         if self._mesh is None and self._lora is None:
@@ -195,13 +218,13 @@ class Learner:
         return GatheredWeights(self.weight_buckets(), self.gather)
 
     def weight_buckets(self) -> list[list[str]]:
-        """Return the names of all parameters in the portions that ``gather`` is to be asked for."""
+        """Return the names of all parameters, in the buckets that ``gather`` takes."""
         named = self.model.named_parameters()
         sizes = {name: value.numel() * value.element_size() for name, value in named if not is_adapter(name)}
         return buckets(sizes)
 
     def gather(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return some parameters, whole."""
+        """Return the full tensors of some parameters."""
         return self._gather(names)
 
     def _gather(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -209,7 +232,7 @@ class Learner:
             return {name: merged(self.model, name) for name in names}
 
     def snapshot(self) -> Snapshot:
-        """Return a copy of all that the next ``step`` depends on, to be written while training goes on."""
+        """Return a copy of the training state, to be written while training continues."""
         writes = self._mesh is None or dist.get_rank() == 0
         kept = is_adapter if self._lora is not None else lambda name: True
         weights: dict[str, Tensor] = {}
@@ -221,9 +244,9 @@ class Learner:
         return Snapshot(model=self.model, weights=weights, lora=self._lora, state=state, group=self._group)
 
     def load(self, folder: Path) -> None:
-        """Go on where a snapshot was taken that is in ``folder``, on any number of ranks.
+        """Restore the state of a snapshot in ``folder``, on any number of ranks.
 
-        On a CPU and the same number of ranks, bit for bit.
+        On a CPU with the same number of ranks, training continues bit for bit.
         """
         read_weights(folder, self.model)
         others = {
@@ -247,19 +270,19 @@ class Learner:
         }
 
     def _update(
-        self, micro_batches: Sequence[MicroBatch], anchors: Sequence[Tensor | None], tally: Tally
+        self, micro_batches: Sequence[MicroBatch], anchors: Sequence[Tensor | None], sums: MetricSums
     ) -> None:
         total = torch.zeros((), device=self.device)
         for micro, anchor in zip(micro_batches, anchors, strict=True):
             with self._span("forward", slots=micro.token_ids.numel()):
-                loss = self._loss(micro, anchor, tally)
+                loss = self._loss(micro, anchor, sums)
             with self._span("backward"):
                 loss.backward()
             total += loss.detach()
         total = self._reduce(total, "sum")
         norm = full(nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm))
         try:
-            self._refuse_bad(float(total), float(norm))
+            self._check_update(float(total), float(norm))
         except BadUpdate:
             self.model.zero_grad(set_to_none=True)
             raise
@@ -270,9 +293,9 @@ class Learner:
             self._optimizer.step()
         self.model.zero_grad(set_to_none=True)
         self.num_updates += 1
-        tally.add_update(loss=float(total), grad_norm=float(norm), learning_rate=rate)
+        sums.add_update(loss=float(total), grad_norm=float(norm), learning_rate=rate)
 
-    def _refuse_bad(self, loss: float, norm: float) -> None:
+    def _check_update(self, loss: float, norm: float) -> None:
         if not math.isfinite(loss + norm):
             raise LossNotFinite(
                 f"update {self.num_updates + 1}: loss {loss}, gradient norm {norm}; "
@@ -280,7 +303,7 @@ class Learner:
             )
         self._guard(norm)
 
-    def _loss(self, micro: MicroBatch, anchor: Tensor | None, tally: Tally) -> Tensor:
+    def _loss(self, micro: MicroBatch, anchor: Tensor | None, sums: MetricSums) -> Tensor:
         logprobs, entropy = self._forward(self._scorer, micro)
         behaviour, advantages, weights = (
             select_sampled(values, micro, self._part).to(self.device)
@@ -288,7 +311,9 @@ class Learner:
         )
         corrected = weights
         if anchor is not None and self._importance_cap is not None:
-            correction = importance_weights(anchor, behaviour, cap=self._importance_cap)
+            correction = importance_weights(
+                anchor, behaviour, cap=self._importance_cap, floor=self._importance_floor
+            )
             corrected, behaviour = weights * correction, anchor
         loss, stats = self.objective(logprobs, behaviour, advantages, corrected)
         stats = stats | {"entropy": entropy.detach().sum()}
@@ -299,12 +324,12 @@ class Learner:
                 reference, _ = self._forward(self._reference, micro)
             loss = loss + self._kl_coefficient * kl_penalty(logprobs, reference, weights)
             stats["kl_reference"] = kl_penalty(logprobs.detach(), reference, torch.ones_like(weights))
-        tally.add(stats, logprobs.numel())
+        sums.add(stats, logprobs.numel())
         return loss
 
     @torch.no_grad()
     def _anchor(self, micro: MicroBatch) -> Tensor | None:
-        """Return what the clip is anchored on if not the sampler's own log-probabilities."""
+        """Return recomputed log-probabilities to clip against, or None for those of the sampler."""
         if self._importance_cap is None:
             return None
         self.model.eval()
@@ -317,15 +342,15 @@ class Learner:
             scored: tuple[Tensor, Tensor] = scorer(micro, entropy_gradient=self._entropy_coefficient > 0)
         return scored
 
-    def _spread(self, model: PreTrainedModel) -> Scorer:
-        """Put a model on its device, or spread it over the mesh."""
+    def _prepare(self, model: PreTrainedModel) -> Scorer:
+        """Move a model to its device, or shard it over the mesh."""
         module: nn.Module = model  # transformers' own ``to`` loses its types in a decorator
         if self._mesh is None:
             module.to(self.device)
         module.eval()
         check_head(model, next(module.parameters()).device)
         if self._part != WHOLE and self._mesh is not None:
-            use_ulysses(model, self._mesh.get_group("sequence"))
+            use_sequence_parallel(model, self._mesh.get_group("sequence"))
         elif self._attention != "sdpa":
             use_flash(model, self._attention)
         scorer = Scorer(model, temperature=self._temperature, max_logits=self._max_logits, part=self._part)
@@ -342,8 +367,8 @@ class Learner:
         return values
 
 
-def _place(mesh: DeviceMesh | None) -> tuple[Part, Part]:
-    """Return this rank's share of the micro-batches and its part of the rows."""
+def _mesh_position(mesh: DeviceMesh | None) -> tuple[Part, Part]:
+    """Return this rank's share of the micro-batches and its slice of the rows."""
     if mesh is None:
         return WHOLE, WHOLE
     data, sequence = (
@@ -353,7 +378,7 @@ def _place(mesh: DeviceMesh | None) -> tuple[Part, Part]:
 
 
 def _enable_checkpointing(model: PreTrainedModel) -> None:
-    """Recompute activations in the backward pass; the method's name depends on transformers' age."""
+    """Recompute activations in the backward pass; the method name depends on the version of transformers."""
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable()
     else:

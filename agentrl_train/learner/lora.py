@@ -1,7 +1,6 @@
-"""LoRA (arXiv 2106.09685): trains a product of two thin matrices beside each frozen one.
+"""LoRA (arXiv 2106.09685): trains a product of two low-rank matrices beside each frozen one.
 
-On the disk it is PEFT's format, so that other tools read it; engines get the merged weights, under the names
-that the model had before.
+The file format is that of PEFT. Engines receive merged weights under the original parameter names.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ PREFIX = "base_model.model."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
-    """Which layers get adapters, and of what size."""
+    """Size and target layers of the adapters."""
 
     rank: int
     alpha: float
     """The product is scaled by ``alpha / rank``."""
     targets: tuple[str, ...] = ()
-    """Names of linear layers, or the ends of them, such as ``q_proj``; none means all but the head."""
+    """Names of linear layers, or the ends of them, such as ``q_proj``; empty means all but the head."""
 
 
 class LoraLinear(nn.Linear):
@@ -47,7 +46,7 @@ class LoraLinear(nn.Linear):
 
     @classmethod
     def around(cls, layer: nn.Linear, lora: Lora, generator: torch.Generator) -> Self:
-        """Return a layer that computes as ``layer`` does until it is trained; it shares its weights."""
+        """Return an equivalent layer with an untrained adapter that shares the weights of ``layer``."""
         size, device = (layer.in_features, layer.out_features), layer.weight.device
         one = cls(*size, bias=layer.bias is not None, device="meta")
         one.weight, one.bias = layer.weight, layer.bias
@@ -59,15 +58,15 @@ class LoraLinear(nn.Linear):
         return one
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return what the merged layer would."""
+        """Return the output of the layer plus its adapter."""
         return super().forward(input) + self.scaling * linear(linear(input, self.lora_A), self.lora_B)
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
-    """Freeze a model and give it adapters, the same on every rank.
+    """Freeze a model and add adapters, identical on every rank.
 
     Raises:
-        ValueError: no layer has such a name.
+        ValueError: no layer matches the targets.
     """
     chosen = {name: layer for name, layer in _layers(model).items() if _matches(name, lora.targets)}
     if not chosen:
@@ -87,7 +86,7 @@ def is_adapter(name: str) -> bool:
 
 
 def merged(model: nn.Module, name: str) -> Tensor:
-    """Return a parameter whole, its adapter added; of a sharded model every rank must ask."""
+    """Return a full parameter with its adapter merged; every rank of a sharded model must call this."""
     owner, _, leaf = name.rpartition(".")
     layer = model.get_submodule(owner)
     whole = full(layer.get_parameter(leaf).detach())
@@ -116,20 +115,20 @@ def save_adapter(folder: Path, model: PreTrainedModel, lora: Lora, tensors: Mapp
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:
-    """Return an adapter's tensors under the names that they have here."""
+    """Return the tensors of an adapter under this model's parameter names."""
     found = load_file(folder / TENSORS)
     return {name.removeprefix(PREFIX).removesuffix(".weight"): value for name, value in found.items()}
 
 
 def adapter_base(folder: Path) -> str | None:
-    """Return which model the adapter in a folder was trained on; None if there is no adapter."""
+    """Return the base model of the adapter in a folder, or None if there is no adapter."""
     path = folder / CONFIG
     return str(json.loads(path.read_text())["base_model_name_or_path"]) if path.is_file() else None
 
 
 @torch.no_grad()
 def merge_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Add the adapter in a folder to the weights of the model that it was trained on."""
+    """Merge the adapter in a folder into the weights of its base model."""
     config, tensors = json.loads((folder / CONFIG).read_text()), read_adapter(folder)
     scaling = config["lora_alpha"] / config["r"]
     for name in tensors:

@@ -1,8 +1,8 @@
-"""Parameters and work, spread over ranks (FSDP2).
+"""Sharding of parameters and work over ranks (FSDP2).
 
-Every rank holds a slice of every parameter and works on its own micro-batches; all of them make the same
-calls in the same order. The weights of the loss already hold the global denominator (``batch.py``), so
-gradients are summed, never averaged.
+Every rank holds a shard of every parameter and processes its own micro-batches; all ranks make the same calls
+in the same order. Loss weights include the global denominator (``batch.py``), so gradients are summed, not
+averaged.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ BUCKET_BYTES = 512 * 2**20
 
 
 def shard(scorer: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, *, precision: str) -> None:
-    """Spread ``scorer`` over all ranks of the mesh, gathered block by block.
+    """Shard ``scorer`` over all ranks of the mesh, gathered block by block.
 
-    With ``bfloat16`` blocks are gathered and computed in it; the slices and the sum of gradients stay in
-    float32.
+    With ``bfloat16``, blocks are gathered and computed in it; shards and gradient sums stay in float32.
     """
     policy = MixedPrecisionPolicy()
     if precision == "bfloat16":
@@ -43,10 +42,10 @@ def shard(scorer: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, *, precis
 
 
 def deal(micro_batches: Sequence[MicroBatch], index: int, count: int) -> list[MicroBatch]:
-    """Return the share of rank ``index`` of ``count``; all shares are equally long.
+    """Return the share of rank ``index`` of ``count``; all shares have equal length.
 
-    Whole micro-batches go round; what is left over for a last round is split by rows. A rank without work
-    gets an idle micro-batch, because the others wait for it where gradients are summed.
+    Micro-batches are dealt round-robin; the remainder is split by rows. A rank without work gets an idle
+    micro-batch, because gradient reduction involves every rank.
     """
     whole = len(micro_batches) // count * count
     share = list(micro_batches[index:whole:count])
@@ -67,25 +66,25 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class GatheredWeights(Mapping[str, Tensor]):
-    """Name -> whole parameter, gathered a bucket at a time when it is asked for; only one bucket is kept."""
+    """Lazy mapping of name -> full parameter, gathered one bucket at a time; one bucket is kept."""
 
     def __init__(
         self, buckets: Sequence[Sequence[str]], gather: Callable[[Sequence[str]], Mapping[str, Tensor]]
     ) -> None:
-        """Take the names and what fetches the tensors of a bucket of them."""
+        """Initialize with the bucketed names and the function that gathers one bucket."""
         self._buckets = {name: bucket for bucket in buckets for name in bucket}
         self._gather = gather
         self._held: Mapping[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return one parameter, whole."""
+        """Return one full parameter."""
         if name not in self._held:
             self._held = {}
             self._held = self._gather(self._buckets[name])
         return self._held[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Go through the names in the order of the buckets."""
+        """Iterate over the names in bucket order."""
         return iter(self._buckets)
 
     def __len__(self) -> int:
@@ -94,7 +93,7 @@ class GatheredWeights(Mapping[str, Tensor]):
 
 
 def buckets(sizes: Mapping[str, int], *, limit: int = BUCKET_BYTES) -> list[list[str]]:
-    """Return the names in order, in runs of at most ``limit`` bytes; a larger one stands alone."""
+    """Split names, in order, into buckets of at most ``limit`` bytes; a larger tensor gets its own."""
     runs: list[list[str]] = []
     filled = limit
     for name, size in sizes.items():
@@ -112,7 +111,7 @@ def _blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _rows(micro: MicroBatch, index: int, count: int) -> MicroBatch:
-    """Return every ``count``-th row of a micro-batch, or an idle one if none is left."""
+    """Return every ``count``-th row of a micro-batch, or an idle micro-batch if there is none."""
     fields = {name: cast(Tensor, getattr(micro, name)) for name in MicroBatch.__slots__}
     if index >= len(micro.token_ids):
         idle = {name: torch.zeros(1, 2, dtype=value.dtype) for name, value in fields.items()}

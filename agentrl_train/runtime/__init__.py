@@ -1,1 +1,1 @@
-"""Where the steps become processes: configuration, the loop, checkpoints, metrics, reports."""
+"""The runtime of a training run: configuration, loop, checkpoints, metrics and reports."""

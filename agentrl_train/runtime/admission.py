@@ -1,4 +1,4 @@
-"""Which sample may start now: the task mixture, and the windowed first-in-first-out bound on staleness.
+"""Admission control: the task mixture, and a windowed FIFO bound on staleness.
 
 Pure bookkeeping without clocks or tasks; the loop calls it from one thread::
 
@@ -34,7 +34,7 @@ from agentrl_train.types import IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSource:
-    """One task that samples are drawn from."""
+    """A task to draw samples from."""
 
     task: str
     split: str = "train"
@@ -45,22 +45,22 @@ class TaskSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmittedGroup:
-    """Permission to start one group, and which sample it is of."""
+    """An admitted group and its sample."""
 
     group_id: int
-    """Number of the draw: unique in a run, and it alone decides the sample."""
+    """Number of the draw: unique in a run; it determines the sample."""
     task: str
     split: str
     index: int
     seed: int
     attempt: int
-    """How often this group was admitted before; above 0 after a resume."""
+    """Number of earlier admissions of this group; above 0 after a resume."""
     admitted_version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """One sample as the mixture gives it."""
+    """One sample drawn from the mixture."""
 
     task: str
     split: str
@@ -69,10 +69,10 @@ class Draw:
 
 
 class Mixer:
-    """An endless, deterministic sequence of samples in which each task has its share.
+    """An endless, deterministic sequence of samples, weighted by task.
 
-    Tasks take turns by smooth weighted round robin: at any point each task has had its share to within a draw
-    or so. A finite split is walked in a new seeded permutation each epoch, an endless one as 0, 1, 2...
+    Tasks alternate by smooth weighted round robin, so that each has its share at any point to within about
+    one draw. A finite split is traversed in a new seeded permutation each epoch, an endless one as 0, 1, 2...
 
     Shares are of groups at first. With ``count`` and ``rebalance`` they become shares of the tokens trained
     on: a task whose groups have twice the tokens is drawn half as often.
@@ -112,7 +112,7 @@ class Mixer:
         return self._sample(self._sources[task], position)
 
     def count(self, task: str, tokens: int) -> None:
-        """Note how many tokens of a group were trained on."""
+        """Count the trained tokens of a group."""
         total, groups = self._counted.get(task, (0.0, 0))
         self._counted[task] = (total + tokens, groups + 1)
 
@@ -151,7 +151,7 @@ class Mixer:
         return self._order[key]
 
     def state(self) -> dict[str, Any]:
-        """Return where the sequence stands, as JSON values."""
+        """Return the state of the sequence as JSON values."""
         return {
             "credit": dict(self._credit),
             "drawn": dict(self._drawn),
@@ -161,7 +161,7 @@ class Mixer:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state()``; tasks that are new since then start at their beginning."""
+        """Restore ``state()``; tasks added since then start at their beginning."""
         for task in self._sources:
             self._credit[task] = float(state["credit"].get(task, 0.0))
             self._drawn[task] = int(state["drawn"].get(task, 0))
@@ -179,10 +179,10 @@ def stable_seed(*parts: object) -> int:
 
 
 class WorkWindow:
-    """Admits groups and releases them to the trainer, so that none is trained too stale.
+    """Admits groups and releases them to the trainer within the staleness bound.
 
     Args:
-        mixer: where samples come from.
+        mixer: source of samples.
         groups_per_step: P.
         max_staleness: S.
         window: W; more than ``S P + 1`` means the same as that.
@@ -228,12 +228,12 @@ class WorkWindow:
 
     @property
     def dropped(self) -> int:
-        """Groups given up so far."""
+        """Number of dropped groups."""
         return self._dropped
 
     @property
     def in_flight(self) -> tuple[AdmittedGroup, ...]:
-        """Groups that were admitted and are not finished."""
+        """Admitted groups that are not finished."""
         return tuple(self._in_flight.values())
 
     @property
@@ -243,7 +243,7 @@ class WorkWindow:
 
     @property
     def complete(self) -> bool:
-        """Whether all ``total_steps`` are trained."""
+        """Return whether all ``total_steps`` are trained."""
         return self._total_steps is not None and self._steps >= self._total_steps
 
     def admit(self, policy_version: int) -> AdmittedGroup | None:
@@ -257,18 +257,18 @@ class WorkWindow:
         return group
 
     def finish(self, group_id: int) -> None:
-        """Note that a group's episodes have all ended; raises ``KeyError`` if it is not in flight."""
+        """Mark a group as finished; raises ``KeyError`` if it is not in flight."""
         del self._in_flight[group_id]
         self._finished.add(group_id)
 
     def drop(self, group_id: int) -> None:
-        """Give up a group whose episodes failed: the next ``admit`` is another sample in its place.
+        """Drop a group whose episodes failed; the next ``admit`` replaces it with another sample.
 
         Raises ``KeyError`` if it is not in flight.
         """
         del self._in_flight[group_id]
         self._dropped += 1
-        self._forget_the_past()
+        self._compact()
 
     def take(self) -> tuple[int, ...] | None:
         """Return the P groups to train on now, oldest first, or None if the trainer has to wait.
@@ -290,14 +290,14 @@ class WorkWindow:
         return self._training
 
     def trained(self) -> None:
-        """Note that the groups last taken are trained: their slots are free."""
+        """Mark the groups last taken as trained and free their slots."""
         if not self._training:
             raise RuntimeError("nothing is being trained; call take() first.")
         self._finished.difference_update(self._training)
         self._trained_ahead.update(self._training)
         self._training = ()
         self._steps += 1
-        self._forget_the_past()
+        self._compact()
 
     def state(self) -> dict[str, Any]:
         """Return everything as JSON values; a batch that is being trained counts as not trained."""
@@ -315,7 +315,7 @@ class WorkWindow:
         }
 
     def restore(self, state: Mapping[str, Any] | None, finished: Collection[int] = ()) -> None:
-        """Go on from ``state()``, or from the beginning if it is None.
+        """Restore ``state()``, or start from the beginning if it is None.
 
         ``finished`` are the ids of all groups whose trajectories were saved, also after ``state()`` was
         taken. Those that ``state()`` does not count as trained are finished again (``self.finished``);
@@ -385,8 +385,8 @@ class WorkWindow:
         """Return a group's place, be it one that is still to be drawn."""
         return self._behind + sum(one < group_id for one in self._trained_ahead | self._untrained())
 
-    def _forget_the_past(self) -> None:
-        """Keep only the number of the trained groups that no untrained one precedes."""
+    def _compact(self) -> None:
+        """Compact the trained groups that no untrained one precedes into a count."""
         head = min(self._untrained(), default=self._next_id)
         past = {group_id for group_id in self._trained_ahead if group_id < head}
         self._trained_ahead -= past

@@ -1,19 +1,19 @@
-"""Checkpoints: everything a run needs to go on, written as a whole or not at all.
+"""Checkpoints: everything a run needs to resume, written atomically.
 
 ``checkpoints/step_000012/`` holds::
 
     model/          weights (safetensors), configuration and tokenizer: loads with ``from_pretrained``
-    learner/        optimizer and whatever else the learner keeps, sharded as it was trained
+    learner/        optimizer and other learner state, sharded as in training
     loop.json       step, policy version, admission, random states
-    groups.bin      groups that were finished and not trained
+    groups.bin      finished groups that are not trained yet
     manifest.json   size and SHA-256 of every file
 
-A checkpoint is written to a temporary folder, synced and renamed, so that its name stands for a whole one. On
-resume the newest whose files match its manifest is taken, and the groups that the journal saw finish after it
-come back as finished: none is lost, none is trained twice by the weights that go on.
+A checkpoint is written to a temporary folder, synced and renamed. Resuming takes the newest one whose files
+match its manifest, and restores the groups that the journal recorded after it as finished: none is lost, and
+none is trained twice by the resumed weights.
 
-The order that makes this hold: at the snapshot, in one breath, ``journal.rotate(step)`` and the states are
-taken; then ``save_checkpoint`` (it may run in a thread); then ``journal.prune`` to the oldest one kept.
+Required order: ``journal.rotate(step)`` atomically with the snapshot; then ``save_checkpoint``, possibly in a
+thread; then ``journal.prune`` up to the oldest kept checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from agentrl_train.errors import CheckpointError
-from agentrl_train.runtime.disk import run_folder_errors, sync_file, sync_folder
+from agentrl_train.runtime.atomic_io import run_folder_errors, sync_file, sync_folder
 from agentrl_train.runtime.journal import decode_group, encode_group, frame, read_records
 from agentrl_train.types import TrajectoryGroup
 
@@ -39,15 +39,15 @@ FORMAT = 2
 
 
 class Part(Protocol):
-    """Seam: something that writes itself into a checkpoint, such as ``learner.Snapshot``."""
+    """Seam: a part of a checkpoint, such as ``learner.Snapshot``."""
 
     def write(self, folder: Path) -> None:
-        """Write files into the folder of a checkpoint, in folders of its own."""
+        """Write files into subfolders of a checkpoint folder."""
         ...
 
 
 class Pretrained(Protocol):
-    """A model or a tokenizer, which can write itself to a Hugging Face folder."""
+    """A model or tokenizer of transformers."""
 
     def save_pretrained(self, save_directory: str) -> Any:
         """Write everything that ``from_pretrained`` needs."""
@@ -56,7 +56,7 @@ class Pretrained(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InModelFolder:
-    """A ``Part`` that goes to ``model/``: the tokenizer."""
+    """A ``Part`` in the ``model/`` folder: the tokenizer."""
 
     pretrained: Pretrained
 
@@ -67,13 +67,13 @@ class InModelFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint as it was read and verified."""
+    """A loaded and verified checkpoint."""
 
     folder: Path
     step: int
     loop: Mapping[str, Any]
     groups: Sequence[TrajectoryGroup]
-    """Finished and not trained when the checkpoint was taken."""
+    """Groups that were finished and untrained at the checkpoint."""
 
     @property
     def model_folder(self) -> Path:
@@ -95,16 +95,16 @@ def save_checkpoint(
     Args:
         folder: the ``checkpoints`` folder of a run.
         step: steps trained.
-        parts: what writes ``model/`` and ``learner/``.
+        parts: writers of ``model/`` and ``learner/``.
         loop: JSON values.
         groups: finished and not trained.
-        keep: checkpoints that stay, this one included.
+        keep: checkpoints to keep, this one included.
 
     Returns:
-        The step of the oldest checkpoint that is kept: ``journal.prune`` to it.
+        The step of the oldest kept checkpoint, for ``journal.prune``.
 
     Raises:
-        RunFolderError: the disk is full or refuses; older checkpoints are as they were.
+        RunFolderError: the disk is full or not writable; older checkpoints are unchanged.
     """
     target, temporary = folder / f"step_{step:06d}", folder / f".step_{step:06d}.tmp"
     try:
@@ -123,9 +123,9 @@ def save_checkpoint(
 
 
 def load_latest(folder: Path) -> Checkpoint | None:
-    """Return the newest checkpoint that is whole, or None if there is none at all.
+    """Return the newest valid checkpoint, or None if there is none.
 
-    A damaged one is passed over with a warning. Raises ``CheckpointError`` if all of them are damaged.
+    Damaged ones are skipped with a warning. Raises ``CheckpointError`` if all of them are damaged.
     """
     with run_folder_errors(folder):
         _recover(folder)
@@ -141,7 +141,7 @@ def load_latest(folder: Path) -> Checkpoint | None:
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
-    """Read one checkpoint; raises ``CheckpointError`` if it is not as it was written."""
+    """Load and verify one checkpoint; raises ``CheckpointError`` if it is damaged."""
     _verify(folder)
     loop = json.loads((folder / "loop.json").read_text())
     records = read_records((folder / "groups.bin").read_bytes())
@@ -191,7 +191,7 @@ def _write(
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:
-    """Rename a written checkpoint to its name; one that has the name already makes way."""
+    """Rename a written checkpoint to its final name, replacing an existing one."""
     aside = target.with_name(f".{target.name}.old")
     if target.exists():
         target.rename(aside)
@@ -201,7 +201,7 @@ def _put_in_place(temporary: Path, target: Path) -> None:
 
 
 def _recover(folder: Path) -> None:
-    """Finish what a kill between two renames left: a checkpoint set aside, its successor not in place."""
+    """Recover from a kill between the two renames of ``_put_in_place``."""
     for aside in folder.glob(".step_*.old"):
         target = folder / aside.name.removeprefix(".").removesuffix(".old")
         if target.exists():

@@ -13,22 +13,21 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from agentrl_train.engine.chat import ChatFormat
+from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner
 from agentrl_train.loss import sft_loss
+from agentrl_train.runtime.atomic_io import run_folder_errors
 from agentrl_train.runtime.checkpoint import load_checkpoint, load_latest
+from agentrl_train.runtime.compose import make_evaluator, policy, threads_each, train
 from agentrl_train.runtime.config import RunConfig
-from agentrl_train.runtime.disk import run_folder_errors
+from agentrl_train.runtime.distributed import rank
 from agentrl_train.runtime.environments import environments
 from agentrl_train.runtime.evaluation import Evaluation
-from agentrl_train.runtime.imitation import expert_sequences, imitate
-from agentrl_train.runtime.launch import make_evaluator, policy, threads_each, train
-from agentrl_train.runtime.learners import work
+from agentrl_train.runtime.factories import run_follower
 from agentrl_train.runtime.models import DTYPES, load_policy
-from agentrl_train.runtime.placement.launcher import Launcher
-from agentrl_train.runtime.placement.launchers import launcher_of, place_of_a_follower
-from agentrl_train.runtime.ranks import rank
+from agentrl_train.runtime.placement.launcher import Launcher, follower_devices, make_launcher
+from agentrl_train.runtime.sft import expert_sequences, train_sft
 
 BY_SIGNAL = 128
 """Added to a signal's number: the exit status of a run that it has ended in order (SIGTERM: 143)."""
@@ -37,8 +36,8 @@ BY_SIGNAL = 128
 def run(config: RunConfig, *, resume: bool) -> int:
     """Train to the end and print what came of it; a rank other than 0 helps until that is done."""
     if rank() > 0:
-        with place_of_a_follower(config):
-            work(config)
+        with follower_devices(config):
+            run_follower(config)
         return 0
     console = Console()
     outcome = asyncio.run(train(config, resume=resume))
@@ -83,7 +82,7 @@ def evaluate_policy(config: RunConfig, *, model: str | None) -> int:
 
 
 async def _evaluate(config: RunConfig, *, path: str) -> dict[str, Evaluation]:
-    with launcher_of(config) as launcher, launcher.alone():
+    with make_launcher(config) as launcher, launcher.alone():
         return await _evaluate_on(config, path=path, launcher=launcher)
 
 
@@ -92,8 +91,8 @@ async def _evaluate_on(config: RunConfig, *, path: str, launcher: Launcher) -> d
         environments(config.environments, max_sessions=config.engine.max_sessions) as served,
         policy(config, path=path, launcher=launcher) as ready,
     ):
-        places = asyncio.Semaphore(config.engine.max_sessions)
-        evaluator = make_evaluator(config, served=served, policy=ready, places=places)
+        slots = asyncio.Semaphore(config.engine.max_sessions)
+        evaluator = make_evaluator(config, served=served, policy=ready, slots=slots)
         if evaluator is None:
             raise ConfigError("eval.samples is 0: there is nothing to evaluate")
         return await evaluator()
@@ -187,7 +186,7 @@ async def _sft(config: RunConfig, *, output: Path) -> None:
         precision=config.train.precision,
         device=config.engine.device,
     )
-    imitate(
+    train_sft(
         learner,
         sequences,
         steps=settings.steps,

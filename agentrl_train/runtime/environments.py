@@ -1,4 +1,4 @@
-"""The environments of a run: servers started here or running elsewhere, and what they offer."""
+"""Environment servers of a run: started as child processes or reached by URL."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agentrl_train.runtime.config import EnvironmentSection
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
-"""How often a server of our own is looked at."""
+"""Interval of liveness checks of a child server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +30,9 @@ class Served:
     """The tasks of a run."""
 
     clients: Mapping[str, EnvClient]
-    """Task -> client of the server that has it."""
+    """Task -> client of its server."""
     sources: Sequence[TaskSource]
-    """What training samples are drawn from."""
+    """Training splits."""
     held_out: Mapping[str, TaskSource]
     """Task -> its evaluation split."""
 
@@ -41,7 +41,7 @@ class Served:
 async def environments(
     sections: Sequence[EnvironmentSection], *, max_sessions: int, oracle: bool = False
 ) -> AsyncIterator[Served]:
-    """Start or reach every environment server of a run; stop on leaving what was started.
+    """Start or connect to every environment server of a run; stop started ones on exit.
 
     Raises:
         EnvironmentUnavailable: a server cannot be started or does not answer.
@@ -81,10 +81,10 @@ async def _client(
 
 @asynccontextmanager
 async def kept(make: Callable[..., ServerProcess]) -> AsyncIterator[str]:
-    """Start a server and yield its address; where it dies it is started again, at the same one.
+    """Start a server and yield its URL; restart it at the same URL whenever it dies.
 
     Raises:
-        EnvironmentUnavailable: it cannot be started at all.
+        EnvironmentUnavailable: the server does not start.
     """
     server = make()
     try:
@@ -102,7 +102,7 @@ async def kept(make: Callable[..., ServerProcess]) -> AsyncIterator[str]:
 
 
 async def _keep(current: list[ServerProcess], make: Callable[[], ServerProcess]) -> None:
-    """Replace the server in ``current`` whenever it has died; its sessions are lost, and played again."""
+    """Replace the server in ``current`` whenever it dies; its sessions are lost and retried."""
     while True:
         await asyncio.sleep(LOOK_EVERY_S)
         if current[0].running:

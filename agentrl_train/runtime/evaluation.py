@@ -15,16 +15,16 @@ from agentrl_train.types import Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """One task's held-out result; failed episodes are not counted but reported."""
+    """Held-out result of one task; failed episodes are excluded and reported."""
 
     task: str
     trajectories: Sequence[Trajectory]
     attempts: int
-    """Episodes played of each sample."""
+    """Episodes per sample."""
 
     @property
     def counted(self) -> list[Trajectory]:
-        """The episodes that infrastructure did not fail."""
+        """Return the episodes without infrastructure failures."""
         return [t for t in self.trajectories if not t.end.failed]
 
     @property
@@ -69,11 +69,11 @@ async def evaluate(
     """Play every sample of every task ``attempts`` times.
 
     Args:
-        actor: plays the episodes, with the current policy.
+        actor: plays the episodes with the current policy.
         samples: task -> indices of the samples.
         split: task -> the held-out split.
-        seed: of the draws, so that a policy's result repeats.
-        attempts: episodes a sample.
+        seed: seed of all draws, so that results are repeatable.
+        attempts: episodes per sample.
 
     Raises:
         EnvironmentUnavailable: more than half of a task's episodes failed.

@@ -22,7 +22,7 @@ import numpy as np
 
 from agentrl_env.types import Message, TaskSample
 from agentrl_train.errors import CheckpointError
-from agentrl_train.runtime.disk import run_folder_errors, sync_folder
+from agentrl_train.runtime.atomic_io import run_folder_errors, sync_folder
 from agentrl_train.types import Completion, EpisodeEnd, Trajectory, TrajectoryGroup, Turn
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ HEADER = struct.Struct("<4sII")
 
 
 def encode_group(group: TrajectoryGroup) -> bytes:
-    """Return a group as bytes: its structure as JSON, its tokens and log-probabilities as raw arrays."""
+    """Encode a group: its structure as JSON, its tokens and log-probabilities as raw arrays."""
     ints: list[int] = []
     floats: list[float] = []
     structure = {
@@ -49,7 +49,7 @@ def encode_group(group: TrajectoryGroup) -> bytes:
 
 
 def decode_group(payload: bytes) -> TrajectoryGroup:
-    """Return the group that ``encode_group`` encoded, value for value; sequences come back as tuples."""
+    """Decode what ``encode_group`` encoded, losslessly; sequences become tuples."""
     raw = zlib.decompress(payload)
     text, num_ints, num_floats = struct.unpack_from("<III", raw)
     start = 12 + text
@@ -67,7 +67,7 @@ def decode_group(payload: bytes) -> TrajectoryGroup:
 
 @dataclass(slots=True)
 class _Reader:
-    """Hands the arrays out again in the order in which they were put away."""
+    """Reads the arrays in the order in which they were written."""
 
     ints: list[int]
     floats: list[float]
@@ -163,7 +163,7 @@ def frame(payload: bytes) -> bytes:
 
 
 def read_records(content: bytes) -> Iterator[bytes]:
-    """Yield the payload of every whole record; a damaged one is left out, a torn one ends the reading."""
+    """Yield the payload of every whole record; skip damaged ones and stop at a truncated one."""
     position = 0
     while position + HEADER.size <= len(content):
         magic, length, checksum = HEADER.unpack_from(content, position)
@@ -183,15 +183,15 @@ def read_groups(path: Path) -> tuple[TrajectoryGroup, ...]:
 
 
 class Journal:
-    """Every group that finished since the oldest checkpoint that is kept.
+    """Append-only log of the groups that finished since the oldest kept checkpoint.
 
-    ``append`` may be called from any thread. A run folder belongs to one process.
+    ``append`` is thread-safe. A run folder belongs to one process.
     """
 
     def __init__(self, folder: Path, *, step: int = 0) -> None:
-        """Open the journal in a new segment; ``step`` is that of the checkpoint the run goes on from.
+        """Start a new segment; ``step`` is the checkpoint that the run continues from.
 
-        Raises ``RunFolderError`` if the folder cannot be written.
+        Raises ``RunFolderError`` if the folder is not writable.
         """
         self._folder = folder
         self._file: IO[bytes] | None = None
@@ -201,7 +201,7 @@ class Journal:
         self.rotate(step)
 
     def append(self, group: TrajectoryGroup) -> None:
-        """Put a finished group on the disk; raises ``RunFolderError``, the journal as it was before."""
+        """Write a finished group to disk; on ``RunFolderError`` the journal is unchanged."""
         record = frame(encode_group(group))
         with self._lock, run_folder_errors(self._folder):
             if self._file is None:
@@ -215,10 +215,10 @@ class Journal:
                 raise
 
     def rotate(self, step: int) -> None:
-        """Go on in a new segment; call it in the same breath as the snapshot of checkpoint ``step``.
+        """Start a new segment, atomically with the snapshot of checkpoint ``step``.
 
-        What is appended from now on is not in that checkpoint; what was appended before is trained or among
-        its groups, so nothing may come between appending a group and counting it as finished.
+        Groups appended from now on are not in that checkpoint; earlier ones are trained or among its groups.
+        So appending a group and counting it as finished must be atomic too.
         """
         with self._lock, run_folder_errors(self._folder):
             number = sum(1 for _ in self._folder.glob(f"step_{step:06d}-*.bin"))
@@ -229,9 +229,9 @@ class Journal:
             sync_folder(self._folder)
 
     def read(self, since_step: int = 0) -> tuple[TrajectoryGroup, ...]:
-        """Return the groups that finished since checkpoint ``since_step``, each once.
+        """Return the groups that finished since checkpoint ``since_step``, without duplicates.
 
-        Some may have been trained since, by weights that are lost: the run that goes on has not trained them.
+        Some may have been trained by weights that were lost; the resumed run has not trained them.
         """
         groups: dict[int, TrajectoryGroup] = {}
         for step, path in _segments(self._folder):
@@ -255,7 +255,7 @@ class Journal:
 
 
 def _write_all(file: IO[bytes], record: bytes) -> None:
-    """Write and sync; an unbuffered file may take a record in several bites."""
+    """Write and sync; an unbuffered file may take several writes."""
     rest = memoryview(record)
     while rest:
         rest = rest[file.write(rest) :]

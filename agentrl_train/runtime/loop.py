@@ -1,4 +1,4 @@
-"""The loop: generation and training side by side, with a bound on staleness.
+"""The loop: concurrent generation and training with bounded staleness.
 
 ::
 
@@ -10,10 +10,10 @@
 |----------|-------------------|------------------------------------|---------------------------------|
 | `_admit` | samples           | a free slot of the work window     | a step trained, a group dropped |
 | `_play`  | an admitted group | the actor: environments and engine | its own deadlines               |
-| `train`  | P finished groups | a full step's worth in the window  | a group finished                |
+| `steps`  | P finished groups | a full step's worth in the window  | a group finished                |
 
 With ``max_staleness = 0`` the window admits a step's groups only after the step before is trained, and the
-loop is synchronous. Every wait has a deadline; when nothing moves, the run ends with the table of slots.
+loop is synchronous. Every wait has a deadline; a stall ends the run with the state of every slot.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from agentrl_train.actor import Actor, Episode
 from agentrl_train.errors import EngineBroken, EnvironmentUnavailable, Stalled, TrainError
@@ -32,48 +33,42 @@ from agentrl_train.runtime.journal import Journal
 from agentrl_train.types import UNTRACED, EpisodeEnd, Trace, Trajectory, TrajectoryGroup
 
 MAX_FAILED_GROUPS = 8
-"""Groups of one task that may fail, none of it finishing between them, before the run gives up."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """How far and how fast the loop runs."""
-
-    steps: int
-    group_size: int
-    seed: int
-    minimum_siblings: int = 2
-    """A group with fewer trajectories left is dropped: there is nothing to compare."""
-    stall_s: float = 900.0
-    """Longest time without a group finishing."""
-    limit_s: float | None = None
-    """Time after which the loop stops cleanly, whatever the number of steps."""
+"""Consecutive failed groups of one task after which the run ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What one training step is about."""
+    """The groups of one training step, and the state of the loop when they were taken."""
 
+    number: int
+    """Steps trained once this one is, from 1."""
     groups: Sequence[TrajectoryGroup]
     policy_version: int
+    """Version of the weights in force before the step."""
     waited_s: float
-    """Time the trainer stood idle for these groups."""
+    """Time the trainer was idle waiting for these groups."""
 
 
 class Loop:
-    """Plays and trains until the steps are done, the time is up, or ``stop`` is called.
+    """Plays groups and yields training steps until all are done, the time is up, or ``stop`` is called.
+
+    The loop owns the work window and the journal. Whoever iterates over ``steps()`` trains each step and
+    publishes its weights before asking for the next one.
 
     Args:
         actor: plays groups.
-        window: says which sample may start, and which groups may be trained.
+        window: decides which sample may start and which groups may be trained.
         journal: keeps every finished group until a checkpoint holds it.
-        train: trains one step and publishes its weights; the policy version rises by one when it returns.
-        pace: how far and how fast.
-        policy_version: of the weights in force.
-        finished: groups that a resumed run brings along, finished and untrained.
-        failed: told of the episodes of a group that failed to the last, and whether it was dropped for it.
-        slots: says what every slot waits for.
-        trace: told how long the trainer waited.
+        steps: steps of the whole run.
+        group_size: siblings per group.
+        seed: seed of the run.
+        stall_timeout_s: longest time without a finished group.
+        run_timeout_s: time after which the loop ends cleanly, whatever the number of steps.
+        policy_version: version of the weights in force.
+        finished: finished, untrained groups of a resumed run.
+        on_failure: called with a group, its failed episodes, and whether the group was dropped.
+        describe_slots: returns the state of every slot, for the error about a stall.
+        trace: records how long the trainer waits.
     """
 
     def __init__(
@@ -82,22 +77,28 @@ class Loop:
         actor: Actor,
         window: WorkWindow,
         journal: Journal,
-        train: Callable[[Step], Awaitable[None]],
-        pace: Pace,
+        steps: int,
+        group_size: int,
+        seed: int,
+        stall_timeout_s: float,
+        run_timeout_s: float | None = None,
         policy_version: int = 0,
         finished: Sequence[TrajectoryGroup] = (),
-        failed: Callable[[AdmittedGroup, Sequence[Trajectory], bool], None] = lambda *told: None,
-        slots: Callable[[], str] = lambda: "",
+        on_failure: Callable[[AdmittedGroup, Sequence[Trajectory], bool], None] = lambda *failure: None,
+        describe_slots: Callable[[], str] = lambda: "",
         trace: Trace = UNTRACED,
     ) -> None:
         self.window = window
         self.policy_version = policy_version
         self._actor = actor
         self._journal = journal
-        self._train = train
-        self._pace = pace
-        self._failed = failed
-        self._slots = slots
+        self._steps = steps
+        self._group_size = group_size
+        self._seed = seed
+        self._stall_timeout_s = stall_timeout_s
+        self._run_timeout_s = run_timeout_s
+        self._on_failure = on_failure
+        self._describe_slots = describe_slots
         self._trace = trace
         self._finished = {group.group_id: group for group in finished}
         self._playing: dict[asyncio.Task[None], AdmittedGroup] = {}
@@ -109,30 +110,44 @@ class Loop:
 
     @property
     def untrained(self) -> list[TrajectoryGroup]:
-        """The groups that are finished and not trained, oldest first: what a checkpoint must keep."""
+        """Finished groups that are not trained yet, oldest first; a checkpoint must keep them."""
         return [self._finished[i] for i in sorted(self._finished)]
 
     @property
     def discarded_tokens(self) -> int:
-        """Tokens of finished turns that nobody will train on: of failed attempts and dropped groups."""
+        """Running total of tokens sampled in failed attempts and dropped groups, never trained on."""
         return self._dropped_tokens + self._actor.discarded_tokens
 
     def stop(self) -> None:
-        """End the run after the step under way; nothing that is finished is lost."""
+        """End after the step in progress; finished groups are kept."""
         self._stopping.set()
         self._changed.set()
 
-    async def run(self) -> None:
-        """Run to the end.
+    def cut_journal(self, step: int) -> tuple[dict[str, Any], list[TrajectoryGroup]]:
+        """Start a new journal segment at checkpoint ``step``; return the window's state and untrained groups.
+
+        The three are taken atomically: no group can finish between them.
+        """
+        self._journal.rotate(step)
+        return self.window.state(), self.untrained
+
+    def prune_journal(self, oldest_step: int) -> None:
+        """Delete journal segments that no checkpoint from ``oldest_step`` on needs."""
+        self._journal.prune(oldest_step)
+
+    async def steps(self) -> AsyncGenerator[Step]:
+        """Yield each step once its groups are finished; close the iterator to cancel what is playing.
+
+        A step counts as trained, with ``policy_version`` raised by one, from the moment it is yielded, so
+        that a checkpoint taken while it is processed includes it.
 
         Raises:
-            EnvironmentUnavailable: group after group failed.
-            EngineBroken: so they did, and for want of completions.
-            Stalled: nothing finished for too long.
-            TrainError: whatever ``train`` raises.
+            EnvironmentUnavailable: too many groups of a task failed in a row.
+            EngineBroken: they failed because of the engine.
+            Stalled: no group finished within ``stall_timeout_s``.
         """
-        if self._pace.limit_s is not None:
-            self._deadline = time.monotonic() + self._pace.limit_s
+        if self._run_timeout_s is not None:
+            self._deadline = time.monotonic() + self._run_timeout_s
         try:
             while not self._over():
                 started = time.monotonic()
@@ -140,32 +155,29 @@ class Loop:
                     groups = await self._next_groups()
                 if groups is None:
                     break
-                step = Step(
-                    groups=groups,
-                    policy_version=self.policy_version,
-                    waited_s=time.monotonic() - started,
-                )
-                await self._train_step(step)
+                yield self._begin_step(groups, waited_s=time.monotonic() - started)
         finally:
             await self._cancel_playing()
 
     def _over(self) -> bool:
         return (
-            time.monotonic() >= self._deadline
-            or self._stopping.is_set()
-            or self.window.steps >= self._pace.steps
+            time.monotonic() >= self._deadline or self._stopping.is_set() or self.window.steps >= self._steps
         )
 
-    async def _train_step(self, step: Step) -> None:
-        for group in step.groups:
+    def _begin_step(self, groups: Sequence[TrajectoryGroup], *, waited_s: float) -> Step:
+        for group in groups:
             self._finished.pop(group.group_id)
-        # Numbered before training: a checkpoint taken inside ``train`` must count this step as done.
-        self.policy_version += 1
+        before, self.policy_version = self.policy_version, self.policy_version + 1
         self.window.trained()
-        await self._train(step)
+        return Step(
+            number=self.window.steps,
+            groups=groups,
+            policy_version=before,
+            waited_s=waited_s,
+        )
 
     async def _next_groups(self) -> list[TrajectoryGroup] | None:
-        """Admit what may start until a step's worth is finished; None if the run is over first."""
+        """Admit groups until a full step is finished; None if the run is over first."""
         while True:
             self._admit()
             if (ids := self.window.take()) is not None:
@@ -178,7 +190,7 @@ class Loop:
             self._raise_broken()
 
     async def _wait(self) -> None:
-        limit = min(self._pace.stall_s, max(0.0, self._deadline - time.monotonic()))
+        limit = min(self._stall_timeout_s, max(0.0, self._deadline - time.monotonic()))
         try:
             async with asyncio.timeout(limit):
                 await self._changed.wait()
@@ -210,21 +222,21 @@ class Loop:
                 split=admitted.split,
                 index=admitted.index,
                 seed=admitted.seed,
-                # The same draws after a resume: new ones would favour groups that are quick to finish.
-                draw_seed=(self._pace.seed, admitted.group_id),
+                # The same draws after a resume: new ones would favour groups that finish quickly.
+                draw_seed=(self._seed, admitted.group_id),
             ),
-            size=self._pace.group_size,
+            size=self._group_size,
             group_id=admitted.group_id,
             admitted_version=admitted.admitted_version,
         )
-        dropped = len(group.trajectories) < self._pace.minimum_siblings
+        dropped = len(group.trajectories) < min(2, self._group_size)
         if failures:
-            self._failed(admitted, failures, dropped)
+            self._on_failure(admitted, failures, dropped)
         if dropped:
             self._dropped_tokens += sum(t.num_sampled_tokens for t in group.trajectories)
             self._drop(admitted, failures)
             return
-        # Blocking on purpose: between the journal and ``_finished`` no checkpoint may be taken.
+        # Blocking on purpose: no checkpoint may be taken between the journal and ``_finished``.
         self._journal.append(group)
         self._failed_in_a_row[group.task] = 0
         self._finished[group.group_id] = group
@@ -254,6 +266,7 @@ class Loop:
             for a in self._playing.values()
         )
         return (
-            f"no group finished for {self._pace.stall_s:.0f} s at step {self.window.steps}; "
-            f"playing: {slots or 'none'}; finished: {sorted(self._finished) or 'none'}\n{self._slots()}"
+            f"no group finished for {self._stall_timeout_s:.0f} s at step {self.window.steps}; "
+            f"playing: {slots or 'none'}; finished: {sorted(self._finished) or 'none'}\n"
+            f"{self._describe_slots()}"
         ).rstrip()

@@ -1,4 +1,4 @@
-"""One run: what happens before, during and after the loop."""
+"""One run: evaluation, training steps, checkpoints, metrics and the report."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,20 +17,19 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from agentrl_env.types import Message
-from agentrl_train.engine.chat import ChatFormat
+from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import EngineError
 from agentrl_train.learner import Learner
 from agentrl_train.runtime.admission import AdmittedGroup
+from agentrl_train.runtime.atomic_io import run_folder_errors
 from agentrl_train.runtime.checkpoint import Checkpoint, InModelFolder, save_checkpoint
-from agentrl_train.runtime.disk import run_folder_errors
+from agentrl_train.runtime.config import RunConfig
 from agentrl_train.runtime.evaluation import Evaluation
-from agentrl_train.runtime.journal import Journal
 from agentrl_train.runtime.loop import Loop, Step
 from agentrl_train.runtime.report.page import write_report
-from agentrl_train.runtime.telemetry.advice import nothing_learned
 from agentrl_train.runtime.telemetry.metrics import MetricsLog
 from agentrl_train.runtime.telemetry.throughput import Throughput
-from agentrl_train.runtime.trainer import TRACK, StepTrainer, by_task
+from agentrl_train.runtime.trainer import TRACK, StepTrainer, by_task, no_signal_warning
 from agentrl_train.runtime.watchdog import in_thread
 from agentrl_train.types import UNTRACED, Completion, RunningEngine, SamplingParams, Trace, Trajectory
 from agentrl_train.weights import Drift, Publisher, drift, probe_sequence, require_agreement
@@ -38,14 +38,14 @@ logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PROBES = 3
-"""Times that the engine is asked for its first completion."""
+"""Attempts to get the first completion of the engine."""
 
 Evaluator = Callable[[], Awaitable[dict[str, Evaluation]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """The policy, ready to act and to learn."""
+    """A loaded policy with its engine, learner and publisher."""
 
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
@@ -55,25 +55,8 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cadence:
-    """What happens how often, in steps, 0 is never; and what must not take longer, in seconds."""
-
-    steps: int
-    seed: int
-    checkpoint_every: int
-    rebalance_after: int
-    """In draws from a checkpoint on: when tasks share tokens as counted until then."""
-    keep: int
-    evaluate_every: int
-    temperature: float
-    tolerance: Drift
-    step_s: float
-    checkpoint_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a run ended; ``summary`` is None if it was interrupted, by the signal of that number."""
+    """Result of a run; ``summary`` is None if ``signal`` interrupted it."""
 
     folder: Path
     step: int
@@ -81,67 +64,24 @@ class Outcome:
     signal: int | None = None
 
 
-class Run:
-    """Trains, measures, saves. ``loop`` is set right after construction: the two know one another."""
+class FailureLog:
+    """Counts the episodes that infrastructure failed, and records them in ``failures.jsonl``."""
 
-    loop: Loop
-
-    def __init__(
-        self,
-        *,
-        folder: Path,
-        policy: Policy,
-        trainer: StepTrainer,
-        journal: Journal,
-        log: MetricsLog,
-        evaluate: Evaluator | None,
-        cadence: Cadence,
-        checkpoint: Checkpoint | None,
-        throughput: Throughput,
-        trace: Trace = UNTRACED,
-    ) -> None:
-        self.journal = journal
-        self._trace = trace
+    def __init__(self, folder: Path, *, episodes: int = 0) -> None:
+        self.episodes = episodes
+        """Failed episodes so far, those before a resume included."""
         self._folder = folder
-        self._policy = policy
-        self._trainer = trainer
-        self._log = log
-        self._evaluate_held_out = evaluate
-        self._cadence = cadence
-        self._fresh = checkpoint is None
-        self._signal: int | None = None
-        self._interrupted = asyncio.Event()
-        self._writing: asyncio.Task[None] | None = None
-        state = checkpoint.loop if checkpoint else {}
-        self._seconds_before = float(state.get("seconds", 0.0))
-        self._trained_tokens = int(state.get("trained_tokens", 0))
-        self._failed_episodes = int(state.get("failed_episodes", 0))
-        self._told_failures: set[tuple[str, str]] = set()
-        self._idle_steps = 0
-        self._started = time.monotonic()
-        self._throughput = throughput
-        if checkpoint:
-            policy.learner.load(checkpoint.folder)
+        self._logged: set[tuple[str, str]] = set()
 
-    def interrupt(self, number: int) -> None:
-        """End the run after the step under way, with a checkpoint; a second signal ends it at once."""
-        self._signal = number
-        self._interrupted.set()
-        self.loop.stop()
-        _leave_signals()
-
-    def count_failed(self, group: AdmittedGroup, failures: Sequence[Trajectory], dropped: bool) -> None:
-        """Note the episodes of a group that infrastructure failed to the last, in ``failures.jsonl``.
-
-        What is told there of every group is said aloud once.
-        """
-        self._failed_episodes += len(failures)
+    def __call__(self, group: AdmittedGroup, failures: Sequence[Trajectory], dropped: bool) -> None:
+        """Record the failed episodes of a group; each task and reason is logged as a warning once."""
+        self.episodes += len(failures)
         reason = str(failures[-1].error)
-        fate = "it is dropped" if dropped else "it goes on without them"
-        level = logging.DEBUG if (group.task, reason) in self._told_failures else logging.WARNING
-        self._told_failures.add((group.task, reason))
+        outcome = "the group is dropped" if dropped else "the group continues without them"
+        level = logging.DEBUG if (group.task, reason) in self._logged else logging.WARNING
+        self._logged.add((group.task, reason))
         logger.log(
-            level, "%d episodes of a group of %s failed, %s: %s", len(failures), group.task, fate, reason
+            level, "%d episodes of a group of %s failed, %s: %s", len(failures), group.task, outcome, reason
         )
         line = {
             "group_id": group.group_id,
@@ -155,41 +95,94 @@ class Run:
         with run_folder_errors(self._folder), open(self._folder / "failures.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
 
+
+class Run:
+    """Runs what happens around the steps of a loop: training, evaluation, checkpoints and reports."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        loop: Loop,
+        policy: Policy,
+        trainer: StepTrainer,
+        log: MetricsLog,
+        failures: FailureLog,
+        evaluate: Evaluator | None,
+        tolerance: Drift,
+        checkpoint: Checkpoint | None,
+        throughput: Throughput,
+        trace: Trace = UNTRACED,
+    ) -> None:
+        self._config = config
+        self._folder = config.run_folder
+        self._loop = loop
+        self._trace = trace
+        self._policy = policy
+        self._trainer = trainer
+        self._log = log
+        self._failures = failures
+        self._evaluate_held_out = evaluate
+        self._tolerance = tolerance
+        self._fresh = checkpoint is None
+        self._signal: int | None = None
+        self._interrupted = asyncio.Event()
+        self._writing: asyncio.Task[None] | None = None
+        state = checkpoint.loop if checkpoint else {}
+        self._seconds_before = float(state.get("seconds", 0.0))
+        self._trained_tokens = int(state.get("trained_tokens", 0))
+        self._idle_steps = 0
+        self._started = time.monotonic()
+        self._throughput = throughput
+        if checkpoint:
+            policy.learner.load(checkpoint.folder)
+
+    def interrupt(self, number: int) -> None:
+        """End the run after the step in progress, with a checkpoint; a second signal ends it at once."""
+        self._signal = number
+        self._interrupted.set()
+        self._loop.stop()
+        _remove_signal_handlers()
+
     async def run(self) -> Outcome:
-        """Run to the end, or until a signal to stop."""
+        """Run to the end, or until a stop signal."""
         for number in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self.interrupt, number)
         try:
             return await self._run()
         finally:
-            # Whatever ends the run, a checkpoint that is being written is finished.
+            # A checkpoint in progress is finished in any case.
             await asyncio.gather(self._written(), return_exceptions=True)
-            _leave_signals()
+            _remove_signal_handlers()
             await self._written()
 
     async def _run(self) -> Outcome:
-        """Check the weights, evaluate, train, evaluate again, and sum up."""
-        version = self.loop.policy_version
+        """Verify the weights, evaluate, train, evaluate again, and write summary and report."""
+        version = self._loop.policy_version
         publish = partial(
             self._policy.publisher.publish,
             self._policy.learner.weights(),
             policy_version=version,
             everywhere=True,
         )
-        await in_thread(publish, within_s=self._cadence.step_s, doing="publishing the first weights")
+        await in_thread(
+            publish, within_s=self._config.train.step_timeout_s, doing="publishing the first weights"
+        )
         await self._probe(version)
         if self._fresh:
             if not await self._evaluate("before"):
                 return Outcome(folder=self._folder, step=0, summary=None, signal=self._signal)
             await self._checkpoint(step=0)
         self._throughput.begin()
-        await self.loop.run()
-        step = self.loop.window.steps
+        async with aclosing(self._loop.steps()) as steps:
+            async for one in steps:
+                await self._train_step(one)
+        step = self._loop.window.steps
         await self._checkpoint(step=step)
         await self._written()
         summary = None if self._signal else await self._sum_up()
         report = partial(write_report, self._folder)
-        await in_thread(report, within_s=self._cadence.checkpoint_s, doing="writing the report")
+        await in_thread(report, within_s=self._config.checkpoint.write_timeout_s, doing="writing the report")
         return Outcome(folder=self._folder, step=step, summary=summary, signal=self._signal)
 
     async def _sum_up(self) -> Mapping[str, Any] | None:
@@ -198,26 +191,27 @@ class Run:
         return self._log.write_summary(
             seconds=self._elapsed(),
             trained_tokens=self._trained_tokens,
-            policy_version=self.loop.policy_version,
-            seed=self._cadence.seed,
+            policy_version=self._loop.policy_version,
+            seed=self._config.run.seed,
         )
 
-    async def train_step(self, step: Step) -> None:
-        """Train one step, record it, and save or evaluate where it is due."""
-        number, started = self.loop.window.steps, time.monotonic()
+    async def _train_step(self, step: Step) -> None:
+        """Train one step, log it, and run a checkpoint or evaluation if due."""
+        number, started = step.number, time.monotonic()
         with self._trace.span(TRACK, f"step {number}", groups=[group.group_id for group in step.groups]):
             train = partial(self._trainer.step, step.groups, policy_version=step.policy_version + 1)
-            told = await in_thread(train, within_s=self._cadence.step_s, doing=f"training step {number}")
+            told = await in_thread(
+                train, within_s=self._config.train.step_timeout_s, doing=f"training step {number}"
+            )
         self._trained_tokens += int(told.get("loss_tokens", 0))
         self._idle_steps = 0 if told.get("loss_tokens") else self._idle_steps + 1
         if self._idle_steps.bit_count() == 1:  # 1, 2, 4, 8 ... in a row
-            logger.warning("%s", nothing_learned(step.groups, steps=self._idle_steps))
-        speeds = self._throughput.step(
-            told, waited_s=step.waited_s, discarded_tokens=self.loop.discarded_tokens
-        )
+            logger.warning("%s", no_signal_warning(step.groups, steps=self._idle_steps))
+        discarded = self._loop.discarded_tokens
+        speeds = self._throughput.step(told, waited_s=step.waited_s, discarded_tokens=discarded)
         metrics = {**told, **speeds}
-        metrics["failed_episodes"] = float(self._failed_episodes)
-        metrics["dropped_groups"] = float(self.loop.window.dropped)
+        metrics["failed_episodes"] = float(self._failures.episodes)
+        metrics["dropped_groups"] = float(self._loop.window.dropped)
         metrics["train_seconds"] = time.monotonic() - started
         self._log.log_step(
             number,
@@ -227,30 +221,33 @@ class Run:
             tasks=by_task(step.groups),
             groups=step.groups,
         )
-        mixer = self.loop.window.mixer
+        mixer = self._loop.window.mixer
         for group in step.groups:
             mixer.count(group.task, sum(t.num_sampled_tokens for t in group.trajectories))
-        if self._due(number, self._cadence.checkpoint_every):
-            if self._cadence.rebalance_after:
-                mixer.rebalance(after=self._cadence.rebalance_after)
+        if self._due(number, self._config.checkpoint.every):
+            if self._config.rollout.balance == "tokens":
+                # The state must be on disk before the draws that depend on it: it is when the next checkpoint
+                # begins, and no more than two intervals of groups are drawn until then.
+                interval = self._config.checkpoint.every * self._config.rollout.groups_per_step
+                mixer.rebalance(after=2 * interval)
             await self._checkpoint(step=number)
-        if self._due(number, self._cadence.evaluate_every):
+        if self._due(number, self._config.eval.every):
             await self._evaluate(f"step {number}")
             self._throughput.begin()
 
     def _due(self, step: int, every: int) -> bool:
-        return every > 0 and step % every == 0 and step < self._cadence.steps
+        return every > 0 and step % every == 0 and step < self._config.run.steps
 
     async def _checkpoint(self, *, step: int) -> None:
-        """Save everything at this step's boundary; all but the copying happens while the run goes on.
+        """Save the run at a step boundary; everything but the copy happens in the background.
 
-        The journal's cut and the loop's state are taken in one breath; the parameters do not change before,
-        because training waits for the copy.
+        The state of the loop is taken right after the copy; parameters do not change meanwhile, because
+        training waits.
         """
         await self._written()
         copy, doing = self._policy.learner.snapshot, f"copying the parameters of step {step}"
-        snapshot = await in_thread(copy, within_s=self._cadence.checkpoint_s, doing=doing)
-        self.journal.rotate(step)
+        snapshot = await in_thread(copy, within_s=self._config.checkpoint.write_timeout_s, doing=doing)
+        window, untrained = self._loop.cut_journal(step)
         write = partial(
             save_checkpoint,
             self._folder / "checkpoints",
@@ -258,30 +255,32 @@ class Run:
             parts=(snapshot, InModelFolder(pretrained=self._policy.tokenizer)),
             loop={
                 "step": step,
-                "policy_version": self.loop.policy_version,
-                "window": self.loop.window.state(),
+                "policy_version": self._loop.policy_version,
+                "window": window,
                 "seconds": self._elapsed(),
                 "trained_tokens": self._trained_tokens,
-                "failed_episodes": self._failed_episodes,
+                "failed_episodes": self._failures.episodes,
             },
-            groups=self.loop.untrained,
-            keep=self._cadence.keep,
+            groups=untrained,
+            keep=self._config.checkpoint.keep,
         )
         self._writing = asyncio.create_task(self._write(write, step=step))
 
     async def _write(self, write: Callable[[], int], *, step: int) -> None:
         with self._trace.span("trainer/checkpoints", f"checkpoint {step}"):
             doing = f"writing the checkpoint of step {step}"
-            self.journal.prune(await in_thread(write, within_s=self._cadence.checkpoint_s, doing=doing))
+            self._loop.prune_journal(
+                await in_thread(write, within_s=self._config.checkpoint.write_timeout_s, doing=doing)
+            )
 
     async def _written(self) -> None:
-        """Wait until the last checkpoint is on the disk; raises what went wrong with it."""
+        """Wait for the checkpoint in progress; raises its error."""
         if (writing := self._writing) is not None:
             self._writing = None
             await writing
 
     async def _evaluate(self, name: str) -> bool:
-        """Measure held-out success; return False if a signal came first."""
+        """Evaluate held-out success; return False if interrupted."""
         if self._evaluate_held_out is None:
             return True
         with self._trace.span(TRACK, f"evaluation {name}"):
@@ -298,23 +297,23 @@ class Run:
                 await asyncio.gather(evaluation, interruption, return_exceptions=True)
         self._log.log_evaluation(
             name,
-            policy_version=self.loop.policy_version,
+            policy_version=self._loop.policy_version,
             results={task: result.trajectories for task, result in results.items()},
         )
         return True
 
     async def _probe(self, version: int) -> None:
-        """Compare one short completion of the engine with the trainer before anything is played."""
+        """Compare one short completion of the engine with the trainer before the first episode."""
         context = self._policy.chat.opening([Message(role="user", content="probe")], ())
         completion = await self._complete(
-            context, sampling=SamplingParams(max_new_tokens=8, temperature=self._cadence.temperature)
+            context, sampling=SamplingParams(max_new_tokens=8, temperature=self._config.engine.temperature)
         )
         sequence = probe_sequence(context, completion)
         found = drift(self._policy.learner.logprobs([sequence]), [sequence], version=version)
-        require_agreement(found, tolerance=self._cadence.tolerance, version=version)
+        require_agreement(found, tolerance=self._tolerance, version=version)
 
     async def _complete(self, context: Sequence[int], *, sampling: SamplingParams) -> Completion:
-        """Ask the engine for the first completion, again where it dies over it."""
+        """Request the first completion, with retries after engine failures."""
         attempts = PROBES
         while True:
             attempts -= 1
@@ -331,6 +330,6 @@ class Run:
         return self._seconds_before + time.monotonic() - self._started
 
 
-def _leave_signals() -> None:
+def _remove_signal_handlers() -> None:
     for number in STOP_SIGNALS:
         asyncio.get_running_loop().remove_signal_handler(number)

@@ -1,6 +1,6 @@
 """One training step, steps 5 to 8 of the path: groups -> advantages -> batches -> update -> publish.
 
-This is where the pure steps meet; it also takes the measurements that a step's record holds.
+It connects the pure steps and collects the metrics of a step.
 """
 
 from __future__ import annotations
@@ -9,76 +9,60 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 
-from agentrl_train.advantage import Baseline, Scale, advantages
-from agentrl_train.batch import Aggregation, pack, sequences
+from agentrl_train.advantage import advantages
+from agentrl_train.batch import pack, sequences
 from agentrl_train.errors import BadUpdate, LearnerOutOfMemory, ran_out_of_memory
 from agentrl_train.learner import Learner
-from agentrl_train.runtime.disk import run_folder_errors, write_file
+from agentrl_train.runtime.atomic_io import run_folder_errors, write_file
+from agentrl_train.runtime.config import AdvantageSection, TrainSection
 from agentrl_train.runtime.journal import encode_group, frame
-from agentrl_train.types import UNTRACED, Batch, TokenSequence, Trace, TrajectoryGroup
+from agentrl_train.types import UNTRACED, Batch, EpisodeEnd, Sleeper, TokenSequence, Trace, TrajectoryGroup
 from agentrl_train.weights import FLOAT32, Drift, Publisher, drift, require_agreement
 
 logger = logging.getLogger(__name__)
 
 TRACK = "trainer/steps"
-"""Track of the trace that the parts of a step are on."""
+"""Trace track of the parts of a step."""
 OLDEST = 8
-"""Ages that the histogram of staleness keeps apart; all beyond count as this one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """The choices between trajectories and an update."""
-
-    baseline: Baseline = "mean"
-    scale: Scale = "std"
-    task_normalization: bool = True
-    invalid_call_penalty: float = 0.0
-    truncation_penalty: float = 0.0
-    aggregation: Aggregation = "sequence_mean"
-    minibatches: int = 1
-    micro_batch_tokens: int = 8192
-    constant_tokens: int | None = None
-    """Denominator of the "constant" aggregation."""
-    skip_zero_advantages: bool = True
-    """Leave sequences without a signal out of the computation; they stay in the denominators."""
-    tolerance: Drift = FLOAT32
-    """Difference allowed between the engine's and the trainer's log-probabilities of the same tokens."""
-    skip_bad_updates: bool = False
-    """Leave out a step whose update would spoil the parameters, instead of ending the run."""
-    seed: int = 0
+"""Largest age in the staleness histogram; older tokens count as this age."""
 
 
 class StepTrainer:
-    """Trains on finished groups and publishes the result. Blocking: the loop calls it in a thread."""
+    """Trains on finished groups and publishes the weights. Blocking: runs in a thread."""
 
     def __init__(
         self,
         *,
         learner: Learner,
         publisher: Publisher,
-        recipe: Recipe,
+        advantage: AdvantageSection,
+        train: TrainSection,
+        max_context: int,
+        tolerance: Drift = FLOAT32,
+        seed: int = 0,
         bad_batches: Path,
         inherited: Collection[int] = frozenset(),
         turn: Callable[[], AbstractContextManager[None]] = nullcontext,
         trace: Trace = UNTRACED,
     ) -> None:
-        """Take what a step needs.
+        """Initialize the trainer.
 
-        ``bad_batches`` is the folder for the groups of updates that would have spoiled the parameters.
-        ``inherited`` are the groups that a resumed run brings along: the versions they name may be of weights
-        that were lost, so their log-probabilities cannot be compared. Within ``turn`` the learner has its
-        devices, which it may share with the engine.
+        ``bad_batches`` is the folder for the groups of rejected updates. ``inherited`` are the groups of a
+        resumed run: their versions may refer to lost weights, so their log-probabilities cannot be compared.
+        ``turn`` is the context in which the learner owns devices that it may share with the engine.
         """
         self.learner = learner
         self._publisher = publisher
-        self._recipe = recipe
+        self._advantage = advantage
+        self._train = train
+        self._max_context = max_context
+        self._tolerance = tolerance
+        self._seed = seed
         self._bad_batches = bad_batches
         self._inherited = inherited
         self._turn = turn
@@ -86,13 +70,13 @@ class StepTrainer:
         self._checked_all = False
 
     def step(self, groups: Sequence[TrajectoryGroup], *, policy_version: int) -> dict[str, float]:
-        """Make the update that leads from the weights in force to ``policy_version``, and publish it.
+        """Apply the update that leads to ``policy_version``, and publish the weights.
 
         Raises:
-            WeightMismatch: the engine does not hold the weights it should.
-            BadUpdate: it would spoil the parameters and was not made.
+            WeightMismatch: the engine holds other weights.
+            BadUpdate: the update was rejected.
             LearnerOutOfMemory: a micro-batch does not fit beside the model.
-            EngineError: the new weights could not be put in force.
+            EngineError: the new weights could not be loaded.
         """
         span = partial(self._trace.span, TRACK)
         with span("advantages"):
@@ -114,30 +98,30 @@ class StepTrainer:
 
     @cached_property
     def _publish_bytes(self) -> float:
-        """Bytes of all weights, which stay as many: of a sharded model, reading them gathers them."""
+        """Size of all weights in bytes; cached, because reading a sharded model gathers it."""
         return float(sum(one.numel() * one.element_size() for one in self.learner.weights().values()))
 
     def _learn_from(
         self, rows: Sequence[TokenSequence], groups: Sequence[TrajectoryGroup], *, policy_version: int
     ) -> tuple[Drift, dict[str, float]]:
-        """Make the update; return how far engine and trainer differed before it, and its metrics."""
-        recipe, span = self._recipe, partial(self._trace.span, TRACK)
+        """Apply the update; return the drift measured before it, and its metrics."""
+        train, span = self._train, partial(self._trace.span, TRACK)
         with span("check") as told, self._memory(policy_version):
             found = self._check(rows, version=policy_version - 1)
             told["drift"] = found.worst
         with span("pack"):
             batches = pack(
                 rows,
-                aggregation=recipe.aggregation,
-                max_tokens=recipe.micro_batch_tokens,
-                num_minibatches=recipe.minibatches,
-                seed=recipe.seed + policy_version,
+                aggregation=train.aggregation,
+                max_tokens=train.micro_batch_tokens,
+                num_minibatches=train.minibatches,
+                seed=self._seed + policy_version,
                 packed=self.learner.packs_rows,
-                constant_tokens=recipe.constant_tokens,
-                skip_zero_advantages=recipe.skip_zero_advantages,
+                constant_tokens=self._max_context,
+                skip_zero_advantages=train.kl_coef == 0 and train.entropy_coefficient == 0,
             )
-        # The learning rate follows steps: one with nothing to learn from, or left out, counts as well.
-        due = self.learner.num_updates + recipe.minibatches
+        # The learning rate follows steps: those without signal, or skipped, count as well.
+        due = self.learner.num_updates + train.minibatches
         with span("learn"), self._memory(policy_version):
             metrics = self._learn(batches, groups, step=policy_version)
         self.learner.num_updates = due
@@ -152,14 +136,14 @@ class StepTrainer:
             return self.learner.step(batches)
         except BadUpdate as error:
             place = self._write_out(groups, step=step)
-            if not self._recipe.skip_bad_updates:
+            if self._train.on_bad_update == "stop":
                 raise type(error)(f"{error} The groups of step {step} are in {place}.") from error
             logger.warning("%s The step is left out; its groups are in %s.", error, place)
             return {"skipped_steps": 1.0}
 
     @contextmanager
     def _memory(self, step: int) -> Iterator[None]:
-        """Say which setting helps where memory runs out."""
+        """Convert out-of-memory errors into ones that name the setting to change."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -167,11 +151,11 @@ class StepTrainer:
                 raise
             raise LearnerOutOfMemory(
                 f"step {step} does not fit into memory beside the model: lower train.micro_batch_tokens, "
-                f"now {self._recipe.micro_batch_tokens}, and go on with --resume"
+                f"now {self._train.micro_batch_tokens}, and go on with --resume"
             ) from error
 
     def _write_out(self, groups: Sequence[TrajectoryGroup], *, step: int) -> Path:
-        """Keep the groups of a bad update; ``journal.read_groups`` reads them."""
+        """Write the groups of a bad update to disk; ``journal.read_groups`` reads them."""
         place = self._bad_batches / f"step_{step:06d}.bin"
         with run_folder_errors(place.parent):
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -181,15 +165,15 @@ class StepTrainer:
     def _advantages(self, groups: Sequence[TrajectoryGroup]) -> list[list[float]]:
         return advantages(
             groups,
-            baseline=self._recipe.baseline,
-            scale=self._recipe.scale,
-            task_normalization=self._recipe.task_normalization,
-            invalid_call_penalty=self._recipe.invalid_call_penalty,
-            truncation_penalty=self._recipe.truncation_penalty,
+            baseline=self._advantage.baseline,
+            scale=self._advantage.scale,
+            task_normalization=self._advantage.task_normalization,
+            invalid_call_penalty=self._advantage.invalid_call_penalty,
+            truncation_penalty=self._advantage.truncation_penalty,
         )
 
     def _check(self, rows: Sequence[TokenSequence], *, version: int) -> Drift:
-        """Compare log-probabilities, at the first step all of them; return how far off the freshest is."""
+        """Compare log-probabilities, of all sequences in the first step; return the drift of the freshest."""
         own = [row for row in rows if row.group_id not in self._inherited]
         fresh = [(int((row.versions == version).sum()), row) for row in own]
         fresh = [(count, row) for count, row in fresh if count]
@@ -201,16 +185,16 @@ class StepTrainer:
         self._checked_all = True
         ours = self.learner.logprobs(chosen)
         found = drift(ours, chosen, version=version)
-        require_agreement(found, tolerance=self._recipe.tolerance, version=version)
+        require_agreement(found, tolerance=self._tolerance, version=version)
         return drift(ours[:1], chosen[:1], version=version)
 
 
 def staleness(
     groups: Sequence[TrajectoryGroup], rows: Sequence[TokenSequence], *, version: int
 ) -> dict[str, float]:
-    """Return how old the groups and their tokens are, in policy versions, when trained at ``version``.
+    """Return the age of groups and tokens, in policy versions, when trained at ``version``.
 
-    ``tokens_of_age_0``, ``_1`` ... are a histogram: sampled tokens by the age of what sampled them.
+    ``tokens_of_age_0``, ``_1`` ... are a histogram: sampled tokens by age.
     """
     ages = [version - group.admitted_version for group in groups]
     none = np.zeros(0, dtype=np.int64)
@@ -225,7 +209,7 @@ def staleness(
 
 
 def by_task(groups: Sequence[TrajectoryGroup]) -> dict[str, Mapping[str, float]]:
-    """Return per task what its episodes came to: success, reward, turns, invalid calls, tokens.
+    """Return per-task means of the episodes: success, reward, turns, valid calls, tokens.
 
     ``token_share`` is the task's share of the tokens trained on.
     """
@@ -246,3 +230,45 @@ def by_task(groups: Sequence[TrajectoryGroup]) -> dict[str, Mapping[str, float]]
             "groups_with_signal": float(np.mean(signal)),
         }
     return tasks
+
+
+def no_signal_warning(groups: Sequence[TrajectoryGroup], *, steps: int) -> str:
+    """Return a warning about consecutive steps without a learning signal, with likely causes."""
+    episodes = [episode for group in groups for episode in group.trajectories]
+    rewards = {round(episode.reward, 6) for episode in episodes}
+    what = f"all are {min(rewards):g}" if len(rewards) == 1 else f"they are {len(rewards)} different ones"
+    when = "this step" if steps == 1 else f"{steps} steps in a row"
+    sentences = [
+        f"nothing was trained in {when}: within each group all episodes have the same reward ({what})",
+    ]
+    full = sum(episode.end is EpisodeEnd.TRUNCATED_LENGTH for episode in episodes) / max(1, len(episodes))
+    if full:
+        sentences.append(f"{full:.0%} of the episodes ended because engine.max_context was full: raise it")
+    sentences.append(
+        "what helps: easier or harder samples, a larger rollout.group_size, a policy that "
+        "`agentrl-train sft` has warmed up"
+    )
+    return "; ".join(sentences)
+
+
+TRACK = "trainer/steps"
+
+
+@contextmanager
+def engine_asleep(engine: Sleeper, *, release: Callable[[], None], trace: Trace) -> Iterator[None]:
+    """Put a colocated engine to sleep for the block, so that the learner can use its devices.
+
+    Args:
+        engine: wakes after the block; after an error it stays asleep, because the run ends.
+        release: releases unused memory of the learner.
+        trace: trace of the run.
+
+    Raises:
+        EngineError: the engine did not sleep or wake.
+    """
+    with trace.span(TRACK, "sleep"):
+        engine.sleep()
+    yield
+    with trace.span(TRACK, "wake"):
+        release()
+        engine.wake()

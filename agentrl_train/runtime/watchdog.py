@@ -1,7 +1,7 @@
-"""Nothing waits for ever, and nobody has to guess what for: deadlines, and the table of slots.
+"""Deadlines for blocking calls, and a watchdog that reports the state of every slot.
 
-The watchdog listens where the trace does. Whatever begins or ends is movement; when nothing has moved for a
-while it prints what every slot waits for, from a thread of its own, so that a blocked loop is told of too::
+The watchdog observes trace spans. When none begins or ends for a while, it logs what every slot waits for,
+from a separate thread, so that a blocked event loop is reported too::
 
     nothing has moved for 60 s; what is under way:
     slot      task   sample  sibling  attempt  session   turn    waiting for   seconds
@@ -30,13 +30,13 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 SLOTS = "slots"
-"""Group of tracks that episodes are played on."""
+"""Track group of episodes."""
 HEADINGS = ("slot", "task", "sample", "sibling", "attempt", "session", "turn", "waiting for", "seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """What is under way on a track."""
+    """An open span of a track."""
 
     name: str
     since: float
@@ -44,12 +44,12 @@ class Span:
 
 
 class Watchdog:
-    """Knows what is under way; satisfies ``Trace`` and passes all on to another one.
+    """Tracks open spans; implements ``Trace`` and forwards to another one.
 
     Args:
-        quiet_s: time without movement after which the table is printed, and after twice that again.
-        trace: who else is told.
-        tell: where the table goes.
+        quiet_s: time without progress after which the table is logged; doubled after each report.
+        trace: receives all spans.
+        tell: logs the table.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Watchdog:
 
     @contextmanager
     def span(self, track: str, name: str, **facts: Any) -> Iterator[dict[str, Any]]:
-        """Note what begins, and that it ended."""
+        """Record a span while the block runs."""
         with self._trace.span(track, name, **facts) as told:
             span = Span(name=name, since=time.monotonic(), facts=told)
             self._note(track, span, begins=True)
@@ -80,7 +80,7 @@ class Watchdog:
                 self._note(track, span, begins=False)
 
     def mark(self, track: str, name: str, *, since: float, **facts: Any) -> None:
-        """Pass on what has ended."""
+        """Forward a completed span."""
         self._moved = time.monotonic()
         self._trace.mark(track, name, since=since, **facts)
 
@@ -108,7 +108,7 @@ class Watchdog:
                 del self._under_way[track]
 
     def table(self) -> str:
-        """Return what every slot and the trainer are at, a line each."""
+        """Return the open spans as a table: a line per slot, and the trainer."""
         now = time.monotonic()
         with self._lock:
             tracks = {track: list(spans) for track, spans in sorted(self._under_way.items(), key=_order)}
@@ -155,15 +155,15 @@ def _slot(track: str, spans: list[Span], now: float) -> tuple[str, ...]:
 
 
 async def in_thread(call: Callable[[], T], *, within_s: float, doing: str) -> T:
-    """Return what a blocking call returns, from a thread that does not hold up the end of the process.
+    """Run a blocking call in a daemon thread and return its result.
 
     Args:
         call: takes no arguments.
-        within_s: its deadline.
-        doing: what it does, for the message.
+        within_s: deadline.
+        doing: description for the error message.
 
     Raises:
-        Stalled: it was not back in time; its thread cannot be stopped and is left to itself.
+        Stalled: the deadline passed; the thread cannot be stopped and is abandoned.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -180,9 +180,9 @@ async def in_thread(call: Callable[[], T], *, within_s: float, doing: str) -> T:
         error, result = None, None
         try:
             result = call()
-        except BaseException as raised:  # the boundary of the thread: the caller must hear of it
+        except BaseException as raised:  # boundary of the thread: the caller must see the error
             error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(settle, error, result)
 
     threading.Thread(target=run, name=doing, daemon=True).start()

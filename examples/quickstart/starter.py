@@ -21,11 +21,11 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl_env import EnvClient, Environment
 from agentrl_env.server.loader import load_target
-from agentrl_train.engine.chat import ChatFormat
+from agentrl_train.chat import ChatFormat
 from agentrl_train.learner import Learner
 from agentrl_train.loss import sft_loss
 from agentrl_train.runtime.admission import TaskSource
-from agentrl_train.runtime.imitation import expert_sequences, imitate
+from agentrl_train.runtime.sft import expert_sequences, train_sft
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[1] / "environments"
@@ -123,7 +123,7 @@ async def make(arguments: argparse.Namespace) -> None:
     model = new_model(tokenizer, seed=arguments.seed)
     size = sum(parameter.numel() for parameter in model.parameters())
     print(f"{size:,} parameters, {len(tokenizer)} tokens, {len(sequences)} episodes", flush=True)
-    imitate(
+    train_sft(
         Learner(
             model,
             objective=sft_loss,

@@ -59,7 +59,11 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def configured(config_file: Path, address: str) -> Any:
     def configured(*overrides: str) -> RunConfig:
-        placement = ("placement.launcher=ray", f"placement.ray_address={address}", "placement.ray_seconds=60")
+        placement = (
+            "placement.launcher=ray",
+            f"placement.ray_address={address}",
+            "placement.ray_timeout_s=60",
+        )
         return load_config(config_file, [*placement, *overrides])
 
     return configured
@@ -101,7 +105,7 @@ async def test_a_rank_that_fails_is_told_by_its_number_and_its_reason(configured
 
 
 def test_a_cluster_without_room_is_told_what_would_be_needed(configured: Any) -> None:
-    config = configured("train.processes=9", "placement.ray_seconds=2")
+    config = configured("train.processes=9", "placement.ray_timeout_s=2")
     why = r"it needs 10 CPUs and 0 GPUs \(PACK\), and 8 and 4 are free"
     with pytest.raises(ConfigError, match=why), cluster(config):
         pass

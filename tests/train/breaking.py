@@ -7,14 +7,14 @@ import json
 import sys
 
 from agentrl_train.engine.options import ServingOptions
-from agentrl_train.engine.replica import Replica
+from agentrl_train.engine.scheduler import Scheduler
 from agentrl_train.runtime.placement.serving import main
 
 
-def broken(_replica: Replica) -> None:
+def broken(_replica: Scheduler) -> None:
     raise RuntimeError("a cable was pulled")
 
 
 if __name__ == "__main__":
-    Replica.step = broken  # type: ignore[method-assign]
+    Scheduler.step = broken  # type: ignore[method-assign]
     asyncio.run(main(int(sys.argv[1]), ServingOptions(**json.loads(sys.argv[2]))))

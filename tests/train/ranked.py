@@ -21,7 +21,7 @@ from agentrl_train.batch import pack
 from agentrl_train.errors import LossNotFinite
 from agentrl_train.learner import Learner, Lora
 from agentrl_train.loss import sft_loss
-from agentrl_train.runtime.ranks import LeadLearner, Ranks, follow, joined
+from agentrl_train.runtime.distributed import LeadLearner, Ranks, follow, joined
 from agentrl_train.types import Batch
 from tests.train.test_learner import llama, made, moved, qwen, with_
 

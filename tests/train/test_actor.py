@@ -77,7 +77,7 @@ async def test_a_broken_environment_is_played_again_in_a_fresh_session(client: E
 async def test_an_episode_that_keeps_failing_is_left_out_and_never_a_zero(client: EnvClient) -> None:
     Countdown.broken_resets = 3
     engine = ScriptedEngine(CHAT, always(DOWN))
-    actor = make_actor(engine, client, retries=2)
+    actor = make_actor(engine, client, environment_retries=2)
     group, failures = await actor.group(EPISODE, size=3, group_id=1, admitted_version=0)
     assert [t.reward for t in group.trajectories] == [1.0] * len(group.trajectories)
     assert len(group.trajectories) + len(failures) == 3
@@ -87,7 +87,7 @@ async def test_an_episode_that_keeps_failing_is_left_out_and_never_a_zero(client
 async def test_a_failing_engine_is_an_engine_failure(client: EnvClient) -> None:
     engine = ScriptedEngine(CHAT, always(DOWN))
     engine.failures = 100
-    trajectory = await make_actor(engine, client, retries=1).sibling(EPISODE)
+    trajectory = await make_actor(engine, client, environment_retries=1).sibling(EPISODE)
     assert trajectory.end is EpisodeEnd.FAILED_ENGINE
     assert trajectory.error == "the scripted engine fails"
     assert len(engine.calls) == 2
@@ -179,7 +179,8 @@ async def test_an_environment_out_of_reach_is_told_of_at_once_and_once_for_all_w
     client: EnvClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     away = Away(client, calls=5)
-    actor = make_actor(ScriptedEngine(CHAT, always(DOWN)), away, patience_s=60.0)  # type: ignore[arg-type]
+    engine = ScriptedEngine(CHAT, always(DOWN))
+    actor = make_actor(engine, away, environment_wait_timeout_s=60.0)  # type: ignore[arg-type]
     group, failures = await actor.group(EPISODE, size=4, group_id=0, admitted_version=0)
     assert (len(group.trajectories), failures) == (4, [])
     said = [record.getMessage() for record in caplog.records]
@@ -192,7 +193,7 @@ async def test_an_environment_out_of_reach_is_told_of_at_once_and_once_for_all_w
 
 
 async def test_an_opening_without_room_for_a_turn_says_how_much_it_needs(client: EnvClient) -> None:
-    actor = make_actor(ScriptedEngine(CHAT, always(DOWN)), client, max_context=130, retries=0)
+    actor = make_actor(ScriptedEngine(CHAT, always(DOWN)), client, max_context=130, environment_retries=0)
     trajectory = await actor.sibling(EPISODE)
     assert trajectory.end is EpisodeEnd.FAILED_ENGINE
     told = re.fullmatch(

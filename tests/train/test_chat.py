@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl_env.types import FunctionSpec, Message, ToolCall, ToolSpec
-from agentrl_train.engine.chat import ChatFormat
+from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import ConfigError
 from tests.conftest import make_tokenizer
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agentrl_env.types import FunctionCall, Message, TaskSample, ToolCall
 from agentrl_train.errors import CheckpointError, RunFolderError
 from agentrl_train.learner import Learner
+from agentrl_train.runtime.atomic_io import is_disk_full, write_file
 from agentrl_train.runtime.checkpoint import (
     InModelFolder,
     load_checkpoint,
@@ -22,7 +23,6 @@ from agentrl_train.runtime.checkpoint import (
     save_checkpoint,
     steps,
 )
-from agentrl_train.runtime.disk import is_disk_full, write_file
 from agentrl_train.runtime.journal import Journal, decode_group, encode_group, frame, read_records
 from agentrl_train.types import Completion, EpisodeEnd, Trajectory, TrajectoryGroup, Turn
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from agentrl_train.errors import ConfigError
 from agentrl_train.runtime.config import RolloutSection, RunConfig, load_config
 from agentrl_train.runtime.config.reference import reference
-from agentrl_train.runtime.config.toml import dump_toml
+from agentrl_train.runtime.config.toml import RENAMED, dump_toml
 
 MINIMAL = """
 [run]
@@ -188,7 +188,9 @@ def test_an_override_can_go_below_a_value_only_where_there_is_a_table(config_fil
 
 
 def test_a_configuration_survives_its_run_folder(config_file: Path, tmp_path: Path):
-    config = load_config(config_file, ["environments.0.tasks={shop=2, 'odd name'=0.5}", "run.minutes=8.5"])
+    config = load_config(
+        config_file, ["environments.0.tasks={shop=2, 'odd name'=0.5}", "run.run_timeout_s=8.5"]
+    )
     (tmp_path / "run").mkdir()
     saved = tmp_path / "run" / "config.toml"
     saved.write_text(config.to_toml())
@@ -238,3 +240,30 @@ def test_the_reference_explains_every_setting_and_gives_its_default(config_file:
     unexplained = [line for line in reference().splitlines() if line and "  #" not in line]
     assert not unexplained
     assert "# rank = 16" in reference()
+
+
+@pytest.mark.parametrize(("former", "current"), RENAMED.items())
+def test_former_key_is_refused_with_its_current_name(config_file: Path, former: str, current: str):
+    assert f"unknown key {former}: it is called {current} now" in refusal(config_file, f"{former}=30")
+    load_config(config_file, [f"{current}=30", *(["engine.kind=vllm"] if "vllm" in current else [])])
+
+
+def test_every_deadline_is_named_timeout_s():
+    keys = [line.split(" =")[0].lstrip("# ") for line in reference().splitlines() if " =" in line]
+    assert [
+        key for key in keys if key.endswith(("seconds", "minutes", "_s")) and "timeout_s" not in key
+    ] == []
+    assert sum(key.endswith("_timeout_s") for key in keys) == len(RENAMED)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["train.importance_floor=0.5"], "importance_floor needs importance_cap"),
+        (["train.importance_floor=2.0", "train.importance_cap=2.0"], "must be below importance_cap"),
+    ],
+)
+def test_importance_floor_is_checked_against_the_cap(
+    config_file: Path, overrides: list[str], problem: str
+) -> None:
+    assert problem in refusal(config_file, *overrides)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from agentrl_train.engine.invariance import FIXED_ROWS, independent_rows
-from agentrl_train.engine.replica import Replica
+from agentrl_train.engine.batch_invariance import FIXED_ROWS, independent_rows
+from agentrl_train.engine.scheduler import Scheduler
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.types import Completion, SamplingParams
 from tests.conftest import make_model
@@ -104,13 +104,13 @@ async def test_a_replica_that_breaks_is_built_anew_and_every_request_answered(
 ) -> None:
     engine = make_engine()
     undisturbed = await play(engine, range(12), None)
-    steps, whole = iter(range(10**6)), Replica._decode_rows
+    steps, whole = iter(range(10**6)), Scheduler._decode_rows
 
-    def breaks(self: Replica, *args: object, **options: object) -> None:
+    def breaks(self: Scheduler, *args: object, **options: object) -> None:
         if next(steps) % 90 == 89:
             raise RuntimeError("the forward pass breaks")
         whole(self, *args, **options)
 
-    monkeypatch.setattr(Replica, "_decode_rows", breaks)
+    monkeypatch.setattr(Scheduler, "_decode_rows", breaks)
     assert await play(engine, range(12), None) == undisturbed
     await engine.close()

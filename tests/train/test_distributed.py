@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import TCPStore
 from agentrl_train.errors import RanksLost
 from agentrl_train.learner import Learner
 from agentrl_train.learner.sharding import GatheredWeights, buckets, deal
-from agentrl_train.runtime.ranks import LeadLearner
+from agentrl_train.runtime.distributed import LeadLearner
 from tests.train.ranked import CASES, Case, Facts, batches, learner_of, told
 from tests.train.test_learner import made, qwen
 
@@ -216,7 +216,7 @@ def test_closing_does_not_wait_for_a_call_that_hangs(
 ) -> None:
     began, end = threading.Event(), threading.Event()
     monkeypatch.setattr(Learner, "step", lambda *_: (began.set(), end.wait()))
-    monkeypatch.setattr("agentrl_train.runtime.ranks.CLOSE_S", 0.05)
+    monkeypatch.setattr("agentrl_train.runtime.distributed.CLOSE_S", 0.05)
     hanging = threading.Thread(target=lead.step, args=([],))
     hanging.start()
     began.wait()

@@ -15,15 +15,16 @@ from agentrl_env import EnvClient
 from agentrl_env.errors import SessionExpired
 from agentrl_env.launch.process import ServerProcess
 from agentrl_env.types import TaskSample
-from agentrl_train.actor import Actor, Episode, Play
-from agentrl_train.engine.replica import Replica
+from agentrl_train.actor import Actor, Episode
+from agentrl_train.engine.scheduler import Scheduler
 from agentrl_train.engine.torch import MAX_REBUILDS, TorchEngine
 from agentrl_train.errors import EngineBroken, GradientSpike, LearnerOutOfMemory, LossNotFinite, Stalled
 from agentrl_train.learner import Learner
-from agentrl_train.learner.guard import FEWEST, SpikeGuard
+from agentrl_train.learner.grad_guard import FEWEST, SpikeGuard
+from agentrl_train.runtime.config import AdvantageSection, EngineSection, RolloutSection, TrainSection
 from agentrl_train.runtime.environments import kept
 from agentrl_train.runtime.journal import read_groups
-from agentrl_train.runtime.trainer import Recipe, StepTrainer
+from agentrl_train.runtime.trainer import StepTrainer
 from agentrl_train.runtime.watchdog import Watchdog, in_thread
 from agentrl_train.types import Completion, EpisodeEnd, SamplingParams, Trajectory, TrajectoryGroup, Turn
 from agentrl_train.weights import Publisher
@@ -65,7 +66,7 @@ async def test_an_episode_whose_sessions_all_expire_is_a_failure_and_has_no_rewa
             return await super().generate(*args, **options)
 
     async with EnvClient.local(Countdown, lease_s=0.05) as client:
-        actor = make_actor(Slow(0.3), client, retries=1)
+        actor = make_actor(Slow(0.3), client, environment_retries=1)
         group, failures = await actor.group(EPISODE, size=2, group_id=0, admitted_version=0)
     assert group.trajectories == []
     assert {failure.end for failure in failures} == {EpisodeEnd.FAILED_ENVIRONMENT}
@@ -99,8 +100,9 @@ async def test_a_server_of_our_own_that_is_killed_is_started_again_and_its_episo
             engine=engine,
             chat=CHAT,
             clients={"babble": client},
-            play=Play(max_new_tokens=120, max_context=4000, retries=1, patience_s=60.0),
-            places=asyncio.Semaphore(4),
+            sampling=EngineSection(max_new_tokens=120, max_context=4000),
+            rollout=RolloutSection(environment_retries=1, environment_wait_timeout_s=60.0),
+            slots=asyncio.Semaphore(4),
         )
         episode = Episode(task="babble", split="train", index=1, seed=1, draw_seed=(0, 1))
         group, failures = await actor.group(episode, size=4, group_id=0, admitted_version=0)
@@ -194,11 +196,13 @@ def make_group(group_id: int, logprob: float = -1.0) -> TrajectoryGroup:
     return TrajectoryGroup(group_id=group_id, task="a", trajectories=trajectories, admitted_version=0)
 
 
-def make_trainer(folder: Path, learner: Learner, sync: Nowhere, **recipe: object) -> StepTrainer:
+def make_trainer(folder: Path, learner: Learner, sync: Nowhere, **train: object) -> StepTrainer:
     return StepTrainer(
         learner=learner,
         publisher=Publisher(sync),
-        recipe=Recipe(**recipe),  # type: ignore[arg-type]
+        advantage=AdvantageSection(),
+        train=TrainSection(**train),  # type: ignore[arg-type]
+        max_context=2048,
         bad_batches=folder / "bad_batches",
     )
 
@@ -221,7 +225,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_leaves_its_groups(tmp_path: P
 
 def test_such_a_step_can_be_left_out_instead_and_the_schedule_goes_on(tmp_path: Path) -> None:
     learner, sync = Learner(make_model(), learning_rate=1e-2), Nowhere()
-    trainer = make_trainer(tmp_path, learner, sync, skip_bad_updates=True)
+    trainer = make_trainer(tmp_path, learner, sync, on_bad_update="skip")
     before = parameters(learner)
     told = trainer.step([make_group(0, logprob=float("nan"))], policy_version=1)
     assert told["skipped_steps"] == 1.0
@@ -337,10 +341,10 @@ def test_an_engine_out_of_memory_goes_on_with_fewer_sequences_at_a_time(
 async def test_an_engine_that_breaks_every_time_says_so_once_and_for_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def breaks(self: Replica, *args: object, **options: object) -> None:
+    def breaks(self: Scheduler, *args: object, **options: object) -> None:
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr(Replica, "_forward", breaks)
+    monkeypatch.setattr(Scheduler, "_forward", breaks)
     engine = TorchEngine({"current": make_model()}, stop_token_ids=[2], max_sequences=2, max_context=64)
     sampling = SamplingParams(max_new_tokens=4)
     for _ in range(2):

@@ -1,6 +1,7 @@
 import copy
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,9 +20,13 @@ from transformers import (
 from agentrl_train.batch import pack
 from agentrl_train.errors import LossNotFinite
 from agentrl_train.learner import Learner, lr_fraction, sampled_logprobs, select_sampled
-from agentrl_train.learner.scoring import padding_free
+from agentrl_train.learner.logprobs import padding_free
 from agentrl_train.loss import policy_loss, sft_loss
+from agentrl_train.runtime.config import load_config
+from agentrl_train.runtime.factories import learner_options
 from agentrl_train.types import FloatArray, TokenSequence
+
+QUICKSTART = Path(__file__).parents[2] / "examples/quickstart/train.toml"
 
 VOCABULARY = 48
 SIZES = {
@@ -410,6 +415,29 @@ def test_an_importance_cap_anchors_the_clip_on_the_present_policy():
     assert decoupled["clip_fraction"] == 0.0
     assert decoupled["ratio"] == pytest.approx(1.0, abs=1e-5)
     assert decoupled["loss"] == pytest.approx(-0.5, abs=0.05)
+
+
+def test_importance_floor_masks_tokens_outside_the_range():
+    sampled_elsewhere = [with_(one, logprobs=one.logprobs - 2 * one.loss_mask) for one in made(advantage=1.0)]
+    assert learner(importance_cap=0.5, importance_floor=0.1).step(pack(sampled_elsewhere))[
+        "loss"
+    ] == pytest.approx(0.0, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reached"),
+    [
+        ([], -0.5),
+        (["train.importance_cap=0.25"], -0.25),
+        (["train.importance_cap=0.5", "train.importance_floor=0.1"], 0.0),
+        (["train.entropy_coefficient=1.0"], -3.8),
+    ],
+)
+def test_configuration_keys_reach_the_loss(overrides: list[str], reached: float) -> None:
+    config = load_config(QUICKSTART, ["train.importance_cap=0.5", *overrides])
+    one = Learner(qwen(), **learner_options(config, model=qwen()))
+    sampled_elsewhere = [with_(one, logprobs=one.logprobs - 2 * one.loss_mask) for one in made(advantage=1.0)]
+    assert one.step(pack(sampled_elsewhere))["loss"] == pytest.approx(reached, abs=0.1)
 
 
 def test_bfloat16_computes_nearly_the_same_on_float32_parameters():

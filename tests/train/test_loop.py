@@ -1,5 +1,6 @@
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from agentrl_train.actor import Episode
 from agentrl_train.errors import EngineBroken, EnvironmentUnavailable, Stalled
 from agentrl_train.runtime.admission import Mixer, TaskSource, WorkWindow
 from agentrl_train.runtime.journal import Journal
-from agentrl_train.runtime.loop import Loop, Pace, Step
+from agentrl_train.runtime.loop import Loop, Step
 from agentrl_train.types import EpisodeEnd, Trajectory, TrajectoryGroup
 
 
@@ -76,7 +77,6 @@ class Recorder:
 def make_loop(
     folder: Path,
     actor: FakeActor,
-    recorder: Recorder,
     *,
     steps: int = 10,
     per_step: int = 3,
@@ -95,14 +95,18 @@ def make_loop(
             total_steps=steps,
         ),
         journal=Journal(folder),
-        train=recorder,
-        pace=Pace(steps=steps, group_size=4, seed=0, stall_s=stall_s),
+        steps=steps,
+        group_size=4,
+        seed=0,
+        stall_timeout_s=stall_s,
     )
 
 
-async def play(loop: Loop) -> None:
+async def play(loop: Loop, train: Callable[[Step], Awaitable[None]]) -> None:
     try:
-        await loop.run()
+        async with aclosing(loop.steps()) as steps:
+            async for step in steps:
+                await train(step)
     finally:
         loop._journal.close()
 
@@ -122,26 +126,25 @@ def test_every_group_is_trained_once_and_none_too_stale(
     loop = make_loop(
         tmp_path_factory.mktemp("journal"),
         actor,
-        recorder,
         per_step=per_step,
         staleness=staleness,
         window=window,
     )
-    asyncio.run(play(loop))
+    asyncio.run(play(loop, recorder))
     assert sorted(recorder.group_ids) == list(range(10 * per_step))
     for step in recorder.steps:
         for group in step.groups:
             assert step.policy_version - group.admitted_version <= loop.window.staleness_bound
 
 
-async def test_without_staleness_the_loop_is_synchronous(tmp_path: Path) -> None:
+async def test_zero_staleness_is_synchronous(tmp_path: Path) -> None:
     recorder = Recorder()
-    await play(make_loop(tmp_path, FakeActor(), recorder, staleness=0))
+    await play(make_loop(tmp_path, FakeActor(), staleness=0), recorder)
     for step in recorder.steps:
         assert {group.admitted_version for group in step.groups} == {step.policy_version}
 
 
-async def test_generation_goes_on_while_training_runs(tmp_path: Path) -> None:
+async def test_generation_continues_during_training(tmp_path: Path) -> None:
     actor = FakeActor()
     seen: list[int] = []
 
@@ -151,83 +154,81 @@ async def test_generation_goes_on_while_training_runs(tmp_path: Path) -> None:
             await asyncio.sleep(0)
         seen.append(len(actor.played) - before)
 
-    loop = make_loop(tmp_path, actor, Recorder(), staleness=1)
-    loop._train = train
-    await play(loop)
+    loop = make_loop(tmp_path, actor, staleness=1)
+    await play(loop, train)
     assert len(actor.played) == 30
     assert loop.window.steps == 10
 
 
-async def test_a_group_that_failed_is_replaced_and_not_trained(tmp_path: Path) -> None:
+async def test_failed_group_is_replaced_and_not_trained(tmp_path: Path) -> None:
     recorder = Recorder()
     actor = FakeActor(survivors=lambda i: 0 if i % 3 == 0 else 4)
-    await play(make_loop(tmp_path, actor, recorder))
+    await play(make_loop(tmp_path, actor), recorder)
     assert len(recorder.group_ids) == len(set(recorder.group_ids)) == 30
     assert all(i % 3 for i in recorder.group_ids)
 
 
-async def test_a_group_with_some_failures_is_trained_with_the_rest(tmp_path: Path) -> None:
+async def test_group_with_some_failures_is_trained_with_remaining_episodes(tmp_path: Path) -> None:
     recorder, failed = Recorder(), []
-    loop = make_loop(tmp_path, FakeActor(survivors=lambda i: 3), recorder, steps=2)
-    loop._failed = lambda group, failures, dropped: failed.extend(failures)
-    await play(loop)
+    loop = make_loop(tmp_path, FakeActor(survivors=lambda i: 3), steps=2)
+    loop._on_failure = lambda group, failures, dropped: failed.extend(failures)
+    await play(loop, recorder)
     assert {len(group.trajectories) for step in recorder.steps for group in step.groups} == {3}
     assert len(failed) >= 6
 
 
-async def test_an_environment_that_fails_every_group_ends_the_run_with_its_reason(tmp_path: Path) -> None:
-    loop = make_loop(tmp_path, FakeActor(survivors=lambda i: 0), Recorder())
+async def test_repeated_environment_failures_end_the_run(tmp_path: Path) -> None:
+    loop = make_loop(tmp_path, FakeActor(survivors=lambda i: 0))
     with pytest.raises(EnvironmentUnavailable, match=r"8 groups of task a failed one after another.*broken"):
-        await play(loop)
+        await play(loop, Recorder())
 
 
-async def test_an_engine_that_fails_every_group_is_not_taken_for_an_environment(tmp_path: Path) -> None:
-    loop = make_loop(tmp_path, FakeActor(survivors=lambda i: 0, end=EpisodeEnd.FAILED_ENGINE), Recorder())
+async def test_repeated_engine_failures_raise_engine_broken(tmp_path: Path) -> None:
+    loop = make_loop(tmp_path, FakeActor(survivors=lambda i: 0, end=EpisodeEnd.FAILED_ENGINE))
     with pytest.raises(EngineBroken, match=r"8 groups of task a failed one after another"):
-        await play(loop)
+        await play(loop, Recorder())
 
 
-async def test_a_task_that_always_fails_is_not_hidden_by_one_that_works(tmp_path: Path) -> None:
+async def test_failing_task_is_detected_beside_a_working_one(tmp_path: Path) -> None:
     actor = FakeActor(survivors=lambda i: 4 * (i % 2))  # tasks take turns
-    loop = make_loop(tmp_path, actor, Recorder(), steps=100)
+    loop = make_loop(tmp_path, actor, steps=100)
     with pytest.raises(EnvironmentUnavailable, match="8 groups of task a failed"):
-        await play(loop)
+        await play(loop, Recorder())
 
 
-async def test_a_run_in_which_nothing_moves_ends_with_the_table_of_slots(tmp_path: Path) -> None:
+async def test_stall_reports_groups_in_flight(tmp_path: Path) -> None:
     actor = FakeActor(delay=lambda i: 10**9 if i == 0 else 1)
-    loop = make_loop(tmp_path, actor, Recorder(), stall_s=0.05)
+    loop = make_loop(tmp_path, actor, stall_s=0.05)
     with pytest.raises(Stalled, match="playing: 0 \\(a 0, admitted at version 0\\)"):
-        await play(loop)
+        await play(loop, Recorder())
 
 
-async def test_a_bug_in_the_actor_is_not_swallowed(tmp_path: Path) -> None:
+async def test_actor_exception_propagates(tmp_path: Path) -> None:
     def bug(group_id: int) -> int:
         raise ZeroDivisionError("a bug")
 
     with pytest.raises(ZeroDivisionError, match="a bug"):
-        await play(make_loop(tmp_path, FakeActor(delay=bug), Recorder()))
+        await play(make_loop(tmp_path, FakeActor(delay=bug)), Recorder())
 
 
-async def test_stopping_ends_after_the_step_under_way_and_keeps_what_is_finished(tmp_path: Path) -> None:
+async def test_stop_finishes_current_step_and_keeps_finished_groups(tmp_path: Path) -> None:
     recorder = Recorder()
-    loop = make_loop(tmp_path, FakeActor(), recorder, steps=1000)
+    loop = make_loop(tmp_path, FakeActor(), steps=1000)
 
     async def train(step: Step) -> None:
         await recorder(step)
         if len(recorder.steps) == 4:
             loop.stop()
 
-    loop._train = train
-    await play(loop)
+    await play(loop, train)
     assert len(recorder.steps) == 4
     journalled = {group.group_id for group in loop._journal.read()}
     assert journalled == set(recorder.group_ids) | {group.group_id for group in loop.untrained}
 
 
-async def test_time_that_is_up_ends_the_run_cleanly(tmp_path: Path) -> None:
+async def test_run_timeout_ends_the_loop_cleanly(tmp_path: Path) -> None:
     actor = FakeActor(delay=lambda i: 10**9)
-    loop = make_loop(tmp_path, actor, Recorder())
-    loop._pace = Pace(steps=10, group_size=4, seed=0, limit_s=0.0)
-    await play(loop)
+    loop = make_loop(tmp_path, actor)
+    loop._run_timeout_s = 0.0
+    await play(loop, Recorder())
     assert loop.window.steps == 0

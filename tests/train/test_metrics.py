@@ -10,7 +10,6 @@ from rich.console import Console
 
 from agentrl_env.types import Message, TaskSample, ToolCall
 from agentrl_train.errors import RunFolderError
-from agentrl_train.runtime.telemetry.advice import nothing_learned
 from agentrl_train.runtime.telemetry.metrics import (
     MetricsLog,
     pass_at_k,
@@ -19,7 +18,8 @@ from agentrl_train.runtime.telemetry.metrics import (
     wilson_interval,
 )
 from agentrl_train.runtime.telemetry.progress import Progress
-from agentrl_train.runtime.telemetry.tensorboard import ScalarWriter
+from agentrl_train.runtime.telemetry.sinks import ScalarWriter
+from agentrl_train.runtime.trainer import no_signal_warning
 from agentrl_train.types import Completion, EpisodeEnd, Trajectory, TrajectoryGroup, Turn
 
 
@@ -316,7 +316,7 @@ def told_of(*rewards: float, end: EpisodeEnd = EpisodeEnd.TERMINATED, steps: int
         TrajectoryGroup(group_id=n, task="shop", trajectories=episodes[n : n + 2], admitted_version=0)
         for n in range(0, len(episodes), 2)
     ]
-    return nothing_learned(groups, steps=steps)
+    return no_signal_warning(groups, steps=steps)
 
 
 def test_a_step_that_trains_nothing_says_why() -> None:

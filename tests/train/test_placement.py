@@ -14,7 +14,7 @@ import torch
 from agentrl_train.errors import ConfigError
 from agentrl_train.runtime.config import load_config
 from agentrl_train.runtime.placement.devices import Devices, assign, visible_gpus
-from agentrl_train.runtime.placement.launchers import launcher_of
+from agentrl_train.runtime.placement.launcher import make_launcher
 from tests.train.runs import finish, steps, write_config
 from tests.train.test_repeats import told, weights
 
@@ -105,7 +105,7 @@ def test_torchrun_must_have_started_what_asks_for_it(
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     config = load_config(config_file, ["placement.launcher=torchrun"])
-    with pytest.raises(ConfigError, match="torchrun --nproc-per-node"), launcher_of(config):
+    with pytest.raises(ConfigError, match="torchrun --nproc-per-node"), make_launcher(config):
         pass
 
 

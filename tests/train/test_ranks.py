@@ -92,7 +92,7 @@ def test_torchrun_starts_the_ranks(config: Path, straight: list[tuple[float, flo
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_gone_ends_the_run_in_one_sentence(config: Path, number: signal.Signals) -> None:
     name = f"gone{int(number)}"
-    options = (f'run.name="{name}"', TWO, "train.rank_seconds=20", "run.steps=500")
+    options = (f'run.name="{name}"', TWO, "train.rank_timeout_s=20", "run.steps=500")
     process = begin(config, *options)
     until_step(process, config.parent / name, 2)
     (worker,) = workers_of(process)

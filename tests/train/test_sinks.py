@@ -95,7 +95,7 @@ def test_a_port_that_is_taken_is_one_sentence(exposition: Exposition) -> None:
 OFFLINE = """
 import json, sys
 from pathlib import Path
-from agentrl_train.runtime.telemetry.wandb import WandbWriter
+from agentrl_train.runtime.telemetry.sinks import WandbWriter
 folder = Path(sys.argv[1])
 for first in (1, 3):  # a run, and the same one resumed
     writer = WandbWriter(folder, project="tests", name="one", config={"run": {"seed": 3}})

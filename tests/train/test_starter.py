@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl_env import EnvClient, Message, ToolCall
-from agentrl_train.engine.chat import ChatFormat
-from agentrl_train.runtime.imitation import expert_sequence
+from agentrl_train.chat import ChatFormat
+from agentrl_train.runtime.sft import expert_sequence
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 TASKS = ("household", "shop", "sql")

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.vllm
 PARTS = """
 import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-from agentrl_train.engine.native import _Client, _Source, _endpoint
+from agentrl_train.engine.nccl_transfer import _Client, _Source, _endpoint
 from agentrl_train.engine.transfer import DeviceWeights
 
 weights = DeviceWeights({"a.0.weight": torch.ones(2, 3)}, dtype=torch.bfloat16, policy_version=1)
@@ -17,14 +17,13 @@ source, asked = _Source(weights), []
 assert [(m.name, m.dtype, m.shape) for m in source.metadata()] == [("a.0.weight", torch.bfloat16, (2, 3))]
 assert [name for name, _ in source] == ["a.0.weight"]
 assert weights.fingerprint == {"0": 6 * 0x3F80}
-for transfer in ("nccl", "ipc"):
-    assert _endpoint(transfer, workers=2).backend == transfer
-    assert transfer in WeightTransferTrainerFactory._registry
-assert _endpoint("nccl", workers=2).world_size == 3
+assert _endpoint(workers=2).backend == "nccl"
+assert "nccl" in WeightTransferTrainerFactory._registry
+assert _endpoint(workers=2).world_size == 3
 client = _Client(lambda step, info: asked.append((step, sorted(info))))
 client.init_weight_transfer_engine({"packed": True})
 client.start_weight_update()
-client.update_weights({"names": ["a"], "ipc_handles": [{"uuid": (1, b"2")}]})
+client.update_weights({"names": ["a"]})
 client.finish_weight_update()
 print(asked)
 """
@@ -36,7 +35,7 @@ def test_the_trainers_end_is_built_of_what_vllm_offers(python: str) -> None:
     expected = [
         ("init", ["packed"]),
         ("start", []),
-        ("update", ["ipc_handles_pickled", "names"]),
+        ("update", ["names"]),
         ("finish", []),
     ]
     assert done.stdout.splitlines()[-1] == str(expected)

@@ -28,7 +28,7 @@ SHORT = {
     "engine.max_sessions": 32,
     "rollout.groups_per_step": 6,
     "rollout.group_size": 4,
-    "rollout.episode_seconds": 600,
+    "rollout.episode_timeout_s": 600,
     "checkpoint.every": 100,
     "metrics.trajectories": 24,
     "eval.samples": 0,

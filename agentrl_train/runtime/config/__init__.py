@@ -9,6 +9,21 @@ Nothing here imports torch.
 """
 
 from agentrl_train.runtime.config.loading import load_config
-from agentrl_train.runtime.config.run import EnvironmentSection, RolloutSection, RunConfig
+from agentrl_train.runtime.config.sections import (
+    AdvantageSection,
+    EngineSection,
+    EnvironmentSection,
+    RolloutSection,
+    RunConfig,
+    TrainSection,
+)
 
-__all__ = ["EnvironmentSection", "RolloutSection", "RunConfig", "load_config"]
+__all__ = [
+    "AdvantageSection",
+    "EngineSection",
+    "EnvironmentSection",
+    "RolloutSection",
+    "RunConfig",
+    "TrainSection",
+    "load_config",
+]

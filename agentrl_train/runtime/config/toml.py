@@ -17,6 +17,20 @@ from agentrl_train.errors import ConfigError
 
 Table = dict[str, Any]
 
+RENAMED = {
+    "run.minutes": "run.run_timeout_s",
+    "run.quiet_seconds": "run.idle_report_timeout_s",
+    "engine.vllm.start_seconds": "engine.vllm.start_timeout_s",
+    "engine.vllm.silent_seconds": "engine.vllm.heartbeat_timeout_s",
+    "placement.ray_seconds": "placement.ray_timeout_s",
+    "rollout.episode_seconds": "rollout.episode_timeout_s",
+    "rollout.environment_patience_seconds": "rollout.environment_wait_timeout_s",
+    "train.rank_seconds": "train.rank_timeout_s",
+    "train.step_seconds": "train.step_timeout_s",
+    "checkpoint.seconds": "checkpoint.write_timeout_s",
+}
+"""Former key -> its current name. A former key is refused with an error that names the current one."""
+
 
 def read_toml(path: Path) -> Table:
     """Return a file's content; raises ``ConfigError`` if it is not there or is not TOML."""
@@ -157,6 +171,9 @@ def _sentences(problem: Mapping[str, Any], model: type[BaseModel]) -> Iterator[s
 
 def _unknown_key(location: Sequence[str | int], model: type[BaseModel]) -> str:
     name, key = ".".join(str(part) for part in location), str(location[-1])
+    if name in RENAMED:
+        unit = ", in seconds" if name == "run.minutes" else ""
+        return f"unknown key {name}: it is called {RENAMED[name]} now{unit}"
     valid = list(_fields(location[:-1], model))
     if near := get_close_matches(key, valid, n=1, cutoff=0.6):
         return f"unknown key {name}; did you mean {near[0]}?"

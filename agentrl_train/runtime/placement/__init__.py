@@ -1,7 +1,6 @@
-"""Which processes run where, and who starts them.
+"""Placement of the processes of a run.
 
-``devices.py`` says which GPUs each process gets; ``launcher.py`` is the seam between a run and whoever starts
-its processes: this machine (``local.py``), torchrun (``torchrun.py``) or Ray (``ray.py``, which alone imports
-it). ``colocated.py`` lets learner and engine take turns on the same GPUs; ``serving.py`` is the torch engine
-in a process of its own.
+``devices.py`` assigns GPUs; ``launcher.py`` starts processes locally or under torchrun; ``ray.py`` and
+``ray_engine.py`` place them on Ray and are the only modules that import it; ``serving.py`` is the torch
+engine in a separate process.
 """

@@ -29,7 +29,7 @@ from agentrl_train.engine.options import ServingOptions
 from agentrl_train.errors import ConfigError, RanksLost
 from agentrl_train.runtime.config import RunConfig
 from agentrl_train.runtime.placement.devices import Devices
-from agentrl_train.runtime.placement.launcher import LOOK_S, Meeting, environment, seeing
+from agentrl_train.runtime.placement.launcher import LOOK_S, Rendezvous, environment, visible_devices
 from agentrl_train.runtime.placement.ray_engine import Carrier, RayEngine
 
 END_S = 10.0
@@ -51,9 +51,9 @@ class RankHost:
     def follow(self, config: RunConfig, variables: Mapping[str, str]) -> None:
         """Be a rank other than 0, until rank 0 is done."""
         os.environ.update(variables)
-        from agentrl_train.runtime.learners import work
+        from agentrl_train.runtime.factories import run_follower
 
-        work(config)
+        run_follower(config)
 
 
 class RayLauncher:
@@ -74,7 +74,7 @@ class RayLauncher:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Have this process see the GPUs of rank 0, whose place an actor keeps."""
-        with self._hosts(), environment(seeing(self._gpus[0])):
+        with self._hosts(), environment(visible_devices(self._gpus[0])):
             yield
 
     @contextmanager
@@ -85,7 +85,7 @@ class RayLauncher:
                 yield
             return
         with self._hosts() as hosts:
-            meeting = Meeting(len(hosts), host=ray.util.get_node_ip_address())
+            meeting = Rendezvous(len(hosts), host=ray.util.get_node_ip_address())
             variables = [meeting.variables(n, gpus=gpus) for n, gpus in enumerate(self._gpus)]
             for number, host in list(enumerate(hosts))[1:]:
                 self._following[host.follow.remote(self._config, variables[number])] = number
@@ -207,8 +207,8 @@ def cluster(config: RunConfig) -> Iterator[RayLauncher]:
         wanted = bundles(config, node=ray.util.get_node_ip_address())
         group = placement_group(wanted, strategy=strategy(config))
         try:
-            if not group.wait(config.placement.ray_seconds):
-                raise ConfigError(_no_room(wanted, strategy(config), config.placement.ray_seconds))
+            if not group.wait(config.placement.ray_timeout_s):
+                raise ConfigError(_no_room(wanted, strategy(config), config.placement.ray_timeout_s))
             yield RayLauncher(config, group)
         finally:
             remove_placement_group(group)

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.process import STOP_S, EngineLost, EngineProcess
-from agentrl_train.engine.wire import Frame
+from agentrl_train.engine.rpc import Frame
 from agentrl_train.errors import EngineError
 
 BEAT_S = 0.25

@@ -12,11 +12,10 @@ import sys
 
 from safetensors import safe_open
 
-from agentrl_train.engine.answering import answer_frames, connect
 from agentrl_train.engine.options import ServingOptions
+from agentrl_train.engine.rpc import Frame, answer_frames, connect
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.engine.transfer import fingerprint, mismatch
-from agentrl_train.engine.wire import Frame
 from agentrl_train.errors import EngineBroken, EngineError, EngineOutOfMemory
 from agentrl_train.runtime.models import copy_of, load_policy
 from agentrl_train.types import SamplingParams

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from agentrl_train.errors import RunFolderError
-from agentrl_train.runtime.disk import run_folder_errors, write_file
+from agentrl_train.runtime.atomic_io import run_folder_errors, write_file
 from agentrl_train.runtime.report.charts import Interval, interval_axis, interval_chart, number_label
 from agentrl_train.runtime.report.curves import curves, number, task_values
 from agentrl_train.runtime.report.efficiency import efficiency

@@ -1,1 +1,1 @@
-"""What a run tells of itself while it goes: its numbers, its trace, its progress, and who is told."""
+"""Telemetry of a run: metrics, trace, progress and sinks."""

@@ -1,6 +1,6 @@
-"""What a run measures: ``metrics.jsonl``, evaluations, readable trajectories, the summary.
+"""Metrics of a run: ``metrics.jsonl``, evaluations, readable trajectories and the summary.
 
-Files of a run folder written here::
+Files written to the run folder::
 
     metrics.jsonl        a line a step: {"step", "policy_version", "elapsed_s", <name>: float...,
                          "tasks": {task: {<name>: float}}}
@@ -28,12 +28,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
-from agentrl_train.runtime.disk import run_folder_errors, write_file
+from agentrl_train.runtime.atomic_io import run_folder_errors, write_file
 from agentrl_train.runtime.telemetry.progress import Progress
 from agentrl_train.types import Trajectory, TrajectoryGroup, Turn
 
 SHOWN_PER_TASK = 8
-"""Episodes of an evaluation that are written out, the same samples each time."""
+"""Episodes per task and evaluation that are written out, the same samples each time."""
 
 
 def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
@@ -62,26 +62,26 @@ def pass_at_k(trials: int, successes: int, k: int) -> float:
 
 
 class Sink(Protocol):
-    """Who else is told the numbers of a run; those of a task are named ``success/shop``."""
+    """Seam: a receiver of the metrics of each step; per-task names look like ``success/shop``."""
 
     def write(self, scalars: Mapping[str, float], *, step: int) -> None:
-        """Take one step's values."""
+        """Write the values of one step."""
         ...
 
     def close(self) -> None:
-        """Take no more; idempotent."""
+        """Close the sink; idempotent."""
         ...
 
 
 class MetricsLog:
-    """Writes a run's measurements.
+    """Writes the metrics of a run.
 
     Args:
         folder: the run folder.
         first_step: steps trained before this process; later lines of an interrupted run are dropped.
         trajectories: episodes written out each step.
-        sinks: told every number too; closed with the log.
-        progress: shows each step to whoever watches; None is silent.
+        sinks: receive every metric; closed with the log.
+        progress: terminal display; None is silent.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class MetricsLog:
             self._progress.step(step, elapsed_s=elapsed_s, metrics=metrics, tasks=tasks)
 
     def note(self, text: str) -> None:
-        """Say something once where progress is shown."""
+        """Show a message in the progress display."""
         if self._progress is not None:
             self._progress.note(text)
 
@@ -199,7 +199,7 @@ class MetricsLog:
 
 
 def readable(trajectory: Trajectory, group: TrajectoryGroup | None = None) -> dict[str, Any]:
-    """Return an episode for people: its messages, and what each turn was sampled by and earned."""
+    """Return an episode as readable JSON: messages, with version, tokens and reward of each turn."""
     sample = trajectory.sample
     messages = [message.wire() for message in trajectory.opening]
     for turn in trajectory.turns:
@@ -223,11 +223,11 @@ def readable(trajectory: Trajectory, group: TrajectoryGroup | None = None) -> di
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a file, none if it is not there; a torn last line is left out."""
+    """Return the complete lines of a JSONL file, none if it does not exist; skip a truncated one."""
     if not path.exists():
         return []
     records = []
-    # Not ``splitlines``, which cuts at characters that may stand in what a model said.
+    # Not ``splitlines``, which also splits at characters that model output may contain.
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             record = json.loads(line)
@@ -292,7 +292,7 @@ def _flat(
 
 
 def _append(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Add whole lines; a number that is not finite is written as null, which every reader knows."""
+    """Append lines; non-finite numbers are written as null."""
     content = "".join(json.dumps(_finite(record)) + "\n" for record in records)
     with run_folder_errors(path.parent), open(path, "a", encoding="utf-8") as file:
         file.write(content)
@@ -307,7 +307,7 @@ def _finite(value: Any) -> Any:
 
 
 def _drop_later_lines(path: Path, *, after: str, last: int) -> None:
-    """Forget steps whose weights were lost with an interrupted run, and a torn last line."""
+    """Drop lines of steps lost in an interrupted run, and a truncated last line."""
     if path.exists():
         kept = [line for line in read_jsonl(path) if line[after] <= last]
         write_file(path, "".join(json.dumps(line) + "\n" for line in kept).encode())

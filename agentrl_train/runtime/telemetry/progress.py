@@ -1,4 +1,4 @@
-"""The progress of a run in the terminal: a live table where there is one, else one line a step."""
+"""Progress display: a live table in a terminal, else one line per step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMOOTHING = 0.8
 
 @dataclass(slots=True)
 class _TaskLine:
-    """What is shown of one task."""
+    """The displayed values of one task."""
 
     before: float | None = None
     success: float | None = None
@@ -29,9 +29,9 @@ class Progress:
 
     Args:
         total_steps: steps of the run.
-        console: where to; a terminal gets a live table, anything else plain lines.
+        console: output; a terminal shows a live table, anything else plain lines.
         first_step: steps trained before this process.
-        elapsed_s: time that they took, so that the pace is not reckoned from them.
+        elapsed_s: time those steps took, which the estimate of the time left excludes.
     """
 
     def __init__(
@@ -84,18 +84,18 @@ class Progress:
         self.note(f"held-out success, {name}: {shares}")
 
     def note(self, text: str) -> None:
-        """Say something once."""
+        """Print a message."""
         self._console.print(text, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the last picture in place; idempotent."""
+        """Stop the live display and keep its last state; idempotent."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     @property
     def seconds_left(self) -> float | None:
-        """Return the time left at the pace of late, None before it is known."""
+        """Return the estimated time left, or None before the first step."""
         return None if self._pace_s is None else self._pace_s * max(0, self._total - self._step)
 
     def _step_seconds(self, step: int, elapsed_s: float) -> float:

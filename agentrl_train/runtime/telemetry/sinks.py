@@ -1,22 +1,128 @@
-"""Who is told the numbers of a run, as its configuration says."""
+"""Sinks that receive the metrics of each step: TensorBoard, Weights & Biases, Prometheus and the trace."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+import math
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
 
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.summary import scalar
+
+from agentrl_train.errors import ConfigError
+from agentrl_train.runtime.atomic_io import run_folder_errors, write_file
 from agentrl_train.runtime.config import RunConfig
 from agentrl_train.runtime.telemetry.metrics import Sink
 from agentrl_train.runtime.telemetry.prometheus import Exposition
-from agentrl_train.runtime.telemetry.tensorboard import ScalarWriter
 from agentrl_train.runtime.telemetry.trace import TraceFile
-from agentrl_train.runtime.telemetry.wandb import WandbWriter
 from agentrl_train.types import UNTRACED, Trace
+
+
+class ScalarWriter:
+    """Appends scalars to an event file of its own in ``folder``. Satisfies ``Sink``.
+
+    Raises:
+        RunFolderError: the disk is full or not writable.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        with run_folder_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._writer: EventsWriter | None = EventsWriter(str(folder / "events"))
+
+    def write(self, scalars: Mapping[str, float], *, step: int) -> None:
+        """Write one step's values; those that are not finite are left out."""
+        if self._writer is None:
+            return
+        with run_folder_errors(self._folder):
+            for name, value in scalars.items():
+                if math.isfinite(value):
+                    event = Event(step=step, wall_time=time.time(), summary=scalar(name, value))
+                    self._writer.write_event(event)
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with run_folder_errors(self._folder):
+                writer.close()
+
+
+logger = logging.getLogger(__name__)
+
+
+class WandbWriter:
+    """Sends metrics to a W&B run, also after a resume. Implements ``Sink``.
+
+    Args:
+        folder: run folder, which holds the files of W&B and the run id.
+        project: of W&B.
+        name: of the run.
+        config: shown with the run.
+
+    Raises:
+        ConfigError: the package is missing, or W&B rejects the run, such as without a login.
+    """
+
+    def __init__(self, folder: Path, *, project: str, name: str, config: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                "metrics.wandb needs the package wandb: pip install 'agentrl-kit[wandb]', or leave it out"
+            ) from error
+        try:
+            self._run: Any = wandb.init(
+                project=project,
+                name=name,
+                id=_run_id(folder / "wandb-id"),
+                dir=folder,
+                config=dict(config),
+                resume="allow",
+                settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False),
+            )
+        except wandb.errors.Error as error:
+            raise ConfigError(
+                f"W&B takes no run ({error}): run `wandb login`, set WANDB_MODE=offline, or leave out "
+                "metrics.wandb"
+            ) from error
+        self._refused: type[Exception] = wandb.errors.Error
+
+    def write(self, scalars: Mapping[str, float], *, step: int) -> None:
+        """Log one step's values; those that are not finite are left out."""
+        if self._run is None:
+            return
+        try:
+            self._run.log({key: v for key, v in scalars.items() if math.isfinite(v)}, step=step)
+        except self._refused as error:
+            logger.warning("step %d was not logged to W&B: %s", step, error)
+
+    def close(self) -> None:
+        """Finish the run; idempotent."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()
+
+
+def _run_id(path: Path) -> str:
+    """Return the id that W&B knows this run folder by."""
+    with run_folder_errors(path.parent):
+        if not path.exists():
+            write_file(path, secrets.token_hex(8).encode())
+        return path.read_text().strip()
 
 
 @contextmanager
 def traced(config: RunConfig) -> Iterator[Trace]:
-    """Keep the trace of a run, or nothing if that is off; raises ``RunFolderError``."""
+    """Yield the trace of a run, or an inactive one if it is disabled; raises ``RunFolderError``."""
     if not config.metrics.trace:
         yield UNTRACED
         return
@@ -29,9 +135,9 @@ def traced(config: RunConfig) -> Iterator[Trace]:
 
 
 def open_sinks(config: RunConfig, trace: Trace, *, tell: Callable[[str], None]) -> list[Sink]:
-    """Return whom a run tells its numbers; all that are open are closed again if one cannot be.
+    """Return the configured sinks; if one fails to open, the others are closed.
 
-    ``tell`` hears where metrics are served.
+    ``tell`` is called with the address of the metrics endpoint.
 
     Raises:
         ConfigError: a port is taken, a package is missing.

@@ -1,8 +1,8 @@
-"""How fast a run goes, and how fast it could: each speed of a step beside its ceiling.
+"""Throughput of each step, with the ceiling of each rate.
 
-The ceiling of a speed is the speed of the part that makes it while that part worked: trained tokens a second
-of a trainer that never waits, sampled ones of an engine that never idles, weights pushed as fast as memory is
-copied. What is left between the two is waiting, so it is named as well: the idle shares.
+The ceiling is the rate while the responsible part was busy: trained tokens per second of a trainer that never
+waits, sampled tokens per second of an engine that is never idle, weights pushed at memory copy bandwidth. The
+difference is waiting time, reported as idle shares.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 Statistics = Callable[[], Mapping[str, float]]
 COPIED_BYTES = 1 << 26
-"""Copied to learn the speed of the memory; more than processors' caches hold of one thing."""
+"""Size of the bandwidth measurement; larger than processor caches."""
 
 
 class Throughput:

@@ -29,7 +29,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from agentrl_train.runtime.disk import run_folder_errors
+from agentrl_train.runtime.atomic_io import run_folder_errors
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,104 @@
+"""Sequence parallelism (Ulysses, arXiv 2309.14509): every rank of a group holds a slice of each row.
+
+All layers but attention work token by token. Around attention the ranks exchange tokens for heads: each
+computes all tokens of some heads, then the exchange is reversed::
+
+    [rows, heads, length / n, d]  ->  [rows, heads / n, length, d]  ->  [rows, heads, length / n, d]
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from agentrl_train.learner.logprobs import packs_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NAME = "ulysses"
+
+
+def use_sequence_parallel(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
+    """Make the attention of a model exchange tokens for heads within ``group``.
+
+    Raises:
+        ValueError: the heads cannot be divided evenly, or a layer has other than full attention.
+    """
+    size = dist.get_world_size(group)
+    heads = model.config.num_attention_heads
+    if heads % size:
+        raise ValueError(
+            f"train.sequence_parallel = {size} does not divide the model's {heads} attention heads; "
+            "use a number that does."
+        )
+    if not packs_rows(model):
+        raise ValueError(
+            "train.sequence_parallel needs a model with full attention in every layer; set it to 1."
+        )
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        return _attend(query, key, value, attention_mask, scaling=scaling, group=group), None
+
+    AttentionInterface.register(NAME, attend)
+    model.set_attn_implementation(NAME)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float | None,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """Return the attention of this rank's tokens, [rows, length / n, heads, d]."""
+    if key.shape[1] % dist.get_world_size(group):
+        times = query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(times, dim=1) for tensor in (key, value))
+    query, key, value = (_Exchange.apply(tensor, 1, 2, group) for tensor in (query, key, value))
+    seen = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    back: Tensor = _Exchange.apply(seen, 2, 1, group)
+    return back.transpose(1, 2).contiguous()
+
+
+class _Exchange(torch.autograd.Function):
+    """Differentiable all-to-all: split along one dimension, concatenate along another."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.back = join, split, group
+        return _exchange(tensor, split, join, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(gradients[0], *ctx.back), None, None, None
+
+
+def _exchange(tensor: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
+    sent = torch.stack(tensor.chunk(dist.get_world_size(group), dim=split))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return torch.cat(received.unbind(), dim=join)

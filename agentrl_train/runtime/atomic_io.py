@@ -1,0 +1,82 @@
+"""Atomic file writes, and errors for full or read-only disks."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from agentrl_train.errors import RunFolderError
+
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+DISK_FULL_TEXTS = (
+    "No space left",
+    "os error 28",
+    "os error 122",
+    "os error 27",
+    "file write failed",
+    "unexpected pos",  # torch.save, when a write fell short
+)
+
+
+@contextmanager
+def run_folder_errors(folder: Path) -> Iterator[None]:
+    """Convert disk errors into a ``RunFolderError`` that says how to fix them."""
+    try:
+        yield
+    except RunFolderError:
+        raise
+    except Exception as error:
+        if is_disk_full(error):
+            raise RunFolderError(
+                f"The disk that holds {folder} is full; free some space, then go on with --resume."
+            ) from error
+        if isinstance(error, OSError):
+            reason = error.strerror or error
+            raise RunFolderError(
+                f"{folder} cannot be written ({reason}); choose another run.folder or mend it."
+            ) from error
+        raise
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Return whether an error or one of its causes means that the disk is full."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in DISK_FULL:
+            return True
+        if any(text in str(cause) for text in DISK_FULL_TEXTS):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Replace a file atomically: readers see the old or the new content, also after a crash."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Flush the content of a file to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the entries of a folder to disk."""
+    sync_file(folder)

@@ -1,0 +1,304 @@
+"""Composition root: builds a run from a configuration. The only module that knows every part."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import (
+    AbstractContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+)
+from functools import partial
+from typing import Any
+
+import torch
+
+from agentrl_train.actor import Actor
+from agentrl_train.chat import ChatFormat
+from agentrl_train.errors import ConfigError
+from agentrl_train.runtime.admission import Mixer, TaskSource, WorkWindow
+from agentrl_train.runtime.checkpoint import Checkpoint, load_latest
+from agentrl_train.runtime.config import RunConfig
+from agentrl_train.runtime.distributed import LeadLearner, Ranks, release_memory
+from agentrl_train.runtime.environments import Served, environments
+from agentrl_train.runtime.evaluation import evaluate
+from agentrl_train.runtime.factories import join_ranks, make_engine, make_learner, make_publisher
+from agentrl_train.runtime.journal import Journal
+from agentrl_train.runtime.loop import Loop
+from agentrl_train.runtime.models import load_policy
+from agentrl_train.runtime.placement.launcher import Launcher, make_launcher
+from agentrl_train.runtime.run import Evaluator, FailureLog, Outcome, Policy, Run
+from agentrl_train.runtime.run_dir import claim_run_dir, write_config
+from agentrl_train.runtime.telemetry.metrics import MetricsLog
+from agentrl_train.runtime.telemetry.progress import Progress
+from agentrl_train.runtime.telemetry.sinks import open_sinks, traced
+from agentrl_train.runtime.telemetry.throughput import Throughput, copy_bytes_per_s
+from agentrl_train.runtime.trainer import StepTrainer, engine_asleep
+from agentrl_train.runtime.watchdog import Watchdog
+from agentrl_train.types import UNTRACED, Trace
+from agentrl_train.weights import FLOAT32, Drift
+
+ENDING_S = 30.0
+"""Grace period of a run to end after a required process is lost."""
+EVALUATION_SEED = 1_000_003
+"""Seed of held-out draws, independent of the run's seed, so that runs are comparable."""
+
+
+def threads_each(config: RunConfig) -> int:
+    """Return the thread count of engine and learner each: half of all if both run concurrently."""
+    threads = config.run.threads or os.cpu_count() or 1
+    return threads if config.rollout.max_staleness == 0 else max(1, threads // 2)
+
+
+@asynccontextmanager
+async def policy(
+    config: RunConfig,
+    *,
+    path: str,
+    launcher: Launcher,
+    trace: Trace = UNTRACED,
+    ranks: Ranks | None = None,
+) -> AsyncIterator[Policy]:
+    """Load the policy in ``path`` and start its engine; stop the engine on leaving."""
+    device, threads = config.engine.device, threads_each(config)
+    torch.set_num_threads(threads)
+    model, tokenizer = load_policy(path, device=device)
+    chat = ChatFormat(tokenizer)
+    engine = make_engine(
+        config,
+        model=model,
+        path=path,
+        stop_token_ids=chat.stop_token_ids,
+        threads=threads,
+        trace=trace,
+        launcher=launcher,
+    )
+    try:
+        with make_learner(config, model=model, ranks=ranks, trace=trace) as learner:
+            publisher = make_publisher(
+                config,
+                engine,
+                logprobs=learner.logprobs,
+                vocabulary=len(tokenizer),
+                tolerance=tolerance(config),
+            )
+            yield Policy(tokenizer=tokenizer, chat=chat, learner=learner, engine=engine, publisher=publisher)
+    finally:
+        await engine.close()
+
+
+async def run_until_rank_lost(run: Coroutine[Any, Any, Outcome], lost: Coroutine[Any, Any, None]) -> Outcome:
+    """Return the outcome of a run; raises if a rank of the learner is lost before it ends."""
+    running, losing = asyncio.create_task(run), asyncio.create_task(lost)
+    try:
+        await asyncio.wait((running, losing), return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            running.cancel()
+            await asyncio.wait((running,), timeout=ENDING_S)
+            losing.result()
+        return await running
+    finally:
+        losing.cancel()
+
+
+async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
+    """Train a policy from a configuration to the end, or until it is interrupted.
+
+    Raises:
+        TrainError: one sentence that describes the problem.
+    """
+    folder = config.run_folder
+    async with AsyncExitStack() as stack:
+        changed = stack.enter_context(claim_run_dir(folder, config, resume=resume))
+        checkpoint = load_latest(folder / "checkpoints") if resume else None
+        launcher = stack.enter_context(make_launcher(config))
+        stack.enter_context(launcher.ranks())
+        ranks = stack.enter_context(join_ranks(config))
+        served = await stack.enter_async_context(
+            environments(config.environments, max_sessions=config.engine.max_sessions)
+        )
+        recorded = stack.enter_context(traced(config))
+        trace = stack.enter_context(Watchdog(quiet_s=config.run.idle_report_timeout_s, trace=recorded))
+        ready = await stack.enter_async_context(
+            policy(config, path=config.model.path, launcher=launcher, trace=trace, ranks=ranks)
+        )
+        step = checkpoint.step if checkpoint else 0
+        journal = Journal(folder / "journal", step=step)
+        stack.callback(journal.close)
+        saved = {group.group_id: group for group in journal.read(step)}
+        saved |= {group.group_id: group for group in (checkpoint.groups if checkpoint else ())}
+        log = make_log(config, checkpoint, recorded)
+        stack.callback(log.close)
+        if checkpoint:
+            log.note(resumption(checkpoint, steps=config.run.steps, finished=len(saved), changed=changed))
+        slots = asyncio.Semaphore(config.engine.max_sessions)
+        failures = FailureLog(
+            folder, episodes=int(checkpoint.loop.get("failed_episodes", 0)) if checkpoint else 0
+        )
+        window = make_window(config, served.sources, checkpoint, saved.keys())
+        loop = Loop(
+            actor=make_actor(config, served=served, policy=ready, slots=slots, trace=trace),
+            window=window,
+            journal=journal,
+            steps=config.run.steps,
+            group_size=config.rollout.group_size,
+            seed=config.run.seed,
+            stall_timeout_s=config.rollout.stall_timeout_s,
+            run_timeout_s=config.run.run_timeout_s,
+            policy_version=int(checkpoint.loop["policy_version"]) if checkpoint else 0,
+            finished=[saved[group_id] for group_id in window.finished],
+            on_failure=failures,
+            describe_slots=trace.table,
+            trace=trace,
+        )
+        run = Run(
+            config,
+            loop=loop,
+            policy=ready,
+            trainer=StepTrainer(
+                learner=ready.learner,
+                publisher=ready.publisher,
+                advantage=config.advantage,
+                train=config.train,
+                max_context=config.engine.max_context,
+                tolerance=tolerance(config),
+                seed=config.run.seed,
+                bad_batches=folder / "bad_batches",
+                inherited=() if config.engine.deterministic else saved.keys(),
+                turn=make_turn(config, policy=ready, trace=trace),
+                trace=trace,
+            ),
+            log=log,
+            failures=failures,
+            evaluate=make_evaluator(config, served=served, policy=ready, slots=slots, trace=trace),
+            tolerance=tolerance(config),
+            checkpoint=checkpoint,
+            throughput=Throughput(
+                ready.engine.statistics, copy_bytes_per_s=copy_bytes_per_s(config.engine.device)
+            ),
+            trace=trace,
+        )
+        write_config(folder, config)
+        return await run_until_rank_lost(run.run(), launcher.lost())
+
+
+def resumption(checkpoint: Checkpoint, *, steps: int, finished: int, changed: Sequence[str]) -> str:
+    """Return the message printed when a run resumes."""
+    told = f"goes on after step {checkpoint.step}, with {finished} finished groups that are not trained yet"
+    if checkpoint.step >= steps:
+        told = f"has trained {checkpoint.step} steps, and run.steps = {steps} asks for no more"
+    return "; ".join([told, *changed])
+
+
+def make_log(config: RunConfig, checkpoint: Checkpoint | None, trace: Trace) -> MetricsLog:
+    """Return the metrics log, continued from the checkpoint if there is one."""
+    step = checkpoint.step if checkpoint else 0
+    elapsed_s = float(checkpoint.loop["seconds"]) if checkpoint else 0.0
+    progress = Progress(total_steps=config.run.steps, first_step=step, elapsed_s=elapsed_s)
+    return MetricsLog(
+        config.run_folder,
+        first_step=step,
+        trajectories=config.metrics.trajectories,
+        sinks=open_sinks(config, trace, tell=progress.note),
+        progress=progress,
+    )
+
+
+def make_evaluator(
+    config: RunConfig,
+    *,
+    served: Served,
+    policy: Policy,
+    slots: asyncio.Semaphore,
+    trace: Trace = UNTRACED,
+) -> Evaluator | None:
+    """Return the held-out evaluation of the current policy, or None if it is disabled."""
+    if not config.eval.samples:
+        return None
+    return partial(
+        evaluate,
+        make_actor(config, served=served, policy=policy, slots=slots, trace=trace, evaluation=True),
+        samples=held_out_samples(served.held_out, config.eval.samples),
+        split={task: source.split for task, source in served.held_out.items()},
+        seed=EVALUATION_SEED,
+        attempts=config.eval.attempts,
+    )
+
+
+def make_turn(
+    config: RunConfig, *, policy: Policy, trace: Trace
+) -> Callable[[], AbstractContextManager[None]]:
+    """Return the context in which the learner owns its devices; colocated engines sleep in it."""
+    if config.placement.layout == "separated":
+        return nullcontext
+    learner = policy.learner
+    release = learner.release if isinstance(learner, LeadLearner) else release_memory
+    return partial(engine_asleep, policy.engine, release=release, trace=trace)
+
+
+def make_window(
+    config: RunConfig,
+    sources: Sequence[TaskSource],
+    checkpoint: Checkpoint | None,
+    saved: Collection[int],
+) -> WorkWindow:
+    """Return the work window, restored from checkpoint and journal if the run is resumed.
+
+    Raises:
+        ConfigError: the configuration does not fit the run that is resumed.
+    """
+    window = WorkWindow(
+        Mixer(sources, seed=config.run.seed),
+        groups_per_step=config.rollout.groups_per_step,
+        max_staleness=config.rollout.max_staleness,
+        window=config.rollout.window,
+        total_steps=config.run.steps,
+    )
+    try:
+        window.restore(checkpoint.loop["window"] if checkpoint else None, finished=saved)
+    except ValueError as error:
+        raise ConfigError(f"the run cannot be resumed: {error}") from error
+    return window
+
+
+def make_actor(
+    config: RunConfig,
+    *,
+    served: Served,
+    policy: Policy,
+    slots: asyncio.Semaphore,
+    trace: Trace = UNTRACED,
+    evaluation: bool = False,
+) -> Actor:
+    """Return the actor of a run; for evaluation it samples from the current policy alone."""
+    rollout = config.rollout.model_copy(update={"stale_fraction": 0.0}) if evaluation else config.rollout
+    return Actor(
+        engine=policy.engine,
+        chat=policy.chat,
+        clients=served.clients,
+        sampling=config.engine,
+        rollout=rollout,
+        slots=slots,
+        trace=trace,
+    )
+
+
+def tolerance(config: RunConfig) -> Drift:
+    """Return the tolerated difference in log-probability between engine and trainer.
+
+    Below float32, and between different GPU kernels, single tokens differ by up to half a nat; there only the
+    mean detects wrong weights.
+    """
+    exact = config.engine.dtype == "float32" and config.train.precision == "float32"
+    if not exact or config.engine.device != "cpu":
+        return Drift(worst=math.inf, mean=0.1)
+    return FLOAT32 if config.engine.kind == "torch" else Drift(worst=1e-3, mean=1e-3)
+
+
+def held_out_samples(sources: Mapping[str, TaskSource], count: int) -> dict[str, list[int]]:
+    """Return the indices of the evaluation samples: the first ``count`` of each split."""
+    return {task: list(range(min(count, source.num_samples or count))) for task, source in sources.items()}

@@ -1,0 +1,517 @@
+"""Sections of the configuration file as frozen pydantic models."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from agentrl_train.runtime.config.toml import dump_toml
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+Count = Annotated[int, Field(ge=1)]
+CountOrOff = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """Base of all sections; ``problems`` reports constraints between fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    def problems(self) -> list[str]:
+        """Return violated constraints between the fields of this section, one sentence each."""
+        return []
+
+    @model_validator(mode="after")
+    def _check_problems(self) -> Self:
+        if found := self.problems():
+            raise ValueError("\n".join(found))
+        return self
+
+
+class VllmSection(Section):
+    """Options of ``engine.kind = "vllm"``."""
+
+    python: str | None = None
+    """Python interpreter with vLLM for the engine processes; left out, the trainer's own."""
+    replicas: Count = 1
+    """Engines per policy."""
+    push: Literal["in_flight", "drained"] = "in_flight"
+    """Update weights in the middle of completions, or after active ones have finished."""
+    transfer: Literal["memory", "nccl"] = "memory"
+    """Weight transfer: through shared memory, or GPU to GPU by vLLM's NCCL transfer."""
+    kv_gib: Positive | None = None
+    """KV cache of each engine in GiB; left out, 1 on a CPU and the free memory on a GPU."""
+    memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+    """Share of a GPU's memory that an engine may fill."""
+    tensor_parallel: Count = 1
+    """GPUs per engine."""
+    start_timeout_s: Positive = 300.0
+    """Deadline for an engine process to start."""
+    heartbeat_timeout_s: Positive = 60.0
+    """Seconds without a heartbeat after which an engine process is killed and restarted."""
+
+    @property
+    def on_gpus(self) -> str | None:
+        """Return a setting that requires GPUs, if one is set."""
+        chosen = {
+            f"vllm.transfer = {self.transfer!r}": self.transfer != "memory",
+            f"vllm.tensor_parallel = {self.tensor_parallel}": self.tensor_parallel > 1,
+        }
+        return next((name for name, given in chosen.items() if given), None)
+
+
+class EngineSection(Section):
+    """Sampling of completions."""
+
+    kind: Literal["torch", "vllm"] = "torch"
+    """PyTorch in the trainer's process, or vLLM in separate processes."""
+    device: str = "cpu"
+    """PyTorch device of engine and learner: "cpu" or "cuda"."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the sampling weights; the trainer keeps float32."""
+    max_sessions: Count = 64
+    """Concurrent episodes."""
+    max_context: Annotated[int, Field(ge=16)] = 2048
+    """Token limit of one episode, prompt and replies included."""
+    max_new_tokens: Count = 256
+    """Token limit of one turn."""
+    temperature: NonNegative = 1.0
+    """Divides the logits, at sampling and in the loss."""
+    deterministic: bool = False
+    """Make synchronous runs repeatable bit for bit on one machine, also across kill and resume; slower."""
+    vllm: VllmSection = VllmSection()
+
+    def problems(self) -> list[str]:
+        """Return violated constraints between the fields of this section, one sentence each."""
+        found = []
+        if self.max_new_tokens >= self.max_context:
+            found.append(
+                f"max_new_tokens ({self.max_new_tokens}) must be below max_context "
+                f"({self.max_context}), or no room is left for the prompt"
+            )
+        if self.kind == "torch" and self.vllm != VllmSection():
+            found.append("the settings of [engine.vllm] are for kind = 'vllm'")
+        if self.kind == "vllm" and self.deterministic:
+            found.append("deterministic needs kind = 'torch': vLLM's sums depend on what is batched together")
+        if self.device == "cpu" and self.vllm.on_gpus:
+            found.append(f"{self.vllm.on_gpus} is for device = 'cuda'")
+        return found
+
+
+class PlacementSection(Section):
+    """Placement of the processes of a run."""
+
+    layout: Literal["separated", "colocated"] = "separated"
+    """Separate GPUs for learner and engine, or shared ones: the engine sleeps while the learner works."""
+    launcher: Literal["local", "torchrun", "ray"] = "local"
+    """Local processes; learner ranks started by torchrun, on one node or many; or all placed by Ray."""
+    learner: tuple[int, ...] = ()
+    """GPUs of the learner, one per process on a node; left out, the first ones."""
+    engine: tuple[int, ...] = ()
+    """GPUs of the engine, ``tensor_parallel`` per replica; left out, those after the learner's, or the
+    learner's if colocated."""
+    ray_address: str | None = None
+    """Address of a Ray cluster; left out, ``RAY_ADDRESS``, else a local cluster for this run."""
+    ray_timeout_s: Positive = 300.0
+    """Deadline for the Ray cluster to allocate the resources of the run."""
+
+    def problems(self) -> list[str]:
+        """Return violated constraints between the fields of this section, one sentence each."""
+        found = []
+        for name, gpus in (("learner", self.learner), ("engine", self.engine)):
+            if len(set(gpus)) < len(gpus) or any(gpu < 0 for gpu in gpus):
+                found.append(f"{name} = {list(gpus)} must name different GPUs, counted from 0")
+        if self.layout == "separated" and (shared := set(self.learner) & set(self.engine)):
+            found.append(
+                f"GPU {min(shared)} is given to learner and engine: use others, or layout = 'colocated', "
+                "where they take turns"
+            )
+        if self.launcher == "ray" and (self.learner or self.engine):
+            found.append("Ray chooses the GPUs itself: leave learner and engine out, or use another launcher")
+        if self.launcher != "ray" and self.ray_address is not None:
+            found.append("ray_address is for launcher = 'ray'")
+        return found
+
+    def problems_with(self, *, device: str, processes: int, max_staleness: int, transfer: str) -> list[str]:
+        """Return violated constraints between this section and others, one sentence each."""
+        found = []
+        if transfer == "nccl" and (self.layout == "colocated" or self.launcher == "ray"):
+            found.append(
+                "engine.vllm.transfer = 'nccl' needs GPUs of the engine's own on this machine: use "
+                "placement.layout = 'separated' and another launcher than Ray, or transfer = 'memory'"
+            )
+        if (self.learner or self.engine) and device != "cuda":
+            found.append(
+                "placement.learner and placement.engine name GPUs, and engine.device is "
+                f"{device!r}: set it to 'cuda'"
+            )
+        if self.layout == "colocated" and max_staleness > 0:
+            found.append(
+                "placement.layout = 'colocated' lets learner and engine take turns, so nothing is played "
+                f"while the learner works: set rollout.max_staleness to 0, not {max_staleness}"
+            )
+        if self.launcher == "torchrun" and processes > 1:
+            found.append(
+                "with placement.launcher = 'torchrun' the number of processes is torchrun's "
+                "--nproc-per-node: leave train.processes out"
+            )
+        return found
+
+
+class AdvantageSection(Section):
+    """Computation of advantages from rewards."""
+
+    baseline: Literal["mean", "leave_one_out", "none"] = "mean"
+    """Baseline of a trajectory: mean of its group, mean of the others, or none."""
+    scale: Literal["std", "none"] = "std"
+    """Divisor of advantages: standard deviation of their group, or none."""
+    task_normalization: bool = True
+    """Normalize the advantages of each task to the same scale (AgentRL)."""
+    invalid_call_penalty: NonNegative = 0.0
+    """Subtracted from the reward of an episode with any invalid tool call."""
+    truncation_penalty: NonNegative = 0.0
+    """Subtracted from the reward of an episode that a limit ended."""
+
+
+class LoraSection(Section):
+    """LoRA adapters, trained instead of the model (``[train.lora]``)."""
+
+    rank: Count
+    """Rank of each adapter."""
+    alpha: Positive
+    """Adapter outputs are scaled by ``alpha / rank``."""
+    targets: tuple[str, ...] = ()
+    """Names of the adapted linear layers, such as "q_proj"; left out, all but the head."""
+
+
+class TrainSection(Section):
+    """The optimizer and the loss."""
+
+    learning_rate: Positive = 1e-5
+    """Peak learning rate of AdamW."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.99)
+    """Betas of AdamW."""
+    weight_decay: NonNegative = 0.0
+    """Weight decay of AdamW, for matrices."""
+    warmup_steps: CountOrOff = 0
+    """Warm-up updates of the learning rate."""
+    final_lr_fraction: Fraction = 1.0
+    """The learning rate decays linearly to this share of its peak over the run."""
+    max_grad_norm: Positive = 1.0
+    """Gradient clipping norm."""
+    minibatches: Count = 1
+    """Optimizer steps per batch."""
+    aggregation: Literal["token_mean", "sequence_mean", "group_mean", "task_mean", "constant"] = (
+        "sequence_mean"
+    )
+    """Unit with equal weight in the loss: token, sequence, group, task, or a constant number of tokens."""
+    clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
+    """The ratio is clipped at 1 - clip_low and 1 + clip_high."""
+    clip_high: Positive = 0.28
+    """See clip_low."""
+    dual_clip: NonNegative = 3.0
+    """Upper bound of the ratio for tokens with negative advantage; 0 is off."""
+    micro_batch_tokens: Count = 8192
+    """Token budget of one micro-batch."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype of the learner; parameters stay in float32."""
+    entropy_coefficient: NonNegative = 0.0
+    """Weight of the entropy bonus that is subtracted from the loss; 0 is off."""
+    importance_cap: Positive | None = None
+    """Decoupled PPO: clip against log-probabilities recomputed before the update, and weight each token by
+    the importance ratio of those to the sampler's, truncated at this cap. Left out, it is off."""
+    importance_floor: NonNegative | None = None
+    """With ``importance_cap``: tokens whose importance ratio lies outside [floor, cap] are masked instead of
+    truncated. Left out, they are truncated."""
+    kl_coef: NonNegative = 0.0
+    """Weight of the KL penalty towards the initial policy; 0 is off."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    attention: Literal["sdpa", "flash_attention_2", "flash_attention_3"] = "sdpa"
+    """PyTorch's attention, or flash-attn where it is installed (CUDA): rows without padding or mask."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's moments, and a copy of the parameters that it updates, in host memory."""
+    lora: LoraSection | None = None
+    """Train adapters instead of the whole model; left out, it is off."""
+    processes: Count = 1
+    """Learner processes on this machine, started by ``agentrl-train run``."""
+    sequence_parallel: Count = 1
+    """Ranks per row of tokens, for long contexts; must divide processes and attention heads."""
+    rank_timeout_s: Positive = 600.0
+    """Deadline of collective operations between the learner processes."""
+    on_bad_update: Literal["stop", "skip"] = "stop"
+    """Reaction to a non-finite loss or gradient, or a gradient spike; the groups are written to disk."""
+    spike_factor: NonNegative = 0.0
+    """A gradient norm above this multiple of the median of the last 50 is a bad update; 0 is off."""
+    step_timeout_s: Positive = 3600.0
+    """Deadline of one training step, weight publishing included."""
+
+    def problems(self) -> list[str]:
+        """Return violated constraints between the fields of this section, one sentence each."""
+        found = []
+        if 0.0 < self.dual_clip <= 1.0 + self.clip_high:
+            found.append(
+                f"dual_clip ({self.dual_clip}) must be above 1 + clip_high "
+                f"({1.0 + self.clip_high:g}), or 0 to leave it out"
+            )
+        if 1.0 in self.betas:
+            found.append("betas must be below 1, or the optimizer never forgets")
+        if self.importance_floor is not None and self.importance_cap is None:
+            found.append("importance_floor needs importance_cap: set both, or leave both out")
+        if None not in (self.importance_floor, self.importance_cap) and (
+            self.importance_floor >= self.importance_cap  # type: ignore[operator]
+        ):
+            found.append(
+                f"importance_floor ({self.importance_floor}) must be below importance_cap "
+                f"({self.importance_cap})"
+            )
+        return found
+
+
+class SftSection(Section):
+    """Supervised fine-tuning on expert episodes (``agentrl-train sft``)."""
+
+    traces: Count = 1000
+    """Expert episodes per task."""
+    steps: Count = 500
+    """Updates."""
+    batch_size: Count = 16
+    """Episodes per optimizer step."""
+    learning_rate: Positive = 1e-5
+    """Peak learning rate of AdamW."""
+    weight_decay: NonNegative = 0.01
+    """Weight decay of AdamW, for matrices."""
+    warmup_steps: CountOrOff = 20
+    """Warm-up updates of the learning rate."""
+    decay_fraction: Fraction = 0.4
+    """Share of the steps, at the end, over which the learning rate decays."""
+
+
+class RunSection(Section):
+    """Length, name, folder and seed of the run."""
+
+    name: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Name of the folder inside ``folder``; letters, digits, ``.``, ``_`` and ``-``."""
+    steps: Count
+    """Optimizer batches to train."""
+    folder: str = "runs"
+    """Parent of the run folders; relative to the working directory."""
+    seed: CountOrOff = 0
+    """Seed of all random draws: samples, tokens, order."""
+    run_timeout_s: Positive | None = None
+    """Time limit of the run: it stops cleanly after the current step, resumable, whatever ``steps`` says."""
+    threads: Count | None = None
+    """CPU threads of PyTorch; left out, its default."""
+    idle_report_timeout_s: Positive = 60.0
+    """Seconds without progress after which the watchdog prints the state of every slot."""
+
+
+class ModelSection(Section):
+    """The policy to train."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """A Hugging Face model folder, or the name of a model on the hub (``org/name``)."""
+
+
+class EnvironmentSection(Section):
+    """Environments of one server: started by the run (``serve``) or running already (``url``)."""
+
+    serve: tuple[str, ...] = ()
+    """Targets to serve from a child process: folders, ``file.py:Class`` or ``module:Class``."""
+    url: str | None = None
+    """Address of a running server or controller."""
+    token_env: str | None = None
+    """Environment variable with the token of the server."""
+    tasks: dict[str, Positive] = Field(default_factory=dict)
+    """Weight of each task; left out, all tasks of the server weigh the same."""
+    split: str = "train"
+    """Split for training."""
+    eval_split: str = "test"
+    """Split for evaluation."""
+
+    def problems(self) -> list[str]:
+        """Return violated constraints between the fields of this section, one sentence each."""
+        found = []
+        if bool(self.serve) == (self.url is not None):
+            found.append("give either serve (targets to start) or url (a running server)")
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            found.append(f"url must start with http:// or https://, not {self.url!r}")
+        return found
+
+
+class RolloutSection(Section):
+    """Number of episodes, and their maximum staleness."""
+
+    groups_per_step: Count = 8
+    """Groups in one optimizer batch, P."""
+    group_size: Count = 8
+    """Sibling episodes of one sample."""
+    balance: Literal["tokens", "groups"] = "tokens"
+    """Unit of task weights: trained tokens, as counted until each checkpoint, or groups."""
+    max_staleness: CountOrOff = 1
+    """S: (S + 1) P groups may be under way; 0 is synchronous."""
+    window: Count = 1
+    """W: look-ahead of the trainer beyond strict FIFO order, in groups; 1 is strict order."""
+    episode_timeout_s: Positive = 120.0
+    """Deadline of one episode."""
+    environment_retries: CountOrOff = 2
+    """Retries of an episode in fresh sessions after infrastructure failures."""
+    environment_wait_timeout_s: NonNegative = 60.0
+    """Seconds an environment may be unreachable before that counts as such a failure."""
+    stale_fraction: Fraction = 0.0
+    """Cross-policy sampling: probability that a turn is sampled by the stale policy; 0 is off."""
+    stale_interval: Count = 10
+    """Steps between two refreshes of the stale policy."""
+
+    @property
+    def stall_timeout_s(self) -> float:
+        """Return the longest time without a finished group: one episode with all its retries and waits."""
+        attempts = self.environment_retries + 1
+        return self.episode_timeout_s * attempts + self.environment_wait_timeout_s + 60.0
+
+    @property
+    def staleness_bound(self) -> int:
+        """Most steps between a group's admission and its training: ``S + ceil((W - 1) / P)``."""
+        window = min(self.window, self.max_staleness * self.groups_per_step + 1)
+        return self.max_staleness + math.ceil((window - 1) / self.groups_per_step)
+
+    def problems(self) -> list[str]:
+        """Return violated constraints between the fields of this section, one sentence each."""
+        most = self.max_staleness * self.groups_per_step + 1
+        if self.max_staleness > 0 and self.window > most:
+            return [
+                f"window ({self.window}) can be at most max_staleness * groups_per_step + 1 = "
+                f"{most}, because no more groups are under way"
+            ]
+        return []
+
+
+class CheckpointSection(Section):
+    """Frequency and retention of checkpoints."""
+
+    every: Count = 10
+    """Steps between checkpoints."""
+    keep: Count = 2
+    """Number of checkpoints to keep."""
+    write_timeout_s: Positive = 1800.0
+    """Deadline for writing one checkpoint."""
+
+
+class EvalSection(Section):
+    """Held-out evaluation at the start and the end."""
+
+    samples: CountOrOff = 200
+    """Held-out samples per task; 0 is off."""
+    attempts: Count = 1
+    """Episodes per sample; more than one gives pass@k."""
+    every: CountOrOff = 0
+    """Steps between two evaluations; 0 is only at the start and the end."""
+
+
+class MetricsSection(Section):
+    """Outputs beside ``metrics.jsonl``."""
+
+    tensorboard: bool = True
+    """Write ``tensorboard/``."""
+    trajectories: CountOrOff = 4
+    """Readable trajectories written per step."""
+    trace: bool = True
+    """Write ``trace.json``, a timeline for https://ui.perfetto.dev."""
+    trace_megabytes: Annotated[float, Field(ge=1.0)] = 64.0
+    """Size limit of the trace; a longer run keeps the newest half or more."""
+    prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Port of the Prometheus endpoint; 0 picks a free one. Left out, it is off."""
+    prometheus_host: str = "127.0.0.1"
+    """Address that the Prometheus endpoint listens on."""
+    wandb: Annotated[str, Field(min_length=1)] | None = None
+    """Weights & Biases project that receives the metrics (extra ``[wandb]``). Left out, it is off."""
+
+
+class RunConfig(Section):
+    """The configuration of a run."""
+
+    run: RunSection
+    model: ModelSection
+    environments: tuple[EnvironmentSection, ...]
+    placement: PlacementSection = PlacementSection()
+    engine: EngineSection = EngineSection()
+    rollout: RolloutSection = RolloutSection()
+    advantage: AdvantageSection = AdvantageSection()
+    train: TrainSection = TrainSection()
+    sft: SftSection = SftSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    eval: EvalSection = EvalSection()
+    metrics: MetricsSection = MetricsSection()
+
+    @property
+    def run_folder(self) -> Path:
+        """Return the folder of this run, ``<run.folder>/<run.name>``."""
+        return Path(self.run.folder) / self.run.name
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Return the names of the sampling policies."""
+        return ("current", "stale") if self.rollout.stale_fraction > 0 else ("current",)
+
+    @property
+    def engine_gpus(self) -> int:
+        """Return the number of GPUs of the engine, if it runs on GPUs."""
+        vllm = self.engine.vllm
+        return 1 if self.engine.kind == "torch" else len(self.policies) * vllm.replicas * vllm.tensor_parallel
+
+    def problems(self) -> list[str]:
+        """Return violated constraints between sections, one sentence each."""
+        found = self.placement.problems_with(
+            device=self.engine.device,
+            processes=self.train.processes,
+            max_staleness=self.rollout.max_staleness,
+            transfer=self.engine.vllm.transfer,
+        )
+        if not self.environments:
+            found.append("environments is empty: give at least one [[environments]] table")
+        rollout, advantage = self.rollout, self.advantage
+        if rollout.group_size == 1 and advantage.baseline != "none":
+            found.append(
+                f"advantage.baseline = {advantage.baseline!r} compares siblings, but "
+                "rollout.group_size is 1: use a larger group or baseline = 'none'"
+            )
+        if rollout.group_size == 1 and advantage.scale != "none":
+            found.append(
+                "advantage.scale = 'std' needs the spread of siblings, but rollout.group_size "
+                "is 1: use a larger group or scale = 'none'"
+            )
+        if self.engine.temperature == 0.0:
+            found.append(
+                "engine.temperature = 0 makes all siblings of a group equal, so nothing can be "
+                "learned: use a temperature above 0"
+            )
+        if self.engine.deterministic and rollout.max_staleness > 0:
+            found.append(
+                "engine.deterministic repeats synchronous runs, and with rollout.max_staleness = "
+                f"{rollout.max_staleness} the time decides what is trained when: set it to 0"
+            )
+        if self.engine.deterministic and rollout.stale_fraction > 0:
+            found.append(
+                "engine.deterministic repeats resumed runs too, and no checkpoint holds the stale policy's "
+                "weights: set rollout.stale_fraction to 0"
+            )
+        episodes = rollout.groups_per_step * rollout.group_size
+        if self.train.minibatches > episodes:
+            found.append(
+                f"train.minibatches ({self.train.minibatches}) is more than the {episodes} episodes of a step"
+            )
+        if self.train.warmup_steps >= self.run.steps > 1:
+            found.append(
+                f"train.warmup_steps ({self.train.warmup_steps}) must be below run.steps "
+                f"({self.run.steps}), or the learning rate is never reached"
+            )
+        return found
+
+    def to_toml(self) -> str:
+        """Return the whole configuration as TOML, defaults included."""
+        return dump_toml(self.model_dump(mode="json", exclude_none=True))

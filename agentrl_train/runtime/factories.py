@@ -1,0 +1,272 @@
+"""Builds the engine, the publisher and the learner that a configuration describes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from agentrl_train.engine.options import ServingOptions
+from agentrl_train.engine.pool import EnginePool
+from agentrl_train.engine.torch import TorchEngine
+from agentrl_train.errors import ConfigError
+from agentrl_train.learner import Learner, Lora
+from agentrl_train.loss import policy_loss
+from agentrl_train.runtime.config import RunConfig
+from agentrl_train.runtime.distributed import LeadLearner, Ranks, die_with_parent, follow, joined, world_size
+from agentrl_train.runtime.models import copy_of, load_policy
+from agentrl_train.runtime.placement.launcher import Launcher
+from agentrl_train.types import UNTRACED, Trace
+from agentrl_train.weights import Canary, Drift, LogProbs, Publisher
+
+KV_GIB_ON_A_CPU = 1.0
+TORCH_SERVING = "agentrl_train.runtime.placement.serving"
+
+
+def make_engine(
+    config: RunConfig,
+    *,
+    model: PreTrainedModel,
+    path: str,
+    stop_token_ids: Sequence[int],
+    threads: int,
+    trace: Trace,
+    launcher: Launcher,
+) -> TorchEngine | EnginePool:
+    """Start the engine of a run.
+
+    Args:
+        config: configuration of the run.
+        model: the initial policy.
+        path: source of ``model``: a folder or a hub name.
+        stop_token_ids: tokens that end a completion.
+        threads: of an engine on the CPU.
+        trace: of the run.
+        launcher: says where an engine's processes run, and on which devices.
+
+    Raises:
+        ConfigError: vLLM is configured and not installed.
+    """
+    engine = config.engine
+    if engine.kind == "vllm" or launcher.engines_apart:
+        return _processes(
+            config, path=path, stop_token_ids=stop_token_ids, threads=threads, launcher=launcher
+        )
+    device = launcher.devices.of_the_torch_engine or engine.device
+    return TorchEngine(
+        {name: copy_of(model, dtype=engine.dtype, device=device) for name in config.policies},
+        stop_token_ids=stop_token_ids,
+        max_sequences=engine.max_sessions,
+        max_context=engine.max_context,
+        deadline_s=config.rollout.episode_timeout_s,
+        threads=threads,
+        deterministic=engine.deterministic,
+        trace=trace,
+    )
+
+
+def _processes(
+    config: RunConfig, *, path: str, stop_token_ids: Sequence[int], threads: int, launcher: Launcher
+) -> EnginePool:
+    """Return engines in processes of their own."""
+    engine, vllm = config.engine, config.engine.vllm
+    python = sys.executable
+    on_cpu = engine.device == "cpu"
+    options = ServingOptions(
+        model=path,
+        stop_token_ids=tuple(stop_token_ids),
+        max_sessions=engine.max_sessions,
+        max_context=engine.max_context,
+        dtype=engine.dtype,
+        device="cpu" if on_cpu else "cuda",
+        kv_gib=vllm.kv_gib or (KV_GIB_ON_A_CPU if on_cpu else None),
+        memory_fraction=vllm.memory_fraction,
+        tensor_parallel=vllm.tensor_parallel,
+        devices=launcher.devices.engine,
+        transfer=vllm.transfer,
+        sleeps=config.placement.layout == "colocated" and not on_cpu,
+        deterministic=engine.deterministic,
+        deadline_s=config.rollout.episode_timeout_s,
+    )
+    if engine.kind == "vllm":
+        python = vllm.python or python
+        require_vllm(python)
+        if vllm.transfer != "memory" and find_spec("vllm") is None:
+            raise ConfigError(
+                f"engine.vllm.transfer = {vllm.transfer!r} needs vLLM in the trainer's own Python as well: "
+                "install agentrl-kit[vllm] there, or set it to 'memory'"
+            )
+    else:
+        options = replace(options, module=TORCH_SERVING, threads=threads)
+    return EnginePool(
+        options,
+        policies=config.policies,
+        replicas=vllm.replicas,
+        deadline_s=config.rollout.episode_timeout_s,
+        start_s=vllm.start_timeout_s,
+        liveness_s=vllm.heartbeat_timeout_s,
+        push=vllm.push,
+        python=python,
+        spawn=launcher.spawn,
+    )
+
+
+def require_vllm(python: str) -> None:
+    """Check that an interpreter runs and can import vLLM and this package.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    question = "from importlib.util import find_spec as f; print(f('vllm') and f('agentrl_train') and 1)"
+    try:
+        answer = subprocess.run(
+            [python, "-c", question], capture_output=True, text=True, timeout=60, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"engine.vllm.python = {python!r} cannot be run: {error}") from error
+    if answer != "1":
+        raise ConfigError(
+            f"engine.kind = 'vllm' needs vLLM and agentrl-kit in {python}: install agentrl-kit[vllm] there, "
+            "or run `make vllm` and set engine.vllm.python to .venv-vllm/bin/python"
+        )
+
+
+def make_publisher(
+    config: RunConfig,
+    engine: TorchEngine | EnginePool,
+    *,
+    logprobs: LogProbs,
+    vocabulary: int,
+    tolerance: Drift,
+) -> Publisher:
+    """Return the publisher; for engines in other processes it verifies each push with a canary.
+
+    Args:
+        config: of the run.
+        engine: where the weights go.
+        logprobs: the trainer's log-probabilities of sequences.
+        vocabulary: number of tokens.
+        tolerance: differences in log-probability that rounding explains.
+    """
+    canary = None
+    if isinstance(engine, EnginePool):
+        canary = Canary(
+            engine.probe,
+            logprobs=logprobs,
+            vocabulary=vocabulary,
+            temperature=config.engine.temperature,
+            tolerance=tolerance,
+        )
+    cross = config.rollout.stale_fraction > 0
+    interval = config.rollout.stale_interval if cross else 0
+    return Publisher(engine, stale_interval=interval, canary=canary)
+
+
+@contextmanager
+def join_ranks(config: RunConfig) -> Iterator[Ranks | None]:
+    """Join the learner processes, this one as rank 0; yields None for a single process.
+
+    Raises:
+        ConfigError: the processes cannot be divided as the configuration says.
+        RanksLost: they did not come together.
+    """
+    if world_size() == 1:
+        yield None
+        return
+    with _joined(config) as ranks:
+        yield ranks
+
+
+@contextmanager
+def make_learner(
+    config: RunConfig, *, model: PreTrainedModel, ranks: Ranks | None, trace: Trace = UNTRACED
+) -> Iterator[Learner]:
+    """Yield the learner of a run, which trains ``model``; the other ranks stop on exit.
+
+    Raises:
+        ConfigError: the model cannot be trained as the configuration says.
+    """
+    options = learner_options(config, model=model) | {"trace": trace}
+    if ranks is None:
+        with _as_config_errors():
+            alone = Learner(model, device=config.engine.device, **options)
+        yield alone
+    else:
+        with _as_config_errors():
+            lead = LeadLearner(model, ranks=ranks, **options)
+        with closing(lead):
+            yield lead
+
+
+@contextmanager
+def _as_config_errors() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def run_follower(config: RunConfig) -> None:
+    """Run a rank other than 0 until rank 0 finishes.
+
+    Raises:
+        RanksLost: rank 0 or another rank failed or is gone.
+    """
+    die_with_parent()
+    torch.set_num_threads(config.run.threads or 1)
+    with _joined(config) as ranks:
+        model, _ = load_policy(config.model.path)
+        options = learner_options(config, model=model)
+        with _as_config_errors():
+            learner = Learner(
+                model, mesh=ranks.mesh, device=ranks.device, storage_group=ranks.storage, **options
+            )
+        follow(learner, ranks)
+
+
+def learner_options(config: RunConfig, *, model: PreTrainedModel) -> dict[str, Any]:
+    """Return the arguments of ``Learner`` that are equal on every rank."""
+    train = config.train
+    return {
+        "objective": partial(
+            policy_loss,
+            clip_low=train.clip_low,
+            clip_high=train.clip_high,
+            dual_clip=train.dual_clip or None,
+        ),
+        "learning_rate": train.learning_rate,
+        "betas": train.betas,
+        "weight_decay": train.weight_decay,
+        "warmup_steps": train.warmup_steps * train.minibatches,
+        "total_steps": config.run.steps * train.minibatches,
+        "final_lr_fraction": train.final_lr_fraction,
+        "max_grad_norm": train.max_grad_norm,
+        "spike_factor": train.spike_factor,
+        "temperature": config.engine.temperature,
+        "precision": train.precision,
+        "activation_checkpointing": train.activation_checkpointing,
+        "attention": train.attention,
+        "offload_optimizer": train.offload_optimizer,
+        "lora": Lora(**train.lora.model_dump()) if train.lora else None,
+        "entropy_coefficient": train.entropy_coefficient,
+        "importance_cap": train.importance_cap,
+        "importance_floor": train.importance_floor,
+        "reference": copy_of(model) if train.kl_coef else None,
+        "kl_coefficient": train.kl_coef,
+    }
+
+
+def _joined(config: RunConfig) -> Any:
+    return joined(
+        device=config.engine.device,
+        sequence_parallel=config.train.sequence_parallel,
+        timeout_s=config.train.rank_timeout_s,
+    )

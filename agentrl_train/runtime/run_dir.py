@@ -1,0 +1,85 @@
+"""The folder of a run: creation, locking, and changes of the configuration on resume."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from agentrl_train.errors import ConfigError
+from agentrl_train.runtime.atomic_io import run_folder_errors, write_file
+from agentrl_train.runtime.checkpoint import steps
+from agentrl_train.runtime.config import RunConfig
+from agentrl_train.runtime.config.toml import read_toml
+
+CONFIG = "config.toml"
+FIXED = "train.lora"
+"""Section that must not change on resume: it defines the parameters of a checkpoint."""
+NOT_SHOWN = ("run.name", "run.folder")
+"""Settings not reported as changed on resume."""
+
+
+@contextmanager
+def claim_run_dir(folder: Path, config: RunConfig, *, resume: bool) -> Iterator[list[str]]:
+    """Create or reopen the run folder and lock it.
+
+    A folder without a checkpoint starts from the beginning, with ``resume`` or without.
+
+    Yields:
+        The settings that changed since the run began, one sentence each.
+
+    Raises:
+        ConfigError: the folder is in use, holds nothing to resume, or a fixed setting changed.
+        RunFolderError: the folder is not writable.
+    """
+    begun = bool(steps(folder / "checkpoints"))
+    if begun and not resume:
+        raise ConfigError(
+            f"{folder} holds a run already: continue it with --resume, or name another with "
+            "--set run.name=NAME"
+        )
+    if resume and not folder.exists():
+        raise ConfigError(f"{folder} holds no run to resume: start it without --resume")
+    with run_folder_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "w")  # noqa: SIM115 (held until the run ends)
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another process is running in {folder}: wait for it, or stop it") from None
+        changed = _changed(folder / CONFIG, config) if begun else {}
+        for name, (old, new) in changed.items():
+            if name.startswith(FIXED):
+                raise ConfigError(
+                    f"{name} was {old} when the run in {folder} began, and is {new} now: its checkpoints fit "
+                    "the former alone; set it back, or start another run with --set run.name=NAME"
+                )
+        yield [f"{name} = {new} (was {old})" for name, (old, new) in changed.items() if name not in NOT_SHOWN]
+
+
+def write_config(folder: Path, config: RunConfig) -> None:
+    """Write the full configuration to the run folder; raises ``RunFolderError``."""
+    with run_folder_errors(folder):
+        write_file(folder / CONFIG, config.to_toml().encode())
+
+
+def _changed(path: Path, config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Return setting -> (before, now) of those that differ from the configuration in a run folder."""
+    before = _flat(read_toml(path)) if path.exists() else {}
+    now = _flat(config.model_dump(mode="json", exclude_none=True))
+    differing = [name for name in before | now if before.get(name) != now.get(name)] if before else []
+    return {name: (before.get(name, "not set"), now.get(name, "not set")) for name in differing}
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a table's values by their dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
