@@ -1,4 +1,4 @@
-"""The command line: ``agentrl-env new | check | play | build | serve | controller | up | bench``."""
+"""The command line, ``agentrl-env``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from agentrl_env.errors import AgentRLError
 
 app = typer.Typer(
     name="agentrl-env",
-    help="Environments for language-model agents: make one, check it, play it, serve it.",
+    help="Environments for language-model agents: create, check, play and serve them.",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    rich_markup_mode="rich",
 )
 _COMMANDS: tuple[Callable[..., None], ...] = (
     author.new,
@@ -33,9 +33,11 @@ for command in _COMMANDS:
 
 
 def main() -> None:
-    """Run the command line; every known error is one sentence and exit code 1."""
+    """Run the command line; known errors print one line and exit with 1, usage errors with 2."""
+    command = typer.main.get_command(app)
+    command.rich_markup_mode = None  # type: ignore[attr-defined]  # plain usage errors; help keeps its panels
     try:
-        app()
+        command()
     except AgentRLError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""Step 1 of 9: dataset -> TaskSample. Which problem an episode is about, and its seed."""
+"""Step 1 of 9: dataset -> TaskSample. Chooses the problem of an episode, and its seed."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ from pydantic_core import PydanticSerializationError
 
 from agentrl_env.errors import DefinitionError, UnknownSample
 from agentrl_env.types import SplitInfo, TaskSample
+from agentrl_env.wire import SEED_BITS
 
 if TYPE_CHECKING:
     from agentrl_env.environment import Environment
 
-SEED_BITS = 53
-"""Seeds stay below 2**53, so that every JSON reader keeps them exact."""
-
 
 class Samples(Protocol):
-    """What ``Environment.samples`` returns: indexable, lazy, with or without a ``len``."""
+    """Return value of ``Environment.samples``: indexable, lazy, with or without ``len``."""
 
     def __getitem__(self, index: Any, /) -> Any:
         """Return the data of one sample."""
 
 
 class EndlessSamples:
-    """Samples without data and without end: the seed alone makes the problem."""
+    """Endless samples without data: the seed alone determines the problem."""
 
     def __getitem__(self, index: int, /) -> dict[str, Any]:
         """Return the empty data of any sample."""
@@ -37,7 +35,7 @@ class EndlessSamples:
 
 
 def stable_seed(*parts: object) -> int:
-    """Return a seed that depends on ``parts`` alone: the same in every process, for ever."""
+    """Return a seed that is a hash of ``parts``, the same in every process."""
     text = json.dumps(parts, sort_keys=True, default=str)
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest) >> (64 - SEED_BITS)
@@ -67,7 +65,7 @@ class Dataset:
         return self._splits[name]
 
     def info(self) -> dict[str, SplitInfo]:
-        """Return the size of every split; None where it never ends."""
+        """Return the size of every split; None where it is endless."""
         return {name: SplitInfo(num_samples=_length(self.split(name))) for name in self._environment.splits}
 
     def sample(
@@ -79,9 +77,9 @@ class Dataset:
     ) -> TaskSample:
         """Choose one sample.
 
-        Without ``index`` it is picked from the seed (or at random when both are missing). Without
-        ``seed`` it is a hash of (task, split, index), so siblings see the same problem.
-        ``data`` replaces the dataset's. Raises UnknownSample, and DefinitionError where the data is
+        Without ``index`` the seed picks one, at random where both are missing. Without ``seed`` it is a
+        hash of (task, split, index), so that siblings have the same problem. ``data`` replaces the
+        dataset's. Raises UnknownSample, and DefinitionError where the data is
         not JSON.
         """
         samples = self.split(split)

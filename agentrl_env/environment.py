@@ -5,16 +5,20 @@ from __future__ import annotations
 import inspect
 import re
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from agentrl_env.client.client import EnvClient
 from agentrl_env.dataset import EndlessSamples, Samples
 from agentrl_env.errors import NotSupported
-from agentrl_env.gym.env import GymEnv
 from agentrl_env.tools import Reply, toolset
 from agentrl_env.types import TaskSample, ToolSpec
+
+if TYPE_CHECKING:
+    from agentrl_env.client.client import EnvClient
+    from agentrl_env.client.sync import SyncClientSession
+    from agentrl_env.gym.env import GymEnv
+    from agentrl_env.gym.vector import GymVectorEnv
 
 
 class Environment(ABC):
@@ -37,7 +41,7 @@ class Environment(ABC):
     reset_timeout: ClassVar[float] = 60.0
     """Seconds ``reset`` may take, and ``close``."""
     blocking: ClassVar[bool] = True
-    """Whether plain methods may block; False runs them on the event loop: quick pure Python."""
+    """True if plain methods may block; False runs them on the event loop: quick pure Python."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -128,15 +132,59 @@ class Environment(ABC):
         """Return a client that runs this task in this process, without HTTP.
 
         Args:
-            options: of ``SessionPool``, such as ``max_sessions``.
+            options: Options of ``SessionPool``, such as ``max_sessions``.
         """
+        from agentrl_env.client.client import EnvClient
+
         return EnvClient.local(cls, **options)
+
+    @classmethod
+    def session(
+        cls,
+        *,
+        seed: int | None = None,
+        index: int | str | None = None,
+        split: str = "train",
+        sample: dict[str, Any] | None = None,
+    ) -> SyncClientSession:
+        """Open one session of this task in this process, for scripts and notebooks.
+
+        Example::
+
+            with Guess.session(seed=7) as session:
+                print(session.messages)
+                result = session.step(ToolCall.of("guess", n=7))
+
+        Args:
+            seed: Seed of the episode; by default that of the sample.
+            index: Index of the sample; by default one is picked.
+            split: Split of the dataset.
+            sample: Data to use instead of the dataset's.
+        """
+        from agentrl_env.client.sync import SyncClientSession
+
+        choice: dict[str, Any] = {"seed": seed, "index": index, "split": split, "sample": sample}
+        return SyncClientSession.single(cls.local(), cls.name, **choice)
 
     @classmethod
     def gym(cls, **options: Any) -> GymEnv:
         """Return this task as a Gymnasium environment that runs in this process.
 
         Args:
-            options: of ``GymEnv``, such as ``split`` and ``render_mode``.
+            options: Options of ``GymEnv``, such as ``split`` and ``render_mode``.
         """
+        from agentrl_env.gym.env import GymEnv
+
         return GymEnv(client=cls.local, **options)
+
+    @classmethod
+    def gym_vec(cls, n: int, **options: Any) -> GymVectorEnv:
+        """Return ``n`` episodes of this task as a Gymnasium vector environment in this process.
+
+        Args:
+            n: The number of environments.
+            options: Options of ``GymVectorEnv``, such as ``autoreset_mode``.
+        """
+        from agentrl_env.gym.vector import GymVectorEnv
+
+        return GymVectorEnv(n, client=cls.local, **options)

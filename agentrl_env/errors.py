@@ -42,9 +42,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+AUTHOR_ERRORS = (Exception, SystemExit)
+"""Exceptions of author code that end an episode rather than the process."""
+
 
 class AgentRLError(Exception):
-    """The root of every error raised on purpose by agentrl_env and agentrl_train."""
+    """Base class of every error that agentrl_env and agentrl_train raise on purpose."""
 
 
 class ToolError(AgentRLError):
@@ -262,7 +265,7 @@ class ServerDraining(WireError):
 
 
 class StateUnavailable(WireError):
-    """What the controllers of a fleet share cannot be reached; open sessions go on."""
+    """The shared state of a fleet's controllers cannot be reached; open sessions go on."""
 
     type = "state_unavailable"
     status = 503

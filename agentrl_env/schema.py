@@ -151,7 +151,7 @@ def parse_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _continues(line: str, current: str) -> bool:
-    """Whether an indented line belongs to the entry above it: deeper than entries are."""
+    """True if an indented line belongs to the entry above it: deeper than entries are."""
     return bool(current) and len(line) - len(line.lstrip()) > 4
 
 

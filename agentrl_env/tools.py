@@ -1,4 +1,4 @@
-"""Step 3 of 9: ToolCall -> StepResult. Methods as tools: what a model sees, and how it is called."""
+"""Step 3 of 9: ToolCall -> StepResult. Methods as tools: their schemas, and how a message calls them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import numpy as np
 from pydantic_core import PydanticSerializationError
 
 from agentrl_env.errors import DefinitionError, ToolError
-from agentrl_env.fast_wire import CallSaid, Said, ToolAnswer, step_answer
+from agentrl_env.fast_wire import AnyToolCall, AssistantMessage, ToolAnswer, encode_result
 from agentrl_env.schema import ArgumentError, Arguments, echo
-from agentrl_env.session.threads import AUTHOR_ERRORS
 from agentrl_env.types import FunctionSpec, Message, SessionStatus, ToolCall, ToolSpec
 
 if TYPE_CHECKING:
@@ -26,14 +25,15 @@ SUCCESS_REWARD = 1.0 - 1e-9
 
 F = TypeVar("F", bound=Callable[..., Any])
 Content = str | Message | list[Message]
-Call = Callable[..., Awaitable[Any]]
-"""Runs author code: ``await call(function, timeout_or_None, *args, **kwargs)``."""
+Invoke = Callable[..., Awaitable[Any]]
+"""Runs author code: ``await invoke(function, timeout_or_None, *args, **kwargs)``."""
 _MARK = "__agentrl_tool__"
+AUTHOR_ERRORS = (Exception, SystemExit)
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A tool's answer with more than text: a reward for this step, and metrics."""
+    """A tool's answer with a reward for this step, and metrics."""
 
     content: Content
     _: KW_ONLY
@@ -43,7 +43,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Done(Reply):
-    """A tool's last answer: the task has ended, well or badly (``terminated``)."""
+    """A tool's last answer: the task has ended (``terminated``), with success or without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +59,11 @@ def tool(*, name: str | None = None, timeout: float | None = None) -> Callable[[
 def tool(
     function: F | None = None, /, *, name: str | None = None, timeout: float | None = None
 ) -> F | Callable[[F], F]:
-    """Make a method of an Environment a tool; it stays a plain method for everybody else.
+    """Make a method of an Environment a tool; calling the method itself is unchanged.
 
     Args:
         function: the method, when used without parentheses.
-        name: what the model calls it; the method's name by default.
+        name: tool name that the model sees; the method's name by default.
         timeout: seconds a call may take, instead of the environment's ``tool_timeout``.
     """
 
@@ -83,7 +83,6 @@ class Tool:
     arguments: Arguments
     spec: ToolSpec
     timeout: float | None
-    is_async: bool
 
 
 class Toolset:
@@ -97,11 +96,6 @@ class Toolset:
                 self._add(environment, attribute, function)
         self.specs = tuple(tool.spec for tool in self.tools.values())
         self.names = ", ".join(self.tools) or "none"
-        methods = [getattr(environment, name, None) for name in ("respond", "score")]
-        self.all_sync = not any(tool.is_async for tool in self.tools.values()) and not any(
-            inspect.iscoroutinefunction(method) for method in methods
-        )
-        """Whether nothing that a step calls is a coroutine."""
 
     def _add(self, environment: type, attribute: str, function: Callable[..., Any]) -> None:
         if not inspect.isfunction(function):
@@ -124,12 +118,11 @@ class Toolset:
                 )
             ),
             timeout=options.timeout,
-            is_async=inspect.iscoroutinefunction(inspect.unwrap(function)),
         )
 
 
 def tool_name(function: Callable[..., Any]) -> str:
-    """Return what the model calls a method; the method's own name where it is no tool."""
+    """Return the tool name of a method; the method's own name where it is not a tool."""
     options: _Options | None = getattr(function, _MARK, None)
     return function.__name__ if options is None else options.name
 
@@ -140,33 +133,21 @@ def toolset(environment: type) -> Toolset:
     return Toolset(environment)
 
 
-def find_call(tools: Toolset, message: Said) -> tuple[Tool, dict[str, Any]] | None:
-    """Return the only call of a message, with its arguments; None where there is not one sound call."""
-    if not message.tool_calls or len(message.tool_calls) > 1:
-        return None
-    function = message.tool_calls[0].function
-    found = tools.tools.get(function.name)
-    try:
-        return None if found is None else (found, found.arguments.parse(function.arguments))
-    except AUTHOR_ERRORS:  # which may come from an author's own validator; ``Turn.play`` tells of it
-        return None
+class TimeLimitReached(Exception):
+    """The session's ``max_seconds`` have passed."""
 
 
-class TimeOver(Exception):
-    """The session's ``max_seconds`` are over."""
-
-
-class Turn:
-    """One assistant message being answered: what it has brought so far.
+class StepBuilder:
+    """The result of one step, built up while the tool calls of its message run.
 
     Args:
-        message: the assistant's.
-        begin: when it came, by the session's clock.
+        message: the assistant message.
+        begin: time of its arrival, by the session's clock.
     """
 
     __slots__ = ("begin", "done", "info", "message", "messages", "metrics", "reward")
 
-    def __init__(self, message: Said, begin: float) -> None:
+    def __init__(self, message: AssistantMessage, begin: float) -> None:
         self.message = message
         self.begin = begin
         self.messages: list[Message | ToolAnswer] = []
@@ -175,47 +156,43 @@ class Turn:
         self.done = False
         self.info: dict[str, Any] = {}
 
-    async def play(self, environment: Environment, call: Call) -> None:
+    async def run(self, environment: Environment, invoke: Invoke) -> None:
         """Run the message's tool calls in order, or ``respond`` where it has none.
 
-        Raises TimeOver, and whatever else author code raises but ToolError.
+        Raises TimeLimitReached, and anything that author code raises except ToolError.
         """
-        message = self.message
-        if not message.tool_calls:
+        calls: Sequence[AnyToolCall] = self.message.tool_calls or ()
+        if not calls:
             try:
-                value = await call(environment.respond, None, _text(message))
+                value = await invoke(environment.respond, None, _text(self.message))
             except ToolError as error:
                 value = str(error)
             self.messages += as_messages(self._take(value), "respond()")
             return
-        for position, request in enumerate(message.tool_calls):
+        for position, request in enumerate(calls):
+            call = self._parse(environment, request)
+            if call is None:
+                continue
+            tool, arguments = call
             try:
-                await self._tool_call(environment, request, call)
-            except TimeOver:
-                self._skip(message.tool_calls[position:], "the time limit was reached")
+                value = await invoke(getattr(environment, tool.attribute), tool.timeout, **arguments)
+            except ToolError as error:
+                self.messages.append(ToolAnswer(clean(str(error)), request.id))
+                continue
+            except TimeLimitReached:
+                self._skip(calls[position:], "the time limit was reached")
                 raise
+            self.messages += tool_messages(self._take(value), request.id, tool.name)
             if self.done:
-                self._skip(message.tool_calls[position + 1 :], "the task has ended")
+                self._skip(calls[position + 1 :], "the task has ended")
                 return
 
-    def take(self, tool: Tool, value: object, error: BaseException | None) -> None:
-        """Do what ``play`` does for a message's only call, once the tool has returned or raised."""
-        (request,) = self.message.tool_calls or ()
-        if error is None and type(value) is str:
-            self.messages.append(_answer(request, clean(value)))
-        elif error is None:
-            self.messages += tool_messages(self._take(value), request.id, tool.name)
-        elif isinstance(error, ToolError):
-            self.messages.append(_answer(request, clean(str(error))))
-        else:
-            raise error
-
     def score(self, scores: object, episode_return: float) -> None:
-        """Add the episode's named metrics, and ``success``.
+        """Add the metrics of the episode, and ``success``.
 
         Args:
-            scores: what ``Environment.score`` returned.
-            episode_return: the sum of all rewards before this turn.
+            scores: return value of ``Environment.score``.
+            episode_return: sum of the rewards before this step.
         """
         if not isinstance(scores, Mapping):
             raise DefinitionError(f"score() returned {type(scores).__name__}; return a dict")
@@ -224,13 +201,13 @@ class Turn:
         self.metrics["success"] = float(self.metrics.get("success", float(earned)) >= 0.5)
 
     def fail(self, error: BaseException) -> None:
-        """Take what the author's code has raised; the reward means nothing then."""
+        """Record an exception of author code; the reward is then meaningless."""
         self.reward = 0.0
         self.info = {"error": {"type": type(error).__name__, "message": describe(error)}}
 
-    def answer(self, session_id: str, seq: int, status: SessionStatus) -> bytes:
-        """Return what the turn has brought, the answer to step ``seq``: a StepResult as JSON."""
-        return step_answer(
+    def result_json(self, session_id: str, seq: int, status: SessionStatus) -> bytes:
+        """Return the StepResult as JSON."""
+        return encode_result(
             session_id,
             seq,
             self.messages,
@@ -240,27 +217,22 @@ class Turn:
             info=self.info,
         )
 
-    async def _tool_call(self, environment: Environment, request: CallSaid, call: Call) -> None:
+    def _parse(self, environment: Environment, request: AnyToolCall) -> tuple[Tool, dict[str, Any]] | None:
+        """Return the tool and the arguments of a call; None where it is answered with an error."""
         name = request.function.name
         tools = toolset(type(environment))
         found = tools.tools.get(name)
         if found is None:
             self._reject(request, f"there is no tool {echo(name)}. Tools: {tools.names}")
-            return
+            return None
         try:
-            arguments = found.arguments.parse(request.function.arguments)
+            return found, found.arguments.parse(request.function.arguments)
         except ArgumentError as error:
             self._reject(request, str(error))
-            return
-        try:
-            value = await call(getattr(environment, found.attribute), found.timeout, **arguments)
-        except ToolError as error:
-            self.messages.append(_answer(request, clean(str(error))))
-            return
-        self.messages += tool_messages(self._take(value), request.id, name)
+            return None
 
     def _take(self, value: object) -> object:
-        """Take the reward and metrics of a return value, and return its content."""
+        """Add the reward and the metrics of a return value, and return its content."""
         if not isinstance(value, Reply):
             return value
         self.reward += _finite(value.reward, "reward")
@@ -269,12 +241,12 @@ class Turn:
         self.done = self.done or isinstance(value, Done)
         return value.content
 
-    def _reject(self, request: CallSaid, reason: str) -> None:
+    def _reject(self, request: AnyToolCall, reason: str) -> None:
         self.metrics["invalid_calls"] += 1.0
-        self.messages.append(_answer(request, f"Error: {reason}."))
+        self.messages.append(ToolAnswer(f"Error: {reason}.", request.id))
 
-    def _skip(self, requests: Sequence[CallSaid], reason: str) -> None:
-        self.messages += [_answer(request, f"Not executed: {reason}.") for request in requests]
+    def _skip(self, requests: Sequence[AnyToolCall], reason: str) -> None:
+        self.messages += [ToolAnswer(f"Not executed: {reason}.", request.id) for request in requests]
 
 
 def tool_messages(content: object, call_id: str, name: str) -> list[Message | ToolAnswer]:
@@ -297,7 +269,7 @@ def tool_messages(content: object, call_id: str, name: str) -> list[Message | To
 
 
 def as_messages(content: object, where: str) -> list[Message]:
-    """Turn ``str | Message | list[Message]`` into messages; text speaks as the user.
+    """Turn ``str | Message | list[Message]`` into messages; text becomes a user message.
 
     Raises DefinitionError where it is something else, or cannot be sent as JSON.
     """
@@ -330,7 +302,7 @@ def as_move(move: object) -> Message:
 
 
 def clean(text: str) -> str:
-    """Replace what UTF-8 cannot carry: lone surrogates, as undecodable file names have them."""
+    """Replace lone surrogates, which UTF-8 cannot carry."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -342,18 +314,14 @@ def _attributes(environment: type) -> list[str]:
     return list(names)
 
 
-def _answer(request: CallSaid, text: str) -> ToolAnswer:
-    return ToolAnswer(text, request.id)
-
-
-def _text(message: Said) -> str:
+def _text(message: AssistantMessage) -> str:
     if isinstance(message.content, list):
         return "".join(str(part.get("text", "")) for part in message.content)
     return message.content or ""
 
 
 def _numbers(metrics: Mapping[Any, object]) -> dict[str, float]:
-    """Return metrics with names and values that can be sent."""
+    """Return metrics with valid names and finite values."""
     return {clean(str(name)): _finite(value, f"metric {name}") for name, value in metrics.items()}
 
 
@@ -367,6 +335,6 @@ def describe(error: BaseException) -> str:
     """Return an exception's class and text, cut to a readable length."""
     try:
         text = str(error)
-    except Exception:  # its author's code too
+    except Exception:  # ``__str__`` is author code too
         text = "its text cannot be read"
     return clean(f"{type(error).__name__}: {text}"[:500])

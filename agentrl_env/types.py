@@ -27,7 +27,7 @@ class _Frozen(BaseModel):
 
 
 _absent = partial(operator.is_, None)
-"""Whether a field is left out of the dumped message, as OpenAI's format does."""
+"""True if a field is left out of the dumped message, as OpenAI's format does."""
 
 
 class FunctionCall(_Frozen):
@@ -101,7 +101,7 @@ class SplitInfo(_Frozen):
 
 
 class TaskInfo(_Frozen):
-    """What a server says of one task."""
+    """Description of one task."""
 
     name: str
     description: str = ""
@@ -130,7 +130,7 @@ class SessionStatus(StrEnum):
 
     @property
     def final(self) -> bool:
-        """Whether no further step is possible."""
+        """True if no further step is possible."""
         return self is not SessionStatus.RUNNING
 
 
@@ -152,7 +152,7 @@ class StepResult(_Frozen):
 
     @property
     def final(self) -> bool:
-        """Whether this was the session's last step."""
+        """True if this was the session's last step."""
         return self.status.final
 
 

@@ -1,44 +1,78 @@
-"""Requests and answers of wire protocol 1, as they cross HTTP."""
+"""Wire protocol 1: the requests and answers of every call, and the table of the calls.
+
+``CALLS`` drives the HTTP routes, the WebSocket, authorization, the OpenAPI document and the client. A new
+call takes its models and its row here, and a method of that name on each ``Service``.
+"""
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from agentrl_env import errors as e
 from agentrl_env.types import Message, SessionInfo, SessionStatus, StepResult, TaskInfo, TaskSample, ToolSpec
 
 PROTOCOL_VERSION = 1
-_INT64 = 2**63
 PROTOCOL_HEADER = "x-agentrl-protocol"
 SOCKET_HEADER = "x-agentrl-socket"
-"""On answers over HTTP: the path of the WebSocket that takes the same calls."""
+"""Response header with the path of the WebSocket that takes the same calls."""
 SOCKET_PATH = "/v1/ws"
+SOCKET_PROTOCOL = "agentrl.v1"
+"""WebSocket subprotocol of ``/v1/ws``."""
+LINK_PATH = "/v1/link"
+"""WebSocket endpoint of a controller, where servers connect; calls travel from the controller."""
+SEED_BITS = 53
+"""Seeds stay below 2**53, so that every JSON reader keeps them exact."""
+_INT64 = 2**63
 
 
-class _Request(BaseModel):
+class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class OpenRequest(_Request):
-    """Body of ``POST /v1/sessions``.
+class EmptyRequest(_Model):
+    """A call without arguments."""
 
-    ``wait_s`` is how long to wait in the fair queue of a full server (0: be refused at once).
-    ``request_id`` makes the call idempotent: the same id again gives the same session.
-    """
 
-    task: str
+EMPTY = EmptyRequest()
+
+
+class SessionRequest(_Model):
+    """A call of one session without further arguments."""
+
+    session_id: str
+
+
+class OpenRequest(_Model):
+    """Body of ``POST /v1/sessions``."""
+
+    task: str = ""
+    """Optional where the server has one task only."""
     split: str = "train"
     index: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | str | None = None
     seed: int | None = Field(default=None, ge=0, lt=_INT64)
     sample: dict[str, Any] | None = None
     wait_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Seconds to wait in the fair queue of a full server; 0 fails at once."""
     request_id: str | None = Field(default=None, max_length=128)
+    """Idempotency key: the same id again returns the same session."""
     client: str = Field(default="", max_length=128)
-    """Who opens; a controller's limits count by it."""
+    """Name of the caller, for the limits of a controller."""
+    n: int | None = Field(default=None, ge=1, le=16_384)
+    """Number of sibling sessions of the same problem; the answer is then an ``OpenBatchAnswer``."""
 
 
-class StepBody(_Request):
+class OpenBatch(_Model):
+    """Body of ``POST /v1/sessions`` that opens many sessions."""
+
+    sessions: list[OpenRequest]
+
+
+class StepBody(_Model):
     """Body of ``POST /v1/sessions/{id}/step``."""
 
     seq: int = Field(ge=1, lt=_INT64)
@@ -46,62 +80,113 @@ class StepBody(_Request):
 
 
 class StepRequest(StepBody):
-    """One item of ``POST /v1/step``."""
+    """A step of one session."""
 
     session_id: str
 
 
-class StepBatch(_Request):
-    """Body of ``POST /v1/step``: many sessions in one request.
+class StepBatch(_Model):
+    """Body of ``POST /v1/step``: steps of many sessions.
 
-    With ``wait_s`` the answer comes after that many seconds at the latest, and carries a
-    ``step_pending`` error for each item still under way; the same ``seq`` again waits for it.
+    With ``wait_s`` the answer arrives after that many seconds at the latest, with a ``step_pending``
+    error for each item that is still running; repeating its ``seq`` waits for it.
     """
 
     steps: list[StepRequest]
     wait_s: float | None = Field(default=None, ge=0, allow_inf_nan=False)
 
 
-class ForkRequest(_Request):
-    """Body of ``POST /v1/sessions/{id}/fork``.
-
-    ``request_id`` makes the call idempotent: the same id again gives the same sessions.
-    """
+class ForkBody(_Model):
+    """Body of ``POST /v1/sessions/{id}/fork``."""
 
     n: int = Field(default=1, ge=1)
     request_id: str | None = Field(default=None, max_length=128)
+    """Idempotency key: the same id again returns the same sessions."""
 
 
-class ForkAnswer(_Request):
-    """Answer of ``POST /v1/sessions/{id}/fork``: the new sessions, where they stand."""
+class ForkRequest(ForkBody):
+    """A fork of one session."""
 
-    sessions: tuple[SessionInfo, ...]
+    session_id: str
 
 
-class TaskList(_Request):
+class SessionQuery(_Model):
+    """Query of ``GET /v1/sessions``."""
+
+    task: str | None = None
+    status: SessionStatus | None = None
+    limit: int = Field(default=100, ge=1, le=1000)
+    after: str | None = Field(default=None, max_length=256)
+    """``next`` of the previous page."""
+
+
+class TranscriptQuery(_Model):
+    """Query of ``GET /v1/sessions/{id}/transcript``."""
+
+    after: int | None = Field(default=None, ge=0, lt=_INT64)
+    """Return the turns after this one; null returns all of them, and the opening."""
+
+
+class TranscriptRequest(TranscriptQuery):
+    """The transcript of one session."""
+
+    session_id: str
+
+
+class ErrorDetail(_Model):
+    """Type and message of an error; some types carry more fields, such as ``retry_after`` or ``expected``."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    message: str
+
+
+class Error(_Model):
+    """Body of every error; each type has one HTTP status."""
+
+    error: ErrorDetail
+
+
+class Health(_Model):
+    """Answer of ``GET /health`` and ``GET /ready``."""
+
+    status: Literal["ok", "ready", "draining"]
+
+
+class TaskList(_Model):
     """Answer of ``GET /v1/tasks``."""
 
     protocol: int = PROTOCOL_VERSION
     tasks: tuple[TaskInfo, ...] = ()
 
 
-class ExpertAnswer(_Request):
+class OpenBatchAnswer(_Model):
+    """Answer to an ``OpenBatch``: the session or the error of each item, in order."""
+
+    sessions: tuple[SessionInfo | Error, ...]
+
+
+class StepBatchAnswer(_Model):
+    """Answer of ``POST /v1/step``: the result or the error of each item, in order."""
+
+    results: tuple[StepResult | Error, ...]
+
+
+class ForkAnswer(_Model):
+    """Answer of ``POST /v1/sessions/{id}/fork``: the new sessions."""
+
+    sessions: tuple[SessionInfo, ...]
+
+
+class ExpertAnswer(_Model):
     """Answer of ``POST /v1/sessions/{id}/expert``."""
 
     message: Message
 
 
-class SessionQuery(_Request):
-    """Query of ``GET /v1/sessions``; ``after`` is the ``next`` of the page before."""
-
-    task: str | None = None
-    status: SessionStatus | None = None
-    limit: int = Field(default=100, ge=1, le=1000)
-    after: str | None = Field(default=None, max_length=256)
-
-
-class SessionSummary(_Request):
-    """One session, open or ended lately, as ``GET /v1/sessions`` lists it."""
+class SessionSummary(_Model):
+    """One session, open or recently ended, in ``GET /v1/sessions``."""
 
     session_id: str
     server: str
@@ -114,36 +199,30 @@ class SessionSummary(_Request):
     reward: float = 0.0
     """Sum of the rewards so far."""
     began: float
-    """When it was opened, in seconds since 1970 by its server's clock; the list's order, newest first."""
+    """Unix time of the opening, in seconds, by the server's clock; the list is sorted by it, newest first."""
     age_s: float
     idle_s: float | None = None
-    """Since its last call, or its end; null while a call is under way."""
+    """Seconds since the last call, or the end; null while a call is running."""
 
 
-class SessionList(_Request):
-    """Answer of ``GET /v1/sessions``: one page, and how many sessions the query means in all."""
+class SessionList(_Model):
+    """Answer of ``GET /v1/sessions``: one page, and the number of sessions that match."""
 
     sessions: tuple[SessionSummary, ...] = ()
     total: int = 0
     next: str | None = None
-    """Where the next page begins; null on the last."""
+    """Start of the next page; null on the last."""
 
 
-class TranscriptQuery(_Request):
-    """Query of ``GET /v1/sessions/{id}/transcript``: the turns after one; null: and how it began."""
-
-    after: int | None = Field(default=None, ge=0, lt=_INT64)
-
-
-class TranscriptTurn(_Request):
-    """One turn: what the agent said, and the environment's answer."""
+class TranscriptTurn(_Model):
+    """One turn: the assistant message and its result."""
 
     message: Message
     result: StepResult
 
 
-class Transcript(_Request):
-    """Answer of ``GET /v1/sessions/{id}/transcript``: the last turns that the server still keeps."""
+class Transcript(_Model):
+    """Answer of ``GET /v1/sessions/{id}/transcript``: the last turns that the server keeps."""
 
     session_id: str
     sample: TaskSample
@@ -153,138 +232,225 @@ class Transcript(_Request):
     reward: float
     """Sum of the rewards so far."""
     messages: tuple[Message, ...] = ()
-    """The opening messages, where asked for."""
+    """The opening messages, where requested."""
     tools: tuple[ToolSpec, ...] = ()
-    """The tools, where the opening messages are asked for."""
+    """The tools, where the opening messages are requested."""
     turns: tuple[TranscriptTurn, ...] = ()
 
 
-class ServerSummary(_Request):
-    """One server, as ``GET /v1/fleet`` lists it."""
+class ServerSummary(_Model):
+    """One server in ``GET /v1/fleet``."""
 
     server_id: str
     place: str = ""
-    """Host and process, for people."""
+    """Host name and process id."""
     tasks: tuple[str, ...] = ()
     capacity: int
     open: int
     waiting: int = 0
-    """Openings that wait for room."""
+    """Number of openings that wait for capacity."""
     draining: bool = False
     heard_s: float = 0.0
-    """Seconds since its last sign of life."""
+    """Seconds since the last heartbeat."""
     version: str = ""
 
 
-class FleetInfo(_Request):
-    """Answer of ``GET /v1/fleet``; a single server is a fleet of itself."""
+class FleetInfo(_Model):
+    """Answer of ``GET /v1/fleet``; a single server is a fleet of one."""
 
     kind: Literal["server", "controller"]
     name: str = ""
     version: str = ""
     draining: bool = False
     waiting: int = 0
-    """Openings that wait for room anywhere."""
+    """Number of openings that wait for capacity anywhere."""
     servers: tuple[ServerSummary, ...] = ()
 
 
-SOCKET_PROTOCOL = "agentrl.v1"
-"""The subprotocol of ``/v1/ws``."""
+def siblings(request: OpenRequest, n: int) -> list[OpenRequest]:
+    """Return ``n`` requests of the same problem, each with an idempotency key of its own."""
+    update: dict[str, Any] = {"n": None}
+    if request.index is None and request.seed is None and request.sample is None:
+        update["seed"] = secrets.randbits(SEED_BITS)  # or each sibling would get another problem
+    key = request.request_id
+    return [
+        request.model_copy(update={**update, "request_id": key and f"{key}/{number}"}) for number in range(n)
+    ]
 
 
-class _Call(_Request):
-    """One call over ``/v1/ws``: its fields are those of the HTTP call, with ``id`` and ``call``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of the protocol.
+
+    Args:
+        name: method of ``Service``, and ``call`` of a WebSocket frame.
+        method: HTTP method.
+        path: HTTP path, with ``{id}`` for the session.
+        request: arguments of the call, as a ``Service`` takes them.
+        body: part of them in the HTTP body.
+        query: part of them in the HTTP query.
+        answer: model of the answer; None for an empty one.
+        status: HTTP status of the answer.
+        agent: whether the agent token of the session may make this call.
+        summary: one line for the OpenAPI document.
+        errors: errors beside those that every call may answer.
+    """
+
+    name: str
+    method: Literal["GET", "POST", "DELETE"]
+    path: str
+    summary: str
+    request: type[BaseModel] = EmptyRequest
+    body: type[BaseModel] | None = None
+    query: type[BaseModel] | None = None
+    answer: type[BaseModel] | None = None
+    status: int = 200
+    agent: bool = False
+    errors: tuple[type[e.WireError], ...] = ()
+
+
+_SESSION = "/v1/sessions/{id}"
+_GONE = (e.UnknownSession, e.SessionExpired, e.SessionLost)
+_OPENS = (e.ServerFull, e.ServerDraining, e.EnvironmentFailed)
+
+TASKS = Call(name="tasks", method="GET", path="/v1/tasks", summary="List the tasks.", answer=TaskList)
+OPEN = Call(
+    name="open",
+    method="POST",
+    path="/v1/sessions",
+    summary="Open a session, or many with `sessions`.",
+    request=OpenRequest,
+    body=OpenRequest,
+    answer=SessionInfo,
+    status=201,
+    errors=(e.UnknownTask, e.UnknownSample, e.SessionExpired, *_OPENS),
+)
+OPEN_MANY = Call(
+    name="open_many",
+    method="POST",
+    path="/v1/sessions",
+    summary=OPEN.summary,
+    request=OpenBatch,
+    body=OpenBatch,
+    answer=OpenBatchAnswer,
+    status=201,
+    errors=OPEN.errors,
+)
+SESSIONS = Call(
+    name="sessions",
+    method="GET",
+    path="/v1/sessions",
+    summary="List the sessions that are open or have ended recently, newest first.",
+    request=SessionQuery,
+    query=SessionQuery,
+    answer=SessionList,
+)
+STEP_MANY = Call(
+    name="step_many",
+    method="POST",
+    path="/v1/step",
+    summary="Step many sessions; the steps of one session run in order.",
+    request=StepBatch,
+    body=StepBatch,
+    answer=StepBatchAnswer,
+    agent=True,
+)
+STEP = Call(
+    name="step",
+    method="POST",
+    path=f"{_SESSION}/step",
+    summary="Play one assistant message; repeating a seq returns the same answer.",
+    request=StepRequest,
+    body=StepBody,
+    answer=StepResult,
+    agent=True,
+    errors=(e.SeqConflict, e.SessionEnded, *_GONE),
+)
+INFO = Call(
+    name="info",
+    method="GET",
+    path=_SESSION,
+    summary="Return the state of a session.",
+    request=SessionRequest,
+    answer=SessionInfo,
+    agent=True,
+    errors=_GONE,
+)
+CLOSE = Call(
+    name="close",
+    method="DELETE",
+    path=_SESSION,
+    summary="End a session; idempotent.",
+    request=SessionRequest,
+    status=204,
+)
+FORK = Call(
+    name="fork",
+    method="POST",
+    path=f"{_SESSION}/fork",
+    summary="Open sessions that continue from the state of this one.",
+    request=ForkRequest,
+    body=ForkBody,
+    answer=ForkAnswer,
+    status=201,
+    errors=(e.SessionEnded, e.NotSupported, *_GONE, *_OPENS),
+)
+EXPERT = Call(
+    name="expert",
+    method="POST",
+    path=f"{_SESSION}/expert",
+    summary="Return the next message of the task's expert, without taking a step.",
+    request=SessionRequest,
+    answer=ExpertAnswer,
+    errors=(e.SessionEnded, e.NotSupported, e.EnvironmentFailed, *_GONE),
+)
+TRANSCRIPT = Call(
+    name="transcript",
+    method="GET",
+    path=f"{_SESSION}/transcript",
+    summary="Return the last turns of a session.",
+    request=TranscriptRequest,
+    query=TranscriptQuery,
+    answer=Transcript,
+    errors=_GONE,
+)
+FLEET = Call(name="fleet", method="GET", path="/v1/fleet", summary="List the servers.", answer=FleetInfo)
+
+CANCEL = "cancel"
+"""``call`` of a WebSocket frame that cancels the call ``target`` of the same socket; it has no answer."""
+
+CALLS: Mapping[str, Call] = {
+    call.name: call
+    for call in (
+        TASKS,
+        OPEN,
+        OPEN_MANY,
+        SESSIONS,
+        STEP_MANY,
+        STEP,
+        INFO,
+        CLOSE,
+        FORK,
+        EXPERT,
+        TRANSCRIPT,
+        FLEET,
+    )
+}
+
+
+class Frame(_Model):
+    """Envelope of a WebSocket frame ``{"id", "call", ...}``; the other fields are the call's request."""
 
     id: Annotated[int, Field(strict=True, ge=-_INT64, lt=_INT64)] | Annotated[str, Field(max_length=128)]
-    """Chosen by the caller; the answer carries it: ``{"id", "result"}`` or ``{"id", "error"}``."""
+    """Correlation id; the answer is ``{"id", "result"}`` or ``{"id", "error"}``."""
+    call: str
     traceparent: str | None = Field(default=None, max_length=128)
-    """The caller's span, as the HTTP header of that name has it."""
+    """W3C trace context of the caller."""
+    target: int | str | None = None
+    """Id of the call to cancel, for ``cancel``."""
 
 
-class _SessionCall(_Call):
-    session_id: str
-
-
-class TasksCall(_Call):
-    """``GET /v1/tasks``."""
-
-    call: Literal["tasks"]
-
-
-class OpenCall(OpenRequest, _Call):
-    """``POST /v1/sessions``."""
-
-    call: Literal["open"]
-
-
-class StepCall(StepRequest, _Call):
-    """``POST /v1/sessions/{id}/step``."""
-
-    call: Literal["step"]
-
-
-class StepManyCall(StepBatch, _Call):
-    """``POST /v1/step``."""
-
-    call: Literal["step_many"]
-
-
-class InfoCall(_SessionCall):
-    """``GET /v1/sessions/{id}``."""
-
-    call: Literal["info"]
-
-
-class CloseCall(_SessionCall):
-    """``DELETE /v1/sessions/{id}``; the result is null."""
-
-    call: Literal["close"]
-
-
-class ExpertCall(_SessionCall):
-    """``POST /v1/sessions/{id}/expert``."""
-
-    call: Literal["expert"]
-
-
-class ForkCall(ForkRequest, _SessionCall):
-    """``POST /v1/sessions/{id}/fork``."""
-
-    call: Literal["fork"]
-
-
-class SessionsCall(SessionQuery, _Call):
-    """``GET /v1/sessions``."""
-
-    call: Literal["sessions"]
-
-
-class TranscriptCall(TranscriptQuery, _SessionCall):
-    """``GET /v1/sessions/{id}/transcript``."""
-
-    call: Literal["transcript"]
-
-
-SocketCall = Annotated[
-    TasksCall
-    | OpenCall
-    | StepCall
-    | StepManyCall
-    | InfoCall
-    | CloseCall
-    | ExpertCall
-    | ForkCall
-    | SessionsCall
-    | TranscriptCall,
-    Field(discriminator="call"),
-]
-
-
-LINK_PATH = "/v1/link"
-"""Where a controller takes the WebSocket of a server that dials in; it carries calls the other way."""
-
-
-class SessionRow(_Request):
+class SessionRow(_Model):
     """One open session, as its server reports it to a controller."""
 
     session_id: str
@@ -292,8 +458,8 @@ class SessionRow(_Request):
     client: str = ""
 
 
-class Hello(_Request):
-    """What a server says first on a link: ``{"hello": {...}}``."""
+class Hello(_Model):
+    """First frame of a server on a link: ``{"hello": {...}}``."""
 
     server_id: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")
     protocol: int = PROTOCOL_VERSION
@@ -302,86 +468,27 @@ class Hello(_Request):
     sessions: tuple[SessionRow, ...] = ()
     draining: bool = False
     place: str = ""
-    """Host and process, for people."""
+    """Host name and process id."""
     version: str = ""
 
 
-class Beat(_Request):
-    """What a server says every second, and before an answer that a change led to: ``{"beat": {...}}``."""
+class Beat(_Model):
+    """Heartbeat of a server, every second and before an answer with consequences: ``{"beat": {...}}``."""
 
     opened: tuple[SessionRow, ...] = ()
     ended: tuple[str, ...] = ()
     draining: bool = False
     leaving: bool = False
-    """The server is about to end in order; no session is left on it."""
+    """The server shuts down in order and holds no session any more."""
 
 
-class Welcome(_Request):
-    """A controller's answer to a hello: ``{"welcome": {...}}``, or ``{"lost": true}``.
+class Welcome(_Model):
+    """Answer of a controller to a hello: ``{"welcome": {...}}``, or ``{"lost": true}``.
 
-    ``lost`` tells a server that it was away for too long: what it holds has been reported lost, so it
-    ends its sessions and comes back under another id.
+    ``lost`` means that the server was away for too long and its sessions are reported lost: it ends them
+    and connects again under another id.
     """
 
     beat_s: float
     keep: bool = False
-    """Whether the server is to tell, after every step, what another needs to go on with the session."""
-
-
-class Standing(BaseModel):
-    """Where a session stands between two steps: all that another server needs to go on from there."""
-
-    model_config = ConfigDict(frozen=True)
-
-    sample: TaskSample
-    opening: tuple[Message, ...]
-    turn: int = Field(ge=0)
-    total: float
-    """Sum of the rewards so far."""
-    used_s: float
-    """Seconds of its time limit that are over."""
-    turns: tuple[tuple[str, str], ...] = ()
-    """The last turns, what was said and answered, as JSON; a ``Kept`` carries them beside it."""
-    state: bytes
-    """What ``snapshot`` returned, as ``agentrl_env.session.state_codec`` encodes it: JSON in ASCII."""
-
-
-class Kept(_Request):
-    """What a server says before the answer of a step, to a controller that keeps: ``{"kept": {...}}``.
-
-    Without a ``standing`` the session cannot be gone on with elsewhere.
-    """
-
-    session_id: str
-    task: str
-    client: str = ""
-    seq: int = 0
-    """Number of steps taken."""
-    standing: Standing | None = None
-    seal: str = ""
-    """MAC of all other fields but ``turns``, under the fleet's token."""
-    turns: tuple[tuple[str, str, str], ...] = ()
-    """The turns that the controller has not been told of yet; to an adopter, all that are kept.
-
-    Of each the message, the answer, and a MAC of the session's id and both.
-    """
-
-
-class KeptHead(_Request):
-    """What a controller reads of a ``Kept``."""
-
-    session_id: str
-    task: str
-    client: str = ""
-    seq: int = 0
-    seal: str = ""
-
-
-class AdoptCall(Kept, _Call):
-    """Go on with a session of a server that is gone, under the same id; over a link alone."""
-
-    call: Literal["adopt"]
-
-
-LinkCall = Annotated[SocketCall | AdoptCall, Field(discriminator="call")]
-"""What a controller may ask of a server over its link."""
+    """True if the server sends a checkpoint of the session after every step."""

@@ -1,9 +1,9 @@
-"""``python -m tests.soak``: many open sessions held for long under churn; memory stays flat, none is lost.
+"""``python -m tests.soak`` holds many sessions open under churn and checks for leaks and lost sessions.
 
-SOAK_SECONDS, SOAK_SESSIONS and SOAK_WORKERS set length, number and processes (1: a server alone; more: a
-controller and that many). The oldest sessions are closed and new ones opened at a steady rate, so that
-within ``LIFETIME_S`` each is replaced; meanwhile sessions drawn at random are stepped. What is left at
-the end is counted on both sides, by id.
+SOAK_SECONDS, SOAK_SESSIONS and SOAK_WORKERS set the duration, the number of sessions and the number of
+processes (1: a server alone; more: a controller with that many workers). The oldest sessions are closed
+and new ones opened at a steady rate, so that each is replaced within ``LIFETIME_S``; meanwhile random
+sessions are stepped. At the end both sides compare the ids of their open sessions.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from agentrl_env.errors import AgentRLError
 TARGET = f"{Path(__file__).parent}/benchmarks/serving_task.py:EchoInline"
 LIFETIME_S = 100.0
 STEPS = 3
-"""Steps for each session that is replaced."""
+"""Number of steps for each replaced session."""
 OPENING = 64
-"""How many openings are under way at once."""
+"""Maximum number of concurrent openings."""
 TICK_S = 0.1
 SAMPLE_S = 10.0
 FLAT = 0.05
-"""By what share of the memory after warm-up it may grow in the rest of the run."""
+"""Allowed growth of each resource after the warm-up, as a share."""
 PAGE = 1000
 
 
 @dataclass(slots=True, kw_only=True)
 class Sample:
-    """The server's processes at one moment, added up."""
+    """The total resource usage of the server's processes at one time."""
 
     at: float
     rss_mb: float
@@ -52,7 +52,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Soak:
-    """What a run has come to."""
+    """The result of a run."""
 
     sessions: int
     workers: int
@@ -64,16 +64,16 @@ class Soak:
     doubled: int = 0
     leaked: int = 0
     left: int = 0
-    """Sessions that the server counts after all were closed."""
+    """Sessions that the server still lists after all were closed."""
     samples: list[Sample] = field(default_factory=list)
 
     def settled(self) -> list[Sample]:
-        """Return the samples after warm-up: a lifetime and a half, or half of the run."""
+        """Return the samples after the warm-up: one and a half lifetimes, at most half of the run."""
         begin = min(1.5 * LIFETIME_S, self.seconds / 2)
         return [sample for sample in self.samples if sample.at >= begin]
 
     def slope(self, name: str) -> float:
-        """Return by how much something grows in a minute, after warm-up: least squares."""
+        """Return the growth per minute after the warm-up, by least squares."""
         settled = self.settled()
         if len(settled) < 2:
             return 0.0
@@ -84,7 +84,7 @@ class Soak:
 
     @property
     def flat(self) -> bool:
-        """Whether memory, files, threads and tasks stay as they are after warm-up."""
+        """True if memory, files, threads and tasks do not grow after the warm-up."""
         settled = self.settled()
         if len(settled) < 2:
             return False
@@ -96,12 +96,12 @@ class Soak:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was lost, doubled or leaked, and all stayed flat."""
+        """True if no session was lost, duplicated or leaked, and no resource grew."""
         wrong = (self.failed, self.lost, self.doubled, self.leaked, self.left)
         return self.flat and not any(wrong)
 
     def summary(self) -> dict[str, object]:
-        """Return the line for machines."""
+        """Return the figures as JSON values."""
         slopes = {f"{n}_per_min": round(self.slope(n), 3) for n in ("rss_mb", "files", "threads", "tasks")}
         names = ("sessions", "workers", "opened", "steps", "lost", "doubled", "leaked", "left")
         counts = {name: getattr(self, name) for name in names}
@@ -112,8 +112,8 @@ class Soak:
         return {**counts, **failed, **rss, **slopes}
 
 
-class Holder:
-    """Holds sessions: replaces the oldest, steps the others."""
+class SessionHolder:
+    """Holds sessions open, replaces the oldest and steps the others."""
 
     def __init__(self, client: EnvClient, soak: Soak) -> None:
         self.ids: dict[str, ClientSession] = {}
@@ -123,12 +123,12 @@ class Holder:
         self._rng = random.Random(0)
 
     async def open(self, number: int) -> None:
-        """Open sessions, some at a time."""
+        """Open ``number`` sessions, at most ``OPENING`` at a time."""
         for begin in range(0, number, OPENING):
             await asyncio.gather(*(self._open() for _ in range(min(OPENING, number - begin))))
 
     async def turn_over(self, number: int) -> None:
-        """Replace the oldest sessions, and step others."""
+        """Replace the ``number`` oldest sessions and step some of the others."""
         oldest = [self._order.popleft() for _ in range(number)]
         staying = self._rng.sample(range(len(self._order)), min(STEPS * number, len(self._order)))
         steps = (self._step(self._order[n]) for n in staying)
@@ -136,7 +136,7 @@ class Holder:
         await self.open(number)
 
     async def close(self) -> None:
-        """Close all."""
+        """Close all sessions."""
         while self._order:
             some = [self._order.popleft() for _ in range(min(OPENING, len(self._order)))]
             await asyncio.gather(*map(self._close, some))
@@ -162,7 +162,7 @@ class Holder:
             return
         self._soak.steps += 1
         if result.messages[0].content != text:
-            self._soak.failed.append(f"the answer of another step: {result}")
+            self._soak.failed.append(f"wrong answer: {result}")
 
     async def _close(self, session: ClientSession) -> None:
         try:
@@ -173,7 +173,7 @@ class Holder:
 
 
 async def run(sessions: int, seconds: float, workers: int = 1, sample_s: float = SAMPLE_S) -> Soak:
-    """Hold sessions of a server process for some seconds."""
+    """Hold sessions of a server process open for some seconds."""
     soak = Soak(sessions, workers)
     room = ["--max-sessions", str(sessions + sessions // 10 + 2 * OPENING)]
     command = [sys.executable, "-m", "agentrl_env", "serve", "--port", "0", "--workers", str(workers), *room]
@@ -184,7 +184,7 @@ async def run(sessions: int, seconds: float, workers: int = 1, sample_s: float =
             announced = (await process.stdout.readline()).decode()
         url = announced.split(" at ")[1].split()[0]
         async with EnvClient.connect(url) as client, httpx.AsyncClient(base_url=url, timeout=60) as http:
-            holder = Holder(client, soak)
+            holder = SessionHolder(client, soak)
             await holder.open(sessions)
             await _hold(soak, holder, http, process.pid, seconds, sample_s)
             listed = await _listed(http)
@@ -200,9 +200,9 @@ async def run(sessions: int, seconds: float, workers: int = 1, sample_s: float =
 
 
 async def _hold(
-    soak: Soak, holder: Holder, http: httpx.AsyncClient, pid: int, seconds: float, sample_s: float
+    soak: Soak, holder: SessionHolder, http: httpx.AsyncClient, pid: int, seconds: float, sample_s: float
 ) -> None:
-    """Turn sessions over at a steady rate, and sample the server."""
+    """Replace sessions at a steady rate and sample the server."""
     begin = time.monotonic()
     due, sampled = 0.0, -sample_s
     while (now := time.monotonic() - begin) < seconds:
@@ -231,7 +231,7 @@ async def _sample(http: httpx.AsyncClient, pid: int, at: float) -> Sample:
 
 
 async def _listed(http: httpx.AsyncClient) -> list[str]:
-    """Return the ids of all running sessions, as the server lists them."""
+    """Return the ids of all running sessions as listed by the server."""
     found: list[str] = []
     after: str | None = None
     while True:
@@ -258,7 +258,7 @@ def _gauge(text: str, name: str) -> int:
 
 
 def main() -> int:
-    """Run, print, and return 1 where anything was not as it should be."""
+    """Run, print the result and return 1 on any failure."""
     seconds = float(os.environ.get("SOAK_SECONDS", "600"))
     sessions = int(os.environ.get("SOAK_SESSIONS", "10000"))
     soak = asyncio.run(run(sessions, seconds, int(os.environ.get("SOAK_WORKERS", "1"))))

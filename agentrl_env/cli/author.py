@@ -1,15 +1,19 @@
-"""What somebody who writes a task needs: make it, check it, play it, put it into an image."""
+"""Commands for task authors: ``new``, ``check``, ``play`` and ``build``."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import keyword
 import logging
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import Annotated
 
 import typer
@@ -20,17 +24,35 @@ from agentrl_env.errors import AgentRLError
 
 
 def new(
-    name: Annotated[Path, typer.Argument(help="The new folder; its name becomes the task's.")],
+    name: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="The new folder; its name becomes the task's name.")
+    ],
 ) -> None:
     """Write a small working environment into a new folder."""
-    from agentrl_env.launch.templates import create_environment
-
+    task = name.name
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", task) or keyword.iskeyword(task):
+        raise AgentRLError(
+            f"{task!r} is not a valid task name: use lower-case letters, digits and '_', "
+            "starting with a letter, for example 'number_game'."
+        )
+    if name.exists():
+        raise AgentRLError(f"{name} exists already; choose another name or remove it first.")
+    words = [word for word in task.split("_") if word]
+    values = {
+        "name": task,
+        "folder": str(name),
+        "class_name": "".join(word.capitalize() for word in words),
+        "title": " ".join(words).capitalize(),
+    }
     try:
-        files = create_environment(name)
-    except (ValueError, OSError) as error:
+        name.mkdir(parents=True)
+        for file in ("environment.py", "README.md", "test_environment.py"):
+            template = files(__package__).joinpath("template", f"{file}.template")
+            text = Template(template.read_text(encoding="utf-8")).substitute(values)
+            (name / file).write_text(text, encoding="utf-8")
+            print(f"wrote {name / file}")
+    except OSError as error:
         raise AgentRLError(str(error)) from error
-    for file in files:
-        print(f"wrote {file}")
     print(f"\nNext: agentrl-env check {name} && agentrl-env play {name}")
 
 
@@ -39,12 +61,14 @@ def check(
     task: Task = None,
     token: Token = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    deadline: Annotated[float, typer.Option(help="Seconds a check may take.")] = 60.0,
+    deadline: Annotated[
+        float, typer.Option(metavar="SECONDS", help="The time that each check may take.")
+    ] = 60.0,
     traceback: Annotated[
         bool, typer.Option("--traceback", help="Show tracebacks of the task's code.")
     ] = False,
 ) -> None:
-    """Prove that an environment keeps the contract; ends with 1 where a check fails."""
+    """Check that an environment meets the contract; the exit code is 1 if a check fails."""
     from agentrl_env.testing import run_checks
 
     _log_to_stderr(traceback)
@@ -69,20 +93,20 @@ def check(
 def play(
     target: Target,
     task: Task = None,
-    split: Annotated[str, typer.Option(help="Of the dataset.")] = "train",
-    index: Annotated[int | None, typer.Option(help="Which sample; any by default.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of the episode.")] = None,
-    expert: Annotated[bool, typer.Option("--expert", help="Watch the task's expert play instead.")] = False,
+    split: Annotated[str, typer.Option(help="The split of the dataset.")] = "train",
+    index: Annotated[int | None, typer.Option(help="The sample; random by default.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="The seed of the episode.")] = None,
+    expert: Annotated[bool, typer.Option("--expert", help="Let the task's expert play.")] = False,
     token: Token = None,
 ) -> None:
-    """Be the agent: type tool calls, see what the environment answers."""
+    """Play an episode by hand: type tool calls and read the environment's answers."""
     from agentrl_env.cli.play import play as run
 
     _log_to_stderr(False)
-    with suppress(ImportError):  # line editing and history, where the platform has them
+    with suppress(ImportError):  # line editing and history, if the platform has them
         importlib.import_module("readline")
     client = client_of(target, token)()
-    lines = _let_the_expert_play() if expert else _read_line
+    lines = _expert_lines() if expert else _read_line
     result = run(client, lines, Console(), task=task, split=split, index=index, seed=seed)
     raise typer.Exit(1 if result is not None and result.status == "failed_environment" else 0)
 
@@ -90,22 +114,29 @@ def play(
 def build(
     target: Annotated[
         str,
-        typer.Argument(metavar="TARGET", help="A folder with environment.py, file.py:Class, module:Class."),
+        typer.Argument(metavar="TARGET", help="A folder with environment.py, file.py:Class or module:Class."),
     ],
     base: Annotated[
-        str, typer.Option(help="The image to build on, with Python 3.11 or newer.")
+        str, typer.Option(help="The base image, with Python 3.11 or newer.")
     ] = "python:3.11-slim",
     tag: Annotated[str | None, typer.Option(help="The image's name; agentrl-TASK:latest by default.")] = None,
     extra: Annotated[
-        list[str] | None, typer.Option(help="A further package for pip; agentrl-kit[EXTRA] for our extras.")
+        list[str] | None,
+        typer.Option(
+            help="An additional pip requirement; agentrl-kit\\[EXTRA] selects an extra of this package."
+        ),
     ] = None,
     wheelhouse: Annotated[
-        Path | None, typer.Option(help="A folder with every wheel needed; no index is asked then.")
+        Path | None, typer.Option(help="A folder with every required wheel; pip then uses no index.")
     ] = None,
-    ca: Annotated[Path | None, typer.Option(help="Certificates that pip trusts during the build.")] = None,
-    network: Annotated[str | None, typer.Option(help="The build's network, as of docker build.")] = None,
+    ca: Annotated[
+        Path | None, typer.Option(help="A PEM file with certificates that pip trusts during the build.")
+    ] = None,
+    network: Annotated[
+        str | None, typer.Option(help="The network of the build steps, as for docker build.")
+    ] = None,
 ) -> None:
-    """Build the image that serves a task on port 8000; its name is printed last."""
+    """Build an image that serves a task on port 8000, and print its name last."""
     from agentrl_env.launch.image import build_image
 
     image = build_image(
@@ -121,12 +152,12 @@ def build(
     print(image.name)
 
 
-def _let_the_expert_play() -> Callable[[str], str | None]:
-    """Return lines that have the expert make each move, until it is asked for the same one again."""
+def _expert_lines() -> Callable[[str], str | None]:
+    """Return a source of lines that let the expert make each move, until a prompt repeats."""
     asked: set[str] = set()
 
     def line(prompt: str) -> str | None:
-        if prompt in asked:  # the move was refused: there is no expert
+        if prompt in asked:  # the move failed: there is no expert
             return None
         asked.add(prompt)
         print(f"{prompt}/do")
@@ -136,7 +167,7 @@ def _let_the_expert_play() -> Callable[[str], str | None]:
 
 
 def _read_line(prompt: str) -> str | None:
-    """Read one line from the terminal, or from a pipe, whose lines are then shown as well."""
+    """Read one line from the terminal, or from a pipe, whose lines are echoed."""
     try:
         line = input(prompt)
     except EOFError:
@@ -147,7 +178,7 @@ def _read_line(prompt: str) -> str | None:
     return line
 
 
-def _log_to_stderr(wanted: bool) -> None:
-    """Show the log of authors' code with its tracebacks, or nothing of it."""
-    handler: logging.Handler = logging.StreamHandler() if wanted else logging.NullHandler()
+def _log_to_stderr(enabled: bool) -> None:
+    """Show or hide the log, which has the tracebacks of authors' code."""
+    handler: logging.Handler = logging.StreamHandler() if enabled else logging.NullHandler()
     logging.getLogger("agentrl_env").handlers[:] = [handler]

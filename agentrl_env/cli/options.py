@@ -1,14 +1,24 @@
-"""Arguments and options that several commands have, in one wording."""
+"""Options that several commands share, and the configuration file that sets them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import tomllib
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
 
 from agentrl_env.client.client import EnvClient
+from agentrl_env.errors import AgentRLError
+
+listening_option = partial(typer.Option, rich_help_panel="Listening")
+sessions_option = partial(typer.Option, rich_help_panel="Sessions")
+security_option = partial(typer.Option, rich_help_panel="Security")
+fleet_option = partial(typer.Option, rich_help_panel="Fleet")
+logs_option = partial(typer.Option, rich_help_panel="Logs and traces")
 
 Target = Annotated[
     str,
@@ -17,41 +27,150 @@ Target = Annotated[
         help="A folder with an environment.py, file.py:Class, module:Class, or a server's URL.",
     ),
 ]
-Targets = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="TARGET...", help="Folders with an environment.py, file.py:Class or module:Class."
-    ),
-]
+Task = Annotated[str | None, typer.Option(help="The task, if there are several.")]
 Token = Annotated[
     str | None, typer.Option(envvar="AGENTRL_TOKEN", help="The server's token.", show_envvar=True)
 ]
+ServerToken = Annotated[
+    str | None,
+    security_option(
+        envvar="AGENTRL_TOKEN", show_envvar=True, metavar="TOKEN", help="The token that callers must send."
+    ),
+]
+TokenFile = Annotated[
+    Path | None, security_option(metavar="FILE", help="Read the token from this file instead.")
+]
+Insecure = Annotated[
+    bool, security_option("--insecure", help="Allow other addresses than loopback without a token.")
+]
 CallerLimit = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME=VALUE", help="A limit of one caller, such as rate_per_s=100; repeatable."),
+    security_option(
+        metavar="NAME=VALUE", help="Set a limit of each caller, such as rate_per_s=100. Repeatable."
+    ),
 ]
-LogFormat = Annotated[Literal["text", "json"], typer.Option(help="Of the log on standard error.")]
+Host = Annotated[str, listening_option(metavar="ADDRESS", help="The address to bind.")]
+Port = Annotated[
+    int, listening_option(min=0, max=65535, metavar="PORT", help="The port to bind; 0 selects a free one.")
+]
+LogFormat = Annotated[
+    Literal["text", "json"],
+    logs_option(metavar="FORMAT", help="The format of the log on standard error: text or json."),
+]
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"] | None,
-    typer.Option(help="The least that is logged.", show_default="info with json, else warning"),
+    logs_option(
+        metavar="LEVEL",
+        help="The minimum level that is logged: debug, info, warning or error.",
+        show_default="info for json, else warning",
+    ),
 ]
 LogMessages = Annotated[
-    bool, typer.Option("--log-messages", help="Log what models and environments say, too.")
+    bool, logs_option("--log-messages", help="Also log the messages of models and environments.")
 ]
 Traces = Annotated[
     bool | None,
-    typer.Option(help="Send OpenTelemetry spans.", show_default="where OTEL_EXPORTER_OTLP_ENDPOINT is set"),
+    logs_option(help="Export OpenTelemetry spans.", show_default="if OTEL_EXPORTER_OTLP_ENDPOINT is set"),
 ]
-Task = Annotated[str | None, typer.Option(help="Which task, where there are several.")]
-Host = Annotated[str, typer.Option(help="The address to bind.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Serve beyond loopback without a token.")]
 
 
 def client_of(target: str, token: str | None, timeout: float = 120.0) -> Callable[[], EnvClient]:
-    """Return what makes a client: of the server at a URL, or of a class in this process."""
+    """Return a factory of clients: for the server at a URL, or for a class in this process."""
     from agentrl_env.server.loader import load_target
 
     if target.startswith(("http://", "https://", "ws://", "wss://")):
         return partial(EnvClient.connect, target, token=token, timeout=timeout)
     return load_target(target).local
+
+
+def read_config(context: typer.Context, file: Path | None) -> Path | None:
+    """Use a TOML file as the defaults of a command's options; the callback of ``--config``.
+
+    Keys are the names of options and arguments, with dashes or underscores. Paths are relative to the
+    file's folder.
+
+    Raises:
+        AgentRLError: the file cannot be read, or a key or value is invalid.
+    """
+    if file is None:
+        return None
+    try:
+        content = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise AgentRLError(f"cannot read {file}: {error}") from error
+    parameters = {str(parameter.name): parameter for parameter in context.command.params}
+    del parameters["config"]
+    defaults: dict[str, Any] = {}
+    for key, value in content.items():
+        name = key.replace("-", "_")
+        if name == "token":
+            raise AgentRLError(f"{file}: {key} is a secret; use token_file or the variable AGENTRL_TOKEN")
+        if name not in parameters:
+            raise AgentRLError(f"{file}: unknown option {key!r}{_suggestion(name, parameters)}")
+        if name in defaults:
+            raise AgentRLError(f"{file}: {key} is given twice")
+        defaults[name] = _converted(context, parameters[name], value, f"{file}: {key}")
+    if "token_file" in defaults:
+        defaults["token_file"] = file.parent / defaults["token_file"]
+    if "targets" in defaults:
+        from agentrl_env.fleet.config import resolve_target
+
+        defaults["targets"] = [resolve_target(file.parent, target) for target in defaults["targets"]]
+    context.default_map = defaults
+    return file
+
+
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.toml",
+        callback=read_config,
+        is_eager=True,
+        help="Read options from a TOML file: keys are option names, paths are relative to the file. "
+        "Options on the command line take precedence.",
+    ),
+]
+
+
+def resolve_token(context: typer.Context, token: str | None, token_file: Path | None) -> str | None:
+    """Return the token: of the command line, else of AGENTRL_TOKEN, else of the configuration file.
+
+    Raises:
+        AgentRLError: the command line has both options, or the file cannot be read or is empty.
+    """
+    if token_file is None:
+        return token
+    on_command_line = [_is_on_command_line(context, name) for name in ("token", "token_file")]
+    if all(on_command_line):
+        raise AgentRLError("give --token or --token-file, not both")
+    if token and not on_command_line[1]:
+        return token
+    try:
+        content = token_file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise AgentRLError(f"cannot read the token: {error}") from error
+    if not content:
+        raise AgentRLError(f"{token_file} is empty; it must contain the token")
+    return content
+
+
+def _is_on_command_line(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _suggestion(name: str, known: Mapping[str, object]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def _converted(context: typer.Context, parameter: Any, value: Any, where: str) -> Any:
+    """Return a value of the file as the parameter's type. Raises AgentRLError if it does not fit."""
+    if (getattr(parameter, "multiple", False) or parameter.nargs == -1) and not isinstance(value, list):
+        value = [value]
+    try:
+        return parameter.process_value(context, value)
+    except typer.BadParameter as error:
+        raise AgentRLError(f"{where}: {error.message.removeprefix('Value error, ')}") from error
+    except (TypeError, ValueError) as error:
+        raise AgentRLError(f"{where}: {value!r} is not a valid value") from error

@@ -1,45 +1,27 @@
-"""The seam between a client and whatever holds its sessions."""
+"""The seam between a client and its sessions: HTTP and WebSocket, or a pool in this process."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-from agentrl_env.errors import WireError
-from agentrl_env.types import Message, SessionInfo, StepResult, TaskInfo
-from agentrl_env.wire import OpenRequest, StepRequest
+from pydantic import BaseModel
+
+from agentrl_env.types import Message, StepResult
+from agentrl_env.wire import Call
 
 
 class SessionBackend(Protocol):
-    """What ``EnvClient`` needs: HTTP to a server, or a ``SessionPool`` in this process.
+    """Makes the calls of the protocol.
 
-    Every method raises a WireError as the wire would carry it; those over a network also
-    ServerUnreachable, CallTimeout and ProtocolError.
+    Methods raise the WireError that is answered; those over a network also ServerUnreachable, CallTimeout
+    and ProtocolError.
     """
 
-    async def tasks(self) -> tuple[TaskInfo, ...]:
-        """Return what is served."""
-
-    async def open(self, request: OpenRequest) -> SessionInfo:
-        """Open a session."""
+    async def call(self, call: Call, request: BaseModel) -> Any:
+        """Make a call; return its answer, a ``call.answer``."""
 
     async def step(self, session_id: str, seq: int, message: Message) -> StepResult:
-        """Play one assistant message; the same ``seq`` again gives the same answer."""
-
-    async def step_many(self, steps: Sequence[StepRequest]) -> list[StepResult | WireError]:
-        """Step many sessions; results in order, a failed item as its error."""
-
-    async def info(self, session_id: str) -> SessionInfo:
-        """Return how a session stands."""
-
-    async def expert(self, session_id: str) -> Message:
-        """Return the oracle's next move."""
-
-    async def fork(self, session_id: str, n: int = 1, request_id: str | None = None) -> list[SessionInfo]:
-        """Open ``n`` sessions that stand where a session stands."""
-
-    async def close_session(self, session_id: str) -> None:
-        """End a session; idempotent."""
+        """Play one assistant message; repeating a ``seq`` returns the same result."""
 
     async def aclose(self) -> None:
-        """Release connections, or the sessions themselves where they live here."""
+        """Close connections, or the sessions themselves where they live in this process."""

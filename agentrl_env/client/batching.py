@@ -1,4 +1,4 @@
-"""Steps that are asked for at the same time travel in one request."""
+"""Batches the concurrent steps of one event loop into shared requests."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 from pydantic_core import PydanticSerializationError, to_json
 
 from agentrl_env.errors import BodyTooLarge, InvalidRequest, StepPending, WireError
-from agentrl_env.fast_wire import MESSAGE_JSON
+from agentrl_env.fast_wire import message_to_json
 from agentrl_env.types import Message, StepResult
 
 MAX_STEPS = 64
 MAX_BYTES = 1024 * 1024
 MAX_UNDER_WAY = 4
-"""Batches under way at once; meanwhile the next ones fill."""
+"""Batches under way at once; further steps wait and fill the next ones."""
 EARLY_ANSWER_S = 0.25
-"""A batch is answered after this long at the latest; who is not ready asks again alone."""
+"""Seconds until a batch is answered; steps that are not ready are requested again one by one."""
 MAX_SLOW = 4096
 
 SendBatch = Callable[[Sequence["QueuedStep"]], Awaitable[list[StepResult | WireError]]]
@@ -29,7 +29,7 @@ SendAlone = Callable[["QueuedStep"], Awaitable[StepResult]]
 
 @dataclass(slots=True)
 class QueuedStep:
-    """A step waiting to be sent."""
+    """A step that waits to be sent."""
 
     session_id: str
     body: bytes
@@ -37,13 +37,12 @@ class QueuedStep:
 
 
 class Batcher:
-    """Gathers the steps of one event loop.
+    """Queue of the steps of one event loop.
 
-    What is asked for in one tick goes out together; while ``MAX_UNDER_WAY`` batches are under way
-    the rest gathers; a step that nothing travels with goes as it is. A batch is answered early:
-    steps that take longer are asked for again one by one (the same ``seq`` waits for the first),
-    and their sessions stay out of batches until they are quick again, so that a slow tool delays
-    nobody else.
+    Steps of one tick share a request; while ``MAX_UNDER_WAY`` batches are under way, further ones queue; a
+    single step is sent alone. A batch is answered early: slower steps are requested again one by one (the
+    same ``seq`` waits for the first), and their sessions stay out of batches until they are fast again, so
+    that a slow tool delays no other session.
     """
 
     def __init__(
@@ -63,13 +62,13 @@ class Batcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def step(self, session_id: str, seq: int, message: Message) -> StepResult:
-        """Send one step, together with others where that helps.
+        """Send one step, in a batch where there are others.
 
         Raises what the senders raise, and InvalidRequest where the message cannot be sent as JSON.
         """
         loop = asyncio.get_running_loop()
         try:
-            text = MESSAGE_JSON(message)
+            text = message_to_json(message)
         except PydanticSerializationError as error:
             raise InvalidRequest(f"the message cannot be sent as JSON: {error}") from error
         body = b'{"session_id":%b,"seq":%d,"message":%b}' % (to_json(session_id), seq, text)
@@ -95,7 +94,7 @@ class Batcher:
         size = 0
         while self._queue and len(items) < MAX_STEPS and size < MAX_BYTES:
             item = self._queue.popleft()
-            if not item.answer.done():  # else its caller has gone
+            if not item.answer.done():
                 items.append(item)
                 size += len(item.body)
         return items
@@ -104,17 +103,17 @@ class Batcher:
         try:
             results = await self._send_batch(items)
             pending = [isinstance(result, StepPending) for result in results]
-            # Where most are late the server is busy, and that says nothing about a session.
+            # Where most are late, the server is busy rather than a session slow.
             some_are_slow = 2 * sum(pending) < len(items)
             for item, result, late in zip(items, results, pending, strict=True):
                 if late:
                     self._spawn(self._deliver_alone(item, some_are_slow))
                 else:
                     _settle(item, result)
-        except BodyTooLarge:  # of the batch nothing was played: what is too large is so by itself
+        except BodyTooLarge:  # nothing was played; one of the steps is too large by itself
             for item in items:
                 self._spawn(self._deliver_alone(item, False))
-        except Exception as error:  # whatever it is, whoever waits must hear of it
+        except Exception as error:
             for item in items:
                 _settle(item, error)
         finally:
@@ -122,7 +121,7 @@ class Batcher:
             self._flush()
 
     async def _deliver_single(self, item: QueuedStep) -> None:
-        """Send a step that nothing travels with; late, it no longer counts as a batch under way."""
+        """Send a single step; once late, it no longer counts as a batch under way."""
         counted = [True]
 
         def end() -> None:
@@ -165,7 +164,7 @@ class Batcher:
 
 def _settle(item: QueuedStep, result: StepResult | Exception) -> None:
     if item.answer.done():
-        return  # its caller has gone
+        return
     if isinstance(result, StepResult):
         item.answer.set_result(result)
     else:

@@ -1,4 +1,4 @@
-"""Load on a server: sessions that are played at once with random calls, and what that took."""
+"""Load test of a server: many concurrent sessions that make random calls."""
 
 from __future__ import annotations
 
@@ -11,71 +11,72 @@ from pydantic import BaseModel, ConfigDict
 
 from agentrl_env.client.client import ClientSession, EnvClient
 from agentrl_env.client.schema_sampler import CannotSample, sample_call
-from agentrl_env.errors import AgentRLError, UnknownTask
+from agentrl_env.client.tasks import select_task
+from agentrl_env.errors import AgentRLError
 from agentrl_env.types import Message, TaskInfo
 
-CALLS_KEPT = 256
-"""Calls drawn before the clock starts, and then made again and again."""
+NUM_CALLS = 256
+"""Number of random calls, drawn before the measurement and then repeated."""
 
 
-class Load(BaseModel):
-    """What a measurement found."""
+class LoadResult(BaseModel):
+    """The figures of one measurement."""
 
     model_config = ConfigDict(frozen=True)
 
     task: str
     sessions: int
+    """Number of concurrent sessions."""
     seconds: float
     steps: int
     episodes: int
-    """Sessions opened."""
+    """Number of sessions opened."""
     failures: int
-    """Calls that ended with an error."""
+    """Number of calls that raised an error."""
     first_failure: str | None
     steps_per_s: float
     p50_ms: float
+    """Median latency of a step, measured by the caller."""
     p99_ms: float
-    """Of a step, as its caller sees it."""
 
     def text(self) -> str:
-        """Return it in two lines, and a third where something failed."""
+        """Return the figures in two lines, and a third if a call failed."""
         lines = [
             f"{self.task}: {self.steps_per_s:,.0f} steps/s in {self.sessions} sessions, {self.seconds:.1f} s",
-            f"a step took {self.p50_ms:.2f} ms (p50), {self.p99_ms:.2f} ms (p99); "
+            f"latency of a step: {self.p50_ms:.2f} ms (p50), {self.p99_ms:.2f} ms (p99); "
             f"{self.steps} steps, {self.episodes} episodes, {self.failures} failures",
         ]
         return "\n".join([*lines, f"first failure: {self.first_failure}"] if self.failures else lines)
 
 
-class _Players:
-    """Sessions that begin anew when they end, until they are told to stop."""
+class _LoadGenerator:
+    """Plays sessions that start anew when their episode ends, until ``stopping`` is set."""
 
     def __init__(self, client: EnvClient, task: TaskInfo, seed: int) -> None:
         self._client = client
         self._task = task
-        self._moves = _moves(task, np.random.default_rng(seed))
+        self._calls = _random_calls(task, np.random.default_rng(seed))
         self.counting = False
         self.stopping = False
         self.times: list[float] = []
         self.episodes = 0
         self.failures: list[AgentRLError] = []
 
-    async def play(self, player: int) -> None:
-        """Play episode after episode; what fails is counted, and the next begins."""
-        number = player
+    async def play(self, number: int) -> None:
+        """Play one episode after another; count an error and continue with the next episode."""
         while not self.stopping:
             try:
                 async with await self._client.open(self._task.name, seed=number, wait=60.0) as session:
                     self.episodes += self.counting
-                    number = await self._episode(session, number)
+                    number = await self._play_episode(session, number)
             except AgentRLError as error:
                 self.failures.append(error)
                 await asyncio.sleep(0.05)
 
-    async def _episode(self, session: ClientSession, number: int) -> int:
+    async def _play_episode(self, session: ClientSession, number: int) -> int:
         while not (self.stopping or session.status.final):
             begin = time.perf_counter()
-            await session.step(self._moves[number % len(self._moves)])
+            await session.step(self._calls[number % len(self._calls)])
             if self.counting:
                 self.times.append(time.perf_counter() - begin)
             number += 1
@@ -90,18 +91,21 @@ def measure(
     seconds: float,
     warmup: float = 1.0,
     seed: int = 0,
-) -> Load:
-    """Play ``sessions`` sessions of a task at once for so long; return what that took.
+) -> LoadResult:
+    """Play ``sessions`` sessions of a task concurrently and measure the throughput and latency of steps.
 
     Args:
-        connect: makes the client.
-        task: its name; None where the server has one alone.
-        sessions: how many at once.
-        seconds: how long is measured.
-        warmup: seconds before that.
-        seed: of the calls and the episodes.
+        connect: Returns the client.
+        task: Name of the task; None if there is only one.
+        sessions: Number of concurrent sessions.
+        seconds: Duration of the measurement.
+        warmup: Seconds to run before the measurement starts.
+        seed: Seed of the calls and the episodes.
 
-    Raises UnknownTask, ServerUnreachable, and AgentRLError where not one step succeeds.
+    Raises:
+        UnknownTask: The task is not served, or none is named and several are served.
+        ServerUnreachable: The server does not answer.
+        AgentRLError: No step succeeded.
     """
     return asyncio.run(_measure(connect, task, sessions, seconds, warmup, seed))
 
@@ -113,49 +117,40 @@ async def _measure(
     seconds: float,
     warmup: float,
     seed: int,
-) -> Load:
+) -> LoadResult:
     async with connect() as client:
-        task = _chosen(await client.tasks(), name)
-        players = _Players(client, task, seed)
-        playing = [asyncio.create_task(players.play(number)) for number in range(sessions)]
+        task = select_task(await client.tasks(), name)
+        load = _LoadGenerator(client, task, seed)
+        players = [asyncio.create_task(load.play(number)) for number in range(sessions)]
         await asyncio.sleep(warmup)
-        players.counting, begin = True, time.perf_counter()
+        load.counting, begin = True, time.perf_counter()
         await asyncio.sleep(seconds)
-        players.counting, took = False, time.perf_counter() - begin
-        players.stopping = True
-        await asyncio.gather(*playing)
-    if not players.times:
-        why = f": {players.failures[0]}" if players.failures else "; measure for longer"
-        raise AgentRLError(f"not one step of {task.name!r} was answered{why}")
-    return Load(
+        load.counting, elapsed = False, time.perf_counter() - begin
+        load.stopping = True
+        await asyncio.gather(*players)
+    if not load.times:
+        reason = f": {load.failures[0]}" if load.failures else "; measure for longer"
+        raise AgentRLError(f"no step of {task.name!r} succeeded{reason}")
+    return LoadResult(
         task=task.name,
         sessions=sessions,
-        seconds=took,
-        steps=len(players.times),
-        episodes=players.episodes,
-        failures=len(players.failures),
-        first_failure=str(players.failures[0]) if players.failures else None,
-        steps_per_s=len(players.times) / took,
-        p50_ms=1e3 * float(np.percentile(players.times, 50)),
-        p99_ms=1e3 * float(np.percentile(players.times, 99)),
+        seconds=elapsed,
+        steps=len(load.times),
+        episodes=load.episodes,
+        failures=len(load.failures),
+        first_failure=str(load.failures[0]) if load.failures else None,
+        steps_per_s=len(load.times) / elapsed,
+        p50_ms=1e3 * float(np.percentile(load.times, 50)),
+        p99_ms=1e3 * float(np.percentile(load.times, 99)),
     )
 
 
-def _chosen(tasks: dict[str, TaskInfo], name: str | None) -> TaskInfo:
-    if name is None and len(tasks) == 1:
-        return next(iter(tasks.values()))
-    if name not in tasks:
-        known = ", ".join(tasks) or "none"
-        raise UnknownTask(f"choose one with --task; there are: {known}")
-    return tasks[name]
-
-
-def _moves(task: TaskInfo, rng: np.random.Generator) -> list[Message]:
-    """Return random moves: calls that fit the tools, or text where the task has none."""
-    moves: list[Message] = []
-    for _ in range(CALLS_KEPT if task.tools else 0):
+def _random_calls(task: TaskInfo, rng: np.random.Generator) -> list[Message]:
+    """Return messages with random valid calls, or with text if the task has no tools."""
+    calls: list[Message] = []
+    for _ in range(NUM_CALLS if task.tools else 0):
         try:
-            moves.append(Message.assistant(None, sample_call(task.tools, rng)))
+            calls.append(Message.assistant(None, sample_call(task.tools, rng)))
         except CannotSample:
             continue
-    return moves or [Message.assistant("hello")]
+    return calls or [Message.assistant("hello")]

@@ -1,13 +1,14 @@
-"""The async client: open sessions, step them, whatever stands behind."""
+"""The async client: opens and steps sessions."""
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from agentrl_env.client.backend import SessionBackend
 from agentrl_env.client.http import HttpBackend
-from agentrl_env.session.pool import SessionPool
+from agentrl_env.errors import InvalidRequest, WireError, from_wire
 from agentrl_env.types import (
     Message,
     SessionInfo,
@@ -18,14 +19,33 @@ from agentrl_env.types import (
     ToolCall,
     ToolSpec,
 )
-from agentrl_env.wire import OpenRequest
+from agentrl_env.wire import (
+    CLOSE,
+    EMPTY,
+    EXPERT,
+    FORK,
+    INFO,
+    OPEN,
+    OPEN_MANY,
+    TASKS,
+    ExpertAnswer,
+    ForkAnswer,
+    ForkRequest,
+    OpenBatch,
+    OpenBatchAnswer,
+    OpenRequest,
+    SessionRequest,
+    TaskList,
+    siblings,
+)
 
 if TYPE_CHECKING:
+    from agentrl_env.client.sync import SyncEnvClient
     from agentrl_env.environment import Environment
 
 
 class EnvClient:
-    """Opens sessions of served tasks. Nothing connects before the first call.
+    """Opens sessions of served tasks. The connection is made by the first call.
 
     Example::
 
@@ -42,11 +62,10 @@ class EnvClient:
         """Return a client of the server at ``url``.
 
         Args:
-            url: where the server is, such as ``http://127.0.0.1:8000``. What carries a call is
-                picked by itself; with ``ws://`` all calls share one WebSocket. A fleet's controllers
-                are given with commas between; where one does not answer, the next is asked.
-            token: its token, if it has one; the variable AGENTRL_TOKEN by default.
-            timeout: seconds any one call may take, retries included.
+            url: address of the server, such as ``http://127.0.0.1:8000``; with ``ws://`` every call uses the
+                WebSocket. Several controllers of a fleet are separated by commas.
+            token: its token; the variable AGENTRL_TOKEN by default.
+            timeout: seconds for one call, retries included.
         """
         return cls(HttpBackend(url, token=token, timeout=timeout))
 
@@ -58,8 +77,25 @@ class EnvClient:
             environments: the tasks.
             options: of ``SessionPool``, such as ``max_sessions``.
         """
+        from agentrl_env.client.local import LocalBackend
+        from agentrl_env.session.pool import SessionPool
+
         options.setdefault("oracle", True)
-        return cls(SessionPool(environments, **options))
+        return cls(LocalBackend(SessionPool(environments, **options)))
+
+    @classmethod
+    def connect_sync(cls, url: str, token: str | None = None, timeout: float = 120.0) -> SyncEnvClient:
+        """Return a synchronous client of the server at ``url``. See ``connect`` for the arguments."""
+        from agentrl_env.client.sync import SyncEnvClient
+
+        return SyncEnvClient(cls.connect(url, token=token, timeout=timeout))
+
+    @classmethod
+    def local_sync(cls, *environments: type[Environment], **options: Any) -> SyncEnvClient:
+        """Return a synchronous client with sessions in this process. See ``local`` for the arguments."""
+        from agentrl_env.client.sync import SyncEnvClient
+
+        return SyncEnvClient(cls.local(*environments, **options))
 
     async def __aenter__(self) -> Self:
         return self
@@ -68,16 +104,17 @@ class EnvClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Release connections, and with a local client its sessions."""
+        """Close the connections; a local client closes its sessions."""
         await self.backend.aclose()
 
     async def tasks(self) -> dict[str, TaskInfo]:
-        """Return the tasks that are served, by name."""
-        return {task.name: task for task in await self.backend.tasks()}
+        """Return the served tasks by name."""
+        served: TaskList = await self.backend.call(TASKS, EMPTY)
+        return {task.name: task for task in served.tasks}
 
     async def open(
         self,
-        task: str,
+        task: str = "",
         split: str = "train",
         index: int | str | None = None,
         seed: int | None = None,
@@ -87,33 +124,61 @@ class EnvClient:
         """Open a session.
 
         Args:
-            task: its name.
+            task: name of the task; optional where there is one only.
             split: of the dataset.
-            index: which sample; None picks one, from the seed where there is one.
-            seed: of the episode's randomness; None derives it from the sample.
+            index: sample of the split; None picks one, by the seed where there is one.
+            seed: seed of the episode; None derives it from the sample.
             sample: data to use instead of the dataset's.
             wait: seconds to wait in the fair queue of a full server; 0 raises ServerFull at once.
         """
-        info = await self.backend.open(
-            OpenRequest(
-                task=task,
-                split=split,
-                index=index,
-                seed=seed,
-                sample=sample,
-                wait_s=wait,
-                request_id=secrets.token_urlsafe(12),
-            )
-        )
-        return ClientSession(self.backend, info)
+        request = _request(task, split, index, seed, sample, wait)
+        return ClientSession(self.backend, await self.backend.call(OPEN, request))
+
+    async def open_many(
+        self,
+        n: int,
+        task: str = "",
+        split: str = "train",
+        index: int | str | None = None,
+        seed: int | None = None,
+        sample: dict[str, Any] | None = None,
+        wait: float = 0.0,
+    ) -> list[ClientSession]:
+        """Open ``n`` sibling sessions of the same problem in one call.
+
+        All of them open, or those that did are closed and the first error is raised. The other arguments are
+        those of ``open``.
+        """
+        request = _request(task, split, index, seed, sample, wait)
+        opened = await self.open_batch(siblings(request, n))
+        failed = [outcome for outcome in opened if isinstance(outcome, WireError)]
+        sessions = [outcome for outcome in opened if isinstance(outcome, ClientSession)]
+        if failed:
+            for session in sessions:
+                await session.close()
+            raise failed[0]
+        return sessions
+
+    async def open_batch(self, requests: Sequence[OpenRequest]) -> list[ClientSession | WireError]:
+        """Open many sessions in one call; return the session or the error of each, in order."""
+        batch = OpenBatch(sessions=list(requests))
+        answer: OpenBatchAnswer = await self.backend.call(OPEN_MANY, batch)
+        return [
+            ClientSession(self.backend, item)
+            if isinstance(item, SessionInfo)
+            else from_wire(item.model_dump()) or WireError(item.error.message)
+            for item in answer.sessions
+        ]
 
     async def resume(self, session_id: str) -> ClientSession:
-        """Return a session that is open already, where it stands."""
-        return ClientSession(self.backend, await self.backend.info(session_id))
+        """Return a session that is open already, in its present state."""
+        return ClientSession(
+            self.backend, await self.backend.call(INFO, SessionRequest(session_id=session_id))
+        )
 
 
 class ClientSession:
-    """One session, seen from the client; numbers the steps itself, so a retry never steps twice."""
+    """One session. It numbers the steps, so that a retry never steps twice."""
 
     def __init__(self, backend: SessionBackend, info: SessionInfo) -> None:
         self._backend = backend
@@ -129,9 +194,9 @@ class ClientSession:
 
     @property
     def agent_token(self) -> str | None:
-        """What lets an agent step this session and read how it stands, and no more.
+        """Token that permits to step and read this session only.
 
-        None where the server has no token, and in a session that was not opened here but resumed.
+        None where the server has no token, and in a session that was resumed rather than opened.
         """
         return self.info.agent_token
 
@@ -147,7 +212,7 @@ class ClientSession:
 
     @property
     def tools(self) -> tuple[ToolSpec, ...]:
-        """What the model can call."""
+        """The tools that the model can call."""
         return self.info.tools
 
     async def __aenter__(self) -> Self:
@@ -157,10 +222,10 @@ class ClientSession:
         await self.close()
 
     async def step(self, message: Message | ToolCall | str) -> StepResult:
-        """Play one assistant message, given whole or as one call or as text.
+        """Play one assistant message, given as a message, one call, or text.
 
-        Raises WireError (SessionEnded, SessionExpired, ...), ServerUnreachable, CallTimeout. After
-        the last two the step may have happened: the same ``step`` again is safe.
+        Raises WireError (SessionEnded, SessionExpired, ...), ServerUnreachable, CallTimeout. After the last
+        two the step may have happened; the same ``step`` again is safe.
         """
         if isinstance(message, str):
             message = Message.assistant(message)
@@ -171,22 +236,45 @@ class ClientSession:
         return result
 
     async def expert(self) -> Message:
-        """Return the oracle's next assistant message; it takes no step. Raises NotSupported."""
-        return await self._backend.expert(self.session_id)
+        """Return the next message of the task's expert, without taking a step. Raises NotSupported."""
+        answer: ExpertAnswer = await self._backend.call(EXPERT, SessionRequest(session_id=self.session_id))
+        return answer.message
 
     async def fork(self, n: int = 1) -> list[ClientSession]:
-        """Return ``n`` new sessions that stand where this one stands and go on apart from it.
+        """Return ``n`` new sessions that continue from the state of this one.
 
-        Each takes a session of the server's capacity, and is closed like one that was opened.
+        Each occupies a place of the server and is closed like one that was opened.
 
-        Raises NotSupported where the task has no ``snapshot`` (capability ``fork``), ServerFull
-        where there is no room for all of them, SessionEnded, InvalidRequest.
+        Raises NotSupported where the task has no ``snapshot`` (capability ``fork``), ServerFull where
+        there is no room for all of them, SessionEnded, InvalidRequest.
         """
-        forks = await self._backend.fork(self.session_id, n, secrets.token_urlsafe(12))
-        return [ClientSession(self._backend, info) for info in forks]
+        if n < 1:
+            raise InvalidRequest(f"n: must be at least 1, got {n}")
+        request = ForkRequest(session_id=self.session_id, n=n, request_id=secrets.token_urlsafe(12))
+        answer: ForkAnswer = await self._backend.call(FORK, request)
+        return [ClientSession(self._backend, info) for info in answer.sessions]
 
     async def close(self) -> None:
-        """End the session; idempotent, and free where the episode has ended by itself."""
+        """End the session; idempotent, and without a call where the episode has ended."""
         if not self.status.final:
-            await self._backend.close_session(self.session_id)
+            await self._backend.call(CLOSE, SessionRequest(session_id=self.session_id))
             self.status = SessionStatus.CANCELLED
+
+
+def _request(
+    task: str,
+    split: str,
+    index: int | str | None,
+    seed: int | None,
+    sample: dict[str, Any] | None,
+    wait: float,
+) -> OpenRequest:
+    return OpenRequest(
+        task=task,
+        split=split,
+        index=index,
+        seed=seed,
+        sample=sample,
+        wait_s=wait,
+        request_id=secrets.token_urlsafe(12),
+    )

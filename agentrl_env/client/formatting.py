@@ -1,4 +1,4 @@
-"""Messages as text a person reads: one line a message or call, for terminals and ``render()``."""
+"""Messages as readable text, one line for each message, for terminals and ``render()``."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from agentrl_env.types import Message, ToolCall
 
 
 def format_message(message: Message) -> str:
-    """Return one message as ``role: text``, its calls as ``name(key=value)``."""
+    """Return a message as ``role: text``, followed by its calls as ``name(key=value)``."""
     parts = [message_text(message)] if message.content else []
     parts += [format_call(call) for call in message.tool_calls or ()]
     return f"{message.role}: {' '.join(parts)}".rstrip()
 
 
 def format_messages(messages: Iterable[Message]) -> str:
-    """Return one line a message."""
+    """Return one line for each message."""
     return "\n".join(format_message(message) for message in messages)
 
 
 def format_call(call: ToolCall) -> str:
-    """Return a call as ``name(key=value)``; arguments that are no JSON object stay as written."""
+    """Return a call as ``name(key=value)``; arguments that are not a JSON object stay as written."""
     try:
         arguments = json.loads(call.function.arguments)
     except (ValueError, RecursionError):
@@ -33,7 +33,7 @@ def format_call(call: ToolCall) -> str:
 
 
 def message_text(message: Message) -> str:
-    """Return the text of a message, whose content may also be a list of parts."""
+    """Return the text of a message, with placeholders for content parts other than text."""
     if isinstance(message.content, list):
         return "".join(str(part.get("text", f"[{part.get('type')}]")) for part in message.content)
     return message.content or ""

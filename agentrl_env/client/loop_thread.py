@@ -1,4 +1,4 @@
-"""A private event loop in a daemon thread, for synchronous callers (Jupyter included)."""
+"""An event loop in a daemon thread, for synchronous callers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Run coroutines from synchronous code; the thread starts with the first one.
+    """Runs coroutines from synchronous code; the thread starts with the first one.
 
-    It works where an event loop is already running (Jupyter, an async test), because the private
-    loop lives in a thread of its own. ``stop()`` may be called at any time and repeatedly.
+    Because the loop has its own thread, this works while another event loop is running, as in a
+    notebook or an async test. ``stop()`` may be called at any time and repeatedly.
     """
 
     def __init__(self, name: str = "agentrl-env-client") -> None:
@@ -25,30 +25,30 @@ class LoopThread:
         self._lock = threading.Lock()
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Run ``coroutine`` to its end and return what it returns.
+        """Run a coroutine and return its result.
 
         Raises:
-            TimeoutError: the loop gave no answer within ``timeout`` seconds; the coroutine is
-                cancelled, which cannot help if it blocks the loop.
+            TimeoutError: There was no result within ``timeout`` seconds. The coroutine is cancelled,
+                which has no effect while it blocks the loop.
         """
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._started())
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._start())
         try:
             return future.result(timeout)
         except FutureTimeout:
             if future.done():
                 raise
             future.cancel()
-            raise TimeoutError(f"No answer within {timeout:g} s.") from None
+            raise TimeoutError(f"No result within {timeout:g} s.") from None
         except BaseException:
             future.cancel()
             raise
 
     async def arun(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Await a coroutine that runs on the private loop; being cancelled cancels it."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._started()))
+        """Await a coroutine that runs on the private loop; cancellation is passed on to it."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._start()))
 
     def stop(self, grace: float = 2.0) -> None:
-        """Cancel what still runs and end the thread, waiting ``grace`` seconds at most."""
+        """Cancel the running tasks and end the thread, waiting at most ``grace`` seconds."""
         with self._lock:
             loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
         if loop is None or thread is None:
@@ -57,18 +57,18 @@ class LoopThread:
         if thread is not threading.current_thread():
             thread.join(grace)
 
-    def _started(self) -> asyncio.AbstractEventLoop:
+    def _start(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(
-                    target=_serve, args=(self._loop,), name=self._name, daemon=True
+                    target=_run_loop, args=(self._loop,), name=self._name, daemon=True
                 )
                 self._thread.start()
             return self._loop
 
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()

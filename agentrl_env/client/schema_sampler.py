@@ -1,4 +1,4 @@
-"""Draw random values that fit a JSON Schema, for random policies, Gymnasium spaces and fuzzing.
+"""Random values that are valid under a JSON Schema, for random policies, spaces and fuzzing.
 
 Example::
 
@@ -21,7 +21,7 @@ from agentrl_env.types import ToolCall, ToolSpec
 
 WORDS = ("a", "apple", "box", "go", "hello", "kitchen", "left", "north", "one", "open", "red", "x")
 MAX_DEPTH = 6
-"""Past this nesting only what a schema requires is drawn, so recursive schemas come to an end."""
+"""Below this depth only required properties are drawn, so that recursive schemas terminate."""
 
 _COMBINERS = ("$ref", "allOf", "anyOf", "oneOf")
 _FORMATS = {
@@ -38,7 +38,7 @@ _FORMATS = {
 
 
 class CannotSample(ValueError):
-    """A schema asks for something no value was found for, such as an unusual ``pattern``."""
+    """No valid value was found for a schema, for example because of an unusual ``pattern``."""
 
 
 def sample_call(
@@ -48,13 +48,17 @@ def sample_call(
     call_id: str = "call_0",
     words: Sequence[str] = WORDS,
 ) -> ToolCall:
-    """Draw a schema-valid call of one of ``tools``.
+    """Draw a call of one of ``tools`` with valid arguments.
 
-    ``words`` are candidates for free strings; numbers in them hint at a range for free numbers.
+    Args:
+        tools: The tools to choose from.
+        rng: The random generator.
+        call_id: The id of the call.
+        words: Candidates for strings; numbers in them suggest a range for numbers.
 
     Raises:
-        ValueError: there are no tools.
-        CannotSample: no valid arguments were found.
+        ValueError: There are no tools.
+        CannotSample: No valid arguments were found.
     """
     if not tools:
         raise ValueError("There are no tools to call.")
@@ -71,7 +75,7 @@ def sample_json(
     """Draw a JSON value that is valid under ``schema`` (2020-12, local ``$ref``s).
 
     Raises:
-        CannotSample: the schema itself is invalid, or twenty draws were.
+        CannotSample: The schema is invalid, or twenty draws did not give a valid value.
     """
     validator = _validator(json.dumps(schema))
     sampler = _Sampler(schema, rng, words)
@@ -88,12 +92,12 @@ def _validator(schema: str) -> Draft202012Validator:
     try:
         Draft202012Validator.check_schema(parsed)
     except SchemaError as error:
-        raise CannotSample(f"This is no valid JSON Schema: {error.message}.") from error
+        raise CannotSample(f"Invalid JSON Schema: {error.message}.") from error
     return Draft202012Validator(parsed)
 
 
 class _Sampler:
-    """One recursive draw; ``root`` resolves references such as ``#/$defs/Color``."""
+    """One recursive draw. References such as ``#/$defs/Color`` are resolved in ``root``."""
 
     def __init__(
         self, root: Mapping[str, Any] | bool, rng: np.random.Generator, words: Sequence[str]
@@ -101,7 +105,7 @@ class _Sampler:
         self._root = root
         self._rng = rng
         self._words = words or WORDS
-        self._heard = [int(number) for word in words for number in re.findall(r"\d{1,9}", word)]
+        self._numbers = [int(number) for word in words for number in re.findall(r"\d{1,9}", word)]
         self._by_type: dict[str, Callable[[Mapping[str, Any], int], Any]] = {
             "null": lambda schema, depth: None,
             "boolean": lambda schema, depth: self._chance(0.5),
@@ -113,7 +117,7 @@ class _Sampler:
         }
 
     def draw(self, schema: Mapping[str, Any] | bool, depth: int) -> Any:
-        """Draw one value, which may still break rules that only a validator sees."""
+        """Draw one value; the caller must still validate it."""
         if isinstance(schema, bool) or not schema:
             return self._pick([self._pick(self._words), int(self._rng.integers(10)), True, None])
         schema = self._flatten(schema, depth)
@@ -129,9 +133,9 @@ class _Sampler:
         return self._by_type[kind](schema, depth)
 
     def _flatten(self, schema: Mapping[str, Any], depth: int) -> Mapping[str, Any]:
-        """Follow references, pick one alternative, and merge what must hold together."""
+        """Resolve references, choose one alternative and merge the parts of ``allOf``."""
         schema = dict(schema)
-        while keyword := next((k for k in ("$ref", "allOf", "anyOf", "oneOf") if k in schema), None):
+        while keyword := next((k for k in _COMBINERS if k in schema), None):
             value = schema.pop(keyword)
             if keyword == "$ref":
                 parts = [self._resolve(value)]
@@ -153,7 +157,7 @@ class _Sampler:
         for part in reference.removeprefix("#").strip("/").split("/"):
             key = part.replace("~1", "/").replace("~0", "~")
             if not isinstance(node, Mapping) or key not in node:
-                raise CannotSample(f"The reference {reference!r} leads nowhere.")
+                raise CannotSample(f"The reference {reference!r} cannot be resolved.")
             node = node[key]
         return node
 
@@ -169,15 +173,15 @@ class _Sampler:
         return round(float(self._rng.uniform(low, high)), 3)
 
     def _bounds(self, schema: Mapping[str, Any], step: float) -> tuple[Any, Any]:
-        """Return inclusive bounds; without any, values that may mean something are likeliest."""
+        """Return inclusive bounds; missing ones are chosen to make small, meaningful values likely."""
         low = schema.get("minimum")
         high = schema.get("maximum")
         if "exclusiveMinimum" in schema:
             low = schema["exclusiveMinimum"] + step
         if "exclusiveMaximum" in schema:
             high = schema["exclusiveMaximum"] - step
-        if low is None and high is None and self._heard and self._chance(0.6):
-            return min(self._heard), max(self._heard)
+        if low is None and high is None and self._numbers and self._chance(0.6):
+            return min(self._numbers), max(self._numbers)
         width = 20 if self._chance(0.8) else 1000
         if low is None:
             low = (0 if self._chance(0.8) else -width) if high is None else min(0, high - width)
@@ -190,7 +194,7 @@ class _Sampler:
             fitting = [w for w in candidates if isinstance(w, str) and re.search(pattern, w)]
             if not fitting:
                 raise CannotSample(
-                    f"No string is known for the pattern {pattern!r}; "
+                    f"No known string matches the pattern {pattern!r}; "
                     "give the parameter examples with Field(examples=[...])."
                 )
             return cast(str, self._pick(fitting))
@@ -240,6 +244,6 @@ def _guess_type(schema: Mapping[str, Any]) -> str:
 
 
 def words_in(text: str) -> Iterator[str]:
-    """Yield the words of a text that could be names worth passing to a tool."""
+    """Yield the words of a text that may be useful as arguments of tools."""
     for match in re.finditer(r"[^\W_][\w.\-]*(?: \d+)?", text):
         yield match.group()

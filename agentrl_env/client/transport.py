@@ -1,267 +1,216 @@
-"""HTTP/1.1 over kept-alive connections: small, and constant work a request.
-
-General clients search their pool on every request; with thousands of requests waiting that is what
-the time goes to. Here a free connection is popped, and whoever finds none waits in a fair queue.
-"""
+"""Transports: calls to one server over HTTP, and to several controllers with failover."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import ssl
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol, cast
-from urllib.parse import urlsplit
-from weakref import WeakSet
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+from urllib.parse import quote
 
-from agentrl_env.errors import ProtocolError, ServerUnreachable
-from agentrl_env.session.runner import FairSlots
+import httpx
+from pydantic_core import from_json
+
+from agentrl_env.errors import (
+    AgentRLError,
+    ProtocolError,
+    ServerDraining,
+    ServerUnreachable,
+    StateUnavailable,
+    from_wire,
+)
+from agentrl_env.wire import OPEN, OPEN_MANY, SOCKET_HEADER, Call
 
 CONNECT_TIMEOUT_S = 5.0
+ATTEMPT_TIMEOUT_S = 10.0
+"""Seconds until another controller is asked as well; a running step is waited for there too."""
+RECONNECT_S = 60.0
+"""Seconds until a WebSocket that could not be opened is tried again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One call of the wire, in the words of HTTP and in those of the WebSocket."""
-
-    name: str
-    method: str
-    path: str
-    body: bytes = b""
-    session_id: str | None = None
-
-
-class Transport(Protocol):
-    """What carries calls to one server, from one event loop."""
-
-    async def send(self, call: Call, *, timeout: float) -> HttpResponse:
-        """Make one call. Raises TimeoutError, OSError, ProtocolError, ServerUnreachable."""
-
-    async def aclose(self) -> None:
-        """Hang up."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HttpResponse:
-    """What a server answered."""
+class Response(NamedTuple):
+    """HTTP status and body of an answer."""
 
     status: int
     body: bytes
 
 
-class Connection(asyncio.Protocol):
-    """One connection: one request at a time."""
+class Transport(Protocol):
+    """Carries calls to one server, from one event loop."""
 
-    def __init__(self) -> None:
-        self.closed = False
-        self._transport: asyncio.Transport | None = None
-        self._answer: asyncio.Future[HttpResponse] | None = None
-        self._buffer = bytearray()
-        self.offers_socket = False
-        """Whether the server has said that it answers a WebSocket too."""
-        self._status = 0
-        self._length: int | None = None
-        self._chunked = False
-        self._keep = True
-        self._body_at = 0
+    async def send(self, call: Call, body: bytes, session_id: str | None, *, timeout: float) -> Response:
+        """Make a call whose request is ``body`` as JSON.
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Remember where to write."""
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        """Gather an answer; hand it over once it is whole."""
-        self._buffer += data
-        try:
-            if self._status or self._read_head():
-                self._read_body()
-        except (ValueError, IndexError):
-            self._fail(ProtocolError("the answer is not HTTP/1.1"))
-
-    def eof_received(self) -> None:
-        """Take an answer without a length as ended by the end of the connection."""
-        if self._status and self._length is None and not self._chunked:
-            self._deliver(bytes(self._buffer[self._body_at :]))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """Tell whoever waits."""
-        self._fail(error or ConnectionResetError("the server closed the connection"))
-
-    def request(self, data: bytes) -> asyncio.Future[HttpResponse]:
-        """Send a request; the future gives its answer, or ConnectionError."""
-        self._answer = asyncio.get_running_loop().create_future()
-        self._status, self._body_at = 0, 0
-        if self.closed or self._transport is None:
-            self._answer.set_exception(ConnectionResetError("the connection is closed"))
-        else:
-            self._transport.write(data)
-        return self._answer
-
-    def close(self) -> None:
-        """Hang up."""
-        self.closed = True
-        if self._transport is not None:
-            self._transport.abort()
-
-    def _read_head(self) -> bool:
-        end = self._buffer.find(b"\r\n\r\n")
-        if end < 0:
-            return False
-        first, *lines = bytes(self._buffer[:end]).split(b"\r\n")
-        status = int(first.split(b" ", 2)[1])
-        if status < 200:  # an interim answer: the real one follows
-            del self._buffer[: end + 4]
-            return self._read_head()
-        self._status, self._body_at = status, end + 4
-        self._length, self._chunked, self._keep = None, False, first.startswith(b"HTTP/1.1")
-        if status in (204, 304):
-            self._length = 0
-        for line in lines:
-            name, _, value = line.partition(b":")
-            match name.lower():
-                case b"content-length":
-                    self._length = int(value)
-                case b"transfer-encoding":
-                    self._chunked = b"chunked" in value.lower()
-                case b"x-agentrl-socket":
-                    self.offers_socket = True
-                case b"connection":
-                    self._keep = self._keep and value.strip().lower() != b"close"
-        return True
-
-    def _read_body(self) -> None:
-        if self._chunked:
-            body = _dechunk(self._buffer, self._body_at)
-            if body is not None:
-                self._deliver(body)
-        elif self._length is not None and len(self._buffer) - self._body_at >= self._length:
-            self._deliver(bytes(self._buffer[self._body_at : self._body_at + self._length]))
-
-    def _deliver(self, body: bytes) -> None:
-        self._buffer.clear()
-        status, self._status = self._status, 0
-        if not self._keep:
-            self.close()
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_result(HttpResponse(status=status, body=body))
-
-    def _fail(self, error: Exception) -> None:
-        self.close()
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(error)
-
-
-class Http1Transport:
-    """Requests to one server, over at most ``max_connections`` connections of one event loop."""
-
-    def __init__(self, url: str, *, headers: Mapping[str, str], max_connections: int) -> None:
-        parts = urlsplit(url)
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._host = parts.hostname or ""
-        self._port = parts.port or (443 if self._tls else 80)
-        self._prefix = parts.path.rstrip("/")
-        lines = [f"host: {parts.netloc.rpartition('@')[2]}", "content-type: application/json"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-        self._head = ("\r\n".join(lines) + "\r\ncontent-length: ").encode("latin-1")
-        self._slots = FairSlots(max_connections)
-        self._openings = FairSlots(max(1, max_connections // 2))
-        self._free: list[Connection] = []
-        self._connections: WeakSet[Connection] = WeakSet()
-        self._closed = False
-        self.offers_socket = False
-        """Whether the server has said that it answers a WebSocket too."""
-
-    async def send(self, call: Call, *, timeout: float) -> HttpResponse:
-        """Make one call. Raises what ``request`` does."""
-        if call.name != "open":
-            return await self.request(call.method, call.path, call.body, timeout=timeout)
-        # An opening waits until another session ends: it must leave connections to that one's steps.
-        began = time.monotonic()
-        if not await self._openings.acquire(timeout):
-            raise TimeoutError("no connection came free")
-        try:
-            left = timeout - (time.monotonic() - began)
-            return await self.request(call.method, call.path, call.body, timeout=left)
-        finally:
-            self._openings.release()
-
-    async def request(self, method: str, path: str, body: bytes = b"", *, timeout: float) -> HttpResponse:
-        """Send one request and return its answer.
-
-        Raises TimeoutError after ``timeout`` seconds, OSError where there is no connection or it
-        broke, ProtocolError where the answer is not HTTP, ServerUnreachable after ``aclose``.
+        Raises TimeoutError, OSError, ProtocolError, ServerUnreachable.
         """
-        if self._closed:
-            raise ServerUnreachable("this client is closed")
-        start = f"{method} {self._prefix}{path} HTTP/1.1\r\n".encode("ascii")
-        data = b"%b%b%d\r\n\r\n%b" % (start, self._head, len(body), body)
-        if not await self._slots.acquire(timeout):
-            raise TimeoutError("no connection came free")
-        try:
-            async with asyncio.timeout(timeout):
-                return await self._exchange(data)
-        except TimeoutError:
-            self._drop_idle()  # they may have fallen silent like the one that was used
-            raise
-        finally:
-            self._slots.release()
 
     async def aclose(self) -> None:
-        """Hang up every connection; whoever still waits for an answer gets a ConnectionError."""
-        self._closed = True
-        for connection in list(self._connections):
-            connection.close()
-        self._free.clear()
-        await asyncio.sleep(0)
+        """Close the connections."""
 
-    def _drop_idle(self) -> None:
-        for connection in self._free:
-            connection.close()
-        self._free.clear()
 
-    async def _exchange(self, data: bytes) -> HttpResponse:
-        connection = self._idle() or await self._connect()
+class SocketTransport(Transport, Protocol):
+    """A transport that connects explicitly."""
+
+    @property
+    def connected(self) -> bool:
+        """True if a call can be sent without connecting."""
+
+    async def connect(self) -> None:
+        """Open the connection."""
+
+
+class HttpTransport:
+    """Calls to one server over HTTP.
+
+    Args:
+        url: address of the server.
+        headers: of every request.
+        max_connections: requests that may be under way at once.
+    """
+
+    def __init__(self, url: str, *, headers: Mapping[str, str], max_connections: int) -> None:
+        self._client = httpx.AsyncClient(
+            base_url=url,
+            headers={"content-type": "application/json", **headers},
+            limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
+            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+            verify=ssl.create_default_context() if url.startswith("https") else False,
+            trust_env=False,
+        )
+        # An opening may wait until another session ends: it must leave connections to that one's steps.
+        self._openings = asyncio.Semaphore(max(1, max_connections // 2))
+        self.offers_socket = False
+        """True if the server has announced its WebSocket."""
+
+    async def send(self, call: Call, body: bytes, session_id: str | None, *, timeout: float) -> Response:
+        """Make a call; see ``Transport``."""
+        async with asyncio.timeout(timeout):
+            if call not in (OPEN, OPEN_MANY):
+                return await self._send(call, body, session_id)
+            async with self._openings:
+                return await self._send(call, body, session_id)
+
+    async def _send(self, call: Call, body: bytes, session_id: str | None) -> Response:
+        path = call.path if session_id is None else call.path.replace("{id}", quote(session_id, safe=""))
+        if self._client.is_closed:
+            raise ServerUnreachable("this client is closed")
         try:
-            answer = await connection.request(data)
-        except BaseException:
-            connection.close()  # a late answer must not meet the next request
-            raise
-        self.offers_socket = connection.offers_socket
-        if not connection.closed:
-            self._free.append(connection)
-        return answer
-
-    def _idle(self) -> Connection | None:
-        while self._free:
-            connection = self._free.pop()
-            if not connection.closed:
-                return connection
-        return None
-
-    async def _connect(self) -> Connection:
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                _, connection = await loop.create_connection(
-                    Connection, self._host, self._port, ssl=self._tls
-                )
-        except TimeoutError as error:
+            response = await self._client.request(call.method, path, content=body if call.body else None)
+        except httpx.ConnectTimeout as error:
             raise ConnectionError(f"no connection within {CONNECT_TIMEOUT_S:g} s") from error
-        self._connections.add(connection)
-        return connection
+        except httpx.NetworkError as error:
+            raise ConnectionError(str(error) or type(error).__name__) from error
+        except httpx.RemoteProtocolError as error:
+            if "disconnected" in str(error) or "closed connection" in str(error):
+                raise ConnectionResetError(str(error)) from error
+            raise ProtocolError(f"the answer is not HTTP/1.1: {error}") from error
+        except httpx.HTTPError as error:
+            raise ProtocolError(f"the answer is not HTTP/1.1: {error}") from error
+        except RuntimeError as error:
+            if not self._client.is_closed:
+                raise
+            raise ServerUnreachable("this client is closed") from error
+        self.offers_socket = SOCKET_HEADER in response.headers
+        return Response(response.status_code, response.content)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
 
 
-def _dechunk(buffer: bytearray, at: int) -> bytes | None:
-    """Return a chunked body; None where it is not whole yet."""
-    body = bytearray()
-    while (end := buffer.find(b"\r\n", at)) >= 0:
-        size = int(bytes(buffer[at:end]).split(b";")[0], 16)
-        if size == 0:
-            # Trailers end with an empty line; without any it follows at once.
-            return bytes(body) if buffer.find(b"\r\n\r\n", end) >= 0 else None
-        if len(buffer) < end + 2 + size + 2:
-            return None
-        body += buffer[end + 2 : end + 2 + size]
-        at = end + 2 + size + 2
-    return None
+class ServerTransport:
+    """Calls to one server over its WebSocket where it offers one that can be opened, else over HTTP.
+
+    Args:
+        http: carries calls until an answer has announced the WebSocket.
+        socket: carries them from then on.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, http: HttpTransport, socket: SocketTransport, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._http = http
+        self._socket = socket
+        self._clock = clock
+        self._not_before = 0.0
+
+    async def send(self, call: Call, body: bytes, session_id: str | None, *, timeout: float) -> Response:
+        """Make a call; see ``Transport``."""
+        if self._http.offers_socket and await self._connected(timeout):
+            return await self._socket.send(call, body, session_id, timeout=timeout)
+        return await self._http.send(call, body, session_id, timeout=timeout)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._socket.aclose()
+        await self._http.aclose()
+
+    async def _connected(self, timeout: float) -> bool:
+        if self._socket.connected:
+            return True
+        if self._clock() < self._not_before:
+            return False
+        try:
+            async with asyncio.timeout(timeout):
+                await self._socket.connect()
+        except (OSError, AgentRLError):  # HTTP works, or reports the reason
+            self._not_before = self._clock() + RECONNECT_S
+        return self._socket.connected
+
+
+class FailoverTransport:
+    """Calls to a fleet with several controllers.
+
+    Asking twice is safe: every call returns the same answer again, at any controller.
+
+    Args:
+        transports: one for each controller; the first one to ask is drawn at random.
+    """
+
+    def __init__(self, transports: Sequence[Transport]) -> None:
+        self._transports = transports
+        self._preferred = random.randrange(len(transports))
+
+    async def send(self, call: Call, body: bytes, session_id: str | None, *, timeout: float) -> Response:
+        """Make a call; raises what the transports raise once each has failed, or at the timeout."""
+        loop = asyncio.get_running_loop()
+        end, failures = loop.time() + timeout, 0
+        while True:
+            at, left = self._preferred, end - loop.time()
+            # An opening may wait in a queue, so that each controller gets its share of the time.
+            longest = timeout / len(self._transports) if call in (OPEN, OPEN_MANY) else ATTEMPT_TIMEOUT_S
+            try:
+                response = await self._transports[at].send(call, body, session_id, timeout=min(left, longest))
+            except TimeoutError:
+                if loop.time() >= end:
+                    raise
+                failures = 0
+            except OSError:
+                failures += 1
+                if failures == len(self._transports):
+                    raise
+            else:
+                failures += 1
+                if failures == len(self._transports) or not _is_local_refusal(response):
+                    return response
+            if at == self._preferred:
+                self._preferred = (at + 1) % len(self._transports)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        for transport in self._transports:
+            await transport.aclose()
+
+
+def _is_local_refusal(response: Response) -> bool:
+    """Return whether another controller may accept the call: this one drains, or lacks the shared state."""
+    if response.status not in (502, 503, 504):
+        return False
+    try:
+        error = from_wire(from_json(response.body))
+    except ValueError:
+        return True  # the answer of a proxy
+    return error is None or isinstance(error, ServerDraining | StateUnavailable)

@@ -1,4 +1,4 @@
-"""Many servers behind one address: the same calls, each passed to the server that holds the session."""
+"""The service of a fleet: the calls of the protocol, each forwarded to the server that holds the session."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
+from pydantic import BaseModel
 from pydantic_core import from_json, to_json
 
 from agentrl_env.errors import (
@@ -19,56 +20,56 @@ from agentrl_env.errors import (
     StateUnavailable,
     StepPending,
     UnknownSession,
-    UnknownTask,
     WireError,
 )
-from agentrl_env.fast_wire import StepItem, StepSaid
-from agentrl_env.fleet.adoption import Adopter
-from agentrl_env.fleet.failover import Keeper
-from agentrl_env.fleet.opening import Opener
-from agentrl_env.fleet.registry import BEAT_S, Roster
-from agentrl_env.fleet.scheduler import Placement
-from agentrl_env.fleet.store import FleetState, MemoryState, home
-from agentrl_env.fleet.worker import Member
-from agentrl_env.server.admin import VERSION, merge_lists, place_of
-from agentrl_env.server.telemetry.metrics import Metrics
-from agentrl_env.session.batching import ASK_AGAIN
-from agentrl_env.session.single_flight import Once
+from agentrl_env.fast_wire import FastBatch, FastStep, Step, encode
+from agentrl_env.fleet.failover import Failover
+from agentrl_env.fleet.registry import BEAT_S, Registry
+from agentrl_env.fleet.scheduler import Opener, Placement
+from agentrl_env.fleet.store import FleetStore, MemoryStore
+from agentrl_env.session.listing import merge_lists
+from agentrl_env.session.pool import STEP_PENDING, VERSION, place_of
+from agentrl_env.session.single_flight import SingleFlight
+from agentrl_env.session.tasks import choose_task
 from agentrl_env.types import SessionInfo
 from agentrl_env.wire import (
+    EMPTY,
+    EmptyRequest,
     FleetInfo,
     ForkAnswer,
     ForkRequest,
     OpenRequest,
     SessionList,
     SessionQuery,
+    SessionRequest,
+    StepBatch,
     TaskList,
-    TranscriptQuery,
+    TranscriptRequest,
 )
 
 _RESULTS = b'{"results":['
 
 
-class Fleet:
-    """The sessions of all servers that dial in; a ``Service``.
+class FleetService:
+    """The sessions of all servers that have a link to this controller; a ``Service``.
 
     Args:
-        state: what is shared with the other controllers; by default there are none.
-        lost_after_s: seconds without a sign of life after which a server's sessions are lost.
-        queue_s: seconds that an opening waits for room at least, whatever its client asks for.
-        adoption_s: seconds that a session of a lost server waits for room; ``queue_s`` by default.
-        task_limits: how many sessions of a task may be open in the whole fleet.
-        client_limit: how many sessions one client may have open.
-        resume: go on with the sessions of a server that is lost at another, where their tasks have
-            ``snapshot`` and ``restore``. A step that was under way is played again, so that what it
-            does in the world outside may happen twice.
-        clock: seconds, monotonic; tests give their own.
+        store: shared with the other controllers; by default there are none.
+        lost_after_s: seconds without a heartbeat after which a server's sessions are lost.
+        queue_s: minimum of the seconds that an opening waits for a place.
+        adoption_s: seconds that a session of a lost server waits for a place; ``queue_s`` by default.
+        task_limits: maximum number of sessions of a task in the whole fleet.
+        client_limit: maximum number of sessions of one client.
+        resume: continue the sessions of a lost server on another one, where their tasks have ``snapshot``
+            and ``restore``. A step that was under way is played again, so that its effects outside the
+            session's own state may happen twice.
+        clock: seconds, monotonic.
     """
 
     def __init__(
         self,
         *,
-        state: FleetState | None = None,
+        store: FleetStore | None = None,
         lost_after_s: float = 5.0,
         queue_s: float = 30.0,
         adoption_s: float | None = None,
@@ -77,242 +78,213 @@ class Fleet:
         resume: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.metrics = Metrics()
         self.draining = False
-        self.state: FleetState = state or MemoryState(clock)
-        self.members: dict[str, Member] = {}
+        self.store: FleetStore = store or MemoryStore(clock)
         self._queue_s = queue_s
-        self._placement = Placement(self.members, task_limits=task_limits or {}, client_limit=client_limit)
-        self.roster = Roster(
-            self.members,
-            self.state,
-            lost_after_s=lost_after_s,
-            changed=self._placement.serve,
-            clock=clock,
+        self.registry = Registry(
+            self.store, lost_after_s=lost_after_s, on_room=lambda: self._placement.serve(), clock=clock
         )
-        self._opener = Opener(self.roster.find, self._placement, self.state, clock)
-        self._openings: Once[bytes] = Once()
-        self.resume = resume
-        """Whether sessions outlive their servers."""
-        patience_s = queue_s if adoption_s is None else adoption_s
-        self._adopter = Adopter(self.roster, self._placement, self.state, patience_s, clock)
-        self._keeper = Keeper(self.state, self._adopter.disown)
+        self.servers = self.registry.servers
+        """Servers by id."""
+        self._placement = Placement(self.servers, task_limits=task_limits or {}, client_limit=client_limit)
+        self._opener = Opener(self.registry.find, self._placement, self.store, clock)
+        self._openings: SingleFlight[bytes] = SingleFlight()
         if resume:
-            self.roster.keeper = self._keeper
+            wait_s = queue_s if adoption_s is None else adoption_s
+            self.registry.routing = Failover(self.registry, self._placement, self.store, wait_s, clock)
+        self._routing = self.registry.routing
+
+    @property
+    def resumes(self) -> bool:
+        """True if sessions survive the loss of their server."""
+        return self._routing.survives
 
     def gauges(self) -> Mapping[str, float]:
-        """Return what ``/metrics`` shows of the present moment."""
-        members = self.members.values()
+        """Return the gauges of ``/metrics``."""
+        servers = self.servers.values()
         return {
-            "agentrl_fleet_servers": float(sum(member.linked for member in members)),
-            "agentrl_sessions_open": float(sum(len(member.sessions) for member in members)),
+            "agentrl_fleet_servers": float(sum(server.linked for server in servers)),
+            "agentrl_sessions_open": float(sum(len(server.sessions) for server in servers)),
             "agentrl_sessions_waiting": float(self._placement.waiting),
-            "agentrl_sessions_capacity": float(sum(member.capacity for member in members)),
+            "agentrl_sessions_capacity": float(sum(server.capacity for server in servers)),
         }
 
     async def start(self) -> None:
-        """Connect to the shared state, and begin to watch the servers. Raises ServeError."""
-        await self.state.start()
-        self.roster.start()
+        """Connect to the store, and begin to watch the servers. Raises ServeError."""
+        await self.store.start()
+        self.registry.start()
 
-    def give_up(self) -> None:
-        """Answer whoever waits that this controller ends; another may do."""
-        words = "this controller is shutting down; ask another, or again"
-        for member in self.members.values():
-            member.refuse(partial(StateUnavailable, words, retry_after=1))
-        self._placement.refuse_all(lambda _: True, ServerDraining(words))
+    def fail_waiting(self) -> None:
+        """Answer all calls under way with errors: the controller ends, another may answer them."""
+        reason = "this controller is shutting down; ask another, or again"
+        for server in self.servers.values():
+            server.fail_calls(partial(StateUnavailable, reason, retry_after=1))
+        self._placement.fail_waiting(partial(ServerDraining, reason))
 
     async def aclose(self) -> None:
-        """Leave; the servers and their sessions go on."""
+        """Disconnect; the servers and their sessions go on."""
         self.draining = True
-        self.roster.stop()
-        self._adopter.stop()
-        await self._keeper.aclose()
-        await self.state.aclose()
+        self.registry.stop()
+        await self._routing.aclose()
+        await self.store.aclose()
 
-    async def tasks(self) -> bytes:
-        """Return a ``TaskList`` of what the servers serve."""
-        await self.roster.wait_in_youth(lambda: bool(self.members))
-        served = {name: task for member in self.members.values() for name, task in member.tasks.items()}
-        return TaskList(tasks=tuple(served.values())).model_dump_json().encode()
+    async def tasks(self, request: EmptyRequest = EMPTY) -> TaskList:
+        """Return the tasks of all servers."""
+        await self.registry.wait_at_startup(lambda: bool(self.servers))
+        tasks = {name: task for server in self.servers.values() for name, task in server.tasks.items()}
+        return TaskList(tasks=tuple(tasks.values()))
 
     async def open(self, request: OpenRequest) -> bytes:
-        """Return the ``SessionInfo`` of a new session on the least loaded server.
+        """Open a session on the least loaded server; the same ``request_id`` again returns the same one.
 
         Raises UnknownTask, UnknownSample, ServerFull, ServerDraining, EnvironmentFailed.
         """
-        name = request.request_id or secrets.token_urlsafe(12)
-        opened = await self._openings.do(name, lambda: self._open(request, name))
-        if self.resume:
-            await self._keeper.written(SessionInfo.model_validate_json(opened).session_id)
+        key = request.request_id or secrets.token_urlsafe(12)
+        opened = await self._openings.run(key, lambda: self._open(request, key))
+        if self.resumes:
+            await self._routing.confirm([SessionInfo.model_validate_json(opened).session_id])
         return opened
 
-    async def step(self, session_id: str, step: StepSaid) -> bytes:
-        """Return a ``StepResult``."""
-        fields = b'"call":"step","session_id":%b,"seq":%d,"message":%b'
-        return await self._ask(session_id, fields % (to_json(session_id), step.seq, step.message.json()))
+    async def step(self, request: Step) -> bytes:
+        """Play one assistant message; return the StepResult as JSON."""
+        return await self._forward("step", request.session_id, _step_json(request))
 
-    def never_waits(self, session_id: str) -> bool:
-        """Return False: every step crosses a network."""
-        return False
+    async def step_many(self, request: FastBatch | StepBatch) -> list[bytes | WireError]:
+        """Step many sessions; return the result or the error of each step.
 
-    async def step_many(self, steps: Sequence[StepItem], wait_s: float | None) -> list[bytes]:
-        """Return for each step its ``StepResult``, or the body of its error.
-
-        The batch is split by server; a server that cannot be reached for now delays its own steps
-        alone, where the caller wants an answer after ``wait_s`` seconds.
+        The batch is split by server. With ``wait_s``, a server without a link delays only its own steps.
         """
-        parts = self._parts(steps)
-        results: list[bytes | None] = [None] * len(steps)
+        return await self._step_many(request.steps, request.wait_s)
 
-        async def play(positions: list[int]) -> None:
-            items = [steps[position] for position in positions]
-            for position, result in zip(positions, await self._play(items, wait_s), strict=True):
-                results[position] = result
+    async def info(self, request: SessionRequest) -> bytes:
+        """Return the state of a session."""
+        return await self._forward("info", request.session_id, _json(request))
 
-        playing = [asyncio.create_task(play(positions)) for positions in parts]
-        if playing:
-            late = None if wait_s is None else wait_s + BEAT_S
-            _, pending = await asyncio.wait(playing, timeout=late)
-            for task in pending:
-                task.cancel()
-        waiting = StepPending(ASK_AGAIN)
-        return [self._error(waiting) if result is None else result for result in results]
+    async def sessions(self, request: SessionQuery) -> SessionList:
+        """Return the sessions of all servers, newest first."""
+        text = _json(request)
+        calls = [server.call("sessions", text) for server in self.servers.values() if server.linked]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        lists = [SessionList.model_validate_json(answer) for answer in answers if isinstance(answer, bytes)]
+        return merge_lists(lists, request)
 
-    async def info(self, session_id: str) -> bytes:
-        """Return a ``SessionInfo``."""
-        return await self._pass_on("info", session_id)
+    async def transcript(self, request: TranscriptRequest) -> bytes:
+        """Return the last turns of a session."""
+        return await self._forward("transcript", request.session_id, _json(request))
 
-    async def sessions(self, query: SessionQuery) -> bytes:
-        """Return a ``SessionList``: one page of all servers' sessions, the newest first."""
-        fields = b'"call":"sessions",' + query.model_dump_json().encode()[1:-1]
-        asking = [member.ask(fields) for member in self.members.values() if member.linked]
-        answers = await asyncio.gather(*asking, return_exceptions=True)
-        lists = [SessionList.model_validate_json(a) for a in answers if isinstance(a, bytes)]
-        return merge_lists(lists, query).model_dump_json().encode()
-
-    async def transcript(self, session_id: str, query: TranscriptQuery) -> bytes:
-        """Return a ``Transcript``."""
-        fields = query.model_dump_json().encode()[1:-1]
-        return await self._pass_on("transcript", session_id, b"," + fields)
-
-    async def fleet(self) -> bytes:
-        """Return a ``FleetInfo``."""
-        info = FleetInfo(
+    async def fleet(self, request: EmptyRequest = EMPTY) -> FleetInfo:
+        """Return the servers."""
+        return FleetInfo(
             kind="controller",
             name=place_of(os.getpid()),
             version=VERSION,
             draining=self.draining,
             waiting=self._placement.waiting,
-            servers=tuple(member.summary() for member in self.members.values()),
+            servers=tuple(server.summary() for server in self.servers.values()),
         )
-        return info.model_dump_json().encode()
 
-    async def expert(self, session_id: str) -> bytes:
-        """Return an ``ExpertAnswer``."""
-        return await self._pass_on("expert", session_id)
+    async def expert(self, request: SessionRequest) -> bytes:
+        """Return the next message of the task's expert."""
+        return await self._forward("expert", request.session_id, _json(request))
 
-    async def fork(self, session_id: str, request: ForkRequest) -> bytes:
-        """Return a ``ForkAnswer``; forks live on the server of the session they come from."""
-        request = request.model_copy(update={"request_id": request.request_id or secrets.token_urlsafe(12)})
-        fields = request.model_dump_json().encode()[1:-1]
-        answer = await self._pass_on("fork", session_id, b"," + fields)
-        if self.resume:
+    async def fork(self, request: ForkRequest) -> bytes:
+        """Open sessions that continue from the state of a session, on the same server."""
+        key = request.request_id or secrets.token_urlsafe(12)
+        named = request.model_copy(update={"request_id": key})
+        answer = await self._forward("fork", request.session_id, _json(named))
+        if self.resumes:
             forks = ForkAnswer.model_validate_json(answer).sessions
-            await self._keeper.written(*(fork.session_id for fork in forks))
+            await self._routing.confirm([fork.session_id for fork in forks])
         return answer
 
-    async def close_session(self, session_id: str) -> None:
-        """End a session; idempotent. One that is lost, or was never there, has ended already."""
+    async def close(self, request: SessionRequest) -> None:
+        """End a session; idempotent. A session that is lost or unknown has ended."""
         with suppress(SessionLost, UnknownSession):
-            if self.resume:
-                await self._adopter.close(session_id)
-            else:
-                await self._pass_on("close", session_id)
+            await self._routing.close(request.session_id)
 
-    async def _open(self, request: OpenRequest, name: str) -> bytes:
+    async def _open(self, request: OpenRequest, key: str) -> bytes:
         if self.draining:
             raise ServerDraining("the controller is shutting down; open sessions at another")
-        tasks = self.roster.tasks
-        await self.roster.wait_in_youth(lambda: request.task in tasks)
-        if request.task not in tasks:
-            known = ", ".join(tasks) or "none"
-            raise UnknownTask(f"no task {request.task!r} here; tasks: {known}")
-        return await self._opener.open(request, name, max(request.wait_s, self._queue_s))
+        tasks = self.registry.tasks
+        await self.registry.wait_at_startup(lambda: request.task in tasks or bool(tasks and not request.task))
+        request = request.model_copy(update={"task": choose_task(request.task, tasks)})
+        return await self._opener.open(request, key, max(request.wait_s, self._queue_s))
 
-    def _parts(self, steps: Sequence[StepItem]) -> list[list[int]]:
-        """Return which of the steps go to the same server; those of a session stay together."""
-        parts: dict[str, list[int]] = {}
-        for position, step in enumerate(steps):
-            parts.setdefault(self._place(step.session_id), []).append(position)
-        return list(parts.values())
-
-    def _place(self, session_id: str) -> str:
-        """Return a name that sessions of one server share."""
-        if not self.resume:
-            return home(session_id)
-        member = self._adopter.here(session_id)
-        return member.server_id if member is not None else session_id
-
-    async def _play(self, steps: Sequence[StepItem], wait_s: float | None) -> list[bytes]:
-        """Play steps of one server's sessions; where that dies on the way, at those that go on with them."""
-        items = b",".join(step.json() for step in steps)
-        fields = b'"call":"step_many","wait_s":%b,"steps":[%b]' % (to_json(wait_s), items)
-        try:
-            first = steps[0].session_id
-            member = await self._member_of(first)
-            others = {step.session_id for step in steps} - {first} if self.resume else ()
-            if any(self._place(other) != member.server_id for other in others):
-                return await self.step_many(steps, wait_s)  # while it was found, they went different ways
-            try:
-                answer = await member.ask(fields)
-                if self.resume and not await self._written_soon(steps):
-                    return [self._error(StepPending(ASK_AGAIN))] * len(steps)
-                return _split(answer, len(steps))
-            except SessionLost:
-                if not self.resume:
-                    raise
-            return await self.step_many(steps, wait_s)
-        except WireError as error:
-            return [self._error(error)] * len(steps)
-
-    async def _written_soon(self, steps: Sequence[StepItem]) -> bool:
-        try:
-            await self._keeper.written(*(step.session_id for step in steps))
-        except StateUnavailable:
-            return False
-        return True
-
-    async def _pass_on(self, call: str, session_id: str, more: bytes = b"") -> bytes:
-        fields = b'"call":"%b","session_id":%b%b' % (call.encode(), to_json(session_id), more)
-        return await self._ask(session_id, fields)
-
-    async def _ask(self, session_id: str, fields: bytes) -> bytes:
-        """Make a call of one session; where its server dies on the way, at the one that goes on with it."""
+    async def _forward(self, call: str, session_id: str, request: bytes) -> bytes:
+        """Make a call of one session, again at the next server where one is lost meanwhile."""
         while True:
-            member = await self._member_of(session_id)
+            server = await self._routing.find(session_id)
             try:
-                answer = await member.ask(fields)
-                if self.resume:
-                    await self._keeper.written(session_id)
+                answer = await server.call(call, request)
+                await self._routing.confirm([session_id])
                 return answer
             except SessionLost:
-                if not self.resume:
+                if not self.resumes:
                     raise
 
-    async def _member_of(self, session_id: str) -> Member:
-        if self.resume:
-            return await self._adopter.find(session_id)
-        return await self.roster.find(home(session_id))
+    async def _step_many(self, steps: Sequence[Step], wait_s: float | None) -> list[bytes | WireError]:
+        groups: dict[str, list[int]] = {}
+        for position, step in enumerate(steps):
+            groups.setdefault(self._routing.group(step.session_id), []).append(position)
+        results: list[bytes | WireError] = [StepPending(STEP_PENDING)] * len(steps)
 
-    def _error(self, error: WireError) -> bytes:
-        self.metrics.errors[error.type] += 1
-        return to_json(error.wire())
+        async def play(positions: list[int]) -> None:
+            group = [steps[position] for position in positions]
+            for position, result in zip(positions, await self._step_group(group, wait_s), strict=True):
+                results[position] = result
+
+        playing = [asyncio.create_task(play(positions)) for positions in groups.values()]
+        try:
+            if playing:
+                await asyncio.wait(playing, timeout=None if wait_s is None else wait_s + BEAT_S)
+        finally:
+            for task in playing:
+                task.cancel()
+        for task in playing:
+            if task.done():
+                task.result()
+        return results
+
+    async def _step_group(self, steps: Sequence[Step], wait_s: float | None) -> list[bytes | WireError]:
+        """Play steps of sessions on one server; where that is lost meanwhile, split them again."""
+        items = b",".join(map(_step_json, steps))
+        request = b'{"wait_s":%b,"steps":[%b]}' % (to_json(wait_s), items)
+        session_ids = {step.session_id for step in steps}
+        try:
+            server = await self._routing.find(steps[0].session_id)
+            if self.resumes:
+                others = session_ids - {steps[0].session_id}
+                if any(self._routing.group(other) != server.server_id for other in others):
+                    return await self._step_many(steps, wait_s)  # they have moved to several servers
+            try:
+                answer = await server.call("step_many", request)
+                try:
+                    await self._routing.confirm(session_ids)
+                except StateUnavailable:
+                    return [StepPending(STEP_PENDING)] * len(steps)
+                return _split(answer, len(steps))
+            except SessionLost:
+                if not self.resumes:
+                    raise
+            return await self._step_many(steps, wait_s)
+        except WireError as error:
+            return [error] * len(steps)
 
 
-def _split(answer: bytes, number: int) -> list[bytes]:
+def _json(request: BaseModel) -> bytes:
+    return request.model_dump_json().encode()
+
+
+def _step_json(step: Step) -> bytes:
+    """Return a step as JSON, without the id of the frame in which a client sent it."""
+    if isinstance(step, FastStep):
+        step = FastStep(step.session_id, step.seq, step.message)
+    return encode(step)
+
+
+def _split(answer: bytes, number: int) -> list[bytes | WireError]:
     """Return the results of a batch, each as JSON."""
-    parts = answer[len(_RESULTS) : -2].split(b",\n")
+    parts: list[bytes | WireError] = [*answer[len(_RESULTS) : -2].split(b",\n")]
     if answer.startswith(_RESULTS) and len(parts) == number:
         return parts
     results = from_json(answer).get("results", [])

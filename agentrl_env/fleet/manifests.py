@@ -1,75 +1,72 @@
-"""A fleet's plan as manifests: for Kubernetes, and for Docker Compose."""
+"""Manifests of a fleet: for Kubernetes and for Docker Compose."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from agentrl_env.fleet.config import FleetPlan, TaskPlan
+from agentrl_env.fleet.config import FleetConfig, TaskConfig
 from agentrl_env.launch.image_context import PORT, USER
 
 _CONTROLLER_PORT = 8100
 _ENTRY = "/opt/agentrl/bin/agentrl-env"
 _OPERATOR, _LINK = "token", "link"
-"""The keys of the secret, of which servers see the second alone."""
+"""The keys of the secret; servers see only the second."""
 _LINK_VARIABLE = "AGENTRL_LINK_TOKEN"
 _GRACE_S = 15.0
 
 
-def kubernetes(plan: FleetPlan) -> str:
-    """Return the manifests: YAML, one document each.
+def kubernetes(config: FleetConfig) -> str:
+    """Return the manifests as YAML documents.
 
-    The servers dial the controller, so they need no Service; the network policy lets them reach it and
-    the name server, and nothing else. The secret ``NAME-token`` holds the operator's token under the key
-    ``token``, for the controller, and what ``agentrl-env controller --print-link-token`` makes of it under
-    the key ``link``, for the servers.
+    The servers connect to the controller and need no Service; the network policy allows them to reach only
+    the controller and DNS. The secret ``NAME-token`` holds the operator's token under the key ``token`` for
+    the controller, and the output of ``agentrl-env controller --print-link-token`` under the key ``link``
+    for the servers.
     """
-    selector = {"app.kubernetes.io/part-of": plan.name, "app.kubernetes.io/component": "controller"}
+    selector = {"app.kubernetes.io/part-of": config.name, "app.kubernetes.io/component": "controller"}
     documents = [
-        _deployment(plan, "controller", 1, _controller_container(plan), _GRACE_S),
+        _deployment(config, "controller", 1, _controller_container(config), _GRACE_S),
         {
             "apiVersion": "v1",
             "kind": "Service",
-            "metadata": _metadata(plan, "controller"),
+            "metadata": _metadata(config, "controller"),
             "spec": {
                 "selector": selector,
                 "ports": [{"name": "http", "port": _CONTROLLER_PORT, "targetPort": "http"}],
             },
         },
-        *(
-            _deployment(plan, task.name, task.replicas, _task_container(plan, task), task.drain + _GRACE_S)
-            for task in plan.tasks
-        ),
-        _network_policy(plan),
+        *(_task_deployment(config, task) for task in config.tasks),
+        _network_policy(config),
     ]
     return "---\n".join(_yaml(document) for document in documents)
 
 
-def compose(plan: FleetPlan) -> str:
-    """Return a Compose file; the servers reach the controller and nothing else.
+def compose(config: FleetConfig) -> str:
+    """Return a Compose file; the servers can reach only the controller.
 
-    Only the controller is on a network that leads outside. The operator's token is the variable that the
-    plan names; what ``agentrl-env controller --print-link-token`` makes of it, for the servers, is
-    ``AGENTRL_LINK_TOKEN``.
+    Only the controller is on a network with outside access. The operator's token comes from the configured
+    variable; ``AGENTRL_LINK_TOKEN`` holds the output of ``agentrl-env controller --print-link-token`` for
+    the servers.
     """
-    token = {"AGENTRL_TOKEN": f"${{{plan.controller.token_env}:?set the token of the fleet}}"}
+    token = {"AGENTRL_TOKEN": f"${{{config.controller.token_env}:?set the token of the fleet}}"}
     hint = "set it to what agentrl-env controller --print-link-token prints"
     link = {"AGENTRL_TOKEN": f"${{{_LINK_VARIABLE}:?{hint}}}"}
     services = {
         "controller": {
-            **_confined(plan.tasks[0]),
-            "image": _controller_image(plan),
+            **_confinement(config.tasks[0]),
+            "image": _controller_image(config),
             "entrypoint": [_ENTRY],
-            "command": _controller_arguments(plan),
+            "command": _controller_arguments(config),
             "environment": token,
-            "ports": [f"{plan.controller.host}:{plan.controller.port}:{_CONTROLLER_PORT}"],
+            "ports": [f"{config.controller.host}:{config.controller.port}:{_CONTROLLER_PORT}"],
             "networks": ["fleet", "outside"],
             "healthcheck": _health_check(_CONTROLLER_PORT),
         }
     }
-    for task in plan.tasks:
+    for task in config.tasks:
         services[task.name] = {
-            **_confined(task),
+            **_confinement(task),
             "image": task.image_name,
             "command": _serve_arguments(task, f"http://controller:{_CONTROLLER_PORT}"),
             "environment": {**task.environment, **link},
@@ -86,24 +83,24 @@ def compose(plan: FleetPlan) -> str:
     return _yaml({"services": services, "networks": networks})
 
 
-def _controller_image(plan: FleetPlan) -> str:
-    return plan.controller.image or plan.tasks[0].image_name
+def _controller_image(config: FleetConfig) -> str:
+    return config.controller.image or config.tasks[0].image_name
 
 
-def _controller_arguments(plan: FleetPlan) -> list[str]:
-    settings = plan.controller
+def _controller_arguments(config: FleetConfig) -> list[str]:
+    settings = config.controller
     arguments = ["controller", "--host", "0.0.0.0", "--port", str(_CONTROLLER_PORT)]
     arguments += ["--queue", f"{settings.queue:g}"]
     arguments += ["--redis", settings.redis] if settings.redis else []
     return [*arguments, "--resume"] if settings.resume else arguments
 
 
-def _serve_arguments(task: TaskPlan, controller: str) -> list[str]:
-    """Return the words after the image's own: where it listens stays, so that its health can be asked."""
+def _serve_arguments(task: TaskConfig, controller: str) -> list[str]:
+    """Return the arguments after the image's own, which keep the server listening for health checks."""
     return ["--controller", controller, *task.arguments()]
 
 
-def _confined(task: TaskPlan) -> dict[str, Any]:
+def _confinement(task: TaskConfig) -> dict[str, Any]:
     limits = task.limits
     return {
         "user": USER,
@@ -129,16 +126,17 @@ def _health_check(port: int) -> dict[str, Any]:
     }
 
 
-def _metadata(plan: FleetPlan, component: str) -> dict[str, Any]:
-    labels = {"app.kubernetes.io/part-of": plan.name, "app.kubernetes.io/component": component}
-    return {"name": f"{plan.name}-{component}", "labels": labels}
+def _metadata(config: FleetConfig, component: str) -> dict[str, Any]:
+    labels = {"app.kubernetes.io/part-of": config.name, "app.kubernetes.io/component": component}
+    return {"name": f"{config.name}-{component}", "labels": labels}
 
 
 def _deployment(
-    plan: FleetPlan, component: str, replicas: int, container: dict[str, Any], grace_s: float
+    config: FleetConfig, component: str, replicas: int, container: dict[str, Any], grace_s: float
 ) -> dict[str, Any]:
-    metadata = _metadata(plan, component)
+    metadata = _metadata(config, component)
     user = int(USER.partition(":")[0])
+    tmp = next((task for task in config.tasks if task.name == component), config.tasks[0]).limits.tmp
     pod = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -150,11 +148,8 @@ def _deployment(
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [container],
-        "volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": str(plan.tasks[0].limits.tmp)}}],
+        "volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": str(tmp)}}],
     }
-    for task in plan.tasks:
-        if task.name == component:
-            pod["volumes"] = [{"name": "tmp", "emptyDir": {"sizeLimit": str(task.limits.tmp)}}]
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -168,29 +163,39 @@ def _deployment(
     }
 
 
-def _controller_container(plan: FleetPlan) -> dict[str, Any]:
+def _controller_container(config: FleetConfig) -> dict[str, Any]:
     limits = {"cpu": "1", "memory": str(1 << 30)}
-    arguments = _controller_arguments(plan)
+    arguments = _controller_arguments(config)
     return {
         **_container(
-            plan, "controller", _controller_image(plan), arguments, {}, limits, _CONTROLLER_PORT, _OPERATOR
+            config,
+            "controller",
+            _controller_image(config),
+            arguments,
+            {},
+            limits,
+            _CONTROLLER_PORT,
+            _OPERATOR,
         ),
         "command": [_ENTRY],
     }
 
 
-def _task_container(plan: FleetPlan, task: TaskPlan) -> dict[str, Any]:
+def _task_deployment(config: FleetConfig, task: TaskConfig) -> dict[str, Any]:
     limits = {"cpu": f"{task.limits.cpus:g}", "memory": str(task.limits.memory)}
-    arguments = _serve_arguments(task, _controller_url(plan))
-    return _container(plan, task.name, task.image_name, arguments, task.environment, limits, PORT, _LINK)
+    arguments = _serve_arguments(task, _controller_url(config))
+    container = _container(
+        config, task.name, task.image_name, arguments, task.environment, limits, PORT, _LINK
+    )
+    return _deployment(config, task.name, task.replicas, container, task.drain + _GRACE_S)
 
 
-def _controller_url(plan: FleetPlan) -> str:
-    return f"http://{plan.name}-controller:{_CONTROLLER_PORT}"
+def _controller_url(config: FleetConfig) -> str:
+    return f"http://{config.name}-controller:{_CONTROLLER_PORT}"
 
 
 def _container(
-    plan: FleetPlan,
+    config: FleetConfig,
     name: str,
     image: str,
     arguments: list[str],
@@ -199,7 +204,7 @@ def _container(
     port: int,
     token: str,
 ) -> dict[str, Any]:
-    secret = {"secretKeyRef": {"name": f"{plan.name}-token", "key": token}}
+    secret = {"secretKeyRef": {"name": f"{config.name}-token", "key": token}}
     health = {"httpGet": {"path": "/health", "port": "http"}}
     return {
         "name": name,
@@ -223,8 +228,8 @@ def _container(
     }
 
 
-def _network_policy(plan: FleetPlan) -> dict[str, Any]:
-    part = {"app.kubernetes.io/part-of": plan.name}
+def _network_policy(config: FleetConfig) -> dict[str, Any]:
+    part = {"app.kubernetes.io/part-of": config.name}
     controller = {"matchLabels": {**part, "app.kubernetes.io/component": "controller"}}
     servers = [{"key": "app.kubernetes.io/component", "operator": "NotIn", "values": ["controller"]}]
     names = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
@@ -232,7 +237,7 @@ def _network_policy(plan: FleetPlan) -> dict[str, Any]:
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": _metadata(plan, "servers"),
+        "metadata": _metadata(config, "servers"),
         "spec": {
             "podSelector": {"matchLabels": part, "matchExpressions": servers},
             "policyTypes": ["Ingress", "Egress"],
@@ -243,7 +248,7 @@ def _network_policy(plan: FleetPlan) -> dict[str, Any]:
 
 
 def _yaml(value: Any, indent: int = 0) -> str:
-    """Return a value as YAML in block style; its scalars are JSON, which is YAML too."""
+    """Return a value as YAML in block style; scalars are JSON, a subset of YAML."""
     pad = " " * indent
     lines = []
     if isinstance(value, dict) and value:

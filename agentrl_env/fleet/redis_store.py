@@ -1,72 +1,41 @@
-"""The state of a fleet with several controllers, in Redis."""
+"""The store of a fleet with several controllers, in Redis."""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-from collections.abc import Awaitable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Awaitable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from agentrl_env.errors import ServeError, StateUnavailable
-from agentrl_env.fleet.store import CLAIM_S, STANDING_S, KeptSession, home
-from agentrl_env.server.failover import ANSWERS, MAX_TURNS_BYTES
-from agentrl_env.session.history import KEPT_TURNS
+from agentrl_env.fleet.store import CLAIM_S
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-T = TypeVar("T")
 ANSWER_S = 2.0
-"""How long Redis may take to answer."""
-KEPT_S = 24 * 3600
-"""How long it is remembered that a server was there, and that it is lost."""
-_KEEP = """
-local holder = redis.call('hget', KEYS[1], 'holder')
-if holder and holder ~= ARGV[1] then return 0 end
-local new = tonumber(ARGV[2]) - tonumber(redis.call('hget', KEYS[1], 'seq') or -1)
-if new < 0 then return 1 end
-local told, bytes = #ARGV - 7, tonumber(redis.call('hget', KEYS[1], 'bytes') or 0)
-if new > told then
-  new, bytes = told, 0
-  redis.call('del', KEYS[2])
-end
-local number = redis.call('llen', KEYS[2])
-for i = #ARGV - new + 1, #ARGV do
-  number, bytes = redis.call('rpush', KEYS[2], ARGV[i]), bytes + #ARGV[i]
-end
-while number > tonumber(ARGV[5]) or (bytes > tonumber(ARGV[6]) and number > tonumber(ARGV[7])) do
-  number, bytes = number - 1, bytes - #redis.call('lpop', KEYS[2])
-end
-redis.call('hset', KEYS[1], 'holder', ARGV[1], 'seq', ARGV[2], 'kept', ARGV[3], 'deaths', 0, 'bytes', bytes)
-redis.call('expire', KEYS[2], ARGV[4])
+"""Seconds that Redis may take to answer."""
+SERVER_S = 24 * 3600
+"""Seconds for which it is kept that a server exists, and that it is lost."""
+_WRITE = """
+if (redis.call('hget', KEYS[1], 'version') or '') ~= ARGV[1] then return 0 end
+if ARGV[2] == '' then redis.call('del', KEYS[1]) return 1 end
+redis.call('hset', KEYS[1], 'version', ARGV[2], 'record', ARGV[3])
 return redis.call('expire', KEYS[1], ARGV[4])
 """
-_MOVE = """
-if redis.call('hget', KEYS[1], 'holder') ~= ARGV[1] then return 0 end
-redis.call('hset', KEYS[1], 'holder', ARGV[2])
-redis.call('hincrby', KEYS[1], 'deaths', ARGV[3])
-redis.call('expire', KEYS[2], ARGV[4])
-return redis.call('expire', KEYS[1], ARGV[4])
-"""
-_FORGET = """
-if redis.call('hget', KEYS[1], 'holder') ~= ARGV[1] then return 0 end
-redis.call('del', KEYS[2])
-if ARGV[2] == '0' then return redis.call('del', KEYS[1]) end
-redis.call('hdel', KEYS[1], 'kept', 'bytes')
-return redis.call('expire', KEYS[1], ARGV[2])
-"""
-_UNCLAIM = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end return 0"
 
 
-class RedisState:
-    """A ``FleetState`` that the controllers of a fleet share.
+class RedisStore:
+    """A ``FleetStore`` in Redis.
 
-    Redis may be away for a while: sessions that are open go on, since their ids tell where they live;
-    new ones are refused meanwhile, and nobody is declared dead.
+    While Redis is away, open sessions go on, because their ids name their servers; new ones are refused,
+    and no server is declared lost.
 
     Args:
         url: such as ``redis://127.0.0.1:6379/0``.
-        fleet: sets several fleets in one Redis apart.
+        fleet: name that separates fleets in one Redis.
 
     Raises ServeError where the extra ``[redis]`` is not installed.
     """
@@ -88,103 +57,88 @@ class RedisState:
         self._prefix = f"agentrl:{fleet}:"
 
     async def start(self) -> None:
-        """Connect to Redis. Raises ServeError where it does not answer."""
+        """Connect. Raises ServeError where Redis does not answer."""
         try:
             await _answer(self._redis.ping())
         except StateUnavailable as error:
             raise ServeError(error.message) from error
 
-    async def claim(self, request_id: str, server_id: str) -> str:
-        """Give an opening to a server, unless another has it already; return who has it."""
-        key = f"{self._prefix}claim:{request_id}"
-        owner = await _answer(self._redis.set(key, server_id, nx=True, get=True, ex=int(CLAIM_S)))
+    async def claim(self, key: str, server_id: str) -> str:
+        """Claim an opening for a server, unless it is claimed already; return the server with the claim."""
+        name = self._key("claim", key)
+        owner = await _answer(self._redis.set(name, server_id, nx=True, get=True, ex=int(CLAIM_S)))
         return str(owner) if owner is not None else server_id
 
-    async def unclaim(self, request_id: str, server_id: str) -> None:
-        """Take an opening back from a server that could not serve it."""
-        await _answer(self._redis.eval(_UNCLAIM, 1, f"{self._prefix}claim:{request_id}", server_id))
+    async def unclaim(self, key: str, server_id: str) -> None:
+        """Drop the claim of a server."""
+        from redis.exceptions import WatchError
 
-    async def claimed(self, request_id: str) -> str | None:
-        """Return the server that an opening was given to."""
-        owner: str | None = await _answer(self._redis.get(f"{self._prefix}claim:{request_id}"))
+        async def drop() -> None:
+            pipe: Any
+            async with self._redis.pipeline() as pipe:
+                await pipe.watch(name)
+                if await pipe.get(name) == server_id:
+                    pipe.multi()
+                    pipe.delete(name)
+                    with suppress(WatchError):  # the claim is another server's now
+                        await pipe.execute()
+
+        name = self._key("claim", key)
+        await _answer(drop())
+
+    async def claimed(self, key: str) -> str | None:
+        """Return the server with the claim of an opening."""
+        owner: str | None = await _answer(self._redis.get(self._key("claim", key)))
         return owner
 
-    async def saw(self, server_id: str) -> None:
-        """Note that a server gave a sign of life to this controller."""
-        await _answer(self._redis.set(f"{self._prefix}seen:{server_id}", f"{time.time():.3f}", ex=KEPT_S))
+    async def report_alive(self, server_id: str) -> None:
+        """Record that this controller has heard a server."""
+        await _answer(self._redis.set(self._key("seen", server_id), f"{time.time():.3f}", ex=SERVER_S))
 
-    async def seen(self, server_id: str, within_s: float) -> bool:
-        """Return whether any controller had a sign of life of a server lately."""
-        last = await _answer(self._redis.get(f"{self._prefix}seen:{server_id}"))
+    async def is_alive(self, server_id: str, within_s: float) -> bool:
+        """Return whether any controller has heard a server in the last seconds."""
+        last = await _answer(self._redis.get(self._key("seen", server_id)))
         return last is not None and time.time() - float(last) < within_s
 
-    async def lose(self, server_id: str) -> None:
-        """Note that a server's sessions are lost; for every controller, and for good."""
-        await _answer(self._redis.set(f"{self._prefix}lost:{server_id}", "1", ex=KEPT_S))
+    async def report_lost(self, server_id: str) -> None:
+        """Record that a server is lost."""
+        await _answer(self._redis.set(self._key("lost", server_id), "1", ex=SERVER_S))
 
     async def is_lost(self, server_id: str) -> bool:
-        """Return whether a server's sessions were declared lost."""
-        return bool(await _answer(self._redis.exists(f"{self._prefix}lost:{server_id}")))
+        """Return whether a server was declared lost."""
+        return bool(await _answer(self._redis.exists(self._key("lost", server_id))))
 
     async def knows(self, server_id: str) -> bool:
-        """Return whether any controller has ever seen a server."""
-        return bool(await _answer(self._redis.exists(f"{self._prefix}seen:{server_id}")))
+        """Return whether any controller has ever heard a server."""
+        return bool(await _answer(self._redis.exists(self._key("seen", server_id))))
 
-    async def keep(
-        self, session_id: str, server_id: str, seq: int, kept: bytes, turns: Sequence[bytes] = ()
-    ) -> bool:
-        """Keep where a session stands after step ``seq``, unless a later one is kept.
+    async def read(self, session_id: str) -> tuple[bytes | None, str]:
+        """Return the record of a session and its version; ``None, ""`` where there is none."""
+        names = ["record", "version"]
+        record, version = await _answer(self._redis.hmget(self._key("session", session_id), names))
+        return None if version is None else (record or "").encode(), version or ""
 
-        ``turns`` are the last up to that step; those that are known already change nothing.
-        False where another server is its holder.
-        """
-        bounds = (int(STANDING_S), KEPT_TURNS, MAX_TURNS_BYTES, ANSWERS)
-        told = [turn.decode() for turn in turns]
-        return await self._on_session(_KEEP, session_id, server_id, seq, kept.decode(), *bounds, *told)
-
-    async def kept(self, session_id: str) -> KeptSession | None:
-        """Return what is kept of a session."""
-        key, turns_key = self._session(session_id)
-        async with self._redis.pipeline() as pipe:
-            pipe.hmget(key, ["holder", "seq", "kept", "deaths"])
-            pipe.lrange(turns_key, 0, -1)
-            (holder, seq, kept, deaths), told = await _answer(pipe.execute())
-        if holder is None:
-            return None
-        last, turns = None if kept is None else kept.encode(), tuple(turn.encode() for turn in told)
-        try:
-            return KeptSession(holder=holder, seq=int(seq), kept=last, deaths=int(deaths), turns=turns)
-        except (TypeError, ValueError):  # not what a controller has written
-            return KeptSession(holder=holder, seq=0, kept=b"")
-
-    async def move(self, session_id: str, holder: str, server_id: str, *, died: bool) -> bool:
-        """Give a session from its holder, which has ``died`` or has no room; False where another has it."""
-        return await self._on_session(_MOVE, session_id, holder, server_id, int(died), int(STANDING_S))
-
-    async def forget_kept(self, session_id: str, holder: str) -> None:
-        """Forget where a session stands: it has ended, says its holder. Where it went is still known."""
-        known_s = 0 if holder == home(session_id) else int(CLAIM_S)
-        await self._on_session(_FORGET, session_id, holder, known_s)
+    async def write(self, session_id: str, record: bytes | None, version: str, ttl_s: float) -> bool:
+        """Compare and set the record of a session; return False where it has another version."""
+        new = "" if record is None else secrets.token_hex(8)
+        values = (version, new, (record or b"").decode(), str(int(ttl_s)))
+        return bool(await _answer(self._redis.eval(_WRITE, 1, self._key("session", session_id), *values)))
 
     async def aclose(self) -> None:
-        """Disconnect from Redis."""
+        """Disconnect."""
         await self._redis.aclose()
 
-    def _session(self, session_id: str) -> tuple[str, str]:
-        """Return the keys of what is kept of a session, and of its turns."""
-        return f"{self._prefix}session:{session_id}", f"{self._prefix}turns:{session_id}"
-
-    async def _on_session(self, script: str, session_id: str, *arguments: str | int) -> bool:
-        return bool(await _answer(self._redis.eval(script, 2, *self._session(session_id), *arguments)))
+    def _key(self, kind: str, name: str) -> str:
+        return f"{self._prefix}{kind}:{name}"
 
 
-async def _answer(asking: Awaitable[Any] | Any) -> Any:
-    """Return what Redis answers. Raises StateUnavailable."""
+async def _answer(call: Awaitable[Any] | Any) -> Any:
+    """Await an answer of Redis. Raises StateUnavailable."""
     from redis.exceptions import RedisError
 
     try:
         async with asyncio.timeout(2 * ANSWER_S):
-            return await asking
+            return await call
     except (RedisError, OSError, TimeoutError) as error:
-        words = f"the controller's Redis does not answer ({error or type(error).__name__}); try again"
-        raise StateUnavailable(words, retry_after=1) from error
+        reason = f"the controller's Redis does not answer ({error or type(error).__name__}); try again"
+        raise StateUnavailable(reason, retry_after=1) from error

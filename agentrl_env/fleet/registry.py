@@ -1,4 +1,4 @@
-"""The servers of a fleet, as they come, fall silent, and go."""
+"""The servers of a fleet: they join, send heartbeats, leave, and are declared lost."""
 
 from __future__ import annotations
 
@@ -6,251 +6,242 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from agentrl_env.errors import SessionLost, StateUnavailable, UnknownSession
-from agentrl_env.fleet.failover import Keeper
-from agentrl_env.fleet.store import FleetState
-from agentrl_env.fleet.worker import Member, Outbox
+from agentrl_env.fleet.remote_server import Outbox, RemoteServer
+from agentrl_env.fleet.store import FleetStore
 from agentrl_env.types import TaskInfo
-from agentrl_env.wire import Beat, Hello, KeptHead, Welcome
+from agentrl_env.wire import Beat, Hello, SessionRequest, Welcome
 
 logger = logging.getLogger("agentrl_env")
 
 BEAT_S = 1.0
-"""How often a server gives a sign of life."""
-BLIND_PATIENCE = 3
-"""How many times as long a silent server is waited for where other controllers cannot be asked."""
+"""Interval of heartbeats."""
+BLIND_FACTOR = 3
+"""Factor on ``lost_after_s`` while the store cannot tell whether another controller hears a server."""
 LOST = "the server that held the session is gone; open a new one"
 
 
-class Roster:
-    """Takes servers in, and gives up those that no controller hears of.
+def home(session_id: str) -> str:
+    """Return the id of the server that opened a session."""
+    return session_id.partition(".")[0]
 
-    What is given up stays so, at every controller: a server that comes back ends its sessions, and
-    has a new id.
+
+class Registry:
+    """The servers that are linked to this controller.
+
+    A server that no controller hears is declared lost, by all controllers and for good: where it comes
+    back it ends its sessions and takes a new id.
 
     Args:
-        members: the servers, as they are now.
-        state: what is shared with the other controllers.
-        lost_after_s: seconds without a sign of life after which a server's sessions are lost.
-        changed: is called when there may be room.
+        store: shared with the other controllers.
+        lost_after_s: seconds without a heartbeat after which a server's sessions are lost.
+        on_room: callback when a server may have room.
         clock: seconds, monotonic.
     """
 
     def __init__(
         self,
-        members: dict[str, Member],
-        state: FleetState,
+        store: FleetStore,
         *,
         lost_after_s: float,
-        changed: Callable[[], None],
+        on_room: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.members = members
+        self.servers: dict[str, RemoteServer] = {}
         self.tasks: dict[str, TaskInfo] = {}
-        """What has ever been served."""
-        self._state = state
+        """Every task that a server has ever offered."""
+        self.routing = Routing(self)
+        """Finds the server of a session."""
+        self._store = store
         self._lost_after_s = lost_after_s
-        self._changed = changed
+        self._on_room = on_room
         self._clock = clock
-        self._begin = self._awake = -math.inf
-        """Since when servers may dial; and since when this process has not slept, and could hear them."""
-        self._arrival = asyncio.Condition()
-        self._lost_here: set[str] = set()
-        """Servers that this controller has given up; it stays so where the shared state forgets."""
-        self.keeper: Keeper | None = None
-        """Takes in where sessions stand; None: their servers are not to tell."""
-        self._noted: dict[str, float] = {}
-        """Of each server the sign of life that the shared state was last told of."""
+        self._started = -math.inf
+        """Time since when servers can connect."""
+        self._awake = -math.inf
+        """Time since when this process has not been suspended, so that it could hear servers."""
+        self._joined = asyncio.Condition()
+        self._lost: set[str] = set()
+        """Servers that this controller has declared lost, whether or not the store still knows."""
         self._left: set[str] = set()
-        """Servers that have said good-bye to this controller."""
-        self._untold: set[str] = set()
-        """Those of them that the shared state could not be told of."""
+        """Servers that have shut down in order."""
+        self._unreported: set[str] = set()
+        """Lost servers that the store could not be told of."""
+        self._reported: dict[str, float] = {}
+        """Last heartbeat of each server that the store was told of."""
         self._watching: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to look after the servers."""
-        self._begin = self._clock()
+        """Begin to watch the servers."""
+        self._started = self._clock()
         self._watching = asyncio.create_task(self._watch())
 
     def stop(self) -> None:
-        """Look after them no more."""
+        """Stop watching."""
         if self._watching is not None:
             self._watching.cancel()
 
     async def join(self, hello: Hello, outbox: Outbox) -> bool:
-        """Take in a server that dials; False where its sessions were reported lost before."""
-        with suppress(StateUnavailable):  # what is open goes on without
-            if await self._is_lost(hello.server_id):
-                self._drop(hello.server_id, LOST)
+        """Accept the link of a server; return False where its sessions were declared lost before."""
+        with suppress(StateUnavailable):  # open sessions go on without the store
+            if await self.is_lost(hello.server_id):
                 return False
-            await self._state.saw(hello.server_id)
-        welcome = Welcome(beat_s=BEAT_S, keep=self.keeper is not None)
-        outbox.tell(b'{"welcome":%b}' % welcome.model_dump_json().encode())
-        member = self.members.get(hello.server_id)
-        if member is None:
-            member = self.members[hello.server_id] = Member(hello, self._clock)
-            logger.info("server %s joined: %s", hello.server_id, ", ".join(member.tasks))
+            await self._store.report_alive(hello.server_id)
+        welcome = Welcome(beat_s=BEAT_S, keep=self.routing.survives)
+        outbox.put_notice(b'{"welcome":%b}' % welcome.model_dump_json().encode())
+        server = self.servers.get(hello.server_id)
+        if server is None:
+            server = self.servers[hello.server_id] = RemoteServer(hello, self._clock)
+            logger.info("server %s joined: %s", hello.server_id, ", ".join(server.tasks))
         else:
-            before = set(member.sessions)
-            member.greet(hello)
-            self._forget(hello.server_id, before - set(member.sessions))
-        self.tasks.update(member.tasks)
-        member.link(outbox)
-        self._changed()
-        async with self._arrival:
-            self._arrival.notify_all()
+            before = set(server.sessions)
+            server.greet(hello)
+            self.routing.ended(hello.server_id, before - set(server.sessions))
+        self.tasks.update(server.tasks)
+        server.link(outbox)
+        self._on_room()
+        async with self._joined:
+            self._joined.notify_all()
         return True
 
     def is_taken(self, hello: Hello) -> bool:
-        """Return whether a server's id is that of another process, which has a link."""
-        member = self.members.get(hello.server_id)
-        return member is not None and member.linked and member.place != hello.place
+        """Return whether a server's id belongs to another process that has a link."""
+        server = self.servers.get(hello.server_id)
+        return server is not None and server.linked and server.place != hello.place
 
-    def part(self, server_id: str, outbox: Outbox) -> None:
-        """Take note that a link is gone. A server that has said good-bye is gone with it."""
-        member = self.members.get(server_id)
-        if member is not None:
-            member.unlink(outbox)
-            if member.leaving and not member.linked:
+    def unlink(self, server_id: str, outbox: Outbox) -> None:
+        """Handle the end of a link; a server that has announced its shutdown is removed."""
+        server = self.servers.get(server_id)
+        if server is not None:
+            server.unlink(outbox)
+            if server.leaving and not server.linked:
                 self._left.add(server_id)
-                self._drop(server_id, "the server that held the session was stopped; open a new one")
+                self._remove(server_id, "the server that held the session was stopped; open a new one")
 
-    async def hear_beat(self, server_id: str, beat: Beat) -> None:
-        """Take in a server's sign of life."""
-        member = self.members.get(server_id)
-        if member is not None:
-            member.hear_beat(beat)
-            self._forget(server_id, beat.ended)
-            self._changed()
-
-    def hear_kept(self, server_id: str, head: KeptHead, kept: bytes, turns: Sequence[bytes]) -> None:
-        """Take in where a session stands."""
-        if self.keeper is not None and server_id in self.members:
-            self.keeper.keep(server_id, head, kept, turns)
+    def hear_beat(self, server_id: str, beat: Beat) -> None:
+        """Apply a heartbeat."""
+        server = self.servers.get(server_id)
+        if server is not None:
+            server.hear_beat(beat)
+            self.routing.ended(server_id, beat.ended)
+            self._on_room()
 
     def hear_answer(self, server_id: str, frame: bytes) -> None:
-        """Hand a server's answer to whoever asked. Raises ValueError where it is none."""
-        member = self.members.get(server_id)
-        if member is not None:
-            member.hear_answer(frame)
+        """Pass an answer to its caller. Raises ValueError where the frame is no answer."""
+        server = self.servers.get(server_id)
+        if server is not None:
+            server.hear_answer(frame)
 
-    async def lose(self, server_id: str, why: str) -> None:
-        """Declare a server dead: its sessions end as lost, for every controller."""
-        member = self.members.get(server_id)
-        self._lost_here.add(server_id)
-        self._untold.add(server_id)
-        with suppress(StateUnavailable):  # then it is told later
-            await self._state.lose(server_id)
-            self._untold.discard(server_id)
-        if member is not None:
-            logger.warning("server %s is lost with %d sessions: %s", server_id, len(member.sessions), why)
-            self._drop(server_id, LOST)
+    async def lose(self, server_id: str, reason: str) -> None:
+        """Declare a server and its sessions lost, for every controller."""
+        server = self.servers.get(server_id)
+        self._lost.add(server_id)
+        self._unreported.add(server_id)
+        with suppress(StateUnavailable):  # the watch reports it later
+            await self._report_lost(server_id)
+        if server is not None:
+            logger.warning("server %s is lost with %d sessions: %s", server_id, len(server.sessions), reason)
+            self._remove(server_id, LOST)
 
     def has_left(self, server_id: str) -> bool:
-        """Return whether a server has said good-bye, rather than died."""
+        """Return whether a server has shut down in order."""
         return server_id in self._left
 
-    async def is_gone(self, server_id: str) -> bool:
-        """Return whether a server was declared dead, here or by another controller."""
-        gone = await self._is_lost(server_id)
-        if gone:
-            self._drop(server_id, LOST)
-        return gone
+    async def is_lost(self, server_id: str) -> bool:
+        """Return whether a server was declared lost, by any controller, or has shut down; then remove it."""
+        lost = server_id in self._lost or server_id in self._left or await self._store.is_lost(server_id)
+        if lost:
+            self._remove(server_id, LOST)
+        return lost
 
-    async def look(self) -> None:
-        """Declare the servers dead that no controller has heard of for too long."""
-        for server_id in list(self._untold):
-            await self._state.lose(server_id)
-            self._untold.discard(server_id)
-        for member in list(self.members.values()):
-            silent_s = self._clock() - max(member.seen, self._awake)
-            if await self.is_gone(member.server_id):
-                continue
-            if silent_s < self._lost_after_s:
-                await self._note(member)
-            elif await self._seen_elsewhere(member, silent_s):
-                member.cut()  # it lives, and cannot be heard over this line
-            else:
-                await self.lose(member.server_id, f"no sign of life for {self._lost_after_s:g} s")
-
-    async def _note(self, member: Member) -> None:
-        """Tell the other controllers that a server lives, where it was heard since they were last told."""
-        if self._noted.get(member.server_id) != member.seen:
-            heard = member.seen
-            await self._state.saw(member.server_id)
-            self._noted[member.server_id] = heard
-
-    async def _seen_elsewhere(self, member: Member, silent_s: float) -> bool:
-        """Return whether another controller hears a server; where nobody can say so, give it longer."""
-        try:
-            return await self._state.seen(member.server_id, self._lost_after_s)
-        except StateUnavailable:
-            return silent_s < BLIND_PATIENCE * self._lost_after_s
-
-    async def _is_lost(self, server_id: str) -> bool:
-        return server_id in self._lost_here or server_id in self._left or await self._state.is_lost(server_id)
-
-    async def find(self, server_id: str) -> Member:
+    async def find(self, server_id: str) -> RemoteServer:
         """Return a server.
 
-        Raises SessionLost, UnknownSession, StateUnavailable where another controller may do.
+        Raises SessionLost, UnknownSession, and StateUnavailable where only another controller has a link.
         """
-        member = self.members.get(server_id)
-        if member is not None:
-            return member
-        if await self._is_lost(server_id):
+        server = self.servers.get(server_id)
+        if server is not None:
+            return server
+        if await self.is_lost(server_id):
             raise SessionLost(LOST, server=server_id)
-        # It may be that the server has not dialled yet, after this controller began or the line broke.
-        for wait_s in (self._youth_s, self._lost_after_s):
-            await self._wait_for(lambda: server_id in self.members, wait_s)
-            member = self.members.get(server_id)
-            if member is not None:
-                return member
+        # The server may still be about to connect: the controller is new, or the link broke.
+        for wait_s in (self._startup_s, self._lost_after_s):
+            await self._wait_for(lambda: server_id in self.servers, wait_s)
+            server = self.servers.get(server_id)
+            if server is not None:
+                return server
             if not await self._is_alive(server_id):
                 raise SessionLost(LOST, server=server_id)
-        words = "this controller has no line to the session's server; ask another, or again"
-        raise StateUnavailable(words, retry_after=1)
+        reason = "this controller has no link to the session's server; ask another, or again"
+        raise StateUnavailable(reason, retry_after=1)
 
-    async def wait_in_youth(self, there: Callable[[], bool]) -> None:
-        """Wait for something, as long as servers may still be on their way to a new controller."""
-        await self._wait_for(there, self._youth_s)
+    async def wait_at_startup(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition, as long as servers may still be about to connect to a new controller."""
+        await self._wait_for(condition, self._startup_s)
+
+    async def check(self) -> None:
+        """Declare the servers lost that no controller has heard for too long. Raises StateUnavailable."""
+        for server_id in list(self._unreported):
+            await self._report_lost(server_id)
+        for server in list(self.servers.values()):
+            silent_s = self._clock() - max(server.seen, self._awake)
+            if await self.is_lost(server.server_id):
+                continue
+            if silent_s < self._lost_after_s:
+                await self._report_alive(server)
+            elif await self._heard_elsewhere(server, silent_s):
+                server.cut()  # alive, but not over this link
+            else:
+                await self.lose(server.server_id, f"no heartbeat for {self._lost_after_s:g} s")
+
+    async def _report_lost(self, server_id: str) -> None:
+        await self._store.report_lost(server_id)
+        self._unreported.discard(server_id)
+
+    async def _report_alive(self, server: RemoteServer) -> None:
+        """Report a heartbeat that is newer than the last report."""
+        if self._reported.get(server.server_id) != server.seen:
+            seen = server.seen
+            await self._store.report_alive(server.server_id)
+            self._reported[server.server_id] = seen
+
+    async def _heard_elsewhere(self, server: RemoteServer, silent_s: float) -> bool:
+        """Return whether another controller hears a server; without the store, wait longer."""
+        try:
+            return await self._store.is_alive(server.server_id, self._lost_after_s)
+        except StateUnavailable:
+            return silent_s < BLIND_FACTOR * self._lost_after_s
 
     async def _is_alive(self, server_id: str) -> bool:
-        """Return whether another controller hears a server; else it is given up, for every controller.
-
-        Raises UnknownSession where there never was such a server.
-        """
-        if await self._state.seen(server_id, self._lost_after_s):
+        """Return whether another controller hears a server; else declare it lost. Raises UnknownSession."""
+        if await self._store.is_alive(server_id, self._lost_after_s):
             return True
-        if not await self._state.knows(server_id):
+        if not await self._store.knows(server_id):
             raise UnknownSession("no such session; it never existed or ended long ago")
         await self.lose(server_id, "no controller hears it")
         return False
 
     @property
-    def _youth_s(self) -> float:
-        """For how long servers may still be on their way, after this controller began."""
-        return self._begin + self._lost_after_s - self._clock()
+    def _startup_s(self) -> float:
+        """Seconds for which servers may still be about to connect."""
+        return self._started + self._lost_after_s - self._clock()
 
-    async def _wait_for(self, there: Callable[[], bool], seconds: float) -> None:
-        """Wait for something to arrive."""
-        if seconds <= 0 or there():
+    async def _wait_for(self, condition: Callable[[], bool], seconds: float) -> None:
+        if seconds <= 0 or condition():
             return
-        try:
-            async with asyncio.timeout(seconds), self._arrival:
-                await self._arrival.wait_for(there)
-        except TimeoutError:
-            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds), self._joined:
+                await self._joined.wait_for(condition)
 
-    def _drop(self, server_id: str, reason: str) -> None:
-        self._noted.pop(server_id, None)
-        member = self.members.pop(server_id, None)
-        if member is not None:
-            member.lose(reason)
-            self._changed()
+    def _remove(self, server_id: str, reason: str) -> None:
+        self._reported.pop(server_id, None)
+        server = self.servers.pop(server_id, None)
+        if server is not None:
+            server.lose(reason)
+            self._on_room()
 
     async def _watch(self) -> None:
         loop, pause = asyncio.get_running_loop(), min(BEAT_S, self._lost_after_s / 4)
@@ -259,13 +250,55 @@ class Roster:
             await asyncio.sleep(pause)
             if loop.time() - begin > pause + BEAT_S:
                 self._awake = self._clock()
+            self.routing.sweep()
             try:
-                await self.look()
-                if self.keeper is not None:
-                    self.keeper.forget_ended()
+                await self.check()
             except StateUnavailable as error:
                 logger.warning("%s", error)
 
-    def _forget(self, server_id: str, session_ids: Iterable[str]) -> None:
-        if self.keeper is not None:
-            self.keeper.ended(server_id, session_ids)
+
+class Routing:
+    """Finds the server of each session: the one that opened it, named in the session's id.
+
+    Args:
+        registry: the servers.
+    """
+
+    survives = False
+    """True if sessions survive the loss of their server."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    def group(self, session_id: str) -> str:
+        """Return a key that the sessions of one server share, to split batches."""
+        return home(session_id)
+
+    async def find(self, session_id: str) -> RemoteServer:
+        """Return the server that holds a session. Raises SessionLost, UnknownSession, StateUnavailable."""
+        return await self._registry.find(home(session_id))
+
+    async def close(self, session_id: str) -> None:
+        """End a session. Raises SessionLost, UnknownSession, StateUnavailable."""
+        await close_session(await self.find(session_id), session_id)
+
+    async def confirm(self, session_ids: Iterable[str]) -> None:
+        """Wait until answers of sessions may be passed on. Raises SessionLost, StateUnavailable."""
+
+    def hear(self, server_id: str, frame: bytes) -> None:
+        """Handle a further kind of frame. Raises ValueError where it is malformed."""
+        raise ValueError("no such frame")
+
+    def ended(self, server_id: str, session_ids: Iterable[str]) -> None:
+        """Handle the end of sessions."""
+
+    def sweep(self) -> None:
+        """Do periodic work."""
+
+    async def aclose(self) -> None:
+        """Finish or cancel what is under way."""
+
+
+async def close_session(server: RemoteServer, session_id: str) -> None:
+    """End a session on the server that holds it."""
+    await server.call("close", SessionRequest(session_id=session_id).model_dump_json().encode())

@@ -1,119 +1,131 @@
-"""Who is next: openings that wait for room, fair between clients and in order for each."""
+"""The scheduler of a controller: which server gets a session, and which client is served next."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 
-from agentrl_env.fleet.worker import Member, take_one
+from agentrl_env.errors import (
+    ServerDraining,
+    ServerFull,
+    SessionLost,
+    StateUnavailable,
+    UnknownSession,
+    WireError,
+)
+from agentrl_env.fleet.registry import close_session
+from agentrl_env.fleet.remote_server import RemoteServer, decrement
+from agentrl_env.fleet.store import FleetStore
+from agentrl_env.types import SessionInfo
+from agentrl_env.wire import OpenRequest
 
 Group = tuple[str, str]
-"""Openings of one task by one client: what holds for one of them holds for all."""
+"""Task and client; the openings of one group are served in order."""
+RETRY_S = 0.1
 
 
-def least_loaded(members: Iterable[Member], task: str) -> Member | None:
+def least_loaded(servers: Iterable[RemoteServer], task: str) -> RemoteServer | None:
     """Return the server with the smallest share of its capacity taken, among those with room."""
-    able = [member for member in members if member.has_room(task)]
-    return min(able, key=lambda member: (member.load, -member.capacity, member.server_id), default=None)
+    able = [server for server in servers if server.has_room(task)]
+    return min(able, key=lambda server: (server.load, -server.capacity, server.server_id), default=None)
 
 
 class Placement:
-    """Gives each opening a place on a server, at once or when one comes free.
-
-    Clients take turns; the openings of one client for one task are served in order. A place counts as
-    taken until ``release``.
+    """Reserves places on servers; openings without one wait in a queue that is fair between clients.
 
     Args:
-        members: the servers, as they are now.
-        task_limits: how many sessions of a task may be open in the whole fleet.
-        client_limit: how many sessions one client may have open.
+        servers: the servers by id.
+        task_limits: maximum number of sessions of a task in the whole fleet.
+        client_limit: maximum number of sessions of one client.
     """
 
     def __init__(
         self,
-        members: Mapping[str, Member],
+        servers: Mapping[str, RemoteServer],
         *,
         task_limits: Mapping[str, int],
         client_limit: int | None = None,
     ) -> None:
-        self._members = members
+        self._servers = servers
         self._task_limits = task_limits
         self._client_limit = client_limit
-        self._waiting: OrderedDict[Group, deque[asyncio.Future[Member | None]]] = OrderedDict()
-        self._placing: Counter[Group] = Counter()
+        self._waiting: OrderedDict[Group, deque[asyncio.Future[RemoteServer | None]]] = OrderedDict()
+        self._reserved: Counter[Group] = Counter()
 
     @property
     def waiting(self) -> int:
-        """How many openings wait."""
+        """Number of openings that wait."""
         return sum(map(len, self._waiting.values()))
 
-    async def take(self, task: str, client: str, wait_s: float) -> Member | None:
-        """Return a server that has a place kept for the caller; None where none came free in time."""
+    async def take(self, task: str, client: str, wait_s: float) -> RemoteServer | None:
+        """Reserve a place, until ``release``; return its server, or None where none was free in time."""
         group = (task, client)
-        if not self._waiting.get(group) and (member := self._try(group)) is not None:
-            return member
+        if not self._waiting.get(group) and (server := self._try(group)) is not None:
+            return server
         if wait_s <= 0:
             return None
         loop = asyncio.get_running_loop()
-        turn: asyncio.Future[Member | None] = loop.create_future()
-        self._waiting.setdefault(group, deque()).append(turn)
-        timer = loop.call_later(wait_s, _give_up, turn)
+        waiter: asyncio.Future[RemoteServer | None] = loop.create_future()
+        self._waiting.setdefault(group, deque()).append(waiter)
+        timer = loop.call_later(wait_s, _time_out, waiter)
         try:
-            return await turn
+            return await waiter
         except asyncio.CancelledError:
-            if not turn.cancelled() and (member := turn.result()) is not None:
-                self.release(group, member)
+            if not waiter.cancelled() and (server := waiter.result()) is not None:
+                self.release(group, server)
             raise
         finally:
             timer.cancel()
-            self._forget(group, turn)
+            self._remove(group, waiter)
 
-    def release(self, group: Group, member: Member) -> None:
-        """Give back a place that was kept: the session is open, and counted as such, or it never will be."""
-        member.opening -= 1
-        take_one(self._placing, group)
+    def release(self, group: Group, server: RemoteServer) -> None:
+        """Release a reserved place: its session is open and counted, or the opening failed."""
+        server.opening -= 1
+        decrement(self._reserved, group)
         self.serve()
 
     def serve(self) -> None:
-        """Give places that have come free to those who wait."""
+        """Give free places to waiting openings; clients take turns."""
         blocked: set[Group] = set()
         while len(blocked) < len(self._waiting):
-            group, turns = self._waiting.popitem(last=False)
-            self._waiting[group] = turns  # to the back: the next client's turn
-            while turns and turns[0].done():
-                turns.popleft()
-            if not turns:
+            group, waiters = self._waiting.popitem(last=False)
+            self._waiting[group] = waiters  # to the back: next is another client's turn
+            while waiters and waiters[0].done():
+                waiters.popleft()
+            if not waiters:
                 del self._waiting[group]
             elif group not in blocked:
-                member = self._try(group)
-                if member is None:
+                server = self._try(group)
+                if server is None:
                     blocked.add(group)
                 else:
-                    turns.popleft().set_result(member)
+                    waiters.popleft().set_result(server)
 
-    def refuse_all(self, wanted: Callable[[Group], bool], error: Exception) -> None:
-        """Answer those who wait for certain openings with an error."""
-        for group, turns in self._waiting.items():
-            for turn in turns if wanted(group) else ():
-                if not turn.done():
-                    turn.set_exception(error)
+    def fail_waiting(self, error: Callable[[], Exception]) -> None:
+        """Fail all waiting openings, each with a new error."""
+        for waiters in self._waiting.values():
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_exception(error())
 
-    def _try(self, group: Group) -> Member | None:
+    def _try(self, group: Group) -> RemoteServer | None:
         task, client = group
         if task in self._task_limits and self._count(task=task) >= self._task_limits[task]:
             return None
         if self._client_limit is not None and self._count(client=client) >= self._client_limit:
             return None
-        member = least_loaded(self._members.values(), task)
-        if member is not None:
-            member.opening += 1
-            self._placing[group] += 1
-        return member
+        server = least_loaded(self._servers.values(), task)
+        if server is not None:
+            server.opening += 1
+            self._reserved[group] += 1
+        return server
 
     def _count(self, *, task: str | None = None, client: str | None = None) -> int:
-        """Count the sessions of a task, or of a client: those open and those being opened."""
-        counts = [member.held for member in self._members.values()] + [self._placing]
+        """Return the number of sessions of a task or a client, open or with a reserved place."""
+        counts = [server.held for server in self._servers.values()] + [self._reserved]
         return sum(
             number
             for held in counts
@@ -121,14 +133,120 @@ class Placement:
             if task in (None, its_task) and client in (None, its_client)
         )
 
-    def _forget(self, group: Group, turn: asyncio.Future[Member | None]) -> None:
-        turns = self._waiting.get(group)
-        if turns is not None and turn in turns:
-            turns.remove(turn)
-        if turns is not None and not turns:
+    def _remove(self, group: Group, waiter: asyncio.Future[RemoteServer | None]) -> None:
+        waiters = self._waiting.get(group)
+        if waiters is not None and waiter in waiters:
+            waiters.remove(waiter)
+        if waiters is not None and not waiters:
             del self._waiting[group]
 
 
-def _give_up(turn: asyncio.Future[Member | None]) -> None:
-    if not turn.done():
-        turn.set_result(None)
+def _time_out(waiter: asyncio.Future[RemoteServer | None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+class Opener:
+    """Opens sessions, exactly once for each idempotency key.
+
+    The key is claimed for a server in the store before the server is asked, so that a repeated opening,
+    at this controller or another, returns the same session.
+
+    Args:
+        find: returns a server by its id, like ``Registry.find``.
+        placement: reserves places.
+        store: claims.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[str], Awaitable[RemoteServer]],
+        placement: Placement,
+        store: FleetStore,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._find = find
+        self._placement = placement
+        self._store = store
+        self._clock = clock
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def open(self, request: OpenRequest, key: str, wait_s: float) -> bytes:
+        """Open a session; return its ``SessionInfo`` as JSON.
+
+        Raises ServerFull where no place was free in time, StateUnavailable, and errors of the server.
+        """
+        end = self._clock() + wait_s
+        while True:
+            try:
+                opened = await self._try(request, key, end)
+            except StateUnavailable:
+                if self._clock() >= end:
+                    raise
+                await asyncio.sleep(RETRY_S)
+                continue
+            if opened is not None:
+                return opened
+            if self._clock() >= end:
+                raise _full(request)
+
+    async def _try(self, request: OpenRequest, key: str, end: float) -> bytes | None:
+        """Open the session on the server that has the claim, else on one with room; None to try again."""
+        claimed = await self._store.claimed(key)
+        if claimed is not None:
+            return await self._open_at(claimed, request, key)
+        server = await self._placement.take(request.task, request.client, end - self._clock())
+        if server is None:
+            raise _full(request)
+        try:
+            claimed = await self._store.claim(key, server.server_id)
+            return await self._open_at(claimed, request, key)
+        finally:
+            self._placement.release((request.task, request.client), server)
+
+    async def _open_at(self, server_id: str, request: OpenRequest, key: str) -> bytes | None:
+        """Open the session on the server with the claim; where that cannot, drop the claim."""
+        with suppress(SessionLost, UnknownSession):
+            server = await self._find(server_id)
+            try:
+                return await self._ask(server, request, key)
+            except ServerFull:
+                server.full = True
+            except ServerDraining:
+                server.draining = True
+        await self._store.unclaim(key, server_id)
+        return None
+
+    async def _ask(self, server: RemoteServer, request: OpenRequest, key: str) -> bytes:
+        # It waits in the fleet's queue only: in a server's own, no other server could serve it.
+        named = request.model_copy(update={"wait_s": 0.0, "request_id": key})
+        opening = asyncio.ensure_future(server.call("open", named.model_dump_json().encode()))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            if request.request_id is not None:
+                opening.cancel()  # the caller may repeat it; else the lease ends the session
+            else:
+                opening.add_done_callback(lambda opened: self._close(server, opened))
+            raise
+
+    def _close(self, server: RemoteServer, opening: asyncio.Future[bytes]) -> None:
+        """End a session whose caller was gone before it was open."""
+        if opening.cancelled() or opening.exception() is not None:
+            return
+        session_id = SessionInfo.model_validate_json(opening.result()).session_id
+        closing = asyncio.create_task(ignore_errors(close_session(server, session_id)))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+
+def _full(request: OpenRequest) -> ServerFull:
+    reason = f"no server has room for a session of {request.task!r}, or a limit is reached"
+    return ServerFull(reason, retry_after=1)
+
+
+async def ignore_errors(call: Awaitable[None]) -> None:
+    """Await a call whose outcome does not matter."""
+    with suppress(WireError):
+        await call

@@ -1,4 +1,4 @@
-"""The controller's process: one address, many servers behind it."""
+"""The processes of a fleet: a controller, and a server with several worker processes behind one."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from urllib.parse import urlsplit
 from starlette.routing import WebSocketRoute
 
 from agentrl_env.errors import ServeError
-from agentrl_env.fleet.controller import Fleet
+from agentrl_env.fleet.controller import FleetService
+from agentrl_env.fleet.link_endpoint import link_endpoint
 from agentrl_env.fleet.supervisor import Workers
-from agentrl_env.fleet.worker_endpoint import link_endpoint
 from agentrl_env.server.app import create_app
 from agentrl_env.server.auth import is_link_token, link_token
-from agentrl_env.server.connections import Connections
 from agentrl_env.server.limits import Limits
 from agentrl_env.server.serve import print_now, run_until_stopped
 from agentrl_env.server.sockets import Listener
+from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.server.telemetry.tracing import Tracing
 from agentrl_env.wire import LINK_PATH
 
-PATIENCE_S = 3.0
-"""How long a controller that is told to end waits for answers; then their callers may ask another."""
+STOP_S = 3.0
+"""Seconds that a stopping controller waits for answers; then callers may ask another controller."""
 ADOPTION_S = 30.0
-"""How long a session waits for room at another worker, or for its own to be started again."""
+"""Seconds that a session waits for a place on another worker, or for its own worker to restart."""
 
 
-class Controller:
-    """A fleet's address, served from the running event loop.
+class ControllerServer:
+    """A controller, served from the running event loop.
 
-    Stopping it ends no session: they live in the servers, which dial again.
+    Stopping it ends no session: sessions live in the servers, which connect again.
 
     Args:
-        fleet: the servers.
-        host: the address to bind.
-        port: 0 picks a free one.
-        token: what clients must show; needed for an address that is not loopback. Servers show it, or
-            the fleet's token that ``link_token`` makes of it.
-        insecure: allow such an address without a token.
+        fleet: the servers and their sessions.
+        host: address to bind.
+        port: port to bind; 0 picks a free one.
+        token: operator token, required beyond loopback. Servers present it, or the link token that
+            ``link_token`` derives from it.
+        insecure: permit an address beyond loopback without a token.
         limits: of one caller.
         tracing: makes OpenTelemetry spans.
 
-    Raises ServeError with one clear sentence.
+    Raises ServeError.
     """
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: FleetService,
         *,
         host: str = "127.0.0.1",
         port: int = 8100,
@@ -59,38 +59,40 @@ class Controller:
         tracing: Tracing | None = None,
     ) -> None:
         if token and is_link_token(token):
-            raise ServeError("this token only brings servers into a fleet; a controller needs the operator's")
+            reason = "a link token only permits a server to join a fleet"
+            raise ServeError(f"{reason}; a controller needs the operator's")
         self.fleet = fleet
+        self.metrics = Metrics()
         self._listener = Listener(host, port, token=token, insecure=insecure)
         self.url = self._listener.url
         self._limits = limits or Limits()
-        self._app = create_app(fleet, token=token, limits=self._limits, tracing=tracing)
-        self._app.router.routes.append(WebSocketRoute(LINK_PATH, link_endpoint(fleet.roster)))
+        self._app = create_app(fleet, self.metrics, token=token, limits=self._limits, tracing=tracing)
+        self._app.router.routes.append(WebSocketRoute(LINK_PATH, link_endpoint(fleet.registry)))
 
     @property
     def announcement(self) -> str:
-        """The line that says that the controller is ready, and where."""
+        """The line that announces that the controller is ready, with its address."""
         return f"controlling a fleet at {self.url}"
 
     async def start(self) -> None:
-        """Return once requests are answered. Raises ServeError where Redis does not answer."""
+        """Start to answer requests. Raises ServeError where Redis does not answer."""
         try:
-            await self._listener.start(self._app, Connections(self._limits, self.fleet.metrics))
+            await self._listener.start(self._app, self._limits)
             await self.fleet.start()
         except BaseException:
             await self.stop()
             raise
 
     async def stop(self) -> None:
-        """Take no new sessions, answer what is under way, and end; idempotent."""
+        """Refuse new sessions, answer the calls under way, and stop; idempotent."""
         self.fleet.draining = True
-        giving_up = asyncio.get_running_loop().call_later(PATIENCE_S, self.fleet.give_up)
+        timer = asyncio.get_running_loop().call_later(STOP_S, self.fleet.fail_waiting)
         await self._listener.stop()
-        giving_up.cancel()
+        timer.cancel()
         await self.fleet.aclose()
 
-    def hurry(self) -> None:
-        """Do nothing: a controller ends at once."""
+    def stop_waiting(self) -> None:
+        """Do nothing: a controller does not wait for sessions."""
 
 
 class WorkerServer:
@@ -98,11 +100,11 @@ class WorkerServer:
 
     Args:
         targets: as on the command line.
-        workers: how many processes.
+        workers: number of processes.
         arguments: further options of ``agentrl-env serve`` for each.
         drain_s: seconds that open sessions get to end when the server stops.
-        resume: go on with a dead worker's sessions at another, as ``Fleet`` does.
-        options: of ``Controller``.
+        resume: as for ``FleetService``.
+        options: of ``ControllerServer``.
     """
 
     def __init__(
@@ -115,24 +117,23 @@ class WorkerServer:
         resume: bool = False,
         **options: Any,
     ) -> None:
-        fleet = Fleet(queue_s=0.0, adoption_s=ADOPTION_S, resume=resume)
-        self._controller = Controller(fleet, **options)
+        self._fleet = FleetService(queue_s=0.0, adoption_s=ADOPTION_S, resume=resume)
+        self._controller = ControllerServer(self._fleet, **options)
         self._number, self._drain_s = workers, drain_s
         self._workers = Workers(
             workers,
-            self._controller.fleet,
+            self._fleet,
             arguments=[*arguments, "--", *targets],
-            controller=_dialled(self._controller.url),
+            controller=_reachable(self._controller.url),
             token=link_token(options.get("token") or secrets.token_urlsafe()),
             drain_s=drain_s,
         )
 
     @property
     def announcement(self) -> str:
-        """The line that says that the server is ready, and where."""
-        tasks = {task for member in self._controller.fleet.members.values() for task in member.tasks}
-        number = f" with {self._number} workers"
-        return f"serving {', '.join(sorted(tasks))} at {self._controller.url}{number}"
+        """The line that announces that the server is ready, with its address."""
+        tasks = {task for server in self._fleet.servers.values() for task in server.tasks}
+        return f"serving {', '.join(sorted(tasks))} at {self._controller.url} with {self._number} workers"
 
     async def start(self) -> None:
         """Return once every worker serves."""
@@ -141,46 +142,46 @@ class WorkerServer:
 
     async def stop(self) -> None:
         """Drain, then stop; idempotent."""
-        self._controller.fleet.draining = True
+        self._fleet.draining = True
         await self._workers.stop(self._drain_s)
         await self._controller.stop()
 
-    def hurry(self) -> None:
-        """End without waiting for open sessions."""
-        self._workers.hurry()
+    def stop_waiting(self) -> None:
+        """End a drain without waiting for open sessions."""
+        self._workers.stop_waiting()
 
 
-def control(fleet: Fleet, announce: Callable[[str], None] | None = None, **options: Any) -> None:
+def control(fleet: FleetService, announce: Callable[[str], None] | None = None, **options: Any) -> None:
     """Run a controller until SIGINT or SIGTERM.
 
     Args:
-        fleet: the servers.
-        announce: is given the one line that says the controller is ready; printed by default.
-        options: of ``Controller``.
+        fleet: the servers and their sessions.
+        announce: receives the line that announces that the controller is ready; prints it by default.
+        options: of ``ControllerServer``.
 
     Raises ServeError.
     """
-    if fleet.resume and not options.get("token"):
-        words = "a controller with --resume needs a token: servers authenticate with it what they restore"
-        raise ServeError(f"{words}; use --token or AGENTRL_TOKEN")
-    run_until_stopped(Controller(fleet, **options), announce or print_now)
+    if fleet.resumes and not options.get("token"):
+        reason = "a controller with --resume needs a token, with which servers authenticate checkpoints"
+        raise ServeError(f"{reason}; use --token or AGENTRL_TOKEN")
+    run_until_stopped(ControllerServer(fleet, **options), announce or print_now)
 
 
 def serve_with_workers(
     targets: Sequence[str], announce: Callable[[str], None] | None = None, **options: Any
 ) -> None:
-    """Serve tasks with several processes until SIGINT or SIGTERM; the first drains, a second hurries.
+    """Serve tasks with several processes until SIGINT or SIGTERM: the first drains, a second one stops.
 
     Args:
         targets: as on the command line.
-        announce: is given the one line that says the server is ready; printed by default.
+        announce: receives the line that announces that the server is ready; prints it by default.
         options: of ``WorkerServer``.
     """
     run_until_stopped(WorkerServer(targets, **options), announce or print_now)
 
 
-def _dialled(url: str) -> str:
-    """Return an address as a process of this machine dials it."""
+def _reachable(url: str) -> str:
+    """Return an address as a process of this machine connects to it."""
     parts = urlsplit(url)
     if parts.hostname in ("0.0.0.0", "::"):
         return f"{parts.scheme}://127.0.0.1:{parts.port}"

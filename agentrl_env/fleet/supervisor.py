@@ -1,164 +1,241 @@
-"""Several serving processes on one machine: started, watched, started again when they die."""
+"""Supervision of servers on this machine: restart with growing pauses, rolling replacement, shutdown."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import os
-import signal
-import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, TypeVar
 
-from agentrl_env.errors import ServeError
-from agentrl_env.fleet.controller import Fleet
-from agentrl_env.server.admin import place_of
+from agentrl_env.errors import AgentRLError, ServeError
+from agentrl_env.fleet.controller import FleetService
+from agentrl_env.launch.process import ServerHandle, ServerProcess
+from agentrl_env.session.pool import place_of
 
 logger = logging.getLogger("agentrl_env")
+T = TypeVar("T")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
 STEADY_S = 30.0
-"""A process that has lived so long starts again without delay when it dies."""
-KILL_S = 10.0
-"""How long a process may take to end, beyond its drain."""
+"""A server that ran for this long restarts after the first pause; earlier ends double the pause."""
+START_S = 120.0
+"""Seconds that a server may take to start."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Replica:
+    """One supervised place, and the server that currently fills it.
+
+    Args:
+        name: what reports call it.
+        make: returns a new server that has not been started.
+    """
+
+    name: str
+    make: Callable[[], ServerHandle]
+    server: ServerHandle | None = None
+    state: Literal["starting", "serving", "dead", "stopping"] = "starting"
+    restarts: int = 0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Supervisor:
+    """Starts servers, restarts those that end, and stops all of them.
+
+    Args:
+        replicas: the places to fill.
+        report: called with one line per event; errors of writing it are ignored.
+        on_end: awaited with each server that has ended, before it is replaced.
+        poll_s: seconds between checks of a server.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        *,
+        report: Callable[[str], None],
+        on_end: Callable[[ServerHandle], Awaitable[None]] | None = None,
+        poll_s: float = 0.5,
+    ) -> None:
+        self.replicas = replicas
+        self._write, self._on_end, self._poll_s = report, on_end, poll_s
+        self._threads = ThreadPoolExecutor(max_workers=len(replicas), thread_name_prefix="supervisor")
+        self._watching: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Return once every server serves. Raises AgentRLError if one cannot start; then call ``stop``."""
+        filling = [asyncio.create_task(self._fill(replica)) for replica in self.replicas]
+        try:
+            await asyncio.gather(*filling)
+        except BaseException:
+            for task in filling:
+                task.cancel()
+            await asyncio.gather(*filling, return_exceptions=True)
+            raise
+        self._watching = [asyncio.create_task(self._watch(replica)) for replica in self.replicas]
+
+    async def stop(self) -> None:
+        """Drain and stop every server; idempotent. Raises the first error."""
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        servers = [replica.server for replica in self.replicas if replica.server is not None]
+        for replica in self.replicas:
+            replica.state = "stopping"
+        ended = await asyncio.gather(*(self._run(server.stop) for server in servers), return_exceptions=True)
+        for replica in self.replicas:
+            replica.server = None
+        self._threads.shutdown(wait=False)
+        for error in ended:
+            if isinstance(error, BaseException):
+                raise error
+
+    def stop_waiting(self) -> None:
+        """Cut the drain of a concurrent ``stop`` short."""
+        for replica in self.replicas:
+            if replica.server is not None:  # the supervisor's own threads are busy with stop()
+                asyncio.get_running_loop().run_in_executor(None, replica.server.stop_waiting)
+
+    async def roll(self) -> None:
+        """Replace the servers one by one; each new server serves before the old one drains."""
+        for replica in self.replicas:
+            async with replica.lock:
+                old = replica.server
+                await self._fill(replica)
+                if old is not None:
+                    await self._run(old.stop)
+            self.report(f"{replica.name} was replaced")
+
+    def report(self, line: str) -> None:
+        """Report an event; errors of writing it are ignored."""
+        with contextlib.suppress(OSError, ValueError):
+            self._write(line)
+
+    async def _run(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    async def _fill(self, replica: Replica) -> None:
+        """Start a new server for a replica; the caller stops the previous one."""
+        server = replica.make()
+        try:
+            await self._run(server.start)
+        except asyncio.CancelledError:
+            await asyncio.to_thread(server.stop)  # the executor's thread still runs start()
+            raise
+        replica.server, replica.state = server, "serving"
+
+    async def _watch(self, replica: Replica) -> None:
+        """Restart a replica's server whenever it ends."""
+        loop, pause = asyncio.get_running_loop(), FIRST_PAUSE_S
+        begin = loop.time()
+        while True:
+            await asyncio.sleep(self._poll_s)
+            try:
+                async with replica.lock:
+                    server = replica.server
+                    if server is not None and await self._run(partial(_is_running, server)):
+                        continue
+                    if server is not None:
+                        await self._clear(replica, server)
+                    steady = loop.time() - begin > STEADY_S
+                    pause = FIRST_PAUSE_S if steady else min(2 * pause, LONGEST_PAUSE_S)
+                    await asyncio.sleep(pause)
+                    begin, replica.restarts, replica.state = loop.time(), replica.restarts + 1, "starting"
+                    await self._fill(replica)
+                    self.report(f"{replica.name} serves again")
+            except Exception as error:  # nothing else would restart the server
+                self.report(f"{replica.name} does not start: {str(error) or type(error).__name__}")
+
+    async def _clear(self, replica: Replica, server: ServerHandle) -> None:
+        """Report that a server has ended, and release its resources."""
+        replica.state = "dead"
+        if self._on_end is not None:
+            await self._on_end(server)
+        reason = ""
+        with contextlib.suppress(AgentRLError):
+            reason = f" ({(await self._run(server.end_reason)).splitlines()[0]})"
+        self.report(f"{replica.name} ended{reason}; starting another")
+        await self._run(server.stop)
+        replica.server = None
+
+
+def _is_running(server: ServerHandle) -> bool:
+    return server.running
 
 
 class Workers:
-    """``agentrl-env serve`` as child processes that dial the controller of this process.
-
-    A child ends with its parent, even one that was killed: it reads a pipe that then closes.
+    """The processes of ``agentrl-env serve --workers N``, connected to the controller of this process.
 
     Args:
-        number: how many.
-        fleet: is told at once which server has died.
-        arguments: of ``agentrl-env serve``, targets included.
-        controller: the address to dial.
-        token: what they show it, from ``link_token``.
-        drain_s: seconds that open sessions get when the workers are stopped.
+        number: how many processes.
+        fleet: the controller's sessions; it learns at once that a worker has ended.
+        arguments: arguments of ``agentrl-env serve``, including the targets.
+        controller: the controller's URL.
+        token: the workers' token for it, from ``link_token``.
+        drain_s: seconds that open sessions get when the workers stop.
     """
 
     def __init__(
         self,
         number: int,
-        fleet: Fleet,
+        fleet: FleetService,
         *,
         arguments: Sequence[str],
         controller: str,
         token: str,
         drain_s: float,
     ) -> None:
-        self._number = number
         self._fleet = fleet
-        options = ["--host", "none", "--controller", controller, "--drain", str(drain_s), "--stop-with-stdin"]
-        self._command = [sys.executable, "-m", "agentrl_env", "serve", *options, *arguments]
-        self._environment = {**os.environ, "AGENTRL_TOKEN": token}
-        self._drain_s = drain_s
-        self._processes: set[asyncio.subprocess.Process] = set()
-        self._keeping: list[asyncio.Task[None]] = []
-        self._stopping = False
+
+        def make() -> ServerProcess:
+            return ServerProcess(
+                controllers=[controller],
+                token=token,
+                drain=drain_s,
+                arguments=arguments,
+                forward_output=True,
+                start_timeout=START_S,
+            )
+
+        self._supervisor = Supervisor(
+            [Replica(name=f"worker {n}", make=make) for n in range(number)],
+            report=logger.warning,
+            on_end=self._remove,
+            poll_s=0.1,
+        )
 
     async def start(self) -> None:
-        """Return once all serve. Raises ServeError where one ends at once."""
-        processes = [await self._begin() for _ in range(self._number)]
-        ready = await asyncio.gather(*map(_is_ready, processes))
-        if not all(ready):
+        """Return once every worker serves. Raises ServeError if one ends at once."""
+        try:
+            await self._supervisor.start()
+        except ServeError as error:
             await self.stop(0.0)
-            raise ServeError("a worker ended at once; its last words are above")
-        self._keeping = [asyncio.create_task(self._keep(process)) for process in processes]
+            raise ServeError("a worker ended at once; its error is above") from error
 
     async def stop(self, drain_s: float) -> None:
-        """Let open sessions end within the drain, then stop all; idempotent."""
-        self._stopping = True
-        for process in self._processes:
-            _signal(process, signal.SIGTERM)
-            if drain_s <= 0:
-                _signal(process, signal.SIGTERM)  # a second one hurries
-        ending = [asyncio.create_task(process.wait()) for process in self._processes]
-        if ending:
-            await asyncio.wait(ending, timeout=drain_s + KILL_S)
-        for process in self._processes:
-            _kill_group(process)
-        if ending:
-            await asyncio.wait(ending)
-        for task in self._keeping:
-            task.cancel()
+        """Drain and stop the workers; idempotent.
 
-    def hurry(self) -> None:
-        """Let a ``stop`` under way wait no longer for open sessions."""
-        for process in self._processes:
-            _signal(process, signal.SIGTERM)
+        Args:
+            drain_s: 0 ends open sessions at once.
+        """
+        stopping = asyncio.create_task(self._supervisor.stop())
+        if drain_s <= 0:
+            await asyncio.sleep(0)
+            self.stop_waiting()
+        await stopping
 
-    async def _begin(self) -> asyncio.subprocess.Process:
-        process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=self._environment,
-            start_new_session=True,
-        )
-        self._processes.add(process)
-        return process
+    def stop_waiting(self) -> None:
+        """Cut the drain of a concurrent ``stop`` short."""
+        self._supervisor.stop_waiting()
 
-    async def _keep(self, first: asyncio.subprocess.Process) -> None:
-        """Start a process again whenever it dies, at growing intervals where it dies young."""
-        loop, pause = asyncio.get_running_loop(), FIRST_PAUSE_S
-        process: asyncio.subprocess.Process | None = first
-        while not self._stopping:
-            begin = loop.time()
-            try:
-                process = process or await self._begin()
-                await self._see_out(process)
-            except Exception as error:  # whatever it is: nobody else would start a worker in its place
-                logger.warning(
-                    "no worker could be started: %s; trying again", str(error) or type(error).__name__
-                )
-            process = None
-            pause = FIRST_PAUSE_S if loop.time() - begin > STEADY_S else min(2 * pause, LONGEST_PAUSE_S)
-            await asyncio.sleep(pause)
-
-    async def _see_out(self, process: asyncio.subprocess.Process) -> None:
-        """Return once a process has ended, and the fleet has been told."""
-        try:
-            await asyncio.gather(_drop_output(process), process.wait())
-        finally:
-            self._processes.discard(process)
-            _kill_group(process)
-        if not self._stopping:
-            logger.warning("worker %d ended (%s); starting another", process.pid, process.returncode)
-            await self._lose(process.pid)
-
-    async def _lose(self, pid: int) -> None:
-        place = place_of(pid)
-        for member in list(self._fleet.members.values()):
-            if member.place == place:
-                await self._fleet.roster.lose(member.server_id, "its process ended")
-
-
-async def _is_ready(process: asyncio.subprocess.Process) -> bool:
-    """Return whether a worker says that it serves, before it ends."""
-    assert process.stdout is not None
-    while line := await process.stdout.readline():
-        if line.startswith(b"serving "):
-            return True
-    return False
-
-
-async def _drop_output(process: asyncio.subprocess.Process) -> None:
-    """Read what authors' code prints, so that it never blocks, even where nobody takes it any more."""
-    assert process.stdout is not None
-    while chunk := await process.stdout.read(65536):
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.write(chunk.decode(errors="replace"))
-            sys.stdout.flush()
-
-
-def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(number)
-
-
-def _kill_group(process: asyncio.subprocess.Process) -> None:
-    """Kill what is left of a worker and of what it has started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    async def _remove(self, server: ServerHandle) -> None:
+        """Remove an ended worker from the fleet, instead of waiting until its silence is noticed."""
+        assert isinstance(server, ServerProcess)
+        place = place_of(server.pid or 0)
+        for remote in list(self._fleet.servers.values()):
+            if remote.place == place:
+                await self._fleet.registry.lose(remote.server_id, "its process ended")

@@ -7,10 +7,10 @@ Example::
     call = {"name": "guess", "arguments": {"n": 7}}
     observation, reward, terminated, truncated, info = env.step(call)
 
-The observation is the whole conversation so far, a tuple of messages in OpenAI chat format, so a
-chat model can be called with ``messages=observation, tools=info["tools"]``. An action is a tool
-call, an assistant message or plain text; anything else is an unusable turn, which the environment
-answers as it answers a model that forgot to call a tool.
+The observation is the whole conversation so far, a tuple of messages in OpenAI chat format, so a chat
+model can be called with ``messages=observation, tools=info["tools"]``. An action is a tool call, an
+assistant message or plain text. Any other value is an invalid turn, which the environment answers like
+a message without a tool call.
 """
 
 from __future__ import annotations
@@ -23,39 +23,33 @@ import gymnasium
 from gymnasium.error import ResetNeeded
 
 from agentrl_env.client.client import EnvClient
-from agentrl_env.gym.connection import Connection
-from agentrl_env.gym.episode import Episode, choose
+from agentrl_env.gym.episode import EpisodeRunner, TaskEnv, open_arguments
 from agentrl_env.gym.spaces import ChatMessage, Conversation, ToolCallSpace
-from agentrl_env.types import TaskInfo, ToolSpec
-
-ENV_ID = "agentrl/Env-v0"
 
 
-class GymEnv(gymnasium.Env[tuple[ChatMessage, ...], Any]):
+class GymEnv(TaskEnv, gymnasium.Env[tuple[ChatMessage, ...], Any]):
     """One task of a server (``url``) or of a local client (``client``) as a Gymnasium environment.
 
-    ``reset(seed=s)`` opens an episode with exactly that seed; a ``reset()`` after it draws the
-    next seed from the generator that ``s`` started, so a run repeats from its first seed.
-    ``reset(options={"split", "index", "sample"})`` chooses the problem; with an index and no seed
-    the sample keeps its own seed.
+    ``reset(seed=s)`` opens an episode with exactly that seed. A later ``reset()`` draws its seed from
+    the generator that ``s`` initialized, so a run is reproducible from its first seed.
+    ``reset(options={"split", "index", "sample"})`` chooses the problem; with an index and no seed the
+    sample keeps its own seed.
 
-    ``terminated`` means that the task ended, ``truncated`` that a turn or time limit was reached.
-    An infrastructure failure is neither: ``step`` raises it (``EnvironmentFailed``,
-    ``SessionExpired``), so it can never pass for an episode of reward zero. ``reset()`` goes on.
+    ``terminated`` means that the task ended, ``truncated`` that a turn or time limit was reached. An
+    infrastructure failure is neither: ``step`` raises it (``EnvironmentFailed``, ``SessionExpired``),
+    so it cannot be mistaken for an episode of reward zero. Call ``reset()`` to continue.
 
-    The connection is made at the first use and not carried over by pickle or fork.
+    The connection is made on first use and does not survive pickle or fork.
 
     Args:
         url: Address of a server. Give either this or ``client``.
-        task: Name of the task; not needed where there is one only.
-        client: A callable that makes an EnvClient, such as ``Guess.local``, or a new EnvClient.
+        task: Name of the task; optional if there is only one.
+        client: A callable that returns an EnvClient, such as ``Guess.local``, or an unused EnvClient.
         token: The server's token.
-        split: Where samples come from unless ``reset`` says otherwise.
-        render_mode: ``"ansi"`` makes ``render()`` return the conversation as text.
+        split: The split that samples come from, unless ``reset`` names one.
+        render_mode: With ``"ansi"``, ``render()`` returns the conversation as text.
         wait: Seconds to wait for a free session on a full server.
     """
-
-    metadata = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012  -- declared so by Gymnasium
 
     def __init__(
         self,
@@ -68,26 +62,12 @@ class GymEnv(gymnasium.Env[tuple[ChatMessage, ...], Any]):
         render_mode: str | None = None,
         wait: float = 30.0,
     ) -> None:
-        if render_mode not in (None, *self.metadata["render_modes"]):
-            raise ValueError(f"There is no render mode {render_mode!r}; use 'ansi' or none.")
-        self.render_mode = render_mode
-        self._connection = Connection(url, task, client=client, token=token)
-        self._split, self._wait = split, wait
-        self._episode = Episode()
-
-    @cached_property
-    def task_info(self) -> TaskInfo:
-        """What the server says of the task. Raises UnknownTask."""
-        return self._connection.run(self._connection.task_info())
-
-    @property
-    def tools(self) -> tuple[ToolSpec, ...]:
-        """The tools a policy may call, in OpenAI format."""
-        return self.task_info.tools
+        self._configure(url, task, client, token, split, render_mode, wait)
+        self._episode = EpisodeRunner()
 
     @cached_property
     def action_space(self) -> ToolCallSpace:  # type: ignore[override]
-        """Tool calls; ``step`` takes assistant messages and text as well."""
+        """Tool calls; ``step`` also accepts assistant messages and text."""
         return ToolCallSpace(self.tools)
 
     @cached_property
@@ -102,44 +82,32 @@ class GymEnv(gymnasium.Env[tuple[ChatMessage, ...], Any]):
 
         Raises:
             ValueError: ``options`` has an unknown key.
-            AgentRLError: no session could be opened, for the reason that the error's class says.
+            AgentRLError: The session could not be opened.
         """
         super().reset(seed=seed)
-        choice = choose(options or {}, seed=seed, split=self._split, rng=self.np_random)
-        info = self._connection.run(self._episode.begin(self._connection, choice, wait=self._wait))
+        choice = open_arguments(options or {}, seed=seed, split=self._split, rng=self.np_random)
+        info = self._client.run(self._episode.begin(self._client, choice, wait=self._wait))
         return self._episode.observation(), info
 
     def step(self, action: Any) -> tuple[tuple[ChatMessage, ...], float, bool, bool, dict[str, Any]]:
-        """Take one turn.
-
-        After an error the episode is over: reset.
+        """Play one turn. An error ends the episode.
 
         Raises:
-            ResetNeeded: no episode is running.
-            EnvironmentFailed: the environment broke; the episode has no outcome.
-            SessionExpired: the session was idle past its lease.
+            ResetNeeded: No episode is running.
+            EnvironmentFailed: The environment failed; the episode has no outcome.
+            SessionExpired: The session was idle for longer than its lease.
         """
         if not self._episode.running:
             raise ResetNeeded("No episode is running: call reset() before step().")
-        turn = self._connection.run(self._episode.step(action))
-        return self._episode.observation(), turn.reward, turn.terminated, turn.truncated, turn.info
+        result = self._client.run(self._episode.step(action))
+        return self._episode.observation(), result.reward, result.terminated, result.truncated, result.info
 
     def render(self) -> str | None:
-        """Return the conversation as text in render mode ``"ansi"``, None otherwise."""
-        if self.render_mode is None:
-            return None
-        return self._episode.text()
+        """Return the conversation as text in render mode ``"ansi"``, otherwise None."""
+        return None if self.render_mode is None else self._episode.text()
 
     def close(self) -> None:
-        """Close the session and the connection; again and again does no harm."""
-        self._connection.close(self._episode.end)
-        self._episode = Episode()
+        """Close the session and the connection. Idempotent."""
+        self._client.close(self._episode.close)
+        self._episode = EpisodeRunner()
         super().close()
-
-
-if ENV_ID not in gymnasium.registry:
-    gymnasium.register(
-        ENV_ID,
-        entry_point="agentrl_env.gym.env:GymEnv",
-        vector_entry_point="agentrl_env.gym.vector:GymVectorEnv",
-    )

@@ -7,11 +7,11 @@ Example::
     while True:
         actions = policy(conversations)
         conversations, rewards, terminated, truncated, infos = env.step(actions)
-        if (over := terminated | truncated).any():
-            conversations, infos = env.reset(options={"reset_mask": over})
+        if (done := terminated | truncated).any():
+            conversations, infos = env.reset(options={"reset_mask": done})
 
-The steps of one call leave together, so that they share requests; ``areset`` and ``astep`` are the
-same for callers that live on an event loop.
+The steps of one call are sent together, so they share requests. ``areset``, ``astep`` and ``aclose`` are
+the same for callers on an event loop.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import operator
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, SupportsIndex, TypeAlias, TypeVar
 
 import gymnasium
 import numpy as np
@@ -34,61 +35,51 @@ from gymnasium.vector.utils import batch_space
 
 from agentrl_env.client.client import EnvClient
 from agentrl_env.errors import AgentRLError, SessionLost, UnknownSession
-from agentrl_env.gym.connection import Connection
-from agentrl_env.gym.episode import LOST, Episode, Turn, choose
-from agentrl_env.gym.infos import stack_infos
-from agentrl_env.gym.resets import Seeds, options_of_each, seeds_of_each, whom_to_reset
+from agentrl_env.gym.episode import FAILURES, EpisodeRunner, TaskEnv, Transition, open_arguments
 from agentrl_env.gym.spaces import ChatMessage, Conversation, ToolCallSpace
-from agentrl_env.types import TaskInfo, ToolSpec
 
 T = TypeVar("T")
 Conversations: TypeAlias = tuple[tuple[ChatMessage, ...], ...]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Steps: TypeAlias = tuple[Conversations, npt.NDArray[np.float64], Bools, Bools, dict[str, Any]]
+Seeds: TypeAlias = SupportsIndex | Iterable[SupportsIndex | None] | None
 
-LOSSES = (*LOST.values(), SessionLost, UnknownSession)
-"""What may befall one episode alone."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Lost(Turn):
-    error: AgentRLError
+EPISODE_ERRORS = (*FAILURES.values(), SessionLost, UnknownSession)
+"""Errors that concern a single episode, as opposed to the server or the connection."""
 
 
-class GymVectorEnv(VectorEnv[Conversations, Sequence[Any], npt.NDArray[Any]]):
+class GymVectorEnv(TaskEnv, VectorEnv[Conversations, Sequence[Any], npt.NDArray[Any]]):
     """``num_envs`` episodes of one task of a server (``url``) or of a local client (``client``).
 
-    Observations are a tuple of conversations, actions any sequence of ``num_envs`` actions as
-    ``GymEnv`` takes them; rewards are float64, ``terminated`` and ``truncated`` bool arrays.
+    Observations are a tuple of conversations. Actions are any sequence of ``num_envs`` actions as
+    ``GymEnv`` accepts them. Rewards are float64, ``terminated`` and ``truncated`` bool arrays.
 
-    Autoreset is DISABLED unless asked for: after ``terminated | truncated`` the caller resets with
-    ``options={"reset_mask": ...}``, and no action of a policy is thrown away. NEXT_STEP and
-    SAME_STEP are as in Gymnasium.
+    Autoreset is DISABLED by default: after ``terminated | truncated`` the caller resets with
+    ``options={"reset_mask": ...}``, and no action is discarded. NEXT_STEP and SAME_STEP work as in
+    Gymnasium.
 
-    Seeds: an int gives environment ``i`` the seed ``seed + i``, a list gives each its own, None
-    goes on with each one's stream. Besides ``reset_mask`` the options are those of ``GymEnv``
-    (``split``, ``index``, ``sample``), one value for all or a list of one for each.
+    Seeds: an int gives environment ``i`` the seed ``seed + i``, a list gives one to each, and None
+    continues each environment's generator. Besides ``reset_mask``, the options are those of
+    ``GymEnv`` (``split``, ``index``, ``sample``): one value for all, or a list with one for each.
 
-    An episode that is lost (``EnvironmentFailed``, ``SessionExpired``, no server, ...) leaves the
-    others alone: its reward is NaN, it is truncated, and ``infos["failed"][i]`` and
-    ``infos["error"][i]`` (the exception) are set. It has no outcome: drop it, and reset. Where a
-    call came to nothing for all, for a reason that is not the episodes' own, ``step`` raises it.
+    A failed episode (``EnvironmentFailed``, ``SessionExpired``, server unreachable, ...) does not
+    affect the others: its reward is NaN, it is truncated, and ``infos["failed"][i]`` and
+    ``infos["error"][i]`` (the exception) are set. It has no outcome: discard it and reset. If a call
+    fails in every environment for a reason other than the episodes themselves, ``step`` raises it.
 
-    The connection is made at the first use and not carried over by pickle or fork.
+    The connection is made on first use and does not survive pickle or fork.
 
     Args:
-        num_envs: How many.
+        num_envs: The number of environments.
         url: Address of a server. Give either this or ``client``.
-        task: Name of the task; not needed where there is one only.
-        client: A callable that makes an EnvClient, such as ``Guess.local``, or a new EnvClient.
+        task: Name of the task; optional if there is only one.
+        client: A callable that returns an EnvClient, such as ``Guess.local``, or an unused EnvClient.
         token: The server's token.
-        split: Where samples come from unless ``reset`` says otherwise.
+        split: The split that samples come from, unless ``reset`` names one.
         autoreset_mode: An AutoresetMode or its value: "Disabled", "NextStep", "SameStep".
-        render_mode: ``"ansi"`` makes ``render()`` return the conversations as texts.
+        render_mode: With ``"ansi"``, ``render()`` returns the conversations as text.
         wait: Seconds to wait for free sessions on a full server.
     """
-
-    metadata = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012  -- declared so by Gymnasium
 
     def __init__(
         self,
@@ -105,33 +96,19 @@ class GymVectorEnv(VectorEnv[Conversations, Sequence[Any], npt.NDArray[Any]]):
     ) -> None:
         if num_envs < 1:
             raise ValueError(f"num_envs must be at least 1, not {num_envs}.")
-        if render_mode not in (None, *self.metadata["render_modes"]):
-            raise ValueError(f"There is no render mode {render_mode!r}; use 'ansi' or none.")
+        self._configure(url, task, client, token, split, render_mode, wait)
         self.num_envs = num_envs
-        self.render_mode = render_mode
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.metadata = {**self.metadata, "autoreset_mode": self.autoreset_mode}
-        self._connection = Connection(url, task, client=client, token=token)
-        self._split, self._wait = split, wait
-        self._streams = [seeding.np_random() for _ in range(num_envs)]
-        self._episodes = [Episode() for _ in range(num_envs)]
-        # Whom the next step resets, each with the reason if the last try failed.
-        self._due: dict[int, AgentRLError | None] = {}
+        self._generators = [seeding.np_random() for _ in range(num_envs)]
+        self._episodes = [EpisodeRunner() for _ in range(num_envs)]
+        # Environments that the next step resets, with the error if the last attempt failed.
+        self._autoresets: dict[int, AgentRLError | None] = {}
         self._pending: tuple[str, asyncio.Task[Any]] | None = None
 
     @cached_property
-    def task_info(self) -> TaskInfo:
-        """What the server says of the task. Raises UnknownTask."""
-        return self._connection.run(self._connection.task_info())
-
-    @property
-    def tools(self) -> tuple[ToolSpec, ...]:
-        """The tools a policy may call, in OpenAI format."""
-        return self.task_info.tools
-
-    @cached_property
     def single_action_space(self) -> ToolCallSpace:  # type: ignore[override]
-        """Tool calls; ``step`` takes assistant messages and text as well."""
+        """Tool calls; ``step`` also accepts assistant messages and text."""
         return ToolCallSpace(self.tools)
 
     @cached_property
@@ -141,7 +118,7 @@ class GymVectorEnv(VectorEnv[Conversations, Sequence[Any], npt.NDArray[Any]]):
 
     @cached_property
     def single_observation_space(self) -> Conversation:  # type: ignore[override]
-        """A conversation."""
+        """The whole conversation so far."""
         return Conversation()
 
     @cached_property
@@ -151,188 +128,188 @@ class GymVectorEnv(VectorEnv[Conversations, Sequence[Any], npt.NDArray[Any]]):
 
     @property  # type: ignore[misc]
     def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
-        """Each environment's generator, from which it draws the seeds it is not given."""
-        return tuple(rng for rng, _ in self._streams)
+        """The generator of each environment, which draws its seeds."""
+        return tuple(generator for generator, _ in self._generators)
 
     @property
     def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
-        """What each environment's generator was seeded with."""
-        return tuple(seed for _, seed in self._streams)
+        """The seed of each environment's generator."""
+        return tuple(seed for _, seed in self._generators)
 
     @property
     def running(self) -> Bools:
-        """Which environments have an episode that can be stepped."""
+        """A mask of the environments whose episode can be stepped."""
         return np.array([episode.running for episode in self._episodes], dtype=np.bool_)
 
     def reset(
         self, *, seed: Seeds = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Conversations, dict[str, Any]]:
-        """Open new episodes and return all conversations, and an ``infos`` of those that are new.
+        """Open new episodes and return all conversations, with the ``infos`` of the new ones.
 
         Raises:
-            ValueError, TypeError: seeds or options are not as they should be; nothing was done.
-            AgentRLError: a session could not be opened. The others were; ``running`` says which.
+            ValueError, TypeError: Seeds or options are invalid; nothing changed.
+            AgentRLError: A session could not be opened. The others were; see ``running``.
         """
-        return self._connection.run(self._reset(seed, options))
+        return self._client.run(self._reset(seed, options))
 
     async def areset(
         self, *, seed: Seeds = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Conversations, dict[str, Any]]:
-        """Do as ``reset``, from any event loop. Cancelled, it leaves no new episode running."""
-        return await self._connection.arun(self._reset(seed, options))
+        """Like ``reset``, for any event loop. If cancelled, none of the new episodes is running."""
+        return await self._client.arun(self._reset(seed, options))
 
     def step(self, actions: Iterable[Any]) -> Steps:
-        """Take one turn in each environment, all at once.
+        """Play one turn in every environment concurrently.
 
         Raises:
-            ResetNeeded: an environment has no running episode; none was stepped.
-            ValueError: there is not one action for each; none was stepped.
-            AgentRLError: nothing was achieved, for this reason. All episodes are over: reset.
+            ResetNeeded: An environment has no running episode; none was stepped.
+            ValueError: The number of actions is wrong; none was stepped.
+            AgentRLError: The call failed in every environment. All episodes are over: reset.
         """
-        return self._connection.run(self._step(actions))
+        return self._client.run(self._step(actions))
 
     async def astep(self, actions: Iterable[Any]) -> Steps:
-        """Do as ``step``, from any event loop. Cancelled, it ends all episodes."""
-        return await self._connection.arun(self._step(actions))
+        """Like ``step``, for any event loop. If cancelled, all episodes are over."""
+        return await self._client.arun(self._step(actions))
 
     def render(self) -> tuple[str, ...] | None:
-        """Return the conversations as texts in render mode ``"ansi"``, None otherwise."""
-        if self.render_mode is None:
-            return None
-        return tuple(episode.text() for episode in self._episodes)
+        """Return the conversations as text in render mode ``"ansi"``, otherwise None."""
+        return None if self.render_mode is None else tuple(episode.text() for episode in self._episodes)
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Close sessions and connection; ``close()`` calls it."""
-        self._connection.close(self._end_all)
-        self._due = {}
+        """Close the sessions and the connection; called by ``close()``."""
+        self._client.close(self._close_episodes)
+        self._autoresets = {}
 
     async def aclose(self) -> None:
-        """Do as ``close``, from any event loop."""
+        """Like ``close``, for any event loop."""
         await asyncio.to_thread(self.close)
 
     async def _reset(
         self, seed: Seeds, options: Mapping[str, Any] | None
     ) -> tuple[Conversations, dict[str, Any]]:
-        async with self._alone("reset"):
+        async with self._exclusive("reset"):
             choices = self._choices(seed, dict(options or {}))
             self.closed = False
-            await self._connection.ready()
+            await self._client.connect()  # once, before the episodes would do it concurrently
             for i in choices:
-                self._due.pop(i, None)
+                self._autoresets.pop(i, None)
             try:
-                begun = await _all_of(self._begin(i, choice) for i, choice in choices.items())
+                begun = await _gather(self._begin(i, choice) for i, choice in choices.items())
             except asyncio.CancelledError:
-                self._lose(choices)  # nobody will see how they begin
+                self._abandon(choices)  # the caller does not see their first messages
                 raise
             infos = dict(zip(choices, begun, strict=True))
             return self._observations(), stack_infos([infos.get(i, {}) for i in range(self.num_envs)])
 
     def _choices(self, seed: Seeds, options: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        """Return what to open, by environment, and seed the streams of those."""
+        """Seed the generators and return the arguments of ``open`` for each environment to reset."""
         n = self.num_envs
-        seeds = seeds_of_each(seed, n)
-        chosen = whom_to_reset(options.pop("reset_mask", None), n)
-        each = options_of_each(options, n)
-        streams = {i: seeding.np_random(s) for i in chosen if (s := seeds[i]) is not None}
-        streams = {i: streams.get(i, self._streams[i]) for i in chosen}
+        seeds = _seed_list(seed, n)
+        indices = _reset_indices(options.pop("reset_mask", None), n)
+        each = _option_list(options, n)
+        generators = {i: seeding.np_random(s) for i in indices if (s := seeds[i]) is not None}
+        generators = {i: generators.get(i, self._generators[i]) for i in indices}
         choices = {
-            i: choose(each[i], seed=seeds[i], split=self._split, rng=rng) for i, (rng, _) in streams.items()
+            i: open_arguments(each[i], seed=seeds[i], split=self._split, rng=rng)
+            for i, (rng, _) in generators.items()
         }
-        for i, stream in streams.items():
-            self._streams[i] = stream
+        for i, generator in generators.items():  # only now, so that invalid arguments change nothing
+            self._generators[i] = generator
         return choices
 
     async def _begin(self, i: int, choice: dict[str, Any]) -> dict[str, Any]:
         try:
-            return await self._episodes[i].begin(self._connection, choice, wait=self._wait)
+            return await self._episodes[i].begin(self._client, choice, wait=self._wait)
         except AgentRLError as error:
             error.add_note(f"This is environment {i} of {self.num_envs}.")
             raise
 
     async def _step(self, actions: Iterable[Any]) -> Steps:
-        async with self._alone("step"):
-            each = self._actions(actions)
-            self._refuse_unbegun()
-            due, self._due = self._due, {}
+        async with self._exclusive("step"):
+            each = self._action_list(actions)
+            self._check_running()
+            resets, self._autoresets = self._autoresets, {}
             try:
-                turns = await _all_of(self._turn(i, action, due) for i, action in enumerate(each))
-                self._raise_if_all_failed(turns)
+                results = await _gather(self._turn(i, action, resets) for i, action in enumerate(each))
+                self._raise_common_error(results)
             except BaseException:
-                self._lose(range(self.num_envs))  # nobody will hear what the others answered
+                self._abandon(range(self.num_envs))  # the caller does not see the others' answers
                 raise
             if self.autoreset_mode is not AutoresetMode.DISABLED:
-                over = np.flatnonzero(~self.running).tolist()
-                self._due = {i: turns[i].info.get("error") for i in over}
+                done = np.flatnonzero(~self.running).tolist()
+                self._autoresets = {i: results[i].info.get("error") for i in done}
             return (
                 self._observations(),
-                np.array([turn.reward for turn in turns], dtype=np.float64),
-                np.array([turn.terminated for turn in turns], dtype=np.bool_),
-                np.array([turn.truncated for turn in turns], dtype=np.bool_),
-                stack_infos([turn.info for turn in turns]),
+                np.array([result.reward for result in results], dtype=np.float64),
+                np.array([result.terminated for result in results], dtype=np.bool_),
+                np.array([result.truncated for result in results], dtype=np.bool_),
+                stack_infos([result.info for result in results]),
             )
 
-    def _actions(self, actions: Iterable[Any]) -> list[Any]:
+    def _action_list(self, actions: Iterable[Any]) -> list[Any]:
         each = [actions] if isinstance(actions, str | bytes | Mapping) else list(actions)
         if len(each) != self.num_envs:
             raise ValueError(f"Give one action for each of {self.num_envs} environments, not {len(each)}.")
         return each
 
-    def _refuse_unbegun(self) -> None:
-        over = [i for i, episode in enumerate(self._episodes) if not episode.running and i not in self._due]
-        if over:
+    def _check_running(self) -> None:
+        ended = [i for i in np.flatnonzero(~self.running).tolist() if i not in self._autoresets]
+        if ended:
             raise ResetNeeded(
-                f"No episode is running in {over}: reset all, or these with options={{'reset_mask': ...}}."
+                f"No episode is running in {ended}: reset all, or these with options={{'reset_mask': ...}}."
             )
 
-    async def _turn(self, i: int, action: Any, due: Mapping[int, AgentRLError | None]) -> Turn:
-        if i in due and self.autoreset_mode is AutoresetMode.NEXT_STEP:
+    async def _turn(self, i: int, action: Any, resets: Mapping[int, AgentRLError | None]) -> Transition:
+        if i in resets and self.autoreset_mode is AutoresetMode.NEXT_STEP:
             return await self._autoreset(i)
-        # In SAME_STEP an environment is due only where no new episode could be opened.
-        reason = due.get(i)
-        turn = _lost(reason) if reason is not None else await self._play(i, action)
-        if self.autoreset_mode is not AutoresetMode.SAME_STEP or not turn.over:
-            return turn
-        final = {"final_obs": self._episodes[i].observation(), "final_info": turn.info}
+        # With SAME_STEP a reset is pending only if the last one failed.
+        error = resets.get(i)
+        result = _failed(error) if error is not None else await self._play(i, action)
+        if self.autoreset_mode is not AutoresetMode.SAME_STEP or not result.done:
+            return result
+        final = {"final_obs": self._episodes[i].observation(), "final_info": result.info}
         begun = await self._autoreset(i)
-        return replace(turn, info={**final, **begun.info})
+        return replace(result, info={**final, **begun.info})
 
-    async def _play(self, i: int, action: Any) -> Turn:
+    async def _play(self, i: int, action: Any) -> Transition:
         try:
             return await self._episodes[i].step(action)
         except AgentRLError as error:
-            return _lost(error)
+            return _failed(error)
 
-    async def _autoreset(self, i: int) -> Turn:
-        choice = choose({}, seed=None, split=self._split, rng=self._streams[i][0])
+    async def _autoreset(self, i: int) -> Transition:
+        choice = open_arguments({}, seed=None, split=self._split, rng=self._generators[i][0])
         try:
             info = await self._begin(i, choice)
         except AgentRLError as error:
-            return _lost(error)
-        return Turn(reward=0.0, terminated=False, truncated=False, info=info)
+            return _failed(error)
+        return Transition(reward=0.0, terminated=False, truncated=False, info=info)
 
-    def _raise_if_all_failed(self, turns: Sequence[Turn]) -> None:
-        errors = [turn.error for turn in turns if isinstance(turn, _Lost)]
+    def _raise_common_error(self, results: Sequence[Transition]) -> None:
+        errors = [result.error for result in results if result.error is not None]
         if len(errors) == self.num_envs and not self.running.any():
             for error in errors:
-                if not isinstance(error, LOSSES):
+                if not isinstance(error, EPISODE_ERRORS):
                     raise error
 
-    def _lose(self, indices: Iterable[int]) -> None:
+    def _abandon(self, indices: Iterable[int]) -> None:
         for i in indices:
-            self._episodes[i].lose()
+            self._episodes[i].abandon()
 
     def _observations(self) -> Conversations:
         return tuple(episode.observation() for episode in self._episodes)
 
-    async def _end_all(self) -> None:
-        await _all_of(episode.end() for episode in self._episodes)
+    async def _close_episodes(self) -> None:
+        await _gather(episode.close() for episode in self._episodes)
 
     @contextlib.asynccontextmanager
-    async def _alone(self, name: str) -> AsyncIterator[None]:
+    async def _exclusive(self, name: str) -> AsyncIterator[None]:
+        """Allow one call at a time; wait for a cancelled one to finish."""
         while self._pending is not None:
             other, pending = self._pending
             if not pending.cancelling():
-                raise AlreadyPendingCallError(f"{name}() was called while {other}() is under way.", other)
+                raise AlreadyPendingCallError(f"{name}() was called while {other}() is pending.", other)
             await asyncio.wait((pending,))
         task = asyncio.current_task()
         assert task is not None
@@ -343,16 +320,90 @@ class GymVectorEnv(VectorEnv[Conversations, Sequence[Any], npt.NDArray[Any]]):
             self._pending = None
 
 
-def _lost(error: AgentRLError) -> _Lost:
+def stack_infos(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return for each key an array of shape ``[n]``, and a mask of the infos that have it as ``_key``.
+
+    Missing values are 0, False or None. Dicts become dicts of arrays. Values that Gymnasium's own
+    ``VectorEnv._add_info`` truncates to the type of the first one (2.5 after an int) or rejects (a
+    string after an int) are kept, in an array of a wider type or of objects.
+    """
+    stacked: dict[str, Any] = {}
+    for key in dict.fromkeys(key for info in infos for key in info):
+        present = np.array([key in info for info in infos], dtype=np.bool_)
+        values = [info.get(key) for info in infos]
+        types = {type(value) for value, there in zip(values, present, strict=True) if there}
+        if types == {dict}:
+            stacked[key] = stack_infos([value or {} for value in values])
+        else:
+            stacked[key] = _info_array(values, present, types)
+        stacked[f"_{key}"] = present
+    return stacked
+
+
+def _info_array(values: list[Any], present: Bools, types: set[type]) -> npt.NDArray[Any]:
+    given = [value for value, there in zip(values, present, strict=True) if there]
+    dtype: Any = object
+    if types in ({bool}, {float}):
+        dtype = types.pop()
+    elif types == {int} and all(-(2**63) <= value < 2**63 for value in given):
+        dtype = np.int64
+    elif types == {int, float} and all(isinstance(value, float) or abs(value) <= 2**53 for value in given):
+        dtype = np.float64
+    array = np.full(len(values), None, dtype=object) if dtype is object else np.zeros(len(values), dtype)
+    for i in np.flatnonzero(present):
+        array[i] = values[i]
+    return array
+
+
+def _seed_list(seed: Seeds, n: int) -> list[int | None]:
+    """Return one seed for each of ``n`` environments; None continues the generator."""
+    if seed is None:
+        return [None] * n
+    if isinstance(seed, SupportsIndex) and not isinstance(seed, np.ndarray):
+        return [operator.index(seed) + i for i in range(n)]
+    seeds = [None if each is None else operator.index(each) for each in seed]
+    if len(seeds) != n:
+        raise ValueError(f"Give one seed for each of {n} environments, not {len(seeds)}.")
+    return seeds
+
+
+def _reset_indices(mask: Any, n: int) -> list[int]:
+    """Return the indices where ``mask`` is True, or all if it is None."""
+    if mask is None:
+        return list(range(n))
+    if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
+        raise TypeError(f"options['reset_mask'] must be a numpy array of bool, not {mask!r}.")
+    if mask.shape != (n,):
+        raise ValueError(f"options['reset_mask'] must have the shape ({n},), not {mask.shape}.")
+    if not mask.any():
+        raise ValueError("options['reset_mask'] must have at least one True.")
+    return [int(i) for i in np.flatnonzero(mask)]
+
+
+def _option_list(options: Mapping[str, Any], n: int) -> list[dict[str, Any]]:
+    """Return the options of each environment: a list, tuple or array holds one value for each."""
+    columns = {}
+    for key, value in options.items():
+        each = value if isinstance(value, list | tuple | np.ndarray) else [value] * n
+        if len(each) != n:
+            raise ValueError(
+                f"options[{key!r}] must be one value, or one for each of {n} environments, not {len(each)}."
+            )
+        columns[key] = each
+    return [{key: each[i] for key, each in columns.items()} for i in range(n)]
+
+
+def _failed(error: AgentRLError) -> Transition:
+    """Return the transition of an episode that failed."""
     info: dict[str, Any] = {"failed": True, "error": error}
-    for status, kind in LOST.items():
+    for status, kind in FAILURES.items():
         if isinstance(error, kind):
             info["status"] = str(status)
-    return _Lost(reward=math.nan, terminated=False, truncated=True, info=info, error=error)
+    return Transition(reward=math.nan, terminated=False, truncated=True, info=info, error=error)
 
 
-async def _all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return what they return, or raise the first error, once all have ended."""
+async def _gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return all results, or raise the first error after all coroutines have ended."""
     results = await asyncio.gather(*coroutines, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

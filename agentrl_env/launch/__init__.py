@@ -1,1 +1,1 @@
-"""Starting things on this machine: a server as a child process, the folder of a new environment."""
+"""Starting servers: child processes, threads, containers, and the images of containers."""

@@ -1,4 +1,4 @@
-"""A server in a container: started, waited for, stopped whole, and never left behind."""
+"""A server in a Docker container."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-import httpx
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from agentrl_env.errors import LaunchError, ServeError
-from agentrl_env.launch import docker_sidecar as docker_keeper
-from agentrl_env.launch.docker_daemon import (
+from agentrl_env.launch import docker_sidecar
+from agentrl_env.launch.image import build_image
+from agentrl_env.launch.image_context import PORT, USER
+from agentrl_env.launch.process import healthy
+from agentrl_env.sandbox.docker_daemon import (
     FOLDER,
     OWNER,
     RUN,
@@ -27,52 +30,69 @@ from agentrl_env.launch.docker_daemon import (
     make_folder,
     remove,
     remove_folder,
-    sweep,
+    remove_orphans,
 )
-from agentrl_env.launch.image import build_image
-from agentrl_env.launch.image_context import PORT, USER
-from agentrl_env.launch.orphans import owner
-from agentrl_env.launch.placement import Limits
+from agentrl_env.sandbox.orphans import process_identity
+from agentrl_env.sandbox.sandbox import parse_size
 
 _POLL_S = 0.05
 _TAIL = 10
 _INSIDE = "/run/agentrl"
 _SOCKET = "server.sock"
-_CONTROLLER_SOCKET = "controller.sock"
 _SERVING = re.compile(r"^serving ", flags=re.MULTILINE)
 
 
+class ContainerLimits(BaseModel):
+    """Resource limits of a server in a container.
+
+    Memory includes all sessions and the files in /tmp; a server that exceeds it is killed. Sizes are bytes,
+    or text such as "512m" and "2g".
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    memory: int = Field(default=2 << 30, ge=32 << 20)
+    cpus: float = Field(default=1.0, gt=0.0)
+    pids: int = Field(default=256, ge=16)
+    tmp: int = Field(default=256 << 20, ge=1 << 20)
+    files: int = Field(default=4096, ge=64)
+
+    @field_validator("memory", "tmp", mode="before")
+    @classmethod
+    def _parse_size(cls, value: object) -> object:
+        return parse_size(value) if isinstance(value, str) else value
+
+
 class DockerServer:
-    """A task served from a container that can do nothing else, on a free port of this machine.
+    """A task served from a confined container, on a free port of this machine.
 
     Example::
 
-        with DockerServer("environments/shop", limits=Limits(memory="512m")) as server:
+        with DockerServer("environments/shop", limits=ContainerLimits(memory="512m")) as server:
             client = EnvClient.connect(server.url, token=server.token)
 
-    The container has no network: the server listens on a socket in a folder of this machine, and a
-    child process carries what arrives at ``url`` (loopback) there. Its files are read-only but for
-    /tmp, it runs as a user without capabilities, and it sees the environment variables given and no
-    others. A child process removes it where this process dies, however it dies; what that misses,
-    the next start on this machine does.
+    The container has no network: the server listens on a socket in a folder of this machine, and a sidecar
+    process forwards connections from ``url`` (loopback) to it. Files are read-only except in /tmp, the user
+    has no capabilities, and the environment holds only the given variables. If this process dies, the
+    sidecar removes the container; if that fails too, the next start on this machine removes it.
 
     Args:
-        target: what to build an image of; ``build_image`` is called on every first start.
-        image: an image that was built before; exactly one of both.
-        network: "none", or a Docker network that the container shall reach ("bridge" reaches what
-            this machine does); then its port is published on loopback.
-        limits: what it may use.
-        environment: its environment variables.
-        token: what callers must show; a random one where there is a network and none is given. With a
-            controller, what the server shows it: a fleet's is enough, from ``link_token``.
-        max_sessions: how many sessions may be open at once.
+        target: a target; its image is built on the first start.
+        image: an existing image; give either ``target`` or ``image``.
+        network: "none", or a Docker network for the container ("bridge" reaches what this machine
+            reaches); the server's port is then published on loopback.
+        limits: resource limits.
+        environment: the environment variables.
+        token: the token of callers; random by default if there is a network. With controllers, the
+            server's token for them, for which one from ``link_token`` is enough.
+        max_sessions: maximum number of open sessions.
         lease: seconds a session may be idle.
         drain: seconds that open sessions get to end when the server stops.
-        oracle: whether ``expert`` may be called.
+        oracle: whether clients may call ``expert``.
         start_timeout: seconds until the server must answer.
         arguments: further options of ``agentrl-env serve``.
-        controller: the ``http://HOST:PORT`` of one to dial; then the server has no address of its own.
-            Without a network it is dialled through a socket that the child process carries there.
+        controllers: ``http://HOST:PORT`` of controllers to connect to; the server then has no address of
+            its own. Without a network it reaches them through sockets that the sidecar forwards.
     """
 
     def __init__(
@@ -81,7 +101,7 @@ class DockerServer:
         *,
         image: str | None = None,
         network: str = "none",
-        limits: Limits | None = None,
+        limits: ContainerLimits | None = None,
         environment: Mapping[str, str] | None = None,
         token: str | None = None,
         max_sessions: int = 1024,
@@ -89,36 +109,36 @@ class DockerServer:
         drain: float = 0.0,
         oracle: bool = False,
         start_timeout: float = 60.0,
-        arguments: tuple[str, ...] = (),
-        controller: str | None = None,
+        arguments: Sequence[str] = (),
+        controllers: Sequence[str] = (),
     ) -> None:
         if (target is None) == (image is None):
             raise LaunchError("a DockerServer needs a target or an image, and not both")
-        reachable = network != "none" and controller is None
+        reachable = network != "none" and not controllers
         self.token = token or (uuid.uuid4().hex if reachable else None)
         self.url = ""
-        """Where the server answers, once it is started."""
+        """URL of the server, once it is started."""
         self._target, self._image, self._network = target, image, network
-        self._controller = controller
-        self._limits, self._environment = limits or Limits(), dict(environment or {})
+        self._controllers = list(controllers)
+        self._limits, self._environment = limits or ContainerLimits(), dict(environment or {})
         self._arguments = ["--max-sessions", str(max_sessions), "--lease", str(lease), "--drain", str(drain)]
         self._arguments += [*(["--oracle"] if oracle else []), *arguments]
         self._drain, self._start_timeout = drain, start_timeout
         self._client: Any = None
         self._container: Any = None
         self._folder: Path | None = None
-        self._keeper: subprocess.Popen[str] | None = None
+        self._sidecar: subprocess.Popen[str] | None = None
         self._output = ""
 
     @property
     def name(self) -> str:
-        """The container's name while it runs."""
+        """The container's name, until ``stop``."""
         return str(self._container.name) if self._container is not None else ""
 
     @property
     def running(self) -> bool:
-        """Whether the container lives and can be reached; asks the daemon."""
-        if self._container is None or self._keeper is None or self._keeper.poll() is not None:
+        """True if the container runs and can be reached; asks the daemon."""
+        if self._container is None or self._sidecar is None or self._sidecar.poll() is not None:
             return False
         return self._state().get("Running", False) is True
 
@@ -127,8 +147,8 @@ class DockerServer:
 
         Raises:
             TargetError: there is no such task.
-            LaunchError: no daemon, no image, or the daemon refused.
-            ServeError: the server ended, or did not answer in time; the message has its last words.
+            LaunchError: no daemon, no image, or the daemon refuses.
+            ServeError: the server ended or did not answer in time; the message has the end of its output.
         """
         if self._container is not None:
             if self.running:
@@ -139,8 +159,8 @@ class DockerServer:
             self._image = build_image(self._target).name
         self._client = connect()
         try:
-            sweep(self._client)
-            self._have_image(self._image)
+            remove_orphans(self._client)
+            self._pull_if_missing(self._image)
             self._start(self._image)
             self._wait_until_ready(time.monotonic() + self._start_timeout)
         except BaseException:
@@ -154,10 +174,9 @@ class DockerServer:
         """Stop the server and remove its container; idempotent.
 
         Args:
-            timeout: seconds, after the drain, until it is killed.
+            timeout: seconds after the drain until the server is killed.
         """
-        container, self._container = self._container, None
-        client, self._client = self._client, None
+        container, client = self._container, self._client
         try:
             if container is not None:
                 with daemon_errors(f"cannot stop the container {container.name}"):
@@ -165,20 +184,37 @@ class DockerServer:
                     self._output = _logs(container)
                     remove(container)
         except BaseException:
-            self._release_keeper("")  # it removes what could not be removed from here
+            self._end_sidecar("")  # it removes the container
             raise
         else:
-            self._release_keeper("done")
+            self._end_sidecar("done")
         finally:
+            self._container = self._client = None
             if self._folder is not None:
                 remove_folder(str(self._folder))
                 self._folder = None
             if client is not None:
                 client.close()
 
+    def stop_waiting(self) -> None:
+        """Cut the drain of a concurrent ``stop`` short."""
+        if (container := self._container) is not None:
+            with contextlib.suppress(LaunchError), daemon_errors(f"cannot signal {container.name}"):
+                container.kill("SIGTERM")
+
     def output(self) -> str:
-        """Return what the server has printed since it was started."""
+        """Return what the server has printed since it started."""
         return _logs(self._container) if self._container is not None else self._output
+
+    def end_reason(self) -> str:
+        """Return why the container ended: out of memory, or the end of its output."""
+        state = self._state()
+        if state.get("OOMKilled"):
+            return f"it exceeded its {self._limits.memory >> 20} MiB of memory"
+        lines = [line for line in self.output().splitlines() if line.strip()]
+        if not lines:
+            return f"it printed nothing; exit code {state.get('ExitCode')}"
+        return lines[-1].removeprefix("error: ") + "".join(f"\n  | {line}" for line in lines[-_TAIL:-1])
 
     def __enter__(self) -> Self:
         return self.start()
@@ -186,49 +222,55 @@ class DockerServer:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    def _have_image(self, image: str) -> None:
+    def _pull_if_missing(self, image: str) -> None:
         import docker
 
-        with daemon_errors(f"cannot look for {image}"), contextlib.suppress(docker.errors.ImageNotFound):
+        with daemon_errors(f"cannot look up {image}"), contextlib.suppress(docker.errors.ImageNotFound):
             self._client.images.get(image)
             return
         try:
             self._client.images.pull(image)
         except docker.errors.DockerException as error:
             raise LaunchError(
-                f"there is no image {image} here and it cannot be pulled; "
+                f"image {image} is not on this machine and cannot be pulled; "
                 f"build it with agentrl-env build TARGET ({error})"
             ) from error
 
     def _start(self, image: str) -> None:
         run = uuid.uuid4().hex
-        labels = {RUN: run, OWNER: owner()}
+        labels = {RUN: run, OWNER: process_identity()}
         options = self._options()
-        front, back, place = "", "", ["--host", "0.0.0.0", "--port", str(PORT)]
+        address = ["--host", "0.0.0.0", "--port", str(PORT)]
+        routes: list[tuple[str, str]] = []
+        dialled = self._controllers
         if self._network == "none":
             self._folder = make_folder()
             labels[FOLDER] = str(self._folder)
             inner = self._folder / "socket"
             inner.mkdir()
             options["volumes"] = {str(inner): {"bind": _INSIDE, "mode": "rw"}}
-            front, back = "127.0.0.1:0", f"unix:{inner}/{_SOCKET}"
-            place = ["--host", f"unix:{_INSIDE}/{_SOCKET}"]
-            if self._controller is None:
-                inner.chmod(0o777)  # the server makes its socket in it; the folder above is ours alone
-            else:
+            if dialled:
                 inner.chmod(0o711)
-                front, back = f"unix:{inner}/{_CONTROLLER_SOCKET}", urlsplit(self._controller).netloc
-                place = ["--host", "none", "--controller", f"unix:{_INSIDE}/{_CONTROLLER_SOCKET}"]
-        elif self._controller is not None:
-            place = ["--host", "none", "--controller", self._controller]
-        else:
+                names = [f"controller-{number}.sock" for number in range(len(dialled))]
+                hosts = [urlsplit(controller).netloc for controller in dialled]
+                routes = [(f"unix:{inner}/{name}", host) for name, host in zip(names, hosts, strict=True)]
+                dialled = [f"unix:{_INSIDE}/{name}" for name in names]
+            else:
+                inner.chmod(0o777)  # for the server's socket; the outer folder is private
+                routes = [("127.0.0.1:0", f"unix:{inner}/{_SOCKET}")]
+                address = ["--host", f"unix:{_INSIDE}/{_SOCKET}"]
+        elif not dialled:
             options["ports"] = {f"{PORT}/tcp": ("127.0.0.1", None)}
-        port = self._start_keeper(f"{RUN}={run}", front, back)
+        if dialled:
+            address = ["--host", "none"]
+            for controller in dialled:
+                address += ["--controller", controller]
+        port = self._start_sidecar(f"{RUN}={run}", routes)
         token = {} if self.token is None else {"AGENTRL_TOKEN": self.token}
         with daemon_errors(f"cannot start a container of {image}"):
             self._container = self._client.containers.create(
                 image,
-                [*place, *self._arguments],
+                [*address, *self._arguments],
                 name=f"agentrl-{run[:12]}",
                 labels=labels,
                 environment={**self._environment, **token},
@@ -238,7 +280,7 @@ class DockerServer:
             if "ports" in options:
                 self._container.reload()
                 port = int(self._container.ports[f"{PORT}/tcp"][0]["HostPort"])
-        self.url = "" if self._controller else f"http://127.0.0.1:{port}"
+        self.url = "" if self._controllers else f"http://127.0.0.1:{port}"
 
     def _options(self) -> dict[str, Any]:
         from docker.types import LogConfig, Ulimit
@@ -261,47 +303,47 @@ class DockerServer:
             ],
             "init": True,
             "log_config": LogConfig(type="json-file", config={"max-size": "10m", "max-file": "2"}),
-            "healthcheck": {"test": ["NONE"]},  # this process looks by itself
+            "healthcheck": {"test": ["NONE"]},  # this process checks
         }
 
-    def _start_keeper(self, label: str, front: str, back: str) -> int:
-        """Start what removes the container if this process dies; return the port it carries."""
-        command = [sys.executable, "-I", docker_keeper.__file__, str(os.getpid()), label]
-        command += [str(self._folder or ""), front, back]
-        self._keeper = subprocess.Popen(
+    def _start_sidecar(self, label: str, routes: list[tuple[str, str]]) -> int:
+        """Start the sidecar process; return the port that it listens on."""
+        command = [sys.executable, "-I", docker_sidecar.__file__, str(os.getpid()), label]
+        command += [str(self._folder or ""), *(address for route in routes for address in route)]
+        self._sidecar = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
-        assert self._keeper.stdout is not None
-        line = self._keeper.stdout.readline()
+        assert self._sidecar.stdout is not None
+        line = self._sidecar.stdout.readline()
         if not line:
-            raise ServeError("the process that carries connections to the container did not start")
+            raise ServeError("the sidecar process of the container did not start")
         return int(line)
 
-    def _release_keeper(self, word: str) -> None:
-        keeper, self._keeper = self._keeper, None
-        if keeper is None:
+    def _end_sidecar(self, message: str) -> None:
+        sidecar, self._sidecar = self._sidecar, None
+        if sidecar is None:
             return
         with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
-            keeper.communicate(word, timeout=30.0)
-        if keeper.poll() is None:
-            keeper.kill()
-            keeper.wait()
+            sidecar.communicate(message, timeout=30.0)
+        if sidecar.poll() is None:
+            sidecar.kill()
+            sidecar.wait()
 
     def _wait_until_ready(self, deadline: float) -> None:
         while not self._answers():
             if not self.running:
-                raise ServeError(f"the server in the container ended: {self._last_words()}")
+                raise ServeError(f"the server in the container ended: {self.end_reason()}")
             if time.monotonic() > deadline:
                 raise ServeError(
                     f"the server in the container did not answer within {self._start_timeout:g} s: "
-                    f"{self._last_words()}"
+                    f"{self.end_reason()}"
                 )
             time.sleep(_POLL_S)
         if self._folder is not None:
-            (self._folder / "socket").chmod(0o711)  # the socket is there; nothing else may be written
+            (self._folder / "socket").chmod(0o711)  # the socket exists; nothing else may be written
 
     def _answers(self) -> bool:
-        return _healthy(self.url) if self.url else _SERVING.search(self.output()) is not None
+        return healthy(self.url) if self.url else _SERVING.search(self.output()) is not None
 
     def _state(self) -> dict[str, Any]:
         try:
@@ -310,23 +352,6 @@ class DockerServer:
         except LaunchError:  # it is gone, or the daemon is
             return {}
         return dict(self._container.attrs["State"])
-
-    def _last_words(self) -> str:
-        state = self._state()
-        if state.get("OOMKilled"):
-            return f"it took more than its {self._limits.memory >> 20} MiB of memory"
-        lines = [line for line in self.output().splitlines() if line.strip()]
-        if not lines:
-            return f"it printed nothing (exit code {state.get('ExitCode')})"
-        first = lines[-1].removeprefix("error: ")
-        return first + "".join(f"\n  | {line}" for line in lines[-_TAIL:-1])
-
-
-def _healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=2.0, trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def _stop(container: Any, seconds: float) -> None:

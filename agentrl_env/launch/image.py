@@ -1,4 +1,4 @@
-"""A task's image: built by the Docker daemon, with nothing written into the task's folder."""
+"""Building a task's image with the Docker daemon; nothing is written into the task's folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import tarfile
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,16 +14,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from agentrl_env.errors import LaunchError
-from agentrl_env.launch.docker_daemon import OWNER, connect, daemon_errors, remove
-from agentrl_env.launch.image_context import Recipe, TaskFiles, index_settings
-from agentrl_env.launch.orphans import owner
-from agentrl_env.launch.wheel import own_version
+from agentrl_env.launch.image_context import BuildContext, TaskFiles, index_settings, own_version
+from agentrl_env.sandbox.docker_daemon import OWNER, connect, daemon_errors, remove
+from agentrl_env.sandbox.orphans import process_identity
 from agentrl_env.wire import PROTOCOL_VERSION
 
 DEFAULT_BASE = "python:3.11-slim"
 _TAIL = 15
-_SILENT_S = 900.0  # how long one step of a build may print nothing
-_NAME = """
+_SILENT_S = 900.0  # maximum seconds without output during a build step
+_PRINT_NAME = """
 import json, sys
 from agentrl_env.errors import AgentRLError
 from agentrl_env.server.loader import load_target
@@ -37,7 +35,7 @@ except AgentRLError as error:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """A built image: its name with the tag, its id, and the task that it serves."""
+    """A built image: its name with tag, its id, and the task that it serves."""
 
     name: str
     id: str
@@ -55,24 +53,25 @@ def build_image(
     network: str | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Image:
-    """Build the image that serves a TARGET on port 8000 as a user who is not root.
+    """Build an image that serves a target on port 8000 as a non-root user.
 
-    The task's ``requirements.txt`` (pip), ``packages.txt`` (Debian) and ``.dockerignore`` are heeded.
+    The task's ``requirements.txt`` (pip), ``packages.txt`` (Debian) and ``.dockerignore`` are respected.
 
     Args:
         target: a folder, ``file.py:Class`` or ``module:Class``.
         base: an image with Python 3.11 or newer.
         tag: the image's name; ``agentrl-TASK:latest`` by default.
-        requirements: further packages for pip; ``agentrl-kit[EXTRA]`` means an extra of this package.
-        wheelhouse: folder with every wheel needed, for a build without a package index.
-        ca: certificates (PEM) that pip trusts during the build; those that this process was told of
-            by PIP_CERT, REQUESTS_CA_BUNDLE or SSL_CERT_FILE by default.
-        network: the network of the build's steps, as of ``docker build --network``.
-        report: is given each line that the build prints.
+        requirements: additional pip requirements; ``agentrl-kit[EXTRA]`` selects an extra of this package.
+        wheelhouse: folder with every required wheel, for a build without a package index.
+        ca: PEM file with certificates that pip trusts during the build; by default the file that
+            PIP_CERT, REQUESTS_CA_BUNDLE or SSL_CERT_FILE names.
+        network: the network of the build steps, as for ``docker build --network``.
+        report: called with each line that the build prints.
 
     Raises:
-        TargetError: there is no such task, or it does not load inside the image.
-        LaunchError: no daemon, or the build failed; the message ends with its last lines.
+        TargetError: the target does not exist.
+        LaunchError: no daemon answers, the build fails, or the task does not load inside the image; the
+            message ends with the last lines of output.
     """
     if wheelhouse is not None and not any(wheelhouse.glob("*.whl")):
         raise LaunchError(
@@ -80,21 +79,21 @@ def build_image(
         )
     ca = _certificates() if ca is None else ca
     if ca is not None and not ca.is_file():
-        raise LaunchError(f"{ca}: no such file of certificates")
+        raise LaunchError(f"{ca}: no such certificate file")
     files = TaskFiles.of(target)
-    recipe = Recipe(task=files, base=base, requirements=requirements, wheelhouse=wheelhouse, ca=ca)
+    context = BuildContext(task=files, base=base, requirements=requirements, wheelhouse=wheelhouse, ca=ca)
     client = connect(_SILENT_S)
     try:
         with tempfile.TemporaryFile() as file:
-            recipe.write(file)
+            context.write(file)
             file.seek(0)
             unnamed = _build(client, file, target, report, network=network, settings=index_settings())
         task = _task_name(client, unnamed, files.target, target)
         name = tag or f"agentrl-{task}:latest"
         labels = {"tasks": task, "protocol": str(PROTOCOL_VERSION), "version": own_version()}
         label = " ".join(f"org.agentrl.{key}={json.dumps(value)}" for key, value in labels.items())
-        context = _only_dockerfile(f"FROM {unnamed}\nLABEL {label}\n")
-        named = _build(client, context, target, report, tag=name)
+        dockerfile = io.BytesIO(f"FROM {unnamed}\nLABEL {label}\n".encode())
+        named = _build(client, dockerfile, target, report, tag=name, custom_context=False)
         return Image(name=name, id=named, task=task)
     finally:
         client.close()
@@ -107,14 +106,15 @@ def _build(
     report: Callable[[str], None],
     *,
     tag: str | None = None,
+    custom_context: bool = True,
     network: str | None = None,
     settings: Mapping[str, str] | None = None,
 ) -> str:
-    """Build one context and return the image's id."""
+    """Build an image from a context, or from a Dockerfile alone, and return its id."""
     with daemon_errors(f"{target}: the image was not built"):
         events = client.api.build(
             fileobj=context,
-            custom_context=True,
+            custom_context=custom_context,
             tag=tag,
             rm=True,
             forcerm=True,
@@ -130,10 +130,10 @@ def _follow(events: Iterable[dict[str, Any]], target: str, report: Callable[[str
     tail: deque[str] = deque(maxlen=_TAIL)
     for event in events:
         if "error" in event:
-            said = [*tail, str(event["error"]).strip()]
-            log = "".join(f"\n  | {line}" for line in said[-_TAIL:])
+            output = [*tail, str(event["error"]).strip()]
+            log = "".join(f"\n  | {line}" for line in output[-_TAIL:])
             raise LaunchError(
-                f"{target}: the image was not built; what failed was {step or 'the start'}{log}"
+                f"{target}: the image was not built; the failed step is {step or 'the start'}{log}"
             )
         built = event.get("aux", {}).get("ID", built)
         for line in filter(None, map(_clean, event.get("stream", "").splitlines())):
@@ -144,7 +144,9 @@ def _follow(events: Iterable[dict[str, Any]], target: str, report: Callable[[str
             else:
                 tail.append(line)
     if not built:
-        raise LaunchError(f"{target}: the image was not built; the Docker daemon broke off without a word")
+        raise LaunchError(
+            f"{target}: the image was not built; the Docker daemon ended the build without an error"
+        )
     return built
 
 
@@ -153,49 +155,38 @@ def _clean(line: str) -> str:
 
 
 def _task_name(client: Any, image: str, inside: str, target: str) -> str:
-    """Load the task inside its image, which proves that it can be loaded there, and return its name."""
-    command = ["/opt/agentrl/bin/python", "-c", _NAME, inside]
+    """Load the task inside its image, to verify that it loads there, and return its name."""
+    command = ["/opt/agentrl/bin/python", "-c", _PRINT_NAME, inside]
     container = None
-    with daemon_errors(f"{target}: the image was built but not tried"):
+    with daemon_errors(f"{target}: the image was built but could not be tested"):
         try:
             container = client.containers.create(
                 image,
                 entrypoint=command,
                 network_mode="none",
-                labels={OWNER: owner()},
+                labels={OWNER: process_identity()},
                 read_only=True,
                 tmpfs={"/tmp": ""},
                 healthcheck={"test": ["NONE"]},
             )
             container.start()
             code = container.wait(timeout=120)["StatusCode"]
-            said = container.logs().decode(errors="replace").strip()
+            output = container.logs().decode(errors="replace").strip()
         finally:
             if container is not None:
                 remove(container)
-    names = [line for line in said.splitlines() if line.startswith("name ")]
+    names = [line for line in output.splitlines() if line.startswith("name ")]
     if code != 0 or not names:
-        last = said.splitlines()[-1].removeprefix("error: ") if said else f"it ended with {code}"
+        last = output.splitlines()[-1].removeprefix("error: ") if output else f"exit code {code}"
         raise LaunchError(
-            f"{target}: the image was built, but the task does not load in it ({last}); what it needs from "
-            "pip belongs in requirements.txt and from Debian in packages.txt, beside it"
+            f"{target}: the image was built, but the task does not load in it ({last}); list its pip "
+            "requirements in requirements.txt and Debian packages in packages.txt, beside it"
         )
     return str(json.loads(names[-1].removeprefix("name ")))
 
 
-def _only_dockerfile(text: str) -> IO[bytes]:
-    content = text.encode()
-    info = tarfile.TarInfo("Dockerfile")
-    info.size = len(content)
-    context = io.BytesIO()
-    with tarfile.open(fileobj=context, mode="w") as tar:
-        tar.addfile(info, io.BytesIO(content))
-    context.seek(0)
-    return context
-
-
 def _certificates() -> Path | None:
-    """Return the certificates that this process was told to trust."""
+    """Return the certificate file that the environment names."""
     names = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
     given = (Path(os.environ[name]) for name in names if os.environ.get(name))
     return next((path for path in given if path.is_file()), None)

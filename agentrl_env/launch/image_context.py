@@ -1,35 +1,39 @@
-"""What an image is built from: a Dockerfile, this package, and a task's files, in one tar."""
+"""The build context of a task's image: a Dockerfile, this package as a wheel, and the task's files."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import io
 import json
 import os
 import re
 import tarfile
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import agentrl_env
 from agentrl_env.errors import LaunchError, TargetError
-from agentrl_env.launch.wheel import DISTRIBUTION, make_wheel, wheel_name
 
+DISTRIBUTION = "agentrl-kit"
 USER = "65532:65532"
-"""Who the server runs as: numbers, so that Kubernetes can see that it is not root."""
+"""The server's user: numeric, so that Kubernetes can verify that it is not root."""
 PORT = 8000
-_LEFT_OUT = (
+_IGNORED = (
     *(".git", ".hg", ".svn", ".venv", "venv", ".env", ".mypy_cache", ".pytest_cache", ".ruff_cache"),
     *("**/__pycache__", "**/*.pyc", "**/.DS_Store", ".hypothesis"),
 )
 _IS_NEW_ENOUGH = "import sys; sys.exit(sys.version_info < (3, 11))"
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest zip timestamp; equal files make equal wheels
 _IS_HEALTHY = f"import urllib.request as u; u.urlopen('http://127.0.0.1:{PORT}/health', timeout=2)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFiles:
-    """Where a TARGET's files are here, and what they are called in the image."""
+    """A target's files on this machine, and the target inside the image."""
 
     root: Path
     name: str
@@ -37,7 +41,7 @@ class TaskFiles:
 
     @classmethod
     def of(cls, target: str) -> TaskFiles:
-        """Find the files of a TARGET without importing it. Raises TargetError."""
+        """Find a target's files without importing it. Raises TargetError."""
         place, _, attribute = target.rpartition(":")
         if not place:
             place, attribute = target, ""
@@ -65,7 +69,7 @@ class TaskFiles:
         return cls(root=folder, name=name, target=f"{place}:{attribute}" if attribute else place)
 
     def lines(self, name: str) -> list[str]:
-        """Return the lines of a list such as requirements.txt, less comments; none without the file."""
+        """Return the lines of a file such as requirements.txt without comments; empty if it is missing."""
         file = self.root / name if self.root.is_dir() else self.root.parent / name
         if not file.is_file():
             return []
@@ -74,15 +78,15 @@ class TaskFiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """What an image is made of.
+class BuildContext:
+    """The inputs of an image build.
 
     Args:
-        task: the files.
+        task: the task's files.
         base: an image with Python 3.11 or newer.
-        requirements: packages for pip beyond the task's requirements.txt.
-        wheelhouse: folder with every wheel needed; then no package index is asked.
-        ca: certificates that pip trusts during the build, as one PEM file.
+        requirements: pip requirements in addition to the task's requirements.txt.
+        wheelhouse: folder with every required wheel; pip then uses no package index.
+        ca: PEM file with certificates that pip trusts during the build.
     """
 
     task: TaskFiles
@@ -92,7 +96,7 @@ class Recipe:
     ca: Path | None = None
 
     def dockerfile(self) -> str:
-        """Return the Dockerfile: what changes seldom comes first, so that its layers are kept."""
+        """Return the Dockerfile; rarely changing steps come first, so that their layers are cached."""
         entry = ["/opt/agentrl/bin/agentrl-env", "serve", self.task.target]
         entry += ["--host", "0.0.0.0", "--port", str(PORT)]
         packages = " ".join(self._system_packages())
@@ -126,7 +130,7 @@ class Recipe:
         return "\n".join(line for line in lines if line) + "\n"
 
     def write(self, file: IO[bytes]) -> None:
-        """Write the build context as a tar. Raises LaunchError where a file cannot be in it."""
+        """Write the build context as a tar archive. Raises LaunchError if a file cannot be included."""
         requirements = list(self.requirements)
         extras = ",".join(filter(None, map(_own_extras, requirements)))
         own = f"/install/{wheel_name()}" + (f"[{extras}]" if extras else "")
@@ -149,12 +153,58 @@ class Recipe:
         packages = self.task.lines("packages.txt")
         for package in packages:
             if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*(:[a-z0-9]+)?(=[\w.+:~-]+)?", package):
-                raise LaunchError(f"{self.task.root}/packages.txt: {package!r} is no Debian package's name")
+                raise LaunchError(f"{self.task.root}/packages.txt: {package!r} is not a Debian package name")
         return packages
 
 
+def own_version() -> str:
+    """Return this package's version. Raises LaunchError if it is not installed."""
+    return str(_metadata()["Version"])
+
+
+def wheel_name() -> str:
+    """Return the file name of this package's wheel. Raises LaunchError if it is not installed."""
+    return f"{DISTRIBUTION.replace('-', '_')}-{own_version()}-py3-none-any.whl"
+
+
+def make_wheel(*, files: bool) -> bytes:
+    """Return this package as a wheel, built without a build tool or network from the imported files.
+
+    A wheel without files only declares the dependencies; installing it makes an image layer that stays
+    cached while the code changes. RECORD is empty, as pip writes it anew. Raises LaunchError if this package
+    is not installed.
+    """
+    metadata, root = _metadata(), Path(agentrl_env.__file__).parent
+    info = f"{DISTRIBUTION.replace('-', '_')}-{metadata['Version']}.dist-info"
+    keys = ("Name", "Version", "Requires-Python", "Provides-Extra", "Requires-Dist")
+    headers = [f"{key}: {value}\n" for key in keys for value in metadata.get_all(key) or ()]
+    content = {
+        f"{info}/METADATA": "".join(["Metadata-Version: 2.1\n", *headers]).encode(),
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/entry_points.txt": b"[console_scripts]\nagentrl-env = agentrl_env.__main__:main\n",
+        f"{info}/RECORD": b"",
+    }
+    for path in sorted(root.rglob("*")) if files else ():
+        if path.is_file() and path.suffix != ".pyc":
+            content[f"agentrl_env/{path.relative_to(root)}"] = path.read_bytes()
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, data in content.items():
+            member = zipfile.ZipInfo(name, _EPOCH)
+            member.compress_type, member.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
+            archive.writestr(member, data)
+    return buffer.getvalue()
+
+
+def _metadata() -> importlib.metadata.PackageMetadata:
+    try:
+        return importlib.metadata.metadata(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise LaunchError(f"building an image needs {DISTRIBUTION} to be installed with pip") from error
+
+
 def index_settings() -> dict[str, str]:
-    """Return what this process says of package indexes, for the build to use and the image to forget."""
+    """Return pip's index settings from this process's environment; they are not stored in the image."""
     names = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST", "PIP_DEFAULT_TIMEOUT")
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
@@ -165,7 +215,7 @@ def _apt_install(packages: str) -> str:
 
 
 def _top_of(module: str, target: str) -> Path:
-    """Return the folder or file of a module's outermost package."""
+    """Return the folder or file of a module's top-level package."""
     spec = importlib.util.find_spec(module.partition(".")[0])
     if spec is None or (spec.origin is None and not spec.submodule_search_locations):
         raise TargetError(f"{target}: there is no module {module!r}")
@@ -174,26 +224,26 @@ def _top_of(module: str, target: str) -> Path:
 
 
 def _task_paths(task: TaskFiles) -> Iterator[tuple[Path, str]]:
-    """Yield the task's files in order, with their names in the context."""
+    """Yield the task's files in sorted order, with their names in the context."""
     from docker.utils.build import exclude_paths
 
     if task.root.is_file():
         yield task.root, f"task/{task.root.name}"
         return
-    patterns = [*_LEFT_OUT, *task.lines(".dockerignore")]
+    patterns = [*_IGNORED, *task.lines(".dockerignore")]
     yield task.root, f"task/{task.name}"
     for name in sorted(exclude_paths(str(task.root), patterns)):
         path = task.root / name
         if path.is_symlink() and not path.resolve().is_relative_to(task.root):
             raise LaunchError(
                 f"{path} links to {path.resolve()}, which would be missing in the image; "
-                "copy it into the task's folder, or name the link in .dockerignore"
+                "copy it into the task's folder, or list the link in .dockerignore"
             )
         yield path, f"task/{task.name}/{name}"
 
 
 def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Forget who owns a file and when it changed; the image's user may read it and not write it."""
+    """Remove owner and times of an entry; the image's user may read it and not write it."""
     info.uid = info.gid = info.mtime = 0
     info.uname = info.gname = ""
     info.pax_headers = {}
@@ -208,6 +258,6 @@ def _add_bytes(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def _own_extras(requirement: str) -> str | None:
-    """Return the extras where a requirement means this package itself (``agentrl-kit[otel]``)."""
+    """Return the extras of a requirement for this package (``agentrl-kit[otel]``), None for others."""
     found = re.fullmatch(rf"{DISTRIBUTION}\s*(?:\[([^\]]*)\])?", requirement.strip())
     return (found.group(1) or "").replace(" ", "") if found else None

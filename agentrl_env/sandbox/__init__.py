@@ -1,4 +1,4 @@
-"""Sandboxes: closed rooms in which a task's commands run, for tasks whose agents use a shell or code.
+"""Sandboxes: isolated places for the commands of tasks whose agents use a shell or write code.
 
 box = open_sandbox(memory="256m", files={"notes.txt": "buy milk"})
 print(box.run("cat notes.txt | wc -w", timeout=5).text)
@@ -7,16 +7,15 @@ box.close()
 
 from agentrl_env.errors import SandboxFailed, SandboxUnavailable
 from agentrl_env.sandbox.factory import ALLOW_UNSAFE, open_sandbox
-from agentrl_env.sandbox.limits import Limits
-from agentrl_env.sandbox.sandbox import HOME, ExecResult, Sandbox
+from agentrl_env.sandbox.sandbox import HOME, ExecResult, Sandbox, SandboxLimits
 
 __all__ = [
     "ALLOW_UNSAFE",
     "HOME",
     "ExecResult",
-    "Limits",
     "Sandbox",
     "SandboxFailed",
+    "SandboxLimits",
     "SandboxUnavailable",
     "open_sandbox",
 ]

@@ -1,14 +1,15 @@
-"""A sandbox without a daemon: Linux namespaces, set up by ``unshare`` and ``bwrap``.
+"""A sandbox made of Linux namespaces, without a daemon: ``unshare`` and ``bwrap``.
 
-A stage in a mount namespace of its own puts a tmpfs of the size ``disk`` under an overlay of the host's
-``/usr/local`` (or of a whole root folder) and becomes bubblewrap, whose one process is ``supervisor.py``. The
-host keeps a socket to it and nothing else: no mount, no file. It runs as a user id of its own where the
-server is root.
+A setup script in its own mount namespace mounts a tmpfs of size ``disk`` with an overlay of the host's
+``/usr/local`` (or of a whole root folder), then executes bubblewrap, which runs ``supervisor.py`` as its
+only process. The host holds a socket to it and no mounts or files. If the server runs as root, the sandbox
+runs under a user id of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -17,8 +18,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
-import time
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -26,51 +25,49 @@ from pathlib import Path
 from typing import Any
 
 from agentrl_env.errors import SandboxFailed, SandboxUnavailable
-from agentrl_env.sandbox import cgroups, seccomp
-from agentrl_env.sandbox import mounts as stage
-from agentrl_env.sandbox.limits import Limits
-from agentrl_env.sandbox.output import GRACE_S, collect, in_memory
+from agentrl_env.sandbox import cgroups, mounts, seccomp
 from agentrl_env.sandbox.sandbox import (
     BASE_ENVIRONMENT,
+    GRACE_S,
     MAX_FILE,
-    Command,
-    ExecResult,
+    Execution,
+    ExitState,
     KilledBy,
-    SandboxBase,
+    Sandbox,
+    SandboxLimits,
     Stream,
     absolute,
     as_bytes,
     as_text,
-    packed,
-    result,
-    words,
+    collect,
+    tar_archive,
 )
 
 START_S = 20.0
-"""Seconds that a sandbox may take to start."""
+"""Seconds that a sandbox may take to start, or to read or write files."""
 _END_S = 1.0
-"""Seconds that a sandbox has to end by itself, once its socket is closed."""
+"""Seconds that a sandbox may take to end after its socket closes, before it is killed."""
 _MAX_ANSWER = 1 << 16
 _EXTRA_PIDS = 2
-"""Processes that are not the task's: bubblewrap's monitor outside and the supervisor."""
+"""Processes beside the task's: bubblewrap's outer monitor and the supervisor."""
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 
 
-class BubblewrapSandbox(SandboxBase):
+class BubblewrapSandbox(Sandbox):
     """A sandbox of Linux namespaces; see ``Sandbox``.
 
     Args:
-        limits: what it may use.
-        image: a folder that is its root file system; by default it sees the host's ``/usr``.
+        limits: resource limits.
+        image: a folder that becomes the root file system; by default the host's ``/usr`` is visible.
 
     Raises:
-        SandboxFailed: it does not start; the message has the last words of what failed.
+        SandboxFailed: the sandbox does not start; the message contains the error output.
     """
 
-    def __init__(self, limits: Limits, *, image: Path | None = None) -> None:
-        self.limits = limits
+    def __init__(self, limits: SandboxLimits, *, image: Path | None = None) -> None:
+        super().__init__(limits)
         self._image = image
-        self._lock = threading.Lock()
+        self._shell = mounts.shell(image)
         bases = _groups()
         self._group = cgroups.Group(bases, limits, extra_pids=_EXTRA_PIDS) if bases else None
         ours, theirs = socket.socketpair()
@@ -93,84 +90,66 @@ class BubblewrapSandbox(SandboxBase):
 
     @property
     def alive(self) -> bool:
-        """Whether commands can still be run."""
+        """See ``Sandbox.alive``."""
         return self._finish.alive and self._process.poll() is None
-
-    def run(
-        self,
-        command: Command,
-        *,
-        timeout: float | None = None,
-        stdin: str | bytes = b"",
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        max_output: int | None = None,
-    ) -> ExecResult:
-        """Run a command; see ``Sandbox.run``."""
-        timeout, max_output = timeout or self.limits.timeout, max_output or self.limits.max_output
-        request = {
-            "op": "run",
-            "argv": words(command, stage.shell(self._image)),
-            "cwd": absolute(cwd or "."),
-            "env": {**BASE_ENVIRONMENT, **(env or {})},
-            "background": self.limits.background,
-        }
-        with self._lock:
-            begin = time.monotonic()
-            oom = self._group.out_of_memory() if self._group else 0
-            out, err = Stream(max_output), Stream(max_output)
-            killed_by, answer = self._exchange(request, as_bytes(stdin), out, err, timeout)
-            if self._group and self._group.out_of_memory() > oom:
-                killed_by = killed_by or "memory"
-            elif not answer:
-                raise SandboxFailed("the sandbox ended while it ran a command")
-        return result(
-            self.limits,
-            out,
-            err,
-            code=answer.get("code"),
-            signal=answer.get("signal"),
-            killed_by="pids" if answer.get("pids") else killed_by,
-            seconds=time.monotonic() - begin,
-            timeout=timeout,
-            max_output=max_output,
-        )
 
     def write(self, path: str, data: str | bytes) -> None:
         """Write a file; see ``Sandbox.write``."""
         self._operate({"op": "write", "path": absolute(path)}, as_bytes(data), 0)
 
     def write_all(self, files: Mapping[str, str | bytes]) -> None:
-        """Write many files at once; see ``Sandbox.write_all``."""
-        self._operate({"op": "restore", "layers": {"": "/"}}, packed(files), 0)
+        """Write many files; see ``Sandbox.write_all``."""
+        self._operate({"op": "restore", "layers": {"": "/"}}, tar_archive(files), 0)
 
     def read(self, path: str, limit: int = MAX_FILE) -> bytes:
         """Return a file's content; see ``Sandbox.read``."""
         return self._operate({"op": "read", "path": absolute(path), "limit": limit}, b"", limit)
 
     def snapshot(self) -> bytes:
-        """Return all that was written, deletions included, as a tar archive."""
+        """Return all changes, including deletions, as a tar archive."""
         try:
             return self._operate({"op": "snapshot"}, b"", 4 * self.limits.disk)
         except OSError as error:
             raise SandboxFailed(f"no snapshot: {error}") from None
 
     def restore(self, state: bytes) -> None:
-        """Put the files of ``snapshot`` into this fresh sandbox."""
+        """Apply a snapshot to this fresh sandbox."""
         try:
-            self._operate({"op": "restore", "layers": stage.layers(self._image)}, state, 0)
+            self._operate({"op": "restore", "layers": mounts.layers(self._image)}, state, 0)
         except OSError as error:
             raise SandboxFailed(f"the snapshot cannot be restored: {error}") from None
 
     def close(self) -> None:
-        """End every process and delete every file; see ``Sandbox.close``."""
+        """See ``Sandbox.close``."""
         with contextlib.suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)  # whoever waits for an answer gives up
+            self._control.shutdown(socket.SHUT_RDWR)  # unblocks a thread that waits for an answer
         with self._lock:
             self._finish()
 
+    def _execute(self, execution: Execution) -> ExitState:
+        request = {
+            "op": "run",
+            "argv": execution.arguments,
+            "cwd": absolute(execution.cwd),
+            "env": {**BASE_ENVIRONMENT, **execution.env},
+            "background": self.limits.background,
+        }
+        oom_kills = self._group.oom_kills() if self._group else 0
+        killed_by, answer = self._exchange(
+            request, execution.stdin, execution.out, execution.err, execution.timeout
+        )
+        if self._group and self._group.oom_kills() > oom_kills:
+            killed_by = killed_by or "memory"
+        elif not answer:
+            raise SandboxFailed("the sandbox ended while it ran a command")
+        return ExitState(
+            code=answer.get("code"),
+            signal=answer.get("signal"),
+            killed_by="pids" if answer.get("pids") else killed_by,
+        )
+
     def _start(self) -> None:
-        """Let the stage go and wait until the supervisor says that it is there."""
+        """Let the setup script continue and wait until the supervisor is ready."""
         try:
             if self._group:
                 self._group.add(self._process.pid)
@@ -182,16 +161,16 @@ class BubblewrapSandbox(SandboxBase):
             raise SandboxFailed(f"the sandbox did not start: {error}") from None
         if not ready:
             self._process.kill()
-            words = self._process.stderr.read(4096) if self._process.stderr else b""
-            raise SandboxFailed(f"the sandbox did not start: {as_text(words).strip() or 'it ended at once'}")
+            output = self._process.stderr.read(4096) if self._process.stderr else b""
+            raise SandboxFailed(f"the sandbox did not start: {as_text(output).strip() or 'it ended at once'}")
         if self._process.stderr:
-            self._process.stderr.close()  # thousands of sandboxes shall not take descriptors that say nothing
+            self._process.stderr.close()  # save a descriptor: there may be thousands of sandboxes
 
     def _operate(self, request: dict[str, Any], stdin: bytes, limit: int) -> bytes:
-        """Let the supervisor do something with files, and return what it wrote."""
+        """Run a file operation in the supervisor and return its output."""
         request["background"] = self.limits.background
         with self._lock:
-            for _ in range(2):  # the first may find all processes taken, and then ends them
+            for _ in range(2):  # the first may hit the process limit, which kills all processes
                 out, err = Stream(limit), Stream(4096)
                 _, answer = self._exchange(request, stdin, out, err, START_S)
                 if not answer.get("pids"):
@@ -207,7 +186,7 @@ class BubblewrapSandbox(SandboxBase):
     def _exchange(
         self, request: dict[str, Any], stdin: bytes, out: Stream, err: Stream, timeout: float
     ) -> tuple[KilledBy | None, dict[str, Any]]:
-        """Send a request and return its answer, which is empty where the sandbox is dead by then."""
+        """Send a request and return its answer; the answer is empty if the sandbox has died."""
         if not self._finish.alive:
             raise SandboxFailed("the sandbox is closed")
         request["rlimits"] = self._rlimits()
@@ -240,7 +219,7 @@ class BubblewrapSandbox(SandboxBase):
 
 
 def check_available() -> None:
-    """Start a sandbox once, to see whether this machine can. Raises SandboxUnavailable."""
+    """Start a trial sandbox, once per process. Raises SandboxUnavailable."""
     if reason := _unavailable():
         raise SandboxUnavailable(f"bubblewrap cannot be used: {reason}")
 
@@ -252,7 +231,7 @@ def _unavailable() -> str:
     for name, package in (("bwrap", "bubblewrap"), ("unshare", "util-linux")):
         if shutil.which(name) is None:
             return f"{name} is not installed; install the package {package}"
-    trial = Limits(
+    trial = SandboxLimits(
         memory=64 << 20,
         disk=1 << 20,
         pids=8,
@@ -271,30 +250,31 @@ def _unavailable() -> str:
 
 @functools.cache
 def _groups() -> dict[str, Path]:
-    """Return where cgroups can be made, after deleting what dead processes have left there."""
+    """Return the folders for new cgroups, after removing orphaned ones."""
     bases = cgroups.find()
-    cgroups.sweep(bases)
+    cgroups.remove_orphans(bases)
     return bases
 
 
 @functools.cache
 def _spawner(pid: int) -> ThreadPoolExecutor:
-    """Return the one thread of this process that starts sandboxes.
+    """Return this process's thread for starting sandboxes.
 
-    ``--die-with-parent`` means the thread, so it must be one that lives as long as the process.
+    ``--die-with-parent`` ends a sandbox with its parent thread, which must therefore live as long as the
+    process.
     """
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"agentrl-sandbox-{pid}")
 
 
-def _spawn(limits: Limits, image: Path | None, control: socket.socket) -> subprocess.Popen[bytes]:
-    """Start the stage, which waits for a line on ``control``."""
-    source = in_memory("supervisor", _SUPERVISOR.read_bytes())
+def _spawn(limits: SandboxLimits, image: Path | None, control: socket.socket) -> subprocess.Popen[bytes]:
+    """Start the setup script, which waits for a line on ``control``."""
+    source = _memory_file("supervisor", _SUPERVISOR.read_bytes())
     program = seccomp.program()
-    code = None if program is None else in_memory("seccomp", program)
+    code = None if program is None else _memory_file("seccomp", program)
     passed = [source] if code is None else [source, code]
     start: Any = functools.partial(
         subprocess.Popen,
-        stage.command(limits, image, seccomp=code, source=source),
+        mounts.command(limits, image, seccomp=code, source=source),
         stdin=control,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -315,7 +295,7 @@ def _spawn(limits: Limits, image: Path | None, control: socket.socket) -> subpro
 
 
 def _other_user() -> dict[str, Any]:
-    """Return whom to run as: nobody's user id, where this process may choose."""
+    """Return Popen arguments for an unused user id, if this process may change its user."""
     if os.geteuid() != 0:
         return {}
     *_, (first, _, count) = (
@@ -330,7 +310,7 @@ def _other_user() -> dict[str, Any]:
 def _end(
     pid: int, process: subprocess.Popen[bytes], control: socket.socket, group: cgroups.Group | None
 ) -> None:
-    """End a sandbox whole; in a forked copy of the server it is not theirs to end."""
+    """End a sandbox; a forked copy of the server only closes its descriptors."""
     if os.getpid() == pid:
         with contextlib.suppress(OSError):
             control.shutdown(socket.SHUT_RDWR)
@@ -346,9 +326,20 @@ def _end(
     control.close()
 
 
+def _memory_file(name: str, data: bytes) -> int:
+    """Return a descriptor for a sealed anonymous file that holds ``data``."""
+    file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
 def _input(data: bytes) -> int:
-    """Return a descriptor to read ``data`` from."""
-    return in_memory("stdin", data) if data else os.open(os.devnull, os.O_RDONLY)
+    """Return a descriptor for reading ``data``."""
+    return _memory_file("stdin", data) if data else os.open(os.devnull, os.O_RDONLY)
 
 
 def _send(control: socket.socket, request: dict[str, Any], descriptors: tuple[int, ...]) -> None:
@@ -358,7 +349,7 @@ def _send(control: socket.socket, request: dict[str, Any], descriptors: tuple[in
 
 
 def _line(control: socket.socket) -> dict[str, Any]:
-    """Return the next answer; empty where the other side is gone. It is not trusted to make sense."""
+    """Return the next answer; empty if the sandbox has ended or the answer is malformed."""
     data = b""
     try:
         while not data.endswith(b"\n") and len(data) < _MAX_ANSWER:

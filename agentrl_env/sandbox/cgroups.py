@@ -1,4 +1,4 @@
-"""Limits on a group of processes together, where this process may set them: cgroups, version 1 or 2."""
+"""Control groups, version 1 or 2: resource limits on a group of processes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from agentrl_env.sandbox import leftovers
-from agentrl_env.sandbox.limits import Limits
+from agentrl_env.sandbox.orphans import PREFIX, is_orphan, resource_name
+from agentrl_env.sandbox.sandbox import SandboxLimits
 
 REQUIRED = frozenset({"memory", "pids"})
 _PERIOD_US = 100_000
@@ -17,17 +17,19 @@ _SETTLE_S = 2.0
 
 
 class Group:
-    """The cgroups of one sandbox: a folder for each controller (version 1), or one for all (version 2).
+    """The cgroups of one sandbox: one folder per controller (version 1), or one for all (version 2).
 
     Args:
-        bases: controller -> the folder to make the group's own in, as ``find`` returns them.
+        bases: controller -> parent folder, as returned by ``find``.
+        limits: the sandbox's limits.
+        extra_pids: processes allowed beyond ``limits.pids``.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: a cgroup cannot be created.
     """
 
-    def __init__(self, bases: Mapping[str, Path], limits: Limits, *, extra_pids: int) -> None:
-        name = leftovers.new_name()
+    def __init__(self, bases: Mapping[str, Path], limits: SandboxLimits, *, extra_pids: int) -> None:
+        name = resource_name()
         self._folders = {controller: base / name for controller, base in bases.items()}
         try:
             for folder in set(self._folders.values()):
@@ -41,17 +43,17 @@ class Group:
             raise
 
     def add(self, pid: int) -> None:
-        """Put a process into the group; what it starts follows. Raises OSError."""
+        """Add a process to the group; its children inherit it. Raises OSError."""
         for folder in set(self._folders.values()):
             (folder / "cgroup.procs").write_text(str(pid))
 
-    def out_of_memory(self) -> int:
-        """Return how many processes the kernel has killed for memory so far."""
+    def oom_kills(self) -> int:
+        """Return how many processes the kernel has killed for lack of memory."""
         folder = self._folders["memory"]
         return max(_count(folder / name, "oom_kill") for name in ("memory.oom_control", "memory.events"))
 
     def remove(self) -> None:
-        """Delete the folders, once the last process is gone. Idempotent."""
+        """Delete the folders after the last process has ended. Idempotent."""
         end = time.monotonic() + _SETTLE_S
         for folder in set(self._folders.values()):
             while not _removed(folder) and time.monotonic() < end:
@@ -59,7 +61,7 @@ class Group:
 
 
 def find() -> dict[str, Path]:
-    """Return the folders in which groups can be made, by controller; empty where that is not allowed."""
+    """Return the folders for new groups by controller; empty if this process may not create any."""
     own = _own_groups(Path("/proc/self/cgroup").read_text())
     bases: dict[str, Path] = {}
     for mount, root, controllers in _hierarchies(Path("/proc/self/mountinfo").read_text()):
@@ -74,16 +76,16 @@ def find() -> dict[str, Path]:
     return usable if usable.keys() >= REQUIRED else {}
 
 
-def sweep(bases: Mapping[str, Path]) -> None:
-    """Delete the groups of processes that are gone."""
+def remove_orphans(bases: Mapping[str, Path]) -> None:
+    """Delete the groups whose owners have ended."""
     for base in set(bases.values()):
-        for folder in base.glob(f"{leftovers.PREFIX}*"):
-            if leftovers.abandoned(folder.name):
+        for folder in base.glob(f"{PREFIX}*"):
+            if is_orphan(folder.name):
                 _removed(folder)
 
 
 def _own_groups(text: str) -> dict[str, str]:
-    """Return controller -> path of the groups that /proc/self/cgroup names; "" is version 2."""
+    """Return controller -> path from /proc/self/cgroup; the key "" is version 2."""
     groups = {}
     for line in text.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -92,7 +94,7 @@ def _own_groups(text: str) -> dict[str, str]:
 
 
 def _hierarchies(text: str) -> Iterator[tuple[Path, str, list[str]]]:
-    """Yield (mount point, its root, controllers) of /proc/self/mountinfo; version 2 names no controllers."""
+    """Yield (mount point, root, controllers) from /proc/self/mountinfo; version 2 lists no controllers."""
     for line in text.splitlines():
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
@@ -106,7 +108,7 @@ def _hierarchies(text: str) -> Iterator[tuple[Path, str, list[str]]]:
 
 
 def _delegated(own: Path, mount: Path) -> dict[str, Path]:
-    """Return the version 2 folder whose children get controllers: no group with processes may have such."""
+    """Return the version 2 folder whose children get controllers; such a folder has no processes itself."""
     for base in (own, own.parent):
         if base == mount or mount in base.parents:
             with contextlib.suppress(OSError):
@@ -116,8 +118,8 @@ def _delegated(own: Path, mount: Path) -> dict[str, Path]:
     return {}
 
 
-def _settings(controller: str, folder: Path, limits: Limits, extra_pids: int) -> dict[str, str]:
-    """Return file -> value of one controller's limits."""
+def _settings(controller: str, folder: Path, limits: SandboxLimits, extra_pids: int) -> dict[str, str]:
+    """Return file -> value for one controller's limits."""
     quota = int(limits.cpus * _PERIOD_US)
     match controller:
         case "memory" if (folder / "memory.max").exists():

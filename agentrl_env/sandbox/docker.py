@@ -1,4 +1,4 @@
-"""A sandbox that is a container of its own, by the Docker daemon of this machine."""
+"""A sandbox that is a container of the local Docker daemon."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from agentrl_env.errors import LaunchError, SandboxFailed, SandboxUnavailable
-from agentrl_env.launch import docker_daemon
-from agentrl_env.launch.orphans import owner
-from agentrl_env.sandbox.limits import Limits
-from agentrl_env.sandbox.output import DRAIN, GRACE_S
+from agentrl_env.sandbox import docker_daemon
+from agentrl_env.sandbox.orphans import process_identity
 from agentrl_env.sandbox.sandbox import (
     BASE_ENVIRONMENT,
+    DISCARD_LIMIT,
+    GRACE_S,
     HOME,
     MAX_FILE,
-    Command,
-    ExecResult,
+    Execution,
+    ExitState,
     KilledBy,
-    SandboxBase,
+    Sandbox,
+    SandboxLimits,
     Stream,
     absolute,
     as_bytes,
     as_text,
-    packed,
-    result,
-    words,
+    tar_archive,
 )
 
 USER = "1000:1000"
 _WRAPPED = 'read -r _; keep=$1; shift; "$@"; code=$?; [ -n "$keep" ] || kill -9 -1 2>/dev/null; exit $code'
-"""Begins at a line of ours, and ends what a command leaves behind.
+"""Shell wrapper of a command: waits for a line on stdin, and kills the processes that the command leaves.
 
-What a command says before the SDK has read the daemon's headers would be lost in the SDK's buffer, so
-it waits until there is somebody to hear it. ``kill -1`` spares the shell that says it, and takes no process.
+The wait is needed because output that arrives before the SDK has read the daemon's headers is lost in the
+SDK's buffer. ``kill -1`` as a builtin spares its own shell and starts no process.
 """
 _WRITE = 'mkdir -p -- "$(dirname -- "$1")" && [ ! -d "$1" ] && [ ! -p "$1" ] && cat >"$1"'
 _READ = """[ -e "$1" ] || exit 102
@@ -53,32 +53,31 @@ _TICK_S = 0.05
 _FILE_S = 30.0
 
 
-class DockerSandbox(SandboxBase):
-    """A container without network, rights or writable files but in ``HOME`` and ``/tmp``; see ``Sandbox``.
+class DockerSandbox(Sandbox):
+    """A container without network or capabilities, writable only in ``HOME`` and ``/tmp``; see ``Sandbox``.
 
-    Its first process reads a stream that this process holds open, so the container ends with it and
-    removes itself, however it ends. ``disk`` is shared by ``HOME`` and ``/tmp``, half each.
+    The container's first process reads a stream that this process holds open, so the container ends with
+    this process and removes itself. ``HOME`` and ``/tmp`` get half of ``disk`` each.
 
     Args:
-        limits: what it may use.
-        image: its name; it has to be on this machine and needs a shell.
+        limits: resource limits.
+        image: name of a local image that has a shell.
 
     Raises:
-        SandboxUnavailable: no daemon answers, or it lacks the image.
+        SandboxUnavailable: no daemon answers, or the image is missing.
         SandboxFailed: the container does not start.
     """
 
-    def __init__(self, limits: Limits, *, image: str) -> None:
-        self.limits = limits
+    def __init__(self, limits: SandboxLimits, *, image: str) -> None:
+        super().__init__(limits)
         try:
             client = docker_daemon.connect(timeout=_FILE_S)
         except LaunchError as error:
             raise SandboxUnavailable(str(error)) from error
         self._api = client.api
-        self._lock = threading.Lock()
         try:
             with _failures("the sandbox's container does not start"):
-                docker_daemon.sweep(client)
+                docker_daemon.remove_orphans(client)
                 self._id = _create(client, image, limits)
         except BaseException:
             client.close()
@@ -95,34 +94,11 @@ class DockerSandbox(SandboxBase):
 
     @property
     def alive(self) -> bool:
-        """Whether commands can still be run."""
+        """See ``Sandbox.alive``."""
         if not self._finish.alive:
             return False
         with _failures("the Docker daemon fails"):
             return self._state() is not None
-
-    def run(
-        self,
-        command: Command,
-        *,
-        timeout: float | None = None,
-        stdin: str | bytes = b"",
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        max_output: int | None = None,
-    ) -> ExecResult:
-        """Run a command; see ``Sandbox.run``."""
-        timeout, max_output = timeout or self.limits.timeout, max_output or self.limits.max_output
-        out, err, begin = Stream(max_output), Stream(max_output), time.monotonic()
-        listed = words(command, "/bin/sh")
-        if any("\0" in word for word in listed):
-            failed = "cannot run it: embedded null byte"
-            return self._result(out, err, 126, None, begin, timeout, max_output, failed)
-        with self._lock:
-            code, killed_by = self._execute(
-                listed, as_bytes(stdin), out, err, timeout, cwd=absolute(cwd or "."), env=env or {}
-            )
-        return self._result(out, err, code, killed_by, begin, timeout, max_output)
 
     def write(self, path: str, data: str | bytes) -> None:
         """Write a file; see ``Sandbox.write``."""
@@ -130,8 +106,8 @@ class DockerSandbox(SandboxBase):
         self._file(["/bin/sh", "-c", _WRITE, "sh", path], path, as_bytes(data), 0)
 
     def write_all(self, files: Mapping[str, str | bytes]) -> None:
-        """Write many files at once; the image needs tar."""
-        self._file(["tar", "-xf", "-", "-C", "/"], HOME, packed(files), 0)
+        """Write many files; the image needs tar."""
+        self._file(["tar", "-xf", "-", "-C", "/"], HOME, tar_archive(files), 0)
 
     def read(self, path: str, limit: int = MAX_FILE) -> bytes:
         """Return a file's content; see ``Sandbox.read``."""
@@ -140,95 +116,68 @@ class DockerSandbox(SandboxBase):
 
     def snapshot(self) -> bytes:
         """Return the files of ``HOME`` and ``/tmp`` as a tar archive; the image needs tar."""
-        return self._whole(["/bin/sh", "-c", _PACK], b"", 4 * self.limits.disk)
+        return self._copy(["/bin/sh", "-c", _PACK], b"", 4 * self.limits.disk)
 
     def restore(self, state: bytes) -> None:
-        """Put the files of ``snapshot`` into this fresh sandbox."""
-        self._whole(["tar", "-xf", "-", "-C", "/"], state, 0)
+        """Extract a snapshot in this fresh sandbox."""
+        self._copy(["tar", "-xf", "-", "-C", "/"], state, 0)
 
     def close(self) -> None:
         """Remove the container; see ``Sandbox.close``."""
         self._finish()
 
-    def _result(
-        self,
-        out: Stream,
-        err: Stream,
-        code: int | None,
-        killed_by: KilledBy | None,
-        begin: float,
-        timeout: float,
-        max_output: int,
-        failed: str = "",
-    ) -> ExecResult:
-        return result(
-            self.limits,
-            out,
-            err,
-            code=code,
-            signal=None,
-            killed_by=killed_by,
-            seconds=time.monotonic() - begin,
-            timeout=timeout,
-            max_output=max_output,
-            failed=failed,
-        )
+    def _execute(self, execution: Execution) -> ExitState:
+        if any("\0" in argument for argument in execution.arguments):
+            return ExitState(code=126, failed="cannot run it: embedded null byte")
+        return self._exec(replace(execution, cwd=absolute(execution.cwd)))
 
-    def _whole(self, command: list[str], stdin: bytes, limit: int) -> bytes:
+    def _copy(self, command: list[str], stdin: bytes, limit: int) -> bytes:
         try:
             return self._file(command, HOME, stdin, limit)
         except OSError as error:
             raise SandboxFailed(f"the sandbox's files cannot be copied: {error}") from None
 
     def _file(self, command: list[str], path: str, stdin: bytes, limit: int) -> bytes:
-        """Run a command of our own and return its output. Raises OSError where it fails."""
+        """Run an internal command and return its output. Raises OSError if it fails."""
         out, err = Stream(limit), Stream(4096)
+        execution = Execution(arguments=command, stdin=stdin, out=out, err=err, timeout=_FILE_S)
         with self._lock:
-            code, _ = self._execute(command, stdin, out, err, _FILE_S, cwd="/", env={})
+            code = self._exec(execution).code
         if code != 0:
             numbers = {102: errno.ENOENT, 113: errno.EACCES, 122: errno.EINVAL}
             number = numbers.get(code or 0, errno.EIO)
             raise OSError(number, as_text(err.data).strip() or os.strerror(number), path)
         return out.data
 
-    def _execute(
-        self,
-        command: list[str],
-        stdin: bytes,
-        out: Stream,
-        err: Stream,
-        timeout: float,
-        *,
-        cwd: str,
-        env: Mapping[str, str],
-    ) -> tuple[int | None, KilledBy | None]:
-        """Run a command to its end, or to the end that a limit sets it."""
+    def _exec(self, execution: Execution) -> ExitState:
+        """Run a command until it ends or exceeds a limit."""
         if not self._finish.alive:
             raise SandboxFailed("the sandbox is closed")
         keep = "yes" if self.limits.background else ""
         with _failures("the sandbox does not run a command"):
             made = self._api.exec_create(
                 self._id,
-                ["/bin/sh", "-c", _WRAPPED, "sh", keep, *command],
+                ["/bin/sh", "-c", _WRAPPED, "sh", keep, *execution.arguments],
                 stdin=True,
                 user=USER,
-                workdir=cwd,
-                environment={**BASE_ENVIRONMENT, **env},
+                workdir=execution.cwd,
+                environment={**BASE_ENVIRONMENT, **execution.env},
             )["Id"]
             with _closing(self._api.exec_start(made, socket=True)) as connection:
-                threading.Thread(target=_feed, args=(connection, b"\n" + stdin), daemon=True).start()
-                killed_by = self._follow(connection, made, _Frames(out, err), timeout)
+                threading.Thread(
+                    target=_feed, args=(connection, b"\n" + execution.stdin), daemon=True
+                ).start()
+                killed_by = self._follow(connection, made, execution)
             code = self._api.exec_inspect(made)["ExitCode"]
             if killed_by is None and code == 137 and (self._state() or {}).get("OOMKilled"):
                 killed_by = "memory"
-        return (None if killed_by in ("timeout", "output") else code), killed_by
+        return ExitState(code=None if killed_by in ("timeout", "output") else code, killed_by=killed_by)
 
-    def _follow(
-        self, connection: socket.socket, made: str, frames: _Frames, timeout: float
-    ) -> KilledBy | None:
-        """Take the output until the command ends, and say which limit ended it, if one did."""
+    def _follow(self, connection: socket.socket, made: str, execution: Execution) -> KilledBy | None:
+        """Read the output until the command ends; return the limit that it was killed for, if any."""
+        frames = _Frames(execution.out, execution.err)
         connection.settimeout(_TICK_S)
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + execution.timeout
         killed_by: KilledBy | None = None
         ended = False
         while True:
@@ -239,19 +188,19 @@ class DockerSandbox(SandboxBase):
                 frames.feed(data)
             except TimeoutError:
                 if ended:
-                    return killed_by  # what runs on in the background keeps the connection open
-                ended = not self._api.exec_inspect(made)["Running"]  # its last words may be on their way
+                    return killed_by  # background processes keep the connection open
+                ended = not self._api.exec_inspect(made)["Running"]  # its last output may be in transit
             late = time.monotonic() >= deadline
             if killed_by is not None and late:
                 self._api.kill(self._id)
                 return killed_by
-            if killed_by is None and (late or frames.dropped > DRAIN):
+            if killed_by is None and (late or frames.dropped > DISCARD_LIMIT):
                 killed_by = "timeout" if late else "output"
                 deadline = time.monotonic() + GRACE_S / 2
                 self._kill_all()
 
     def _kill_all(self) -> None:
-        """End every process of the sandbox's user; where none more can be started, the container."""
+        """Kill every process of the sandbox's user; if no process can be started, kill the container."""
         import docker
 
         try:
@@ -261,7 +210,7 @@ class DockerSandbox(SandboxBase):
             self._api.kill(self._id)
 
     def _state(self) -> dict[str, Any] | None:
-        """Return how the container stands; None where it does not run any more."""
+        """Return the container's state; None if it does not run."""
         import docker
 
         try:
@@ -272,7 +221,7 @@ class DockerSandbox(SandboxBase):
 
 
 class _Frames:
-    """Docker's stream of both outputs: pieces with a header of eight bytes that says whose and how long."""
+    """Docker's multiplexed output: frames with an eight-byte header of stream number and length."""
 
     def __init__(self, out: Stream, err: Stream) -> None:
         self._streams = {1: out, 2: err}
@@ -282,11 +231,11 @@ class _Frames:
 
     @property
     def dropped(self) -> int:
-        """How many bytes were not kept."""
+        """Number of bytes that were dropped."""
         return sum(stream.dropped for stream in self._streams.values())
 
     def feed(self, data: bytes) -> None:
-        """Take what has arrived, wherever it was cut."""
+        """Append received bytes, which may split frames anywhere."""
         while data:
             if self._left == 0:
                 missing = 8 - len(self._header)
@@ -300,8 +249,8 @@ class _Frames:
             self._stream.feed(piece)
 
 
-def _create(client: Any, image: str, limits: Limits) -> str:
-    """Make the container and return its id. Raises SandboxUnavailable where the image is missing."""
+def _create(client: Any, image: str, limits: SandboxLimits) -> str:
+    """Create the container and return its id. Raises SandboxUnavailable if the image is missing."""
     import docker
 
     disk = f"rw,exec,nosuid,nodev,size={limits.disk // 2}"
@@ -331,7 +280,7 @@ def _create(client: Any, image: str, limits: Limits) -> str:
             user="0:0",
             hostname="sandbox",
             environment=[],
-            labels={docker_daemon.OWNER: owner()},
+            labels={docker_daemon.OWNER: process_identity()},
             host_config=host,
         )
     except docker.errors.ImageNotFound:
@@ -342,7 +291,7 @@ def _create(client: Any, image: str, limits: Limits) -> str:
 
 
 def _feed(connection: socket.socket, data: bytes) -> None:
-    """Write a command's stdin beside the reading of its output, and end it."""
+    """Write a command's stdin and close it; runs concurrently with reading its output."""
     with contextlib.suppress(OSError):
         view = memoryview(data)
         while view:
@@ -353,7 +302,7 @@ def _feed(connection: socket.socket, data: bytes) -> None:
 
 @contextlib.contextmanager
 def _closing(stream: Any) -> Iterator[socket.socket]:
-    """Give the connection below what the SDK returns; closing only the upper one would leave it open."""
+    """Yield the socket below the SDK's stream, and close both: closing the stream leaves the socket open."""
     connection = getattr(stream, "_sock", stream)
     try:
         yield connection
@@ -363,7 +312,7 @@ def _closing(stream: Any) -> Iterator[socket.socket]:
 
 
 def _end(pid: int, client: Any, container: str, lifelines: list[Any]) -> None:
-    """Remove the container; in a forked copy of the server it is not theirs to remove."""
+    """Remove the container; a forked copy of the server only closes its connections."""
     import docker
     import requests
 
@@ -377,16 +326,16 @@ def _end(pid: int, client: Any, container: str, lifelines: list[Any]) -> None:
 
 
 @contextlib.contextmanager
-def _failures(doing: str) -> Any:
-    """Turn what the daemon refuses, or its silence, into SandboxFailed."""
+def _failures(action: str) -> Any:
+    """Convert the daemon's errors and timeouts to SandboxFailed."""
     import docker
     import requests
 
     try:
         yield
     except LaunchError as error:
-        raise SandboxFailed(f"{doing}: {error}") from error
+        raise SandboxFailed(f"{action}: {error}") from error
     except (docker.errors.DockerException, requests.RequestException, OSError) as error:
         raise SandboxFailed(
-            f"{doing}: Docker says: {getattr(error, 'explanation', None) or error}"
+            f"{action}: Docker says: {getattr(error, 'explanation', None) or error}"
         ) from error

@@ -1,4 +1,4 @@
-"""Which sandbox a task gets: a container, else bubblewrap, else none unless that is allowed."""
+"""Opening a sandbox: a container, else bubblewrap, else none unless that is allowed."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Literal
 
 from agentrl_env.errors import SandboxFailed, SandboxUnavailable
-from agentrl_env.launch.units import parse_size
 from agentrl_env.sandbox import bubblewrap, docker
-from agentrl_env.sandbox.limits import Limits
-from agentrl_env.sandbox.sandbox import Sandbox
+from agentrl_env.sandbox.sandbox import Sandbox, SandboxLimits, parse_size
 from agentrl_env.sandbox.unsafe import UnsafeSandbox
 
 Kind = Literal["auto", "docker", "bubblewrap", "unsafe"]
 ALLOW_UNSAFE = "AGENTRL_ALLOW_UNSAFE_SANDBOX"
-"""The environment variable that, set to 1, lets tasks run commands without a sandbox."""
+"""Environment variable that allows commands without a sandbox when set to 1."""
 
 
 def open_sandbox(
@@ -34,31 +32,30 @@ def open_sandbox(
     background: bool = False,
     allow_unsafe: bool = False,
 ) -> Sandbox:
-    """Open a closed room in which a task's commands run, for one episode; close it when that ends.
+    """Open an isolated sandbox for one episode's commands; close it when the episode ends.
 
     Args:
-        kind: "auto" takes a container where ``image`` is given and a Docker daemon answers, else bubblewrap.
-        image: a container image; or the path of a folder that is bubblewrap's root file system. Without
-            one the commands see the host's ``/usr`` and nothing else of it.
-        files: path -> content, written before anything runs; relative paths start at ``/home/agent``.
-        memory: bytes of RAM of all processes together, files included: 268435456 or "256m".
-        disk: bytes of all files together; they lie in ``memory``.
-        pids: processes and threads at the same time.
-        cpus: processors' worth of time.
-        timeout: seconds that a command may run, unless ``run`` is told otherwise.
-        max_output: bytes kept of each of a command's stdout and stderr.
-        network: whether there is one. Leave it out unless the task is about it: commands then reach
-            whatever this machine reaches.
-        background: whether what a command leaves running goes on until the next is over time or the
-            sandbox closes; by default it ends with the command.
-        allow_unsafe: run commands without a sandbox where there is none, as
+        kind: "auto" uses a container if ``image`` is given and a Docker daemon answers, else bubblewrap.
+        image: a container image, or the absolute path of a folder that becomes bubblewrap's root file
+            system. By default commands see the host's ``/usr`` and nothing else of the host.
+        files: path -> content, written before the first command; relative paths start at ``/home/agent``.
+        memory: bytes of RAM for all processes together, files included: 268435456 or "256m".
+        disk: bytes for all files together, which lie in ``memory``.
+        pids: maximum number of processes and threads.
+        cpus: CPU time per second, in processors.
+        timeout: default seconds that a command may run.
+        max_output: default bytes kept of each of a command's stdout and stderr.
+        network: whether commands can reach this machine's networks. Leave it off unless the task needs it.
+        background: whether processes that a command leaves behind keep running until a command exceeds
+            its timeout or the sandbox closes; by default they end with the command.
+        allow_unsafe: run commands without a sandbox if none is available, as
             ``AGENTRL_ALLOW_UNSAFE_SANDBOX=1`` does for all tasks.
 
     Raises:
-        SandboxUnavailable: this machine offers none; the message says what to install or allow.
-        SandboxFailed: it should work and does not.
+        SandboxUnavailable: this machine has no sandbox; the message says what to install or allow.
+        SandboxFailed: a sandbox is available and does not start.
     """
-    limits = Limits(
+    limits = SandboxLimits(
         memory=parse_size(memory),
         disk=parse_size(disk),
         pids=pids,
@@ -81,7 +78,7 @@ def open_sandbox(
     return sandbox
 
 
-def _make(kind: Kind, image: str | None, limits: Limits, allow_unsafe: bool) -> Sandbox:
+def _make(kind: Kind, image: str | None, limits: SandboxLimits, allow_unsafe: bool) -> Sandbox:
     folder = Path(image) if image and image.startswith("/") else None
     match kind:
         case "docker":
@@ -100,7 +97,7 @@ def _make(kind: Kind, image: str | None, limits: Limits, allow_unsafe: bool) -> 
     return _best(image, folder, limits, allow_unsafe)
 
 
-def _best(image: str | None, folder: Path | None, limits: Limits, allow_unsafe: bool) -> Sandbox:
+def _best(image: str | None, folder: Path | None, limits: SandboxLimits, allow_unsafe: bool) -> Sandbox:
     reasons = []
     if image and not folder:
         try:

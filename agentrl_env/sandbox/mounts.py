@@ -1,4 +1,4 @@
-"""The command line that makes a bubblewrap sandbox: its mounts, its user, its first process."""
+"""The command line of a bubblewrap sandbox: mounts, user, first process."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import sys
 from pathlib import Path
 
 from agentrl_env.errors import SandboxUnavailable
-from agentrl_env.sandbox.limits import Limits
-from agentrl_env.sandbox.sandbox import BASE_ENVIRONMENT, HOME, PATH
+from agentrl_env.sandbox.sandbox import BASE_ENVIRONMENT, HOME, PATH, SandboxLimits
 
 UID = 1000
-"""The user inside."""
+"""The user id inside the sandbox."""
 _MOUNT = "/sys"
-"""Where the stage mounts its tmpfs: a folder that is everywhere and holds nothing that is bound. Only the
-stage's own mount namespace sees it, so it is gone with the last process, however that ends."""
+"""Mount point of the tmpfs: a folder that exists everywhere and is not itself part of the sandbox. It is
+visible only in the sandbox's mount namespace, so it disappears with the last process."""
 _SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _ETC = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types")
 _ETC_NETWORK = ("resolv.conf", "ssl", "ca-certificates", "pki")
@@ -27,31 +26,31 @@ _ETC_FILES = {
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
 }
 _INODE_BYTES = 4096
-"""One file for so many bytes of disk: empty files fill memory too."""
+"""Bytes of disk per inode: empty files use memory too."""
 
 
 def layers(image: Path | None) -> dict[str, str]:
-    """Return layer -> where it is seen: the tmpfs's folders that take what is written."""
+    """Return writable layer -> where the sandbox sees it."""
     return {"root": "/"} if image else {"root": "/", "local": "/usr/local"}
 
 
 @functools.cache
 def shell(image: Path | None) -> str:
-    """Return the shell that text is given to: bash where there is one."""
+    """Return the shell for text commands: bash if it is installed."""
     return "/bin/bash" if ((image or Path("/")) / "bin/bash").exists() else "/bin/sh"
 
 
-def command(limits: Limits, image: Path | None, *, seccomp: int | None, source: int) -> list[str]:
+def command(limits: SandboxLimits, image: Path | None, *, seccomp: int | None, source: int) -> list[str]:
     """Return the arguments that start a sandbox.
 
     Args:
-        limits: of the sandbox.
-        image: a folder that is the root file system, instead of the host's ``/usr``.
-        seccomp: descriptor to read the filter from.
-        source: descriptor to read the supervisor's code from.
+        limits: the sandbox's limits.
+        image: a folder that becomes the root file system, instead of the host's ``/usr``.
+        seccomp: descriptor of the system call filter.
+        source: descriptor of the supervisor's code.
 
     Raises:
-        SandboxUnavailable: there is no Python for the supervisor.
+        SandboxUnavailable: the sandbox has no Python for the supervisor.
     """
     lower, upper = (image, "root") if image else (Path("/usr/local"), "local")
     python, prefix = _python(image)
@@ -68,11 +67,11 @@ def command(limits: Limits, image: Path | None, *, seccomp: int | None, source: 
         options += ["--setenv", name, value]
     options += [] if seccomp is None else ["--seccomp", str(seccomp)]
     namespaces = ["unshare", "--user", "--map-root-user", "--mount"]
-    return [*namespaces, "sh", "-c", script, "stage", "bwrap", *options, "--", *supervise]
+    return [*namespaces, "sh", "-c", script, "setup", "bwrap", *options, "--", *supervise]
 
 
-def _script(limits: Limits, lower: Path, upper: str, *, etc: bool) -> str:
-    """Return the stage: it waits for its go, mounts, and becomes the command in its arguments."""
+def _script(limits: SandboxLimits, lower: Path, upper: str, *, etc: bool) -> str:
+    """Return the setup script: wait for a line on stdin, mount, then execute the arguments."""
     work = [f"{_MOUNT}/{name}" for name in ("layers/root/etc", f"layers/{upper}", "work", "merged", "shm")]
     work += [f"{_MOUNT}/layers/{upper}/{name}" for name in _writable(lower)]
     overlay = f"lowerdir={_option(lower)},upperdir={_MOUNT}/layers/{upper},workdir={_MOUNT}/work,userxattr"
@@ -94,7 +93,7 @@ def _script(limits: Limits, lower: Path, upper: str, *, etc: bool) -> str:
 
 
 def _writable(lower: Path) -> list[str]:
-    """Return the folders below ``lower`` that the sandbox's user gets to own, though not their files."""
+    """Return the folders below ``lower`` that the sandbox's user will own; their files stay read-only."""
     try:
         return [entry.name for entry in os.scandir(lower) if entry.is_dir(follow_symlinks=False)]
     except OSError:
@@ -102,12 +101,12 @@ def _writable(lower: Path) -> list[str]:
 
 
 def _option(path: Path) -> str:
-    """Return a path as overlay's options want it."""
+    """Return a path escaped for overlay mount options."""
     return str(path).replace("\\", "\\\\").replace(":", "\\:").replace(",", "\\,")
 
 
-def _host_view(limits: Limits, prefix: str | None) -> list[str]:
-    """Return the mounts that show the host's programs, and nothing of what else is on it."""
+def _host_view(limits: SandboxLimits, prefix: str | None) -> list[str]:
+    """Return the mounts that make the host's programs visible, and nothing else of the host."""
     view = ["--bind", f"{_MOUNT}/layers/root", "/", "--ro-bind", "/usr", "/usr"]
     if Path("/usr/local").is_dir():
         view += ["--bind", f"{_MOUNT}/merged", "/usr/local"]
@@ -128,12 +127,14 @@ def _image_view() -> list[str]:
 
 @functools.cache
 def _python(image: Path | None) -> tuple[str, str | None]:
-    """Return a Python that the sandbox sees, and the folder to show for it where it is not in ``/usr``."""
+    """Return the path of a Python in the sandbox, and the folder to mount for it if outside ``/usr``."""
     root = image or Path("/")
     for folder in reversed(PATH.split(":")):
         if (root / folder.lstrip("/") / "python3").exists():
             return f"{folder}/python3", None
     if image:
-        raise SandboxUnavailable(f"the root folder {image} has no python3 in {PATH}, which runs the commands")
+        raise SandboxUnavailable(
+            f"the root folder {image} has no python3 in {PATH}, which is needed to run commands"
+        )
     prefix = os.path.realpath(sys.base_prefix)
     return f"{prefix}/bin/python3", prefix

@@ -1,51 +1,114 @@
-"""The seam: what a task may ask of a sandbox, whatever it is made of."""
+"""The sandbox interface: limits, commands and their results, files, snapshots."""
 
 from __future__ import annotations
 
 import asyncio
 import io
+import os
 import posixpath
+import re
+import select
 import tarfile
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol, Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Self
 
-from agentrl_env.sandbox.limits import Limits
+from agentrl_env.errors import SandboxFailed
 
 HOME = "/home/agent"
-"""The folder that commands start in, and that relative paths start from."""
+"""The working folder of commands; relative paths start here."""
 PATH = "/usr/local/bin:/usr/bin:/bin"
 BASE_ENVIRONMENT = {"PATH": PATH, "HOME": HOME, "LANG": "C.UTF-8", "USER": "agent", "TMPDIR": "/tmp"}
-"""All that a command's environment holds, but what it is given."""
+"""The whole environment of a command, apart from what ``run`` adds."""
 MAX_FILE = 16 << 20
-"""Bytes that ``read`` returns at most, unless told otherwise."""
+"""Default maximum of bytes that ``read`` returns."""
+OVERHEAD = 24 << 20
+"""Bytes of memory reserved for the processes that run commands; files may fill the rest."""
+DISCARD_LIMIT = 16 << 20
+"""Bytes of output that are read and dropped before a command is killed for endless output."""
+GRACE_S = 10.0
+"""Seconds that a killed command may take to end."""
+_CHUNK = 1 << 16
+_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 KilledBy = Literal["timeout", "memory", "pids", "output", "signal"]
 Command = str | Sequence[str]
 
 
+def parse_size(size: int | str) -> int:
+    """Return a size in bytes: a number, or text such as "64m", "1.5 GiB" or "2gb".
+
+    Units are powers of 1024, in upper or lower case.
+
+    Raises:
+        ValueError: the text is not a size.
+    """
+    if isinstance(size, int):
+        return size
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", size.strip().lower(), flags=re.ASCII)
+    if found is None:
+        raise ValueError(f"{size!r} is not a size; write bytes, or a number with k, m, g or t, as in '512m'")
+    return int(float(found[1]) * (1 << _UNITS[found[2]]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxLimits:
+    """Resource limits of one sandbox.
+
+    Args:
+        memory: bytes of RAM for all processes together, including files, which lie in RAM.
+        disk: bytes for all files together.
+        pids: maximum number of processes and threads.
+        cpus: CPU time per second, in processors.
+        timeout: default seconds that a command may run.
+        max_output: default bytes kept of each of a command's stdout and stderr.
+        network: whether the sandbox has a network.
+        background: whether processes that a command leaves behind keep running; else they are killed.
+    """
+
+    memory: int
+    disk: int
+    pids: int
+    cpus: float
+    timeout: float
+    max_output: int
+    network: bool
+    background: bool
+
+    def __post_init__(self) -> None:
+        if self.disk <= 0 or self.disk + OVERHEAD > self.memory:
+            raise ValueError(
+                f"disk={self.disk} must be positive and leave {OVERHEAD >> 20} MiB of memory={self.memory}: "
+                "a sandbox's files lie in its memory"
+            )
+        for name in ("pids", "cpus", "timeout", "max_output"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecResult:
-    """What came of one command."""
+    """The result of one command."""
 
     code: int | None
-    """The exit status; None where the command was killed."""
+    """The exit status; None if the command was killed."""
     stdout: str
     stderr: str
     timed_out: bool = False
     truncated: bool = False
-    """Whether output beyond ``max_output`` was dropped."""
+    """True if output beyond ``max_output`` was dropped."""
     killed_by: KilledBy | None = None
     seconds: float = 0.0
-    """How long it ran."""
+    """How long the command ran."""
     note: str = ""
-    """One sentence on what is not the command's own output: why it was killed, or not started."""
+    """One sentence from the sandbox: why the command was killed or did not start."""
 
     @property
     def text(self) -> str:
-        """All of it as a model should read it: output, errors, and what happened if it went wrong."""
+        """The result as text for a model: output, errors, and the reason for a failure."""
         parts = [part.rstrip("\n") for part in (self.stdout, self.stderr) if part.strip()]
         notes = [self.note] if self.note else []
         notes += [f"exit code {self.code}"] if self.code and not self.killed_by else []
@@ -54,18 +117,70 @@ class ExecResult:
         return "\n".join(parts) or "(no output)"
 
 
-class Sandbox(Protocol):
-    """A closed room for one episode: its own files, processes and limits, nothing of the host's.
+class Stream:
+    """The first ``limit`` bytes of an output, and a count of all bytes."""
 
-    One command runs at a time; a second thread waits for its turn. What a command does wrong, and a
-    limit that it hits, is in its ``ExecResult``. An exception is an infrastructure failure.
-    """
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._kept = io.BytesIO()
+        self.total = 0
 
-    limits: Limits
+    def feed(self, data: bytes) -> None:
+        """Append bytes; those beyond the limit are counted and dropped."""
+        self.total += len(data)
+        self._kept.write(data[: max(0, self._limit - self._kept.tell())])
 
     @property
+    def dropped(self) -> int:
+        """Number of bytes that were dropped."""
+        return max(0, self.total - self._limit)
+
+    @property
+    def data(self) -> bytes:
+        """The bytes that were kept."""
+        return self._kept.getvalue()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """A command to execute, with the streams that receive its output."""
+
+    arguments: list[str]
+    stdin: bytes
+    out: Stream
+    err: Stream
+    timeout: float
+    cwd: str = "/"
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitState:
+    """How a command ended: its exit status or signal, the limit that killed it, or why it did not start."""
+
+    code: int | None = None
+    signal: int | None = None
+    killed_by: KilledBy | None = None
+    failed: str = ""
+
+
+class Sandbox(ABC):
+    """An isolated place for one episode, with its own files, processes and limits.
+
+    One command runs at a time; concurrent calls wait. Errors of a command, and limits that it exceeds,
+    are part of its ``ExecResult``. An exception means an infrastructure failure.
+    """
+
+    _shell = "/bin/sh"
+
+    def __init__(self, limits: SandboxLimits) -> None:
+        self.limits = limits
+        self._lock = threading.Lock()
+
+    @property
+    @abstractmethod
     def alive(self) -> bool:
-        """Whether commands can still be run."""
+        """True if the sandbox can run commands."""
 
     def run(
         self,
@@ -80,74 +195,93 @@ class Sandbox(Protocol):
         """Run a command and wait for its end.
 
         Args:
-            command: text for ``/bin/sh``, or a list of arguments that no shell sees.
-            timeout: seconds until everything in the sandbox is killed; the sandbox's by default.
-            stdin: what the command reads.
-            cwd: the folder to start in; ``HOME`` by default.
-            env: added to the environment.
-            max_output: bytes kept of each stream; the sandbox's by default.
+            command: text for a shell, or a list of arguments that is run without a shell.
+            timeout: seconds until all processes are killed; the sandbox's limit by default.
+            stdin: the command's standard input.
+            cwd: the working folder; ``HOME`` by default.
+            env: additional environment variables.
+            max_output: bytes kept of each stream; the sandbox's limit by default.
 
         Raises:
-            SandboxFailed: the sandbox is closed or dead, or what it is made of does not answer.
+            SandboxFailed: the sandbox is closed or dead, or its backend does not answer.
         """
+        timeout, max_output = timeout or self.limits.timeout, max_output or self.limits.max_output
+        out, err = Stream(max_output), Stream(max_output)
+        execution = Execution(
+            arguments=argument_list(command, self._shell),
+            stdin=as_bytes(stdin),
+            out=out,
+            err=err,
+            timeout=timeout,
+            cwd=cwd or ".",
+            env=env or {},
+        )
+        with self._lock:
+            begin = time.monotonic()
+            end = self._execute(execution)
+            seconds = time.monotonic() - begin
+        killed_by = end.killed_by or ("signal" if end.signal else None)
+        truncated = bool(out.dropped or err.dropped)
+        note = {
+            "timeout": f"killed: it ran longer than {timeout:g} s",
+            "memory": f"killed: out of memory, the limit is {self.limits.memory >> 20} MiB, files included",
+            "pids": f"killed: too many processes, the limit is {self.limits.pids}",
+            "output": f"killed: endless output, the first {max_output} bytes are shown",
+            "signal": f"killed by signal {end.signal}",
+            None: f"output cut off: the first {max_output} bytes are shown" if truncated else end.failed,
+        }[killed_by]
+        return ExecResult(
+            code=end.code,
+            stdout=as_text(out.data),
+            stderr=as_text(err.data),
+            timed_out=killed_by == "timeout",
+            truncated=truncated,
+            killed_by=killed_by,
+            seconds=seconds,
+            note=note,
+        )
 
     async def arun(self, command: Command, **options: object) -> ExecResult:
-        """Run a command without blocking the event loop; same arguments as ``run``."""
+        """Run a command on a thread; takes the arguments of ``run``."""
+        return await asyncio.to_thread(self.run, command, **options)  # type: ignore[arg-type]
 
+    @abstractmethod
     def write(self, path: str, data: str | bytes) -> None:
-        """Write a file as the sandbox's user, folders included.
+        """Write a file as the sandbox's user; missing folders are created.
 
         Raises:
-            OSError: it cannot be written: a folder of this name, no room, no right.
+            OSError: the path is a folder, permission is denied, or the disk is full.
             SandboxFailed: see ``run``.
         """
 
+    @abstractmethod
     def write_all(self, files: Mapping[str, str | bytes]) -> None:
-        """Write many files at once, path -> content; quicker than one by one. Raises as ``write``."""
+        """Write many files, path -> content; faster than single writes. Raises as ``write``."""
 
+    @abstractmethod
     def read(self, path: str, limit: int = MAX_FILE) -> bytes:
         """Return at most ``limit`` bytes of a regular file, read as the sandbox's user.
 
         Raises:
-            OSError: it cannot be read: no such file, not a regular one.
+            OSError: the file does not exist, is not a regular file, or permission is denied.
             SandboxFailed: see ``run``.
         """
 
+    @abstractmethod
     def snapshot(self) -> bytes:
-        """Return all that was written, as a tar archive; no processes. Raises SandboxFailed."""
+        """Return all changed files as a tar archive; processes are not part of it. Raises SandboxFailed."""
 
+    @abstractmethod
     def restore(self, state: bytes) -> None:
-        """Put the files of ``snapshot`` into a fresh sandbox of the same kind. Raises SandboxFailed."""
-
-    def close(self) -> None:
-        """End every process and delete every file. Idempotent, from any thread."""
-
-
-class SandboxBase(ABC):
-    """What all sandboxes share: the convenience around ``run``, and how they end."""
-
-    limits: Limits
-
-    @abstractmethod
-    def run(
-        self,
-        command: Command,
-        *,
-        timeout: float | None = None,
-        stdin: str | bytes = b"",
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        max_output: int | None = None,
-    ) -> ExecResult:
-        """Run a command; see ``Sandbox.run``."""
+        """Restore the files of ``snapshot`` in a fresh sandbox of the same kind. Raises SandboxFailed."""
 
     @abstractmethod
     def close(self) -> None:
-        """End it; see ``Sandbox.close``."""
+        """Kill every process and delete every file. Idempotent and thread-safe."""
 
-    async def arun(self, command: Command, **options: object) -> ExecResult:
-        """Run a command on a thread."""
-        return await asyncio.to_thread(self.run, command, **options)  # type: ignore[arg-type]
+    @abstractmethod
+    def _execute(self, execution: Execution) -> ExitState:
+        """Run a command; the caller holds the lock."""
 
     def __enter__(self) -> Self:
         return self
@@ -156,25 +290,25 @@ class SandboxBase(ABC):
         self.close()
 
 
-def words(command: Command, shell: str) -> list[str]:
-    """Return a command's argument list; text goes to the shell. No lone surrogates, which no pipe carries."""
+def argument_list(command: Command, shell: str) -> list[str]:
+    """Return a command's arguments; text is run by the shell. Lone surrogates become question marks."""
     listed = [shell, "-c", command] if isinstance(command, str) else list(command)
     return [word.encode("utf-8", "replace").decode() for word in listed]
 
 
 def absolute(path: str) -> str:
-    """Return where ``path`` lies in a sandbox: relative ones start at ``HOME``. Purely of text.
+    """Return the normalized absolute path in a sandbox; relative paths start at ``HOME``.
 
     Raises:
-        ValueError: it is empty or holds a NUL.
+        ValueError: the path is empty or contains a NUL.
     """
     if not path or "\0" in path:
         raise ValueError(f"path {path!r} names no file")
     return posixpath.normpath(posixpath.join(HOME, path)).replace("//", "/", 1)
 
 
-def packed(files: Mapping[str, str | bytes]) -> bytes:
-    """Return a tar archive of files, path -> content, from the root folder on. Raises ValueError."""
+def tar_archive(files: Mapping[str, str | bytes]) -> bytes:
+    """Return a tar archive of files, path -> content, relative to the root folder. Raises ValueError."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
         for path, content in files.items():
@@ -185,83 +319,68 @@ def packed(files: Mapping[str, str | bytes]) -> bytes:
 
 
 def as_bytes(data: str | bytes) -> bytes:
-    """Return text in UTF-8; what it cannot carry becomes a question mark."""
+    """Encode text as UTF-8; lone surrogates become question marks."""
     return data.encode("utf-8", "replace") if isinstance(data, str) else data
 
 
 def as_text(data: bytes) -> str:
-    """Return output as text that can be sent: undecodable bytes become U+FFFD, NULs too."""
+    """Decode output as UTF-8; undecodable bytes and NULs become U+FFFD."""
     return data.decode("utf-8", "replace").replace("\0", "�")
 
 
-class Stream:
-    """The first bytes of an output, and whether there were more; never holds more than its limit."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._kept = io.BytesIO()
-        self.total = 0
-
-    def feed(self, data: bytes) -> None:
-        """Take a piece."""
-        self.total += len(data)
-        self._kept.write(data[: max(0, self._limit - self._kept.tell())])
-
-    @property
-    def dropped(self) -> int:
-        """How many bytes were not kept."""
-        return max(0, self.total - self._limit)
-
-    @property
-    def data(self) -> bytes:
-        """What was kept."""
-        return self._kept.getvalue()
-
-
-def result(
-    limits: Limits,
-    out: Stream,
-    err: Stream,
-    *,
-    code: int | None,
-    signal: int | None,
-    killed_by: KilledBy | None,
-    seconds: float,
-    timeout: float,
-    max_output: int,
-    failed: str = "",
-) -> ExecResult:
-    """Put together what came of a command.
+def collect(
+    outputs: Mapping[int, Stream], ended: int, *, timeout: float, kill: Callable[[], None]
+) -> KilledBy | None:
+    """Read a command's outputs until it ends; return the limit that it was killed for, if any.
 
     Args:
-        limits: of the sandbox.
-        out: its stdout.
-        err: its stderr.
-        code: its exit status, where it had one.
-        signal: what it was killed by, where it was.
-        killed_by: which limit ended it, where one did.
-        seconds: how long it ran.
-        timeout: how long it could have run.
-        max_output: bytes kept of each stream.
-        failed: why it was not even started.
+        outputs: non-blocking descriptor -> stream for its bytes.
+        ended: descriptor that becomes readable when the command has ended.
+        timeout: seconds until ``kill`` is called.
+        kill: ends the command; called at most once.
+
+    Raises:
+        SandboxFailed: the command does not end after it was killed.
     """
-    killed_by = killed_by or ("signal" if signal else None)
-    truncated = bool(out.dropped or err.dropped)
-    note = {
-        "timeout": f"killed: it ran longer than {timeout:g} s",
-        "memory": f"killed: out of memory, the limit is {limits.memory >> 20} MiB, files included",
-        "pids": f"killed: too many processes, the limit is {limits.pids}",
-        "output": f"killed: endless output, the first {max_output} bytes are shown",
-        "signal": f"killed by signal {signal}",
-        None: f"output cut off: the first {max_output} bytes are shown" if truncated else failed,
-    }[killed_by]
-    return ExecResult(
-        code=code,
-        stdout=as_text(out.data),
-        stderr=as_text(err.data),
-        timed_out=killed_by == "timeout",
-        truncated=truncated,
-        killed_by=killed_by,
-        seconds=seconds,
-        note=note,
-    )
+    poll, open_outputs = select.poll(), dict(outputs)
+    for descriptor in (*outputs, ended):
+        poll.register(descriptor, select.POLLIN)
+    killed_by: KilledBy | None = None
+    deadline = time.monotonic() + timeout
+    while True:
+        ready = [descriptor for descriptor, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000)]
+        for descriptor in set(ready) & open_outputs.keys():
+            if not _read(descriptor, open_outputs[descriptor]):
+                poll.unregister(descriptor)
+                del open_outputs[descriptor]
+        if ended in ready:
+            for descriptor, stream in open_outputs.items():
+                _drain(descriptor, stream)
+            return killed_by
+        over = any(stream.dropped > DISCARD_LIMIT for stream in outputs.values())
+        late = time.monotonic() >= deadline
+        if killed_by is not None and late:
+            raise SandboxFailed(f"the sandbox did not end a command within {GRACE_S:g} s of killing it")
+        if killed_by is None and (over or late):
+            killed_by = "output" if over else "timeout"
+            deadline = time.monotonic() + GRACE_S
+            kill()
+
+
+def _read(descriptor: int, stream: Stream) -> bool:
+    """Read one chunk; return False at the end of the output."""
+    try:
+        data = os.read(descriptor, _CHUNK)
+    except BlockingIOError:
+        return True
+    stream.feed(data)
+    return bool(data)
+
+
+def _drain(descriptor: int, stream: Stream) -> None:
+    """Read the available output without waiting: a background process may hold the other end open."""
+    limit = stream.total + DISCARD_LIMIT
+    while stream.total < limit:
+        before = stream.total
+        if not _read(descriptor, stream) or stream.total == before:
+            return

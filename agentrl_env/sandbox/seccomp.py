@@ -1,4 +1,4 @@
-"""A filter for system calls: what no command of a task needs, and kernels have had holes in."""
+"""A system call filter: denies calls that commands do not need and that have had kernel bugs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _NUMBER, _MACHINE, _FIRST_ARGUMENT = 0, 4, 16
 _NEW_NAMESPACES = 0x7E020080
 """CLONE_NEW*: TIME, NS, CGROUP, UTS, IPC, USER, PID and NET."""
 _SOCKET_FAMILIES = (1, 2, 10, 16)
-"""Unix, IPv4, IPv6 and netlink. Others, vsock above all, do not stop at the network namespace."""
+"""Unix, IPv4, IPv6 and netlink. Other families, such as vsock, bypass the network namespace."""
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32 = 0x40000000
 _SPECIAL = {"x86_64": {"socket": 41, "clone": 56}, "aarch64": {"socket": 198, "clone": 220}}
 _CLONE3 = 435
 _REFUSED_EVERYWHERE = (*range(425, 434), 438, 440, 442, 443, 447, 448)
 """io_uring_*, the mount calls, pidfd_getfd, process_madvise, mount_setattr,
-quotactl_fd, memfd_secret, process_mrelease: one number on all machines."""
+quotactl_fd, memfd_secret, process_mrelease: the same number on all architectures."""
 _REFUSED = {
     # ptrace, syslog, personality, pivot_root, acct, clocks, mount, umount2, swap, reboot, host names, ports,
     # modules, quotas, kexec, keys, memory policies, unshare, setns, perf_event_open, file handles,
@@ -38,7 +38,7 @@ _REFUSED = {
 
 
 def program(machine: str | None = None) -> bytes | None:
-    """Return the filter as ``struct sock_filter[]``; None where this machine's numbers are not known."""
+    """Return the filter as ``struct sock_filter[]``; None for architectures without a list of calls."""
     machine = machine or platform.machine()
     if machine not in _MACHINES:
         return None
@@ -54,7 +54,7 @@ def program(machine: str | None = None) -> bytes | None:
     ]
     for number in refused:
         lines += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _REFUSE | errno.EPERM)]
-    # Its flags lie in memory, where a filter cannot look; the C library falls back to clone.
+    # clone3 passes its flags in memory, which a filter cannot read; the C library falls back to clone.
     lines += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _REFUSE | errno.ENOSYS)]
     lines += [
         (_EQUAL, 0, 4, special["clone"]),

@@ -1,11 +1,11 @@
-"""Process 1 of a bubblewrap sandbox: runs one command after another as told over its stdin, a socket.
+"""Process 1 of a bubblewrap sandbox: runs commands one at a time, as requested over a socket on stdin.
 
-It stands alone, on the standard library of whichever Python the sandbox sees, and holds no right that
-the commands lack. As process 1 of its namespace no command can kill or stop it; when the socket closes it
-ends, and the kernel ends everything else.
+The module uses only the standard library of the Python in the sandbox, and has no privileges that commands
+lack. As process 1 of its pid namespace it cannot be killed or stopped by commands. When the socket closes
+it exits, and the kernel kills all other processes.
 
-A request is a JSON line with three descriptors (stdin, stdout, stderr); ``{"op": "kill"}`` has none. An
-answer is a JSON line: ``{"code"}``, ``{"signal"}`` or ``{"failed"}``, and ``"pids": true`` where the process
+A request is a JSON line with three descriptors (stdin, stdout, stderr); ``{"op": "kill"}`` has none. A
+response is a JSON line: ``{"code"}``, ``{"signal"}`` or ``{"failed"}``, with ``"pids": true`` if the process
 limit was hit.
 """
 
@@ -28,13 +28,13 @@ from typing import Any
 CHUNK = 1 << 16
 PR_SET_DUMPABLE = 4
 LAYERS = "/dev/layers"
-"""Where the writable layers are seen as they are, read-only."""
+"""Read-only view of the writable layers, without what lies below them."""
 OPAQUE = "AGENTRL.opaque"
-"""The mark of a folder that hides the one of the same name below it."""
+"""Marks a folder that hides the lower folder of the same name."""
 
 
 def main() -> None:
-    """Serve until the socket closes."""
+    """Serve requests until the socket closes."""
     control = socket.socket(fileno=os.dup(0))
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
@@ -60,10 +60,10 @@ def main() -> None:
 def _serve(
     control: socket.socket, awake: int, oom: int, request: dict[str, Any], descriptors: list[int]
 ) -> dict[str, Any]:
-    """Run one command to its end and return the answer."""
+    """Run one command until it ends and return the response."""
     _reap()
     try:
-        # Inherited by the child: when memory runs out the kernel kills commands before process 1.
+        # The child inherits this score: when memory runs out, the kernel kills commands before process 1.
         os.write(oom, b"500")
         child = os.fork()
     except OSError as error:
@@ -86,7 +86,7 @@ def _serve(
 
 
 def _wait(control: socket.socket, awake: int, child: int) -> int | None:
-    """Return the child's status once it ends, or None once the other side wants it killed."""
+    """Return the child's status when it ends, or None when a kill is requested."""
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(awake, select.POLLIN)
@@ -102,7 +102,7 @@ def _wait(control: socket.socket, awake: int, child: int) -> int | None:
 
 
 def _reap() -> dict[int, int]:
-    """Collect whoever has ended, orphans too, and return their statuses."""
+    """Reap all ended children, including adopted ones, and return their statuses."""
     ended: dict[int, int] = {}
     while True:
         try:
@@ -115,9 +115,9 @@ def _reap() -> dict[int, int]:
 
 
 def _kill_all() -> None:
-    """End every other process of the namespace and wait until none is left."""
+    """Kill every other process of the namespace and wait until all have ended."""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(-1, signal.SIGKILL)  # atomic: the kernel lets nobody fork meanwhile
+        os.kill(-1, signal.SIGKILL)  # atomic: no process can fork meanwhile
     while True:
         try:
             os.waitpid(-1, 0)
@@ -126,7 +126,7 @@ def _kill_all() -> None:
 
 
 def _child(request: dict[str, Any], descriptors: list[int]) -> None:
-    """Become the command; never returns."""
+    """Run the command in the forked child; never returns."""
     status = 126
     try:
         os.setsid()
@@ -140,14 +140,14 @@ def _child(request: dict[str, Any], descriptors: list[int]) -> None:
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(kind, (value, value))
         status = _FILE_OPERATIONS.get(request["op"], _run)(request)
-    except BaseException as error:  # a forked copy of process 1 must never go on
-        os.write(2, _complaint(error, request).encode("utf-8", "replace"))
+    except BaseException as error:  # a forked copy of process 1 must never continue
+        os.write(2, _error_text(error, request).encode("utf-8", "replace"))
         status = 127 if isinstance(error, FileNotFoundError) else status
     finally:
         os._exit(status)
 
 
-def _complaint(error: BaseException, request: dict[str, Any]) -> str:
+def _error_text(error: BaseException, request: dict[str, Any]) -> str:
     number = getattr(error, "errno", None) or 0
     reason = os.strerror(number) if number else str(error)
     if request["op"] != "run":
@@ -176,7 +176,7 @@ def _read(request: dict[str, Any]) -> int:
 
 
 def _snapshot(request: dict[str, Any]) -> int:
-    """Write all that was changed to stdout, as a tar archive of the layers."""
+    """Write all changes to stdout as a tar archive of the layers."""
     import tarfile
 
     def recorded(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
@@ -192,7 +192,7 @@ def _snapshot(request: dict[str, Any]) -> int:
 
 
 def _restore(request: dict[str, Any]) -> int:
-    """Apply the archive on stdin to the files as they are seen."""
+    """Apply the archive on stdin to the mounted files."""
     import tarfile
 
     modes = {}
@@ -202,7 +202,7 @@ def _restore(request: dict[str, Any]) -> int:
             try:
                 _apply(tar, entry, path, request["layers"])
             except OSError as error:
-                if error.errno not in (errno.EBUSY, errno.EROFS):  # what the sandbox itself mounts
+                if error.errno not in (errno.EBUSY, errno.EROFS):  # mount points of the sandbox itself
                     raise
             else:
                 modes[path] = entry.mode if entry.isdir() or entry.isreg() else None
@@ -218,7 +218,7 @@ def _place(name: str, layers: dict[str, str]) -> str:
 
 
 def _apply(tar: Any, entry: Any, path: str, layers: dict[str, str]) -> None:
-    """Make one entry real. A device is the overlay's mark of a deletion."""
+    """Apply one archive entry. A device marks a deletion in an overlay."""
     import shutil
 
     folder = os.path.isdir(path) and not os.path.islink(path)
@@ -243,7 +243,7 @@ _FILE_OPERATIONS = {"write": _write, "read": _read, "snapshot": _snapshot, "rest
 
 
 def _regular(descriptor: int) -> int:
-    """Return a descriptor of a regular file. Raises OSError for anything that could block."""
+    """Return the descriptor if it is a regular file; raise OSError for files that could block."""
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "not a regular file")
@@ -257,12 +257,12 @@ def _copy(source: int, target: int, limit: int = sys.maxsize) -> None:
             data = data[os.write(target, data) :]
 
 
-def _send(control: socket.socket, answer: dict[str, Any]) -> None:
-    control.sendall(json.dumps(answer).encode() + b"\n")
+def _send(control: socket.socket, response: dict[str, Any]) -> None:
+    control.sendall(json.dumps(response).encode() + b"\n")
 
 
 def _receive(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Return the next request and its descriptors; ends the process where the socket is closed."""
+    """Return the next request and its descriptors; exit if the socket is closed."""
     data, descriptors = b"", array.array("i")
     while not data.endswith(b"\n"):
         piece, ancillary, _, _ = control.recvmsg(

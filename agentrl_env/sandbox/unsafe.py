@@ -1,4 +1,4 @@
-"""No sandbox: commands run as this process's own user, in a temporary folder. Only where that is allowed."""
+"""No isolation: commands run in a temporary folder as this process's user. Must be allowed explicitly."""
 
 from __future__ import annotations
 
@@ -11,96 +11,47 @@ import subprocess
 import tarfile
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
 from agentrl_env.errors import SandboxFailed
-from agentrl_env.sandbox import leftovers
-from agentrl_env.sandbox.limits import Limits
-from agentrl_env.sandbox.output import collect
+from agentrl_env.sandbox.orphans import PREFIX, is_orphan, resource_name
 from agentrl_env.sandbox.sandbox import (
     BASE_ENVIRONMENT,
     HOME,
     MAX_FILE,
-    Command,
-    ExecResult,
-    KilledBy,
-    SandboxBase,
-    Stream,
+    Execution,
+    ExitState,
+    Sandbox,
+    SandboxLimits,
     absolute,
     as_bytes,
-    result,
-    words,
+    collect,
 )
 
 
-class UnsafeSandbox(SandboxBase):
-    """A folder, not a sandbox: it limits time, output and the memory of one process, and hides nothing.
+class UnsafeSandbox(Sandbox):
+    """A plain folder: limits time, output and the memory of each process, and isolates nothing.
 
-    Paths below ``HOME`` mean this folder; files elsewhere are refused by ``read`` and ``write``, but not to
-    commands.
+    ``HOME`` stands for the folder. ``read`` and ``write`` refuse paths outside it; commands can use them.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        _sweep()
-        self._folder = Path(tempfile.gettempdir()).resolve() / leftovers.new_name()
+    def __init__(self, limits: SandboxLimits) -> None:
+        super().__init__(limits)
+        _remove_orphans()
+        self._folder = Path(tempfile.gettempdir()).resolve() / resource_name()
         try:
             self._folder.mkdir(mode=0o700)
         except OSError as error:
-            raise SandboxFailed(f"no folder for a sandbox: {error}") from None
+            raise SandboxFailed(f"cannot create a folder for the sandbox: {error}") from None
         self._running: list[subprocess.Popen[bytes]] = []
         self._finish = weakref.finalize(self, _end, os.getpid(), self._folder, self._running)
-        self._lock = threading.Lock()
 
     @property
     def alive(self) -> bool:
-        """Whether commands can still be run."""
+        """See ``Sandbox.alive``."""
         return self._finish.alive
-
-    def run(
-        self,
-        command: Command,
-        *,
-        timeout: float | None = None,
-        stdin: str | bytes = b"",
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        max_output: int | None = None,
-    ) -> ExecResult:
-        """Run a command; see ``Sandbox.run``."""
-        timeout, max_output = timeout or self.limits.timeout, max_output or self.limits.max_output
-        out, err = Stream(max_output), Stream(max_output)
-        begin, code, failed = time.monotonic(), None, ""
-        killed_by: KilledBy | None = None
-        with self._lock:
-            try:
-                limited = f'ulimit -c 0; ulimit -v {self.limits.memory >> 10}; exec "$@"'
-                arguments = ["/bin/sh", "-c", limited, "sh", *words(command, "/bin/sh")]
-                environment = {**BASE_ENVIRONMENT, "HOME": str(self._folder), **(env or {})}
-                folder = self._inside(cwd or ".")
-                with self._started(arguments, as_bytes(stdin), folder, environment) as (process, ended):
-                    outputs = {process.stdout.fileno(): out, process.stderr.fileno(): err}
-                    killed_by = collect(outputs, ended, timeout=timeout, kill=lambda: _kill(process))
-                    code = process.wait()
-                    if killed_by or not self.limits.background:
-                        _kill(process)
-            except (OSError, ValueError) as error:
-                failed = f"cannot run it: {error}"
-        return result(
-            self.limits,
-            out,
-            err,
-            code=code if code is not None and code >= 0 else None,
-            signal=-code if code is not None and code < 0 else None,
-            killed_by=killed_by,
-            seconds=time.monotonic() - begin,
-            timeout=timeout,
-            max_output=max_output,
-            failed=failed,
-        )
 
     def write(self, path: str, data: str | bytes) -> None:
         """Write a file; see ``Sandbox.write``."""
@@ -131,16 +82,34 @@ class UnsafeSandbox(SandboxBase):
         return target.getvalue()
 
     def restore(self, state: bytes) -> None:
-        """Put the files of ``snapshot`` into this folder."""
+        """Extract a snapshot into the folder."""
         with self._lock, tarfile.open(fileobj=io.BytesIO(state)) as tar:
             tar.extractall(self._inside("."), filter="data")
 
     def close(self) -> None:
-        """Kill what runs and delete the folder; see ``Sandbox.close``."""
+        """Kill running commands and delete the folder; see ``Sandbox.close``."""
         self._finish()
 
+    def _execute(self, execution: Execution) -> ExitState:
+        limited = f'ulimit -c 0; ulimit -v {self.limits.memory >> 10}; exec "$@"'
+        arguments = ["/bin/sh", "-c", limited, "sh", *execution.arguments]
+        environment = {**BASE_ENVIRONMENT, "HOME": str(self._folder), **execution.env}
+        try:
+            folder = self._inside(execution.cwd)
+            with self._started(arguments, execution.stdin, folder, environment) as (process, ended):
+                outputs = {process.stdout.fileno(): execution.out, process.stderr.fileno(): execution.err}
+                killed_by = collect(outputs, ended, timeout=execution.timeout, kill=lambda: _kill(process))
+                code = process.wait()
+                if killed_by or not self.limits.background:
+                    _kill(process)
+        except (OSError, ValueError) as error:
+            return ExitState(failed=f"cannot run it: {error}")
+        return ExitState(
+            code=code if code >= 0 else None, signal=-code if code < 0 else None, killed_by=killed_by
+        )
+
     def _inside(self, path: str) -> Path:
-        """Return where a path lies on this machine. Raises PermissionError where it leads out."""
+        """Return a path on this machine. Raises PermissionError if it is outside the folder."""
         if not self._finish.alive:
             raise SandboxFailed("the sandbox is closed")
         inner = os.path.relpath(absolute(path), HOME)
@@ -151,7 +120,7 @@ class UnsafeSandbox(SandboxBase):
 
     @contextlib.contextmanager
     def _started(self, arguments, stdin, folder, environment):  # type: ignore[no-untyped-def]
-        """Give a started process, and a descriptor that becomes readable when it ends."""
+        """Start a process; yield it, and a descriptor that becomes readable when it ends."""
         ended, last = os.pipe()
         try:
             with tempfile.TemporaryFile() as source:
@@ -198,7 +167,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _lives(process: subprocess.Popen[bytes]) -> bool:
-    """Return whether anything runs that a command has started; as long as it does, its number is taken."""
+    """Return whether a process of a command's group runs; until then the group id is not reused."""
     try:
         os.killpg(process.pid, 0)
     except ProcessLookupError:
@@ -215,8 +184,8 @@ def _end(pid: int, folder: Path, running: list[subprocess.Popen[bytes]]) -> None
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _sweep() -> None:
-    """Delete the folders of processes that are gone."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{leftovers.PREFIX}*"):
-        if leftovers.abandoned(folder.name):
+def _remove_orphans() -> None:
+    """Delete the folders of processes that have ended."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        if is_orphan(folder.name):
             shutil.rmtree(folder, ignore_errors=True)

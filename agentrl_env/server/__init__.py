@@ -1,1 +1,1 @@
-"""Serving: a pool of sessions, the HTTP application in front of it, and the process around both."""
+"""The server: a pool of sessions behind HTTP and a WebSocket."""

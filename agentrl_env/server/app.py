@@ -1,196 +1,288 @@
-"""Wire v1 over HTTP: the FastAPI application in front of a ``Service``."""
+"""Wire protocol 1 over HTTP: the FastAPI application in front of a ``Service``."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from math import ceil
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Path, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic.json_schema import models_json_schema
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import WebSocketRoute
 
-from agentrl_env.errors import (
-    InternalError,
-    InvalidRequest,
-    MethodNotAllowed,
-    ServerDraining,
-    UnknownRoute,
-    WireError,
-)
-from agentrl_env.server.authorization import GuardedService
-from agentrl_env.server.bodies import read
-from agentrl_env.server.dashboard.routes import page_routes
+from agentrl_env import errors as e
+from agentrl_env.server import dashboard
+from agentrl_env.server.api import Api
+from agentrl_env.server.fast_path import StepFastPath
 from agentrl_env.server.limits import Limits
-from agentrl_env.server.middleware import Gate
-from agentrl_env.server.openapi import openapi_route
+from agentrl_env.server.middleware import AccessMiddleware
 from agentrl_env.server.service import Service
-from agentrl_env.server.steps import StepRoutes
-from agentrl_env.server.telemetry.metrics import CONTENT_TYPE, watch_loop
+from agentrl_env.server.telemetry.metrics import CONTENT_TYPE, Metrics, measure_loop_lag
 from agentrl_env.server.telemetry.tracing import Tracing
-from agentrl_env.server.websocket import socket_endpoint
-from agentrl_env.wire import SOCKET_PATH, ForkRequest, OpenRequest
+from agentrl_env.server.websocket import websocket_endpoint
+from agentrl_env.session.capacity import DRAINING
+from agentrl_env.session.pool import VERSION
+from agentrl_env.wire import CALLS, OPEN, OPEN_MANY, SOCKET_PATH, Call, Error, Health
 
-Handler = Callable[[Request], Awaitable[Response]]
+_SessionId = Annotated[str, Path(json_schema_extra={"minLength": 1, "pattern": "^[A-Za-z0-9_.-]+$"})]
+_REF = "#/components/schemas/{model}"
+_SECURITY: dict[str, Any] = {"security": [{"bearer": []}]}
+_NO_STORE = {"cache-control": "no-store"}
 
 
 def create_app(
     service: Service,
+    metrics: Metrics,
     *,
     token: str | None = None,
     limits: Limits | None = None,
     tracing: Tracing | None = None,
 ) -> FastAPI:
-    """Return the application that puts a service on the wire.
+    """Return the application that serves a ``Service``.
 
     Args:
         service: the sessions; closed with the application.
-        token: what callers must show as ``Authorization: Bearer``, on everything but ``/health``. With one,
-            whoever opens a session is given a token for it alone.
+        metrics: counters of the process.
+        token: operator token, required as ``Authorization: Bearer`` on everything but ``/health``, ``/ready``
+            and the dashboard's files. With one, answers that open sessions carry agent tokens.
         limits: of one caller.
         tracing: makes OpenTelemetry spans.
     """
     limits = limits or Limits()
-    metrics = service.metrics
-    service = GuardedService(service, limits, token)
+    api = Api(service, metrics, limits, token)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watching = asyncio.create_task(watch_loop(metrics))
+        measuring = asyncio.create_task(measure_loop_lag(metrics))
         try:
             yield
         finally:
-            watching.cancel()
+            measuring.cancel()
             await service.aclose()
 
-    app = FastAPI(title="agentrl-env", lifespan=lifespan, openapi_url=None)
-    app.add_middleware(StepRoutes, service=service, refuse=partial(_answer, service))
-    app.add_middleware(Gate, token=token, limits=limits, metrics=metrics, tracing=tracing)
-    app.add_exception_handler(WireError, _on_wire_error(service))
-    app.add_exception_handler(HTTPException, _on_http_error(service))
-    app.add_exception_handler(ClientDisconnect, _on_hang_up)
-    app.add_exception_handler(Exception, _on_bug(service))
-    app.router.routes.append(WebSocketRoute(SOCKET_PATH, socket_endpoint(service, limits.max_body_bytes)))
-    for path, method, handler in (*_routes(service), *page_routes(service), openapi_route(token=bool(token))):
-        # Plain routes: each handler reads its body once, straight from JSON to the model.
-        app.add_route(path, handler, methods=[method])
+    app = FastAPI(
+        title="agentrl-env",
+        version=VERSION,
+        description="Wire protocol 1.",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.add_middleware(StepFastPath, api=api, on_error=partial(_error_response, api))
+    app.add_middleware(AccessMiddleware, token=token, limits=limits, metrics=metrics, tracing=tracing)
+    _add_error_handlers(app, api)
+    _add_probes(app, api, secured=bool(token))
+    for call in CALLS.values():
+        if call is not OPEN_MANY:  # a form of OPEN's body
+            _add_call(app, api, call, secured=bool(token))
+    dashboard.add_routes(app)
+    app.router.routes.append(WebSocketRoute(SOCKET_PATH, websocket_endpoint(api, limits.max_body_bytes)))
+    _add_openapi(app, secured=bool(token))
     return app
 
 
-def _routes(service: Service) -> list[tuple[str, str, Handler]]:
-    async def health(_: Request) -> Response:
-        return _json(b'{"status":"draining"}' if service.draining else b'{"status":"ok"}')
+def _add_call(app: FastAPI, api: Api, call: Call, *, secured: bool) -> None:
+    async def endpoint(request: Request, id: str | None = None, query: Any = None) -> Response:
+        if query is not None:
+            fields = dict(query) if id is None else {**dict(query), "session_id": id}
+            return _json(await api.answer(call, call.request.model_construct(**fields)), headers=_NO_STORE)
+        if call is OPEN:
+            return await _unless_disconnected(request, api.answer_json(call, await request.body()))
+        text = await request.body() if call.body is not None else b"{}"
+        answer = await api.answer_json(call, text, id)
+        return Response(status_code=204) if call.status == 204 else _json(answer, call.status)
 
-    async def ready(_: Request) -> Response:
+    parameters: list[tuple[str, Any]] = [("request", Request)]
+    parameters += [("id", _SessionId)] if "{id}" in call.path else []
+    parameters += [("query", Annotated[call.query, Query()])] if call.query is not None else []
+    # FastAPI reads path and query from the signature, for requests and for the OpenAPI document. Bodies are
+    # parsed from JSON text to the wire's models, once.
+    endpoint.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation)
+            for name, annotation in parameters
+        ]
+    )
+    extra: dict[str, Any] = dict(_SECURITY) if secured else {}
+    if call.body is not None:
+        models = [call.body, OPEN_MANY.request] if call is OPEN else [call.body]
+        schemas = [{"$ref": _REF.format(model=model.__name__)} for model in models]
+        schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    app.add_api_route(
+        call.path,
+        endpoint,
+        methods=[call.method],
+        operation_id=call.name,
+        summary=call.summary,
+        status_code=call.status,
+        response_model=None,
+        response_class=Response,
+        responses=_responses(call),
+        openapi_extra=extra or None,
+    )
+
+
+def _add_probes(app: FastAPI, api: Api, *, secured: bool) -> None:
+    service = api.service
+    private = _SECURITY if secured else None
+
+    @app.get("/health", summary="Return whether the server is alive.", operation_id="health")
+    async def health() -> Health:
+        return Health(status="draining" if service.draining else "ok")
+
+    draining: dict[int | str, dict[str, Any]] = {503: {"model": Error, "description": "`server_draining`"}}
+
+    @app.get(
+        "/ready",
+        summary="Return whether new sessions are accepted.",
+        operation_id="ready",
+        responses=draining,
+    )
+    async def ready() -> Health:
         if service.draining:
-            raise ServerDraining("the server is shutting down; open sessions elsewhere")
-        return _json(b'{"status":"ready"}')
+            raise e.ServerDraining(DRAINING)
+        return Health(status="ready")
 
-    async def metrics(_: Request) -> Response:
+    @app.get(
+        "/metrics",
+        summary="Return the metrics in Prometheus text format.",
+        operation_id="metrics",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {}}}, **_errors(_SECURED_ERRORS)},
+        openapi_extra=private,
+    )
+    async def metrics() -> Response:
         gauges = {**service.gauges(), "agentrl_tasks_running": float(len(asyncio.all_tasks()))}
-        return Response(service.metrics.render(gauges), headers={"content-type": CONTENT_TYPE})
-
-    async def tasks(_: Request) -> Response:
-        return _json(await service.tasks())
-
-    async def open_session(request: Request) -> Response:
-        wanted = read(OpenRequest, await request.body())
-        opening = asyncio.ensure_future(service.open(wanted))
-        await _unless_gone(request, opening)
-        return _json(opening.result(), status=201)
-
-    async def get_session(request: Request) -> Response:
-        return _json(await service.info(request.path_params["id"]))
-
-    async def close_session(request: Request) -> Response:
-        await service.close_session(request.path_params["id"])
-        return Response(status_code=204)
-
-    async def expert(request: Request) -> Response:
-        return _json(await service.expert(request.path_params["id"]))
-
-    async def fork(request: Request) -> Response:
-        wanted = read(ForkRequest, await request.body())
-        return _json(await service.fork(request.path_params["id"], wanted), status=201)
-
-    return [
-        ("/health", "GET", health),
-        ("/ready", "GET", ready),
-        ("/metrics", "GET", metrics),
-        ("/v1/tasks", "GET", tasks),
-        ("/v1/sessions", "POST", open_session),
-        ("/v1/sessions/{id}", "GET", get_session),
-        ("/v1/sessions/{id}", "DELETE", close_session),
-        ("/v1/sessions/{id}/expert", "POST", expert),
-        ("/v1/sessions/{id}/fork", "POST", fork),
-    ]
+        return Response(api.metrics.render(gauges), headers={"content-type": CONTENT_TYPE})
 
 
-async def _unless_gone(request: Request, work: asyncio.Future[Any]) -> None:
-    """Wait for work, and cancel it where the caller hangs up before it is done."""
-    gone = asyncio.ensure_future(_hung_up(request))
+_SECURED_ERRORS = (e.InternalError, e.Unauthorized, e.Forbidden, e.RateLimited)
+
+
+def _responses(call: Call) -> dict[int | str, dict[str, Any]]:
+    errors: tuple[type[e.WireError], ...] = (*_SECURED_ERRORS, *call.errors)
+    if call.body is not None:
+        errors += (e.InvalidRequest, e.RequestTimeout, e.BodyTooLarge)
+    if call.query is not None or "{id}" in call.path:
+        errors += (e.InvalidRequest,)
+    answers = [call.answer] if call is not OPEN else [call.answer, OPEN_MANY.answer]
+    schemas = [{"$ref": _REF.format(model=model.__name__)} for model in answers if model is not None]
+    answer: dict[str, Any] = {"description": call.summary}
+    if schemas:
+        schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+        answer["content"] = {"application/json": {"schema": schema}}
+    return {call.status: answer, **_errors(errors)}
+
+
+def _errors(errors: Sequence[type[e.WireError]]) -> dict[int | str, dict[str, Any]]:
+    """Return the error responses of a call, one per status."""
+    by_status: dict[int, set[str]] = {}
+    for error in errors:
+        by_status.setdefault(error.status, set()).add(f"`{error.type}`")
+    return {
+        status: {"model": Error, "description": ", ".join(sorted(types))}
+        for status, types in sorted(by_status.items())
+    }
+
+
+def _add_openapi(app: FastAPI, *, secured: bool) -> None:
+    """Add the models that routes read and write as JSON text to the generated document."""
+    generate = app.openapi
+    models = {model for call in CALLS.values() for model in (call.body, call.answer) if model is not None}
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = generate()
+            ordered = sorted(models, key=lambda model: model.__name__)
+            _, schemas = models_json_schema([(model, "validation") for model in ordered], ref_template=_REF)
+            components = document.setdefault("components", {})
+            components.setdefault("schemas", {}).update(schemas["$defs"])
+            if secured:
+                components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+        assert app.openapi_schema is not None
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+async def _unless_disconnected(request: Request, work: Awaitable[bytes]) -> Response:
+    """Answer an opening, and cancel it where the caller disconnects before it is done."""
+    working = asyncio.ensure_future(work)
+    disconnect = asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, disconnect), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        gone.cancel()
-        if not work.done():
-            work.cancel()
-    if not work.done():
-        await asyncio.wait((work,))
-        if work.cancelled():
-            raise InvalidRequest("the caller hung up")
+        disconnect.cancel()
+        if not working.done():
+            working.cancel()
+    if not working.done():
+        await asyncio.wait((working,))
+        if working.cancelled():
+            raise e.InvalidRequest("the caller disconnected")
+    return _json(working.result(), 201)
 
 
-async def _hung_up(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         continue
 
 
-def _json(body: bytes | str, status: int = 200) -> Response:
-    return Response(body, status, media_type="application/json")
+def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(body, status, headers=headers, media_type="application/json")
 
 
-def _answer(service: Service, error: WireError) -> Response:
-    service.metrics.errors[error.type] += 1
+def _error_response(api: Api, error: e.WireError) -> Response:
+    api.count(error)
     response = _json(to_json(error.wire()), error.status)
     if error.status in (429, 503):
         response.headers["retry-after"] = str(ceil(error.details.get("retry_after", 1)))
+    if isinstance(error, e.RequestTimeout | e.BodyTooLarge):
+        response.headers["connection"] = "close"  # the rest of the body is not read
     return response
 
 
-def _on_wire_error(service: Service) -> Any:
-    async def answer(_: Request, error: WireError) -> Response:
-        return _answer(service, error)
+def _add_error_handlers(app: FastAPI, api: Api) -> None:
+    answer = partial(_error_response, api)
 
-    return answer
+    async def on_wire_error(_: Request, error: e.WireError) -> Response:
+        return answer(error)
 
-
-def _on_http_error(service: Service) -> Any:
-    async def answer(request: Request, error: HTTPException) -> Response:
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
         where = f"{request.method} {request.url.path}"
         if error.status_code == 405:
-            answer = _answer(service, MethodNotAllowed(f"{where}: this path has no such method"))
-            answer.headers.update(error.headers or {})  # which methods it has
-            return answer
+            response = answer(e.MethodNotAllowed(f"{where}: this path has no such method"))
+            response.headers.update(error.headers or {})  # the methods that it has
+            return response
         if error.status_code == 404:
-            return _answer(service, UnknownRoute(f"{where}: no such path in protocol 1"))
-        return _answer(service, InvalidRequest(f"{where}: {error.detail}"))
+            return answer(e.UnknownRoute(f"{where}: no such path in protocol 1"))
+        return answer(e.InvalidRequest(f"{where}: {error.detail}"))
 
-    return answer
+    async def on_bad_parameters(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"][1:])
+        return answer(e.InvalidRequest(f"{where}: {first['msg']}" if where else first["msg"]))
 
+    async def on_disconnect(_: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=400)  # nobody receives it
 
-async def _on_hang_up(_: Request, error: Exception) -> Response:
-    """Give an answer that nobody reads: the caller hung up before all of its request had come."""
-    return Response(status_code=400)
+    async def on_bug(_: Request, error: Exception) -> Response:
+        return answer(e.InternalError(f"a bug in the server: {type(error).__name__}"))
 
-
-def _on_bug(service: Service) -> Any:
-    async def answer(_: Request, error: Exception) -> Response:
-        return _answer(service, InternalError(f"a bug in the server: {type(error).__name__}"))
-
-    return answer
+    handlers: dict[Any, Callable[..., Awaitable[Response]]] = {
+        e.WireError: on_wire_error,
+        HTTPException: on_http_error,
+        RequestValidationError: on_bad_parameters,
+        ClientDisconnect: on_disconnect,
+        Exception: on_bug,
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)

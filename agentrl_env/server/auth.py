@@ -1,10 +1,11 @@
-"""Who calls, and what a token lets them do.
+"""Tokens and callers.
 
-The operator's token may do all. Two others are derived from it and never stored, so that every server and
-controller that has the operator's can tell them, with MAC(x) = base64url(HMAC-SHA256(operator's token, x)):
+The operator token permits every call. Two kinds of tokens are derived from it and never stored, so that every
+server and controller with the operator token verifies them. MAC(x) is the base64url form of HMAC-SHA256 under
+the operator token.
 
-- An agent's token is bound to one session, which it may step and read: ``agent.SESSION_ID.MAC``.
-- The fleet's token lets a server dial a controller, and its holder do nothing else: ``link.MAC``.
+- An agent token permits to step and read one session: ``agent.SESSION_ID.MAC``.
+- The link token permits a server to connect to a controller, and nothing else: ``link.MAC``.
 """
 
 from __future__ import annotations
@@ -18,88 +19,81 @@ from hashlib import sha256
 
 from agentrl_env.errors import Forbidden, RateLimited
 from agentrl_env.server.limits import Rates
+from agentrl_env.wire import Call
 
 CLIENT_HEADER = "x-agentrl-client"
-"""How clients name themselves."""
+"""Request header with the name of a client."""
 _AGENT = "agent."
 _LINK = re.compile(r"link\.[A-Za-z0-9_-]{43}")
 _OF_LINK = b"\0link"
-"""What the fleet's token is the MAC of; no session has this id."""
+"""Message of the link token's MAC; no session has this id."""
 _NAME = re.compile(r"[^\x21-\x7e]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who makes the calls of a request or a WebSocket."""
+    """The caller of a request or a WebSocket."""
 
     name: str = ""
-    """The client, in logs and limits."""
+    """Name of the client in logs and limits."""
     session_id: str | None = None
-    """The only session of an agent; None: an operator, who may do all."""
+    """Session of an agent token; None for the operator token."""
     is_server: bool = False
-    """Whether it has shown the fleet's token: it may dial in at a controller, and make no call."""
+    """True for a link token, which permits no call."""
     rates: Rates | None = None
-    """What each call takes from; None where the request as a whole has been counted."""
+    """Rate limits of each call; None where the request as a whole was counted."""
 
-    def refuse_all_but(self, session_id: str | None) -> None:
-        """Raise Forbidden where the caller is a server, or the agent of another session than the call's."""
-        if self.is_server:
-            raise Forbidden("this token may only bring a server into a fleet: serve --controller URL")
-        if self.session_id is not None and self.session_id != session_id:
-            raise Forbidden("an agent's token may only step its own session and read how it stands")
-
-    def count_call(self) -> None:
-        """Raise RateLimited where the caller makes too many calls."""
+    def admit(self, call: Call, session_id: str | None) -> None:
+        """Authorize and rate-limit a call of a session. Raises Forbidden, RateLimited."""
+        self.check_token(call.agent and session_id in (None, self.session_id))
         if self.rates is not None:
-            refuse_hurry(self.rates, self.name)
+            limit_rate(self.rates, self.name)
+
+    def check_token(self, agent_may: bool) -> None:
+        """Raise Forbidden for a link token, and for an agent token where ``agent_may`` is False."""
+        if self.is_server:
+            raise Forbidden("a link token only permits a server to join a fleet: serve --controller URL")
+        if self.session_id is not None and not agent_may:
+            raise Forbidden("an agent token only permits to step and read its own session")
 
 
 OPERATOR = Caller()
-"""Who may do all: whoever has shown the operator's token, or calls where there is none."""
+"""The caller with the operator token, and any caller where there is no token."""
 caller: ContextVar[Caller] = ContextVar("agentrl_caller", default=OPERATOR)
-"""Who the running task works for."""
+"""The caller that the running task serves."""
 
 
-def refuse_hurry(rates: Rates, client: str) -> None:
-    """Count one request. Raises RateLimited."""
+def limit_rate(rates: Rates, client: str) -> None:
+    """Count one request of a client. Raises RateLimited."""
     wait = rates.take(client)
     if wait:
-        raise RateLimited("more requests than this client may make; slow down", retry_after=round(wait, 3))
+        raise RateLimited("this client makes too many requests; slow down", retry_after=round(wait, 3))
 
 
 def agent_token(token: str, session_id: str) -> str:
-    """Return what lets an agent step one session.
-
-    Args:
-        token: the operator's.
-        session_id: the session.
-    """
+    """Return the agent token of a session, derived from the operator token."""
     return f"{_AGENT}{session_id}.{_mac(token, session_id.encode())}"
 
 
 def link_token(token: str) -> str:
-    """Return what lets servers dial in at the controllers of a fleet; of itself, the same.
+    """Return the link token of a fleet, derived from the operator token; a link token is returned as it is.
 
-    All servers of a fleet have the same, so with ``--resume`` each trusts the states that another has
-    sealed with it.
-
-    Args:
-        token: the operator's.
+    All servers of a fleet have the same one and sign checkpoints with it.
     """
     return token if is_link_token(token) else f"link.{_mac(token, _OF_LINK)}"
 
 
 def is_link_token(token: str) -> bool:
-    """Return whether a token has the form of those that only let servers dial in."""
+    """Return whether a token has the form of a link token."""
     return _LINK.fullmatch(token) is not None
 
 
 def bearer_of(shown: bytes, token: str) -> Caller | None:
-    """Return who has shown a token, without a name; None for a stranger.
+    """Return the caller of a presented token, without a name; None where it is not valid.
 
     Args:
-        shown: what a caller has shown.
-        token: the operator's.
+        shown: presented token.
+        token: operator token.
     """
     if hmac.compare_digest(shown, token.encode()):
         return OPERATOR
@@ -110,11 +104,11 @@ def bearer_of(shown: bytes, token: str) -> Caller | None:
 
 
 def session_of(shown: str, token: str) -> str | None:
-    """Return the session that a shown token is bound to; None where it is no agent's token.
+    """Return the session of an agent token; None where it is not valid.
 
     Args:
-        shown: what a caller has shown.
-        token: the operator's.
+        shown: presented token.
+        token: operator token.
     """
     session_id = shown.removeprefix(_AGENT).rpartition(".")[0]
     if not shown.startswith(_AGENT) or not session_id:
@@ -128,6 +122,6 @@ def _mac(token: str, text: bytes) -> str:
 
 
 def client_name(header: bytes, address: object) -> str:
-    """Return a client's name as it gives it, cut to what fits into a log; else its address."""
+    """Return the name that a client gives itself, safe for logs; else its address."""
     name = _NAME.sub("", header.decode("latin-1"))[:128]
     return name or (str(address[0]) if isinstance(address, tuple | list) and address else "")

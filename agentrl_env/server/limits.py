@@ -1,40 +1,40 @@
-"""What one caller may ask of a server: sizes, counts, times and rates, each with a safe default."""
+"""Limits of one caller: sizes, counts, deadlines and rates, each with a safe default."""
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentrl_env.errors import InvalidRequest, ServeError
-from agentrl_env.fast_wire import Said
+from agentrl_env.fast_wire import AnyToolCall, AssistantMessage
 
-KEPT_BUCKETS = 10_000
-"""How many clients' rates are remembered; those that asked longest ago are forgotten first."""
+MAX_BUCKETS = 10_000
+"""Number of clients whose rates are kept; the least recent are dropped first."""
 
 
 class Limits(BaseModel):
     """The limits of a server or controller.
 
     Args:
-        max_body_bytes: of a request, and of a WebSocket message.
-        max_depth: how deep what a request carries may be nested. The parser itself stops at 200, also
-            in the arguments of a tool call, where it is an error that the model reads.
-        max_message_chars: of one assistant message: its text, and names and arguments of its calls.
-        max_tool_calls: of one assistant message.
-        max_batch_steps: of one ``POST /v1/step``.
-        max_forks: of one ``POST /v1/sessions/{id}/fork``.
-        rate_per_s: requests a client may make in a second, on average; 0: as many as it likes. A client
-            is an agent token, the name in ``x-agentrl-client``, or else an address.
-        burst: requests it may make at once; by default as many as in a second, at least one.
-        max_header_bytes: of the request line and the headers.
-        head_s: seconds until the headers of a new connection must be there.
-        body_s: seconds until a body must be there.
+        max_body_bytes: size of a request body, and of a WebSocket message.
+        max_depth: nesting of JSON in a request. The parser itself stops at 200, also in the arguments of a
+            tool call, where the error goes to the model.
+        max_message_chars: size of one assistant message: its text, and the names and arguments of its calls.
+        max_tool_calls: calls in one assistant message.
+        max_batch_steps: items of one ``POST /v1/step``.
+        max_batch_opens: sessions of one ``POST /v1/sessions``.
+        max_forks: sessions of one ``POST /v1/sessions/{id}/fork``.
+        rate_per_s: requests of a client per second, on average; 0 is unlimited. A client is an agent token,
+            the name in ``x-agentrl-client``, or else an address.
+        burst: requests of a client at once; by default those of a second, at least one.
+        max_header_bytes: size of the request line and the headers.
+        head_s: seconds until the headers of a request must have arrived.
+        body_s: seconds until the body of a request must have arrived.
         idle_s: seconds that a connection may wait for its next request.
-        read_s: seconds in which a caller must take something of an answer that waits for it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -44,6 +44,7 @@ class Limits(BaseModel):
     max_message_chars: int = Field(default=1_000_000, ge=1)
     max_tool_calls: int = Field(default=128, ge=1)
     max_batch_steps: int = Field(default=16_384, ge=1)
+    max_batch_opens: int = Field(default=1024, ge=1)
     max_forks: int = Field(default=256, ge=1)
     rate_per_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     burst: int = Field(default=0, ge=0)
@@ -51,11 +52,10 @@ class Limits(BaseModel):
     head_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     body_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
     idle_s: float = Field(default=75.0, gt=0, allow_inf_nan=False)
-    read_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
 
     @classmethod
     def parse(cls, settings: Iterable[str]) -> Self:
-        """Return the defaults, but for ``NAME=VALUE`` settings. Raises ServeError."""
+        """Return the defaults with ``NAME=VALUE`` settings applied. Raises ServeError."""
         given: dict[str, str] = {}
         for setting in settings:
             name, equals, value = setting.partition("=")
@@ -70,9 +70,10 @@ class Limits(BaseModel):
             name = str(first["loc"][0])
             raise ServeError(f"--caller-limit {name}={given[name]}: {first['msg']}") from error
 
-    def check_message(self, message: Said) -> None:
+    def check_message(self, message: AssistantMessage) -> None:
         """Raise InvalidRequest where an assistant message is over a limit."""
-        content, calls = message.content, message.tool_calls
+        content = message.content
+        calls: Sequence[AnyToolCall] = message.tool_calls or ()
         if content is None:
             size = 0
         elif isinstance(content, str):
@@ -88,7 +89,7 @@ class Limits(BaseModel):
             raise InvalidRequest(f"a message of {size} characters; at most {self.max_message_chars}")
 
     def measure(self, value: object, where: str) -> int:
-        """Return how many characters are in a JSON value. Raises InvalidRequest where it is too deep."""
+        """Return the number of characters in a JSON value. Raises InvalidRequest where it is too deep."""
         size, pending = 0, [(value, 1)]
         while pending:
             item, depth = pending.pop()
@@ -105,11 +106,11 @@ class Limits(BaseModel):
 
 
 class Rates:
-    """A token bucket for each client.
+    """One token bucket per client.
 
     Args:
-        rate_per_s: how fast a bucket fills.
-        burst: how much it holds.
+        rate_per_s: refill rate of a bucket.
+        burst: size of a bucket.
         clock: seconds, monotonic.
     """
 
@@ -122,12 +123,12 @@ class Rates:
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, client: str) -> float:
-        """Take one request out of a client's bucket; return the seconds to wait where it is empty."""
+        """Take one request from a client's bucket; return the seconds to wait where it is empty."""
         now = self._clock()
         left, since = self._buckets.pop(client, (self._burst, now))
         left = min(self._burst, left + (now - since) * self._rate)
         wait = 0.0 if left >= 1.0 else (1.0 - left) / self._rate
         self._buckets[client] = (left if wait else left - 1.0, now)
-        if len(self._buckets) > KEPT_BUCKETS:
+        if len(self._buckets) > MAX_BUCKETS:
             self._buckets.popitem(last=False)
         return wait

@@ -1,4 +1,4 @@
-"""From a TARGET on the command line to an Environment class."""
+"""Loads the Environment class of a TARGET."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from agentrl_env.errors import DefinitionError, TargetError
 from agentrl_env.tools import toolset
 
 TARGET_PACKAGE = "agentrl_target_"
-"""Prefix of the package that a task's folder is imported as; a digest of the folder's path follows."""
+"""Prefix of the package that stands for a task's folder; a hash of its path follows."""
 
 
 def load_target(target: str | type[Environment]) -> type[Environment]:
-    """Return the Environment class a target names, checked to have something a model can do.
+    """Return the Environment class of a target. It has at least one tool, or ``respond``.
 
     Args:
         target: a folder with an ``environment.py``, a ``file.py:Class``, a ``module:Class``, or
             the class itself.
 
-    Raises TargetError with one sentence that says what is wrong.
+    Raises TargetError.
     """
     environment = _find(target) if isinstance(target, str) else target
     try:
@@ -68,7 +68,7 @@ def _find(target: str) -> type[Environment]:
 
 
 def _load_file(path: Path, target: str) -> ModuleType:
-    """Import a file as a module of a package made of its folder, so ``from .x import y`` works."""
+    """Import a file as a module of a package made of its folder, so that ``from .x import y`` works."""
     path = path.resolve()
     digest = hashlib.blake2b(str(path.parent).encode(), digest_size=4).hexdigest()
     package = f"{TARGET_PACKAGE}{digest}"

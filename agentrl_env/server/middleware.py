@@ -1,7 +1,8 @@
-"""What every request passes first: tokens, the size limit, the rate; every answer is stamped and counted."""
+"""Access middleware: authentication, body and rate limits, protocol headers and request counts."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from base64 import urlsafe_b64decode
@@ -15,7 +16,14 @@ from pydantic_core import to_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketDisconnect
 
-from agentrl_env.errors import BodyTooLarge, Forbidden, RateLimited, Unauthorized, WireError
+from agentrl_env.errors import (
+    BodyTooLarge,
+    Forbidden,
+    RateLimited,
+    RequestTimeout,
+    Unauthorized,
+    WireError,
+)
 from agentrl_env.schema import echo
 from agentrl_env.server.auth import (
     CLIENT_HEADER,
@@ -24,41 +32,41 @@ from agentrl_env.server.auth import (
     bearer_of,
     caller,
     client_name,
-    refuse_hurry,
+    limit_rate,
 )
-from agentrl_env.server.dashboard.shell import SHELL
+from agentrl_env.server.dashboard import FILES
 from agentrl_env.server.limits import Limits, Rates
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.server.telemetry.tracing import Tracing
-from agentrl_env.wire import LINK_PATH, PROTOCOL_HEADER, PROTOCOL_VERSION, SOCKET_HEADER, SOCKET_PATH
+from agentrl_env.wire import CALLS, LINK_PATH, PROTOCOL_HEADER, PROTOCOL_VERSION, SOCKET_HEADER, SOCKET_PATH
 
 logger = logging.getLogger("agentrl_env")
 
 MAX_BODY_BYTES = Limits().max_body_bytes
 TOKEN_PREFIX = "agentrl.token."
-"""What comes before the token, in base64url without padding, where it is shown as a subprotocol."""
-_PUBLIC = frozenset({"/health", "/ready", *SHELL})
-"""What needs no token: it tells nothing but that a server is here."""
+"""Prefix of a WebSocket subprotocol that carries a token in base64url without padding."""
+_PUBLIC = frozenset({"/health", "/ready", *FILES})
+"""Paths without a token: they reveal only that a server is here."""
 _ROUTES = frozenset(
-    {*_PUBLIC, "/metrics", "/openapi.json", "/v1/tasks", "/v1/sessions", "/v1/step", "/v1/fleet"}
+    {*_PUBLIC, "/metrics", "/openapi.json", SOCKET_PATH, *(call.path for call in CALLS.values())}
 )
-_OF_SESSION = re.compile(r"/v1/sessions/[^/]+(/step|/fork|/expert|/transcript)?$")
+_OF_SESSION = re.compile(r"(/v1/sessions/)[^/]+(/\w+)?$")
 _METHODS = frozenset({"GET", "POST", "DELETE", "HEAD", "PUT", "PATCH", "OPTIONS"})
-_HARMLESS = frozenset({"GET", "HEAD"})
+_SAFE_METHODS = frozenset({"GET", "HEAD"})
 _STAMPED = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 _PROTOCOL = (PROTOCOL_HEADER.encode(), str(PROTOCOL_VERSION).encode())
 _SOCKET = (SOCKET_HEADER.encode(), SOCKET_PATH.encode())
 _CLIENT = CLIENT_HEADER.encode()
 
 
-class Gate:
-    """ASGI middleware: refuses strangers, oversized bodies and the hurried; stamps and counts every answer.
+class AccessMiddleware:
+    """ASGI middleware: enforces authentication, body size and rate limits; counts every response.
 
     Args:
-        app: what is behind it.
-        token: the operator's; None lets everybody in.
+        app: the application.
+        token: operator token; None admits every caller.
         limits: of one caller.
-        metrics: where it counts.
+        metrics: counts requests and errors.
         tracing: makes a span of each request.
     """
 
@@ -73,13 +81,13 @@ class Gate:
     ) -> None:
         self._app = app
         self._token = token or None
-        self._max = limits.max_body_bytes
+        self._limits = limits
         self._rates = Rates(limits.rate_per_s, limits.burst) if limits.rate_per_s else None
         self._metrics = metrics
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
+        """Forward a request, or refuse it."""
         kind = scope["type"]
         if kind not in ("http", "websocket"):
             await self._app(scope, receive, send)
@@ -93,16 +101,16 @@ class Gate:
             try:
                 await send(message)
             except RuntimeError as error:
-                # uvloop knows that the caller is gone before uvicorn does: nobody waits for this answer.
+                # uvloop notices a disconnect before uvicorn does.
                 if kind == "websocket" or "handler is closed" not in str(error):
                     raise
 
         try:
             if kind == "websocket":
-                caller.set(self._meet_socket(scope, headers))
+                caller.set(self._admit_websocket(scope, headers))
             else:
-                caller.set(self._meet(scope, headers))
-                receive = self._measured(scope, headers, receive)
+                caller.set(self._admit_request(scope, headers))
+                receive = self._limited(scope, headers, receive)
         except WireError as error:
             self._metrics.errors[error.type] += 1
             await _refuse(error, stamped, "http.response" if kind == "http" else "websocket.http.response")
@@ -113,56 +121,54 @@ class Gate:
             else:
                 await self._traced(self._tracing, scope, headers, receive, stamped)
         except WebSocketDisconnect:
-            return  # the peer went away while something was sent to it
+            return
         except Exception as error:
             facts = {"facts": {"method": scope.get("method", "WEBSOCKET"), "path": scope["path"]}}
             logger.error("a bug in the server", exc_info=error, extra=facts)
             raise
 
-    def _meet(self, scope: Scope, headers: dict[bytes, bytes]) -> Caller:
-        """Return who makes a request. Raises Unauthorized, Forbidden, RateLimited."""
+    def _admit_request(self, scope: Scope, headers: dict[bytes, bytes]) -> Caller:
+        """Return the caller of a request. Raises Unauthorized, Forbidden, RateLimited."""
         path = scope["path"]
         name = client_name(headers.get(_CLIENT, b""), scope.get("client"))
         if path in _PUBLIC:
             return Caller(name=name)
-        self._refuse_borrowed_name(scope, headers)
-        who = self._who(headers.get(b"authorization", b""))
+        self._check_host(scope, headers)
+        who = self._authenticate(headers.get(b"authorization", b""))
         if who.session_id is not None:
             name = who.session_id
-        if who.session_id is None or not _agent_may(scope["method"], path, who.session_id):
-            who.refuse_all_but(None)
-        if self._token is None and scope["method"] not in _HARMLESS and not _same_origin(headers):
-            # Its page cannot read the answer, but what it asked for would be done.
+        who.check_token(_agent_may(scope["method"], path, who.session_id))
+        if self._token is None and scope["method"] not in _SAFE_METHODS and not _same_origin(headers):
+            # The page could not read the answer, but the call would be made.
             raise Forbidden("this server takes no calls from web pages of other origins; give it a --token")
         if self._rates is not None:
-            refuse_hurry(self._rates, name)
+            limit_rate(self._rates, name)
         return Caller(name=name, session_id=who.session_id)
 
-    def _meet_socket(self, scope: Scope, headers: dict[bytes, bytes]) -> Caller:
-        """Return who opens a WebSocket; a browser, which sets no headers, shows a token as a subprotocol."""
-        self._refuse_borrowed_name(scope, headers)
-        who = self._who(headers.get(b"authorization") or _token_of(scope["subprotocols"]))
+    def _admit_websocket(self, scope: Scope, headers: dict[bytes, bytes]) -> Caller:
+        """Return the caller of a WebSocket; browsers pass the token as a subprotocol."""
+        self._check_host(scope, headers)
+        who = self._authenticate(headers.get(b"authorization") or _token_of(scope["subprotocols"]))
         if scope["path"] != (LINK_PATH if who.is_server else SOCKET_PATH):
-            who.refuse_all_but(None)
+            who.check_token(agent_may=False)
         if self._token is None and not _same_origin(headers):
-            # Without a token, any web page could otherwise reach a server on its reader's machine.
             raise Unauthorized("this server takes no WebSocket from web pages of other origins")
         name = who.session_id or client_name(headers.get(_CLIENT, b""), scope.get("client"))
         return Caller(name=name, session_id=who.session_id, is_server=who.is_server, rates=self._rates)
 
-    def _refuse_borrowed_name(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Refuse a web page whose own name was made to mean this machine (DNS rebinding). Raises Forbidden.
+    def _check_host(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """Refuse a foreign Host header on a loopback address (DNS rebinding). Raises Forbidden.
 
-        Its calls are of the page's origin, so that nothing else tells them from others.
+        Such calls have the origin of the page, so that nothing else distinguishes them.
         """
         if self._token is not None or not scope.get("server"):
             return
-        if name := _borrowed_name(scope["server"][0], headers.get(b"host", b"")):
-            words = f"this server has no --token, and is called localhost, not {echo(name)}"
-            raise Forbidden(f"{words}: ask it by that name, or give it a token")
+        if name := _foreign_host(scope["server"][0], headers.get(b"host", b"")):
+            words = f"this server has no --token and answers as localhost, not as {echo(name)}"
+            raise Forbidden(f"{words}: use that name, or give it a token")
 
-    def _who(self, shown: bytes) -> Caller:
-        """Return who has shown a header or subprotocol. Raises Unauthorized."""
+    def _authenticate(self, shown: bytes) -> Caller:
+        """Return the caller of an authorization header. Raises Unauthorized."""
         if self._token is None:
             return OPERATOR
         scheme, _, token = shown.partition(b" ")
@@ -172,31 +178,35 @@ class Gate:
             raise Unauthorized(f"this server needs {words}")
         return who
 
-    def _measured(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> Receive:
-        """Return what gives a body within the limit. Raises BodyTooLarge where it says it is larger."""
+    def _limited(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> Receive:
+        """Return a ``receive`` that limits size and duration of the body. Raises BodyTooLarge."""
         length = headers.get(b"content-length", b"")
-        if not length.isdigit():
-            return receive if scope["method"] in ("GET", "DELETE", "HEAD") else self._counted(receive)
-        if int(length) > self._max:
+        if length.isdigit() and int(length) > self._limits.max_body_bytes:
             raise BodyTooLarge(self._too_large())
-        return receive
+        if scope["method"] in _SAFE_METHODS or (not length and b"transfer-encoding" not in headers):
+            return receive
+        loop = asyncio.get_running_loop()
+        deadline, size, more = loop.time() + self._limits.body_s, 0, True
 
-    def _counted(self, receive: Receive) -> Receive:
-        """Count a body without a declared length as it comes in."""
-        seen = 0
-
-        async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self._max:
+        async def limited() -> Message:
+            nonlocal size, more
+            if not more:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise RequestTimeout(f"the body did not arrive within {self._limits.body_s:g} s") from None
+            more = message.get("more_body", False)
+            size += len(message.get("body", b""))
+            if size > self._limits.max_body_bytes:
                 raise BodyTooLarge(self._too_large())
             return message
 
-        return counted
+        return limited
 
     def _too_large(self) -> str:
-        return f"the body is over the limit of {self._max} bytes"
+        return f"the body is over the limit of {self._limits.max_body_bytes} bytes"
 
     def _count(self, scope: Scope, message: Message) -> None:
         method = scope.get("method", "WEBSOCKET")
@@ -206,9 +216,9 @@ class Gate:
     async def _traced(
         self, tracing: Tracing, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send
     ) -> None:
-        """Serve under a span, whose parent is the one that the request's ``traceparent`` names."""
+        """Serve under a span whose parent is in the request's ``traceparent``."""
         tracing.activate()
-        if scope["type"] == "websocket":  # its calls have a span each
+        if scope["type"] == "websocket":  # each of its calls has a span
             await self._app(scope, receive, send)
             return
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
@@ -218,21 +228,19 @@ class Gate:
 
 
 def route_of(path: str) -> str:
-    """Return the route of a path, of which there are few: what callers make up is ``other``."""
-    if path in _ROUTES or path == SOCKET_PATH:
-        return path
-    match = _OF_SESSION.match(path)
-    return "other" if match is None else f"/v1/sessions/{{id}}{match[1] or ''}"
+    """Return the route of a path, ``other`` for an unknown one, so that callers cannot make up labels."""
+    route = path if path in _ROUTES else _OF_SESSION.sub(r"\1{id}\2", path)
+    return route if route in _ROUTES else "other"
 
 
-def _agent_may(method: str, path: str, session_id: str) -> bool:
-    """Return whether an agent may ask this; the items of a batch are looked at once they are read."""
-    own = f"/v1/sessions/{session_id}"
-    return (method, path) in (("POST", f"{own}/step"), ("GET", own), ("POST", "/v1/step"))
+def _agent_may(method: str, path: str, session_id: str | None) -> bool:
+    """Return whether an agent token permits a request; the items of a batch are checked later."""
+    own = path.replace(session_id, "{id}") if session_id else path
+    return any(call.agent and (call.method, call.path) == (method, own) for call in CALLS.values())
 
 
 def _token_of(subprotocols: Iterable[str]) -> bytes:
-    """Return the token among a handshake's subprotocols, in the form of the header."""
+    """Return the token among the subprotocols of a handshake, as an authorization header."""
     for name in subprotocols:
         if name.startswith(TOKEN_PREFIX):
             text = name.removeprefix(TOKEN_PREFIX)
@@ -244,16 +252,16 @@ def _token_of(subprotocols: Iterable[str]) -> bytes:
 
 
 def _same_origin(headers: dict[bytes, bytes]) -> bool:
-    """Return whether a request comes from a page of this server, or from no page at all."""
+    """Return whether a request comes from a page of this server, or not from a page."""
     origin = headers.get(b"origin")
     return origin is None or origin.rpartition(b"://")[2] == headers.get(b"host")
 
 
 @lru_cache(maxsize=256)
-def _borrowed_name(server: str, host: bytes) -> str:
-    """Return the name in a Host header that this machine does not have, where only this machine can ask.
+def _foreign_host(server: str, host: bytes) -> str:
+    """Return the name in a Host header where it is foreign to a server on a loopback address, else "".
 
-    It has a dot: what has none is no name of a web page's.
+    Names without a dot are not those of web pages.
     """
     here = _address(server)
     if here is None or not here.is_loopback:

@@ -1,4 +1,4 @@
-"""How a serving process is run: its limits, its log, its traces; the same for servers and controllers."""
+"""Settings that servers and controllers share: limits of a caller, log, traces."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _OTEL = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operations:
-    """What an operator chose on the command line.
+class ProcessSettings:
+    """Options of the command line.
 
     Args:
         caller_limits: ``NAME=VALUE`` of ``Limits``.
-        log_format: of the log on standard error.
-        log_level: the least that is written; by default ``info`` as JSON, ``warning`` as text.
-        log_messages: whether what models and environments said is written, too.
-        traces: whether spans go to the collector that the OTEL_* variables name; None: where they do.
+        log_format: format of the log on standard error.
+        log_level: lowest level; by default ``info`` as JSON, ``warning`` as text.
+        log_messages: also log the messages of models and environments.
+        traces: send spans to the collector of the OTEL_* variables; None sends them where these are set.
     """
 
     caller_limits: Sequence[str] = ()
@@ -34,7 +34,7 @@ class Operations:
     traces: bool | None = None
 
     def arguments(self) -> list[str]:
-        """Return the same choice as command-line arguments, for a worker process."""
+        """Return the options as command-line arguments, for a worker process."""
         arguments = ["--log-format", self.log_format]
         for setting in self.caller_limits:
             arguments += ["--caller-limit", setting]
@@ -43,10 +43,10 @@ class Operations:
         return arguments + ([] if self.traces is None else ["--traces" if self.traces else "--no-traces"])
 
     @contextlib.contextmanager
-    def begin(self) -> Iterator[dict[str, Any]]:
-        """Begin the log and the traces, and give ``limits`` and ``tracing`` of a server.
+    def apply(self) -> Iterator[dict[str, Any]]:
+        """Configure log and traces; yield ``limits`` and ``tracing`` of a server.
 
-        Raises ServeError where a limit is none, or traces are asked for and cannot be made.
+        Raises ServeError where a limit is unknown, or traces are requested and OpenTelemetry is missing.
         """
         configure_logs(self.log_format, level=self.log_level, messages=self.log_messages)
         limits = Limits.parse(self.caller_limits)

@@ -1,4 +1,4 @@
-"""Listening: an address bound before anything starts, and an application served on it."""
+"""Listening sockets: an address bound first, and an application served on it later."""
 
 from __future__ import annotations
 
@@ -7,70 +7,161 @@ import contextlib
 import ipaddress
 import math
 import os
+import resource
 import socket
 from collections.abc import Iterator
+from http import HTTPStatus
+from typing import Any, cast
 
 import uvicorn
+from pydantic_core import to_json
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from agentrl_env.errors import ServeError
-from agentrl_env.server.connections import Connections, allow_many_files, find_vanished
+from agentrl_env.errors import HeadersTooLarge, RequestTimeout, ServeError, WireError
+from agentrl_env.server.limits import Limits
 
 _UNIX = "unix:"
+DEAD_PEER_S = 60
+"""Seconds until the system gives up a peer that acknowledges nothing."""
+MAX_FILES = 65_536
+LINGER_S = 1.0
+"""Seconds that a refused client has to close the connection itself."""
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn without its own signal handlers: a drained server must still answer steps."""
+    """Uvicorn without its signal handlers: a draining server still answers steps."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-class Listener:
-    """An address that is taken at once, and served from the running event loop later.
+class _HttpProtocol(HttpToolsProtocol):
+    """Uvicorn's HTTP protocol with a size limit and deadlines for headers.
 
     Args:
-        host: the address to bind, or ``unix:PATH`` for a socket in the file system.
-        port: 0 picks a free one.
-        token: what callers must show; needed for an address that is not loopback.
-        insecure: allow such an address without a token.
+        limits: ``max_header_bytes``, ``head_s`` and ``idle_s``.
+        options: of uvicorn.
+    """
 
-    Raises ServeError with one clear sentence.
+    def __init__(self, limits: Limits, **options: Any) -> None:
+        super().__init__(**options)
+        self._limits = limits
+        self._head_bytes = 0
+        """Bytes of the headers, or of chunk extensions and trailers since the last part of the body."""
+        self._reading_head = False
+        self._reading_body = False
+        self._refused = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast(asyncio.Transport, transport))
+        self._timer = self.loop.call_later(self._limits.idle_s, transport.close)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(error)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        if not self._reading_head and not self._reading_body:
+            self._reading_head, self._head_bytes = True, 0
+            self._stop_timer()
+            late = RequestTimeout(f"the headers did not arrive within {self._limits.head_s:g} s")
+            self._timer = self.loop.call_later(self._limits.head_s, self._refuse, late)
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if (self._reading_head or self._reading_body) and self._head_bytes > self._limits.max_header_bytes:
+            self._refuse_headers()
+
+    def on_headers_complete(self) -> None:
+        self._reading_head, self._reading_body = False, True
+        self._stop_timer()
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self._limits.max_header_bytes:
+            self._refuse_headers()
+        if not self._refused:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._reading_body = False
+        if not self._refused:
+            super().on_message_complete()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _refuse_headers(self) -> None:
+        self._refuse(HeadersTooLarge(f"the headers are over {self._limits.max_header_bytes} bytes"))
+
+    def _refuse(self, error: WireError) -> None:
+        """Answer a request that is not read to its end, and close the connection."""
+        if self._refused or self.transport.is_closing():
+            return
+        self._refused = True
+        last = self.cycle
+        begun = last is not None and (
+            last.response_started if self._reading_body else not last.response_complete
+        )
+        if not begun:
+            body = to_json(error.wire())
+            head = b"HTTP/1.1 %d %b\r\n" % (error.status, HTTPStatus(error.status).phrase.encode())
+            head += b"content-type: application/json\r\nconnection: close\r\n"
+            self.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+        # Closing with unread bytes would be a reset, which can overtake the answer.
+        self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.abort)
+
+
+class Listener:
+    """An address that is bound at once, and served from the running event loop later.
+
+    Args:
+        host: address to bind, or ``unix:PATH`` for a socket in the file system.
+        port: port to bind; 0 picks a free one.
+        token: operator token, required beyond loopback.
+        insecure: permit an address beyond loopback without a token.
+
+    Raises ServeError.
     """
 
     def __init__(self, host: str, port: int, *, token: str | None, insecure: bool) -> None:
-        _refuse_open_door(host, token, insecure)
+        _check_exposure(host, token, insecure)
         self._socket = _bind(host, port)
         self.url = _url(host, self._socket)
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._watching: asyncio.Task[None] | None = None
 
-    async def start(self, app: ASGIApp, connections: Connections) -> None:
+    async def start(self, app: ASGIApp, limits: Limits) -> None:
         """Return once requests are answered."""
-        allow_many_files()
-        find_vanished(self._socket)
+        _raise_file_limit()
+        _detect_dead_peers(self._socket)
         config = uvicorn.Config(
             app,
-            http=connections.http,  # type: ignore[arg-type]
-            ws=connections.websocket,  # type: ignore[arg-type]
+            http=lambda **options: _HttpProtocol(limits, **options),  # type: ignore[arg-type]
+            ws="websockets-sansio",
             log_config=None,
-            log_level="critical",  # callers' bad bytes are not worth a line; bugs are logged at the gate
+            log_level="critical",  # the middleware logs bugs; malformed requests are not worth a line
             access_log=False,
             server_header=False,
             proxy_headers=False,
             timeout_graceful_shutdown=5,
-            timeout_keep_alive=math.ceil(connections.limits.idle_s),
-            ws_max_size=2
-            * connections.limits.max_body_bytes,  # what is over the limit itself gets a typed answer
+            timeout_keep_alive=math.ceil(limits.idle_s),
+            ws_max_size=2 * limits.max_body_bytes,  # up to that, a typed error is answered
             ws_ping_interval=20.0,
             ws_ping_timeout=60.0,
             ws_per_message_deflate=False,
         )
         self._server = _Server(config)
-        self._connections = connections
-        self._watching = asyncio.create_task(connections.watch())
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         while not self._server.started:
             if self._serving.done():
@@ -78,16 +169,14 @@ class Listener:
             await asyncio.sleep(0.01)
 
     async def stop(self) -> None:
-        """Answer what is under way, then stop; idempotent."""
+        """Answer the requests under way, then stop; idempotent."""
         if self._serving is None or self._server is None:
             self._socket.close()
             return
         self._server.should_exit = True
         await asyncio.wait((self._serving,))
-        if self._watching is not None:
-            self._watching.cancel()
         if self.url.startswith(_UNIX):
-            with contextlib.suppress(OSError):  # not its folder: whoever made it removes it
+            with contextlib.suppress(OSError):
                 os.unlink(self.url.removeprefix(_UNIX))
 
 
@@ -102,7 +191,7 @@ def _bind(host: str, port: int) -> socket.socket:
     if host.startswith(_UNIX):
         return _bind_file(host.removeprefix(_UNIX))
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Named TCP, or asyncio does not know it for TCP and leaves Nagle's algorithm on: 40 ms a step.
+    # With the protocol named, asyncio recognizes TCP and switches Nagle's algorithm off: 40 ms a step.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -118,7 +207,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _bind_file(path: str) -> socket.socket:
-    """Listen on a socket in the file system, open to whoever may enter its folder."""
+    """Listen on a socket in the file system; its folder's permissions protect it."""
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         bound.bind(path)
@@ -131,12 +220,12 @@ def _bind_file(path: str) -> socket.socket:
     return bound
 
 
-def _refuse_open_door(host: str, token: str | None, insecure: bool) -> None:
+def _check_exposure(host: str, token: str | None, insecure: bool) -> None:
     if token or insecure or _is_loopback(host):
         return
     raise ServeError(
         f"refusing to serve on {host} without a token; give --token (or AGENTRL_TOKEN), "
-        "or --insecure if everybody who can reach it may use it"
+        "or --insecure to admit every caller that can reach it"
     )
 
 
@@ -147,3 +236,28 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _detect_dead_peers(listening: socket.socket) -> None:
+    """Let the system detect peers that have vanished."""
+    if listening.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", DEAD_PEER_S),
+        ("TCP_KEEPINTVL", DEAD_PEER_S // 4),
+        ("TCP_KEEPCNT", 4),
+        ("TCP_USER_TIMEOUT", DEAD_PEER_S * 1000),
+    ):
+        option = getattr(socket, name, None)
+        if option is not None:
+            with contextlib.suppress(OSError):
+                listening.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _raise_file_limit() -> None:
+    """Raise the number of descriptors as far as it is permitted."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

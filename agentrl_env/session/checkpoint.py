@@ -1,30 +1,69 @@
-"""The standing of a session: its encoded state and the rest that another process needs to continue it."""
+"""Checkpoints: what another process needs to continue a session between two steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from agentrl_env.errors import EnvironmentFailed, StateError
+from pydantic import BaseModel, ConfigDict, Field
+
+from agentrl_env.errors import AUTHOR_ERRORS, EnvironmentFailed, StateError
+from agentrl_env.session.executor import Executor
 from agentrl_env.session.history import History
-from agentrl_env.session.runner import Runner
 from agentrl_env.session.state_codec import decode, encode
-from agentrl_env.session.threads import AUTHOR_ERRORS
 from agentrl_env.tools import describe
-from agentrl_env.wire import Standing
+from agentrl_env.types import Message, TaskSample
 
 if TYPE_CHECKING:
     from agentrl_env.environment import Environment
-    from agentrl_env.session import Session
+    from agentrl_env.session.session import Session
 
 
-async def standing_of(session: Session, clock: Callable[[], float], since: int = -1) -> Standing:
-    """Return where a session stands between two steps.
+class Checkpoint(BaseModel):
+    """A session between two steps, without its history."""
+
+    model_config = ConfigDict(frozen=True)
+
+    sample: TaskSample
+    client: str = ""
+    """Name of the caller that opened it."""
+    opening: tuple[Message, ...]
+    turn: int = Field(ge=0)
+    """Number of steps taken."""
+    episode_return: float
+    """Sum of the rewards so far."""
+    elapsed_s: float
+    """Seconds of its time limit that have passed."""
+    state: str
+    """Snapshot of the environment, encoded by ``state_codec``."""
+
+    def restore(self, session: Session, history: History, now: float) -> None:
+        """Let a new session continue from here; ``start`` raises EnvironmentFailed where it cannot.
+
+        Args:
+            session: one that has not started.
+            history: last turns.
+            now: time of the session's clock.
+        """
+        session.continue_from(
+            lambda environment: environment.restore(decode(self.state.encode(), type(environment))),
+            opening=self.opening,
+            turn=self.turn,
+            episode_return=self.episode_return,
+            began=now - self.elapsed_s,
+            history=history,
+        )
+
+
+async def take_checkpoint(
+    session: Session, now: float, client: str = "", since: int = -1
+) -> tuple[Checkpoint, tuple[tuple[str, str], ...]]:
+    """Return a checkpoint of a session, and the turns after turn ``since``.
 
     Args:
         session: one whose task has ``snapshot``.
-        clock: the session's.
-        since: the turn after which turns are included.
+        now: time of the session's clock.
+        client: name of the caller that opened it.
+        since: a turn.
 
     Raises:
         EnvironmentFailed: ``snapshot`` fails, or returns what cannot be encoded.
@@ -32,34 +71,26 @@ async def standing_of(session: Session, clock: Callable[[], float], since: int =
         SessionExpired: the session was idle past its lease.
     """
 
-    async def ask(environment: Environment, runner: Runner) -> Standing:
-        deadline = environment.tool_timeout
+    async def ask(
+        environment: Environment, executor: Executor
+    ) -> tuple[Checkpoint, tuple[tuple[str, str], ...]]:
+        timeout = environment.tool_timeout
         try:
-            state = await runner.call(environment.snapshot, deadline)
-            data = await runner.call(encode, deadline, state, type(environment))
+            state = await executor.run(environment.snapshot, timeout)
+            encoded: bytes = await executor.run(encode, timeout, state, type(environment))
         except StateError as error:
             raise EnvironmentFailed(str(error)) from error
         except AUTHOR_ERRORS as error:
             raise EnvironmentFailed(describe(error)) from error
-        return Standing(
+        checkpoint = Checkpoint(
             sample=session.sample,
+            client=client,
             opening=session.opening,
             turn=session.turn,
-            total=session.total,
-            used_s=clock() - session.begin,
-            turns=session.turns.tail(session.turn - since),
-            state=data,
+            episode_return=session.episode_return,
+            elapsed_s=now - session.began,
+            state=encoded.decode("ascii"),
         )
+        return checkpoint, session.history.tail(session.turn - since)
 
     return await session.between_steps(ask)
-
-
-def go_on(session: Session, standing: Standing, now: float) -> None:
-    """Let a session that is about to start continue from a standing.
-
-    The state may come from anywhere: where it is malformed, ``start`` raises EnvironmentFailed.
-    """
-    session.restored = lambda environment: environment.restore(decode(standing.state, type(environment)))
-    session.opening, session.turn, session.total = standing.opening, standing.turn, standing.total
-    session.begin = now - standing.used_s
-    session.turns = History.of(standing.turns)

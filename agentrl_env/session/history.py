@@ -1,4 +1,4 @@
-"""The last turns of a session, to repeat an answer that was lost and to show how it went."""
+"""The last turns of a session, for repeated requests and transcripts."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from collections.abc import Iterable, Iterator
 from agentrl_env.errors import InvalidRequest, SeqConflict
 from agentrl_env.types import Message, StepResult
 
-KEPT_TURNS = 64
-"""How many turns a session keeps."""
+MAX_TURNS = 64
+"""Number of turns that a session keeps."""
 
 
 class History:
-    """Turns as JSON text: as small as they get, and nothing for the garbage collector to go through.
+    """Turns as JSON text: compact, and opaque to the garbage collector.
 
-    As objects, the turns of thousands of sessions would cost it more time than the steps take.
+    As objects, the turns of thousands of sessions would take it longer than the steps themselves.
     """
 
     def __init__(self) -> None:
-        self._turns: deque[tuple[bytes, bytes]] = deque(maxlen=KEPT_TURNS)
+        self._turns: deque[tuple[bytes, bytes]] = deque(maxlen=MAX_TURNS)
 
-    def add(self, said: bytes, answer: bytes) -> None:
-        """Keep a turn: the assistant's message and the StepResult."""
-        self._turns.append((said, answer))
+    def add(self, message: bytes, result: bytes) -> None:
+        """Append a turn: the assistant message and the StepResult."""
+        self._turns.append((message, result))
 
-    def answer(self, seq: int, turn: int) -> bytes:
-        """Return the answer to step ``seq`` of ``turn``. Raises SeqConflict, InvalidRequest."""
+    def result(self, seq: int, turn: int) -> bytes:
+        """Return the result of step ``seq``; ``turn`` is the last. Raises SeqConflict, InvalidRequest."""
         if seq < 1:
             raise InvalidRequest(f"seq counts from 1, got {seq}")
         if turn - seq >= len(self._turns):
@@ -35,30 +35,30 @@ class History:
 
     @property
     def last(self) -> StepResult | None:
-        """The answer to the last step."""
+        """Result of the last step."""
         return StepResult.model_validate_json(self._turns[-1][1]) if self._turns else None
 
     def __iter__(self) -> Iterator[tuple[Message, StepResult]]:
-        for said, answer in self._turns:
-            yield Message.model_validate_json(said), StepResult.model_validate_json(answer)
+        for message, result in self._turns:
+            yield Message.model_validate_json(message), StepResult.model_validate_json(result)
 
-    def tail(self, number: int) -> tuple[tuple[str, str], ...]:
-        """Return the last turns, at most so many, as JSON text."""
+    def tail(self, number: int = MAX_TURNS) -> tuple[tuple[str, str], ...]:
+        """Return at most the last ``number`` turns as JSON text."""
         turns = list(self._turns)[-number:]
-        return tuple((said.decode(), answer.decode()) for said, answer in turns)
+        return tuple((message.decode(), result.decode()) for message, result in turns)
 
     @classmethod
     def of(cls, turns: Iterable[tuple[str, str]]) -> History:
-        """Return what ``tail`` was taken of, as far as it is in there."""
+        """Return the history that ``tail`` was taken of."""
         history = cls()
-        for said, answer in turns:
-            history.add(said.encode(), answer.encode())
+        for message, result in turns:
+            history.add(message.encode(), result.encode())
         return history
 
     def copy(self, session_id: str) -> History:
-        """Return the same turns as those of another session."""
-        twin = History()
-        for said, answer in self._turns:
-            result = StepResult.model_validate_json(answer).model_copy(update={"session_id": session_id})
-            twin.add(said, result.model_dump_json().encode())
-        return twin
+        """Return the same turns under the id of another session."""
+        copied = History()
+        for message, result in self._turns:
+            renamed = StepResult.model_validate_json(result).model_copy(update={"session_id": session_id})
+            copied.add(message, renamed.model_dump_json().encode())
+        return copied

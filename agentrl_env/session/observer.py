@@ -1,63 +1,71 @@
-"""Who is told what happens in sessions: the seam between them and counters, logs and traces."""
+"""Observer: the seam between sessions and the counters, logs and traces of a server."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Coroutine
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from agentrl_env.session import Session
-    from agentrl_env.tools import Turn
+    from agentrl_env.session.session import Session
+    from agentrl_env.tools import StepBuilder
 
 T = TypeVar("T")
 logger = logging.getLogger("agentrl_env")
 
 
 class Observer(Protocol):
-    """Is told what happens in sessions, to count, log and trace it."""
+    """Counts, logs and traces sessions."""
 
-    def tool(self, session: Session, name: str) -> AbstractContextManager[object]:
-        """Return what is entered while a tool, or ``respond``, runs."""
+    def opened(self, session: Session, client: str) -> None:
+        """Observe a session that has opened."""
 
-    def step(self, session: Session, turn: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
-        """Return what is awaited in the place of a turn."""
+    def ended(self, session: Session, client: str, seconds: float) -> None:
+        """Observe a session that has ended, ``seconds`` after it began."""
 
-    def traces(self) -> bool:
-        """Return whether ``tool`` has to be entered, for what runs in a tool to be part of its trace."""
+    def traced(
+        self, name: str, work: Coroutine[Any, Any, T], session: Session | None
+    ) -> Coroutine[Any, Any, T]:
+        """Return ``work``, run under a trace span where tracing is on."""
+
+    def tool_span(self, session: Session, name: str) -> AbstractContextManager[object] | None:
+        """Return the trace span of a tool call; None where tracing is off."""
 
     def tool_ran(self, session: Session, name: str, seconds: float) -> None:
-        """Take note of a tool for which ``tool`` was not entered."""
+        """Observe a call of a tool, or of ``respond``."""
 
-    def stepped(self, session: Session, turn: Turn, seconds: float) -> None:
-        """Take note of a step that the session has just taken."""
+    def stepped(self, session: Session, result: StepBuilder, seconds: float) -> None:
+        """Observe a step that has been taken."""
 
 
-class _Unobserved:
-    def tool(self, session: Session, name: str) -> AbstractContextManager[object]:
-        return _NOTHING
+class _NoObserver:
+    def opened(self, session: Session, client: str) -> None:
+        return
 
-    def step(self, session: Session, turn: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
-        return turn
+    def ended(self, session: Session, client: str, seconds: float) -> None:
+        return
 
-    def traces(self) -> bool:
-        return False
+    def traced(
+        self, name: str, work: Coroutine[Any, Any, T], session: Session | None
+    ) -> Coroutine[Any, Any, T]:
+        return work
+
+    def tool_span(self, session: Session, name: str) -> AbstractContextManager[object] | None:
+        return None
 
     def tool_ran(self, session: Session, name: str, seconds: float) -> None:
         return
 
-    def stepped(self, session: Session, turn: Turn, seconds: float) -> None:
+    def stepped(self, session: Session, result: StepBuilder, seconds: float) -> None:
         return
 
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
-UNOBSERVED: Observer = _Unobserved()
+NO_OBSERVER: Observer = _NoObserver()
 
 
 def log_failure(session: Session, what: str, error: BaseException) -> None:
-    """Tell of author code that raised, with its traceback."""
+    """Log an exception of author code with its traceback."""
     task = session.sample.task
-    words = f"{what} of task {task} failed in session {session.session_id}"
-    facts = {"session_id": session.session_id, "task": task}
-    logger.warning(words, exc_info=error, extra={"facts": facts})
+    message = f"{what} of task {task} failed in session {session.session_id}"
+    logger.warning(message, exc_info=error, extra={"facts": {"session_id": session.session_id, "task": task}})

@@ -1,50 +1,74 @@
-"""The sessions of one process: capacity with a fair queue, leases that expire, an orderly end."""
+"""The sessions of one process: capacity with a fair queue, leases, batches, and an orderly end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import os
 import secrets
+import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from functools import partial
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
-from agentrl_env.errors import InvalidRequest, NotSupported, WireError
-from agentrl_env.fast_wire import Said, StepItem
-from agentrl_env.server.telemetry.metrics import Metrics
-from agentrl_env.server.telemetry.session_metrics import SLOW_STEP_S, SessionObserver
-from agentrl_env.server.telemetry.tracing import spanned
-from agentrl_env.session import Session
-from agentrl_env.session.batching import Stepper
-from agentrl_env.session.capacity import Places
-from agentrl_env.session.checkpoint import go_on
-from agentrl_env.session.session_table import SessionTable, SessionWatcher
-from agentrl_env.session.single_flight import Once
-from agentrl_env.session.tasks import Catalog
-from agentrl_env.session.threads import Threads
-from agentrl_env.types import Message, SessionInfo, SessionStatus, StepResult, TaskInfo, TaskSample
-from agentrl_env.wire import OpenRequest, SessionRow, Standing, StepRequest
+from agentrl_env.errors import NotSupported, StepPending, WireError
+from agentrl_env.fast_wire import FastBatch, Step
+from agentrl_env.session import listing
+from agentrl_env.session.capacity import Capacity
+from agentrl_env.session.executor import ThreadPool
+from agentrl_env.session.observer import NO_OBSERVER, Observer
+from agentrl_env.session.session import Session
+from agentrl_env.session.session_table import Entry, SessionTable, SessionWatcher
+from agentrl_env.session.single_flight import SingleFlight
+from agentrl_env.session.tasks import Tasks
+from agentrl_env.types import SessionInfo, SessionStatus, TaskSample
+from agentrl_env.wire import (
+    EMPTY,
+    EmptyRequest,
+    ExpertAnswer,
+    FleetInfo,
+    ForkAnswer,
+    ForkRequest,
+    OpenRequest,
+    ServerSummary,
+    SessionList,
+    SessionQuery,
+    SessionRequest,
+    SessionRow,
+    StepBatch,
+    TaskList,
+    Transcript,
+    TranscriptRequest,
+)
 
 if TYPE_CHECKING:
     from agentrl_env.environment import Environment
 
+VERSION = version("agentrl-kit")
 SWEEP_S = 1.0
-"""How often expired leases are looked for."""
+"""Interval in which expired leases are looked for."""
 MAX_THREADS = 256
+CHUNK = 128
+"""Steps of a batch that start before their threads get a moment; more at once only evict the caches."""
+CHUNK_TIMEOUT_S = 0.002
+STEP_PENDING = "the step is still under way; ask again with the same seq"
 
 
 class SessionPool:
-    """Opens and steps sessions of some tasks in this process; a ``SessionBackend``.
+    """Opens and steps sessions of some tasks in this process; a ``Service``.
 
     Args:
         environments: the tasks.
-        max_sessions: how many may be open at once; further ones wait their turn, or are refused.
-        lease_s: seconds a session may be idle before it ends as ``expired``.
-        oracle: whether ``expert`` may be called from outside.
-        threads: how many calls of blocking author code may run at once; by default one for each
+        max_sessions: number of sessions that may be open at once; further openings wait, or are refused.
+        lease_s: seconds that a session may be idle before it ends as ``expired``.
+        oracle: whether ``expert`` calls are answered.
+        threads: number of calls of blocking author code that may run at once; by default one for each
             session, up to ``MAX_THREADS``.
-        slow_step_s: a step that takes longer is a warning in the log.
-        clock: seconds, monotonic; tests give their own.
+        observer: counts, logs and traces.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -55,262 +79,314 @@ class SessionPool:
         lease_s: float = 900.0,
         oracle: bool = False,
         threads: int | None = None,
-        slow_step_s: float = SLOW_STEP_S,
+        observer: Observer = NO_OBSERVER,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.metrics = Metrics()
-        self._observer = SessionObserver(self.metrics, slow_step_s)
         self.draining = False
         self.server_id = secrets.token_hex(6)
-        """Begins every session's id, so that a controller can tell where a session lives."""
+        """Prefix of every session id, by which a controller finds the server of a session."""
         self._oracle = oracle
         self._lease_s = lease_s
+        self._observer = observer
         self._clock = clock
-        self._threads = Threads(threads or min(max_sessions, MAX_THREADS))
-        self._catalog = Catalog(environments, threads=self._threads, oracle=oracle)
-        self._slots = Places(max_sessions, self._see_quiet)
+        self._epoch = time.time() - clock()
+        self._threads = ThreadPool(threads or min(max_sessions, MAX_THREADS))
+        self._tasks = Tasks(environments, threads=self._threads, oracle=oracle)
+        self._capacity = Capacity(max_sessions, self._check_quiet)
         self._table = SessionTable(clock)
-        self.stepper = Stepper(self._table, self._retire)
-        """Steps the sessions, and gives its answers as JSON."""
-        self._openings: Once[SessionInfo] = Once()
-        self._forkings: Once[list[SessionInfo]] = Once()
-        self._adoptions: Once[None] = Once()
+        self._openings: SingleFlight[SessionInfo] = SingleFlight()
+        self._forks: SingleFlight[list[SessionInfo]] = SingleFlight()
+        self._adoptions: SingleFlight[None] = SingleFlight()
         self._sweeper: asyncio.Task[None] | None = None
         self._quiet: asyncio.Event | None = None
 
     @property
     def open_sessions(self) -> int:
-        """How many sessions are running."""
+        """Number of running sessions."""
         return len(self._table.live)
 
     def gauges(self) -> dict[str, float]:
-        """Return what ``/metrics`` shows of the present moment."""
+        """Return the gauges of ``/metrics``."""
         return {
             "agentrl_sessions_open": float(self.open_sessions),
-            "agentrl_sessions_waiting": float(self._slots.waiting),
-            "agentrl_sessions_capacity": float(self._slots.total),
+            "agentrl_sessions_waiting": float(self._capacity.waiting),
+            "agentrl_sessions_capacity": float(self._capacity.total),
             "agentrl_threads_abandoned": float(self._threads.abandoned),
         }
 
-    async def tasks(self) -> tuple[TaskInfo, ...]:
-        """Return what is served; the first call opens what sessions share (``startup``)."""
-        return await self._catalog.tasks()
+    async def tasks(self, request: EmptyRequest = EMPTY) -> TaskList:
+        """Return the tasks; the first call runs their ``startup``. Raises EnvironmentFailed."""
+        return TaskList(tasks=await self._tasks.describe())
 
     async def open(self, request: OpenRequest) -> SessionInfo:
-        """Open a session; the same ``request_id`` again gives the same one.
+        """Open a session; the same ``request_id`` again returns the same one.
 
         Raises UnknownTask, UnknownSample, ServerFull, ServerDraining, EnvironmentFailed.
         """
         key = request.request_id or secrets.token_urlsafe(12)
         known = self._table.opened_as(key)
         if known is not None:
-            return await self.info(known)
-        return await self._openings.do(key, lambda: spanned("open", self._open(request)))
+            return await self.info(SessionRequest(session_id=known))
+        return await self._openings.run(key, lambda: self._observer.traced("open", self._open(request), None))
 
-    async def step(self, session_id: str, seq: int | None, message: Message) -> StepResult:
-        """Play one assistant message. Raises what ``Session.step`` does, and UnknownSession."""
-        return StepResult.model_validate_json(await self.stepper.step(session_id, seq, Said.of(message)))
+    async def step(self, request: Step) -> bytes:
+        """Play one assistant message; return the StepResult as JSON.
 
-    async def step_many(
-        self, steps: Sequence[StepRequest], wait_s: float | None = None
-    ) -> list[StepResult | WireError]:
-        """Step many sessions at once; those of one session in order.
-
-        Args:
-            steps: what to play.
-            wait_s: answer after so many seconds, with StepPending for what is not ready.
+        Raises what ``Session.step`` does, and UnknownSession.
         """
-        return [
-            answer if isinstance(answer, WireError) else StepResult.model_validate_json(answer)
-            for answer in await self.stepper.step_many([StepItem.of(step) for step in steps], wait_s)
-        ]
+        entry = self._table.find(request.session_id)
+        self._table.enter(request.session_id, entry)
+        try:
+            submitted = entry.session.submit(request.message, request.seq)
+            return submitted if isinstance(submitted, bytes) else await entry.session.result_of(submitted)
+        finally:
+            self._leave(request.session_id, entry)
 
-    def never_waits(self, session_id: str) -> bool:
-        """Return whether ``step`` would be done without giving the event loop a turn."""
-        entry = self._table.live.get(session_id)
-        return entry is None or entry.session.inline
+    async def step_many(self, request: FastBatch | StepBatch) -> list[bytes | WireError]:
+        """Step many sessions at once, those of one session in order.
 
-    async def info(self, session_id: str) -> SessionInfo:
-        """Return how a session stands. Raises UnknownSession, SessionExpired."""
-        session = self._table.find(session_id).session
+        Returns the StepResult as JSON or the error of each step; StepPending for those that are not
+        ready after ``wait_s`` seconds.
+        """
+        batch = _Batch(request.steps)
+        for begin in range(0, len(batch.steps), CHUNK):
+            for position in range(begin, min(begin + CHUNK, len(batch.steps))):
+                self._submit(batch, position)
+            if batch.pending >= CHUNK and batch.quick:
+                batch.quick = await batch.finished(CHUNK_TIMEOUT_S)
+        await batch.finished(request.wait_s)
+        pending = StepPending(STEP_PENDING)
+        return [pending if answer is None else answer for answer in batch.answers]
+
+    async def info(self, request: SessionRequest) -> SessionInfo:
+        """Return the state of a session. Raises UnknownSession, SessionExpired."""
+        session = self.session(request.session_id)
         if session.status is SessionStatus.EXPIRED:
-            session.refuse_ended()
+            session.check_running()
         return session.info()
 
-    def session(self, session_id: str) -> Session:
-        """Return a session that is open or has ended lately. Raises UnknownSession."""
-        return self._table.find(session_id).session
+    async def sessions(self, request: SessionQuery) -> SessionList:
+        """Return the sessions that are open or have ended recently, newest first."""
+        return listing.list_sessions(
+            self._table.known(), request, server=self.server_id, now=self._clock(), epoch=self._epoch
+        )
 
-    def known(self) -> Iterator[tuple[Session, float | None]]:
-        """Go through all sessions, with the time of their last call; None while one is under way."""
-        return self._table.known()
+    async def transcript(self, request: TranscriptRequest) -> Transcript:
+        """Return the last turns of a session. Raises UnknownSession."""
+        return listing.transcript(self.session(request.session_id), request.after)
 
-    def now(self) -> float:
-        """Return the time by the clock that sessions begin and last by, in seconds."""
-        return self._clock()
+    async def fleet(self, request: EmptyRequest = EMPTY) -> FleetInfo:
+        """Return this server as a fleet of one."""
+        place = place_of(os.getpid())
+        server = ServerSummary(
+            server_id=self.server_id,
+            place=place,
+            tasks=tuple(task.name for task in (await self.tasks()).tasks),
+            capacity=self._capacity.total,
+            open=self.open_sessions,
+            waiting=self._capacity.waiting,
+            draining=self.draining,
+            version=VERSION,
+        )
+        return FleetInfo(
+            kind="server",
+            name=place,
+            version=VERSION,
+            draining=self.draining,
+            waiting=server.waiting,
+            servers=(server,),
+        )
 
-    async def expert(self, session_id: str) -> Message:
-        """Return the oracle's next move. Raises NotSupported without ``oracle``."""
+    async def expert(self, request: SessionRequest) -> ExpertAnswer:
+        """Return the next message of the task's expert. Raises NotSupported without ``oracle``."""
         if not self._oracle:
             raise NotSupported("this server answers no expert calls; start it with --oracle")
-        entry = self._table.find(session_id)
-        self._table.enter(session_id, entry)
+        entry = self._table.find(request.session_id)
+        self._table.enter(request.session_id, entry)
         try:
-            return await entry.session.expert()
+            return ExpertAnswer(message=await entry.session.expert())
         finally:
-            self.stepper.leave(session_id, entry)
+            self._leave(request.session_id, entry)
 
-    async def fork(self, session_id: str, n: int = 1, request_id: str | None = None) -> list[SessionInfo]:
-        """Open ``n`` sessions that stand where a session stands; it may go on meanwhile.
+    async def fork(self, request: ForkRequest) -> ForkAnswer:
+        """Open ``n`` sessions that continue from the state of a session, which may go on meanwhile.
 
-        All of them open, or none. The same ``request_id`` again gives the same ones. A fork never
-        waits for room: who forks holds a session, so two that waited might wait for one another.
+        All of them open, or none. The same ``request_id`` again returns the same ones. A fork never
+        waits for capacity: its caller holds a session, so that two that wait could wait for each other.
 
-        Raises UnknownSession, SessionEnded, SessionExpired, NotSupported, InvalidRequest,
-        ServerFull, ServerDraining, EnvironmentFailed.
+        Raises UnknownSession, SessionEnded, SessionExpired, NotSupported, ServerFull, ServerDraining,
+        EnvironmentFailed.
         """
-        if n < 1:
-            raise InvalidRequest(f"n must be at least 1, got {n}")
-        key = f"{session_id}/{request_id or secrets.token_urlsafe(12)}"
-        known = self._table.opened_as(_nth(key, 0))
-        if known is None:
-            return await self._forkings.do(key, lambda: self._fork(session_id, n, key))
-        others = (self._table.opened_as(_nth(key, number)) for number in range(1, n))
-        return [await self.info(fork) for fork in (known, *others) if fork is not None]
+        session_id, n = request.session_id, request.n
+        key = f"{session_id}/{request.request_id or secrets.token_urlsafe(12)}"
+        known = [self._table.opened_as(f"{key}/{number}") for number in range(n)]
+        if known[0] is None:
+            forks = await self._forks.run(key, lambda: self._fork(session_id, n, key))
+        else:
+            forks = [await self.info(SessionRequest(session_id=fork)) for fork in known if fork is not None]
+        return ForkAnswer(sessions=tuple(forks))
 
-    async def adopt(self, session_id: str, client: str, standing: Standing) -> None:
-        """Go on, under its id, with a session whose server is gone; where it is known here, do nothing.
+    async def close(self, request: SessionRequest) -> None:
+        """End a session and release what it holds; idempotent."""
+        ending = self._end([request.session_id], SessionStatus.CANCELLED)
+        await self._observer.traced("close", ending, None)
 
-        Raises UnknownTask, ServerFull, ServerDraining, EnvironmentFailed where it cannot be restored.
-        """
-        if not self._table.knows(session_id):
-            await self._adoptions.do(session_id, lambda: self._adopt(session_id, client, standing))
+    def session(self, session_id: str) -> Session:
+        """Return a session that is open or has ended recently. Raises UnknownSession."""
+        return self._table.find(session_id).session
 
     def row(self, session_id: str) -> SessionRow | None:
-        """Return how an open session is reported; None where there is no such."""
+        """Return the row of an open session; None where there is none."""
         return self._table.row(session_id)
 
-    async def close_session(self, session_id: str) -> None:
-        """End a session and release what it holds; idempotent."""
-        await spanned("close", self._end([session_id], SessionStatus.CANCELLED))
+    def now(self) -> float:
+        """Return the time of the sessions' clock, in seconds."""
+        return self._clock()
+
+    async def adopt(
+        self, session_id: str, client: str, sample: TaskSample, prepare: Callable[[Session], None]
+    ) -> None:
+        """Open a session under a given id, where it is not known here.
+
+        Args:
+            session_id: the id.
+            client: name of the caller that opened it.
+            sample: problem of the episode.
+            prepare: calls ``continue_from`` of the new session.
+
+        Raises UnknownTask, ServerFull, ServerDraining, EnvironmentFailed.
+        """
+        if not self._table.knows(session_id):
+            work = partial(self._adopt, session_id, client, sample, prepare)
+            await self._adoptions.run(session_id, work)
+
+    def watch(self, watcher: SessionWatcher) -> tuple[SessionRow, ...]:
+        """Add a watcher of openings and ends, and return the sessions that are open now."""
+        return self._table.watch(watcher)
+
+    def unwatch(self, watcher: SessionWatcher) -> None:
+        """Remove a watcher."""
+        self._table.unwatch(watcher)
 
     async def expire_idle(self) -> int:
-        """End every session that is idle past its lease; return how many."""
+        """End every session that is idle past its lease; return their number."""
         closing = self._begin_expiring()
         if closing:
             await asyncio.wait(closing)
         return len(closing)
 
-    async def drain(self, deadline_s: float, hand_over: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Take no new sessions, let the open ones end within the deadline, then close them.
+    async def drain(self, timeout_s: float, hand_over: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Refuse new sessions, let the open ones end within the timeout, then close the rest.
 
-        An opening under way may still open its session, which then has the rest of the deadline;
-        later its caller gets ServerDraining.
+        An opening under way may still open its session, within the timeout.
 
         Args:
-            deadline_s: seconds.
-            hand_over: is called before sessions that are still open are closed.
+            timeout_s: seconds.
+            hand_over: called before sessions that are still open are closed.
         """
         self.draining = True
-        self._slots.refuse_all()
+        self._capacity.refuse_new()
         self._quiet = asyncio.Event()
-        self._see_quiet()
-        if deadline_s > 0:
+        self._check_quiet()
+        if timeout_s > 0:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._quiet.wait(), deadline_s)
-        await self._slots.end_openings()
+                await asyncio.wait_for(self._quiet.wait(), timeout_s)
+        await self._capacity.cancel_openings()
         if self._table.live and hand_over is not None:
             await hand_over()
         await self._end(list(self._table.live), SessionStatus.CANCELLED)
 
-    def hurry(self) -> None:
-        """Let a ``drain`` under way wait no longer."""
+    def stop_waiting(self) -> None:
+        """End the wait of a ``drain`` under way."""
         if self._quiet is not None:
             self._quiet.set()
 
-    def watch(self, watcher: SessionWatcher) -> tuple[SessionRow, ...]:
-        """Tell a watcher of every session that opens and ends; return those that are open now."""
-        return self._table.watch(watcher)
-
-    def unwatch(self, watcher: SessionWatcher) -> None:
-        """Tell a watcher no more."""
-        self._table.unwatch(watcher)
-
     async def abandon(self) -> None:
-        """End every session, because they were reported lost, and go on under a new id."""
+        """End every session, after a controller has declared them lost, and take a new id."""
         self.server_id = secrets.token_hex(6)
-        reported = list(self._table.live)
-        await self._end(reported, SessionStatus.CANCELLED)
-        self._table.forget(reported)  # one of them may come back, from where it was kept
+        lost = list(self._table.live)
+        await self._end(lost, SessionStatus.CANCELLED)
+        self._table.forget(lost)  # one of them may return from its checkpoint
 
     async def aclose(self) -> None:
-        """Close every session, and what they share. The pool is of no further use."""
+        """Close every session, and run ``shutdown`` of the tasks. The pool cannot be used again."""
         await self.drain(0.0)
         if self._sweeper is not None:
             self._sweeper.cancel()
-        await self._slots.all_released()
-        await self._catalog.aclose()
+        await self._capacity.all_closed()
+        await self._tasks.aclose()
         self._threads.stop()
 
     async def _open(self, request: OpenRequest) -> SessionInfo:
-        environment = self._catalog.environment(request.task)
-        await self.tasks()
-        self._keep_sweeping()
-        await self._slots.take(wait_s=request.wait_s)
-        session = None
-        with self._slots.opening():
-            try:
-                session = self._session(environment, await self._catalog.sample(request))
-                await session.start()
-                self._slots.refuse_late()
-            except BaseException:
-                self._slots.give_up(session)
-                raise
-            self._table.add(session, request.request_id, request.client)
-        self._observer.opened(session, request.client)
+        environment = self._tasks.environment(request.task)
+        await self._tasks.describe()
+        await self._capacity.take(wait_s=request.wait_s)
+
+        async def start(made: list[Session]) -> None:
+            made.append(self._session(environment, await self._tasks.sample(request)))
+            await made[0].start()
+
+        (session,) = await self._start([request.request_id], request.client, start)
         return session.info()
 
-    async def _adopt(self, session_id: str, client: str, standing: Standing) -> None:
-        environment = self._catalog.environment(standing.sample.task)
-        await self.tasks()
-        self._keep_sweeping()
-        await self._slots.take()
-        session = self._session(environment, standing.sample, session_id)
-        go_on(session, standing, self._clock())
-        with self._slots.opening():
-            try:
-                await session.start()
-                self._slots.refuse_late()
-            except BaseException:
-                self._slots.give_up(session)
-                raise
-            self._table.add(session, None, client)
-        self._observer.opened(session, client)
+    async def _adopt(
+        self, session_id: str, client: str, sample: TaskSample, prepare: Callable[[Session], None]
+    ) -> None:
+        environment = self._tasks.environment(sample.task)
+        await self._tasks.describe()
+        await self._capacity.take()
+
+        async def start(made: list[Session]) -> None:
+            made.append(self._session(environment, sample, session_id))
+            prepare(made[0])
+            await made[0].start()
+
+        await self._start([None], client, start)
 
     async def _fork(self, session_id: str, n: int, key: str) -> list[SessionInfo]:
         entry = self._table.find(session_id)
-        entry.session.refuse_fork()
-        await self._slots.take(n)
-        forks: list[Session] = []
+        entry.session.check_fork()
+        await self._capacity.take(n)
         self._table.enter(session_id, entry)
-        with self._slots.opening():
-            try:
-                forks = await entry.session.fork([self._new_id() for _ in range(n)])
-                started = await asyncio.gather(*(fork.start() for fork in forks), return_exceptions=True)
-                for outcome in started:
-                    if isinstance(outcome, BaseException):
-                        raise outcome
-                self._slots.refuse_late()
-            except BaseException:
-                for number in range(n):
-                    self._slots.give_up(forks[number] if number < len(forks) else None)
-                raise
-            finally:
-                self.stepper.leave(session_id, entry)
-            for number, fork in enumerate(forks):
-                self._table.add(fork, _nth(key, number), entry.client)
-                self._observer.opened(fork, entry.client)
+
+        async def start(made: list[Session]) -> None:
+            made += await entry.session.fork([self._new_id() for _ in range(n)])
+            started = await asyncio.gather(*(fork.start() for fork in made), return_exceptions=True)
+            for outcome in started:
+                if isinstance(outcome, BaseException):
+                    raise outcome
+
+        try:
+            forks = await self._start([f"{key}/{number}" for number in range(n)], entry.client, start)
+        finally:
+            self._leave(session_id, entry)
         return [fork.info() for fork in forks]
+
+    async def _start(
+        self,
+        request_ids: Sequence[str | None],
+        client: str,
+        start: Callable[[list[Session]], Coroutine[Any, Any, None]],
+    ) -> list[Session]:
+        """Start one session per request id in places that were taken, and add them to the table.
+
+        Where that fails, they are closed and the places released.
+        """
+        self._keep_sweeping()
+        made: list[Session] = []
+        with self._capacity.opening():
+            try:
+                await start(made)
+                self._capacity.check_open()
+            except BaseException:
+                for number in range(len(request_ids)):
+                    self._capacity.discard(made[number] if number < len(made) else None)
+                raise
+            for session, request_id in zip(made, request_ids, strict=True):
+                self._table.add(session, request_id, client)
+        for session in made:
+            self._observer.opened(session, client)
+        return made
 
     def _new_id(self) -> str:
         return f"{self.server_id}.{secrets.token_urlsafe(16)}"
@@ -327,8 +403,43 @@ class SessionPool:
             observer=self._observer,
         )
 
+    def _submit(self, batch: _Batch, position: int) -> None:
+        """Begin one step of a batch."""
+        step = batch.steps[position]
+        try:
+            entry = self._table.find(step.session_id)
+            submitted = entry.session.submit(step.message, step.seq)
+        except WireError as error:
+            batch.answers[position] = error
+            return
+        if isinstance(submitted, bytes):
+            batch.answers[position] = submitted
+            self._table.touch(step.session_id, entry)
+            if entry.session.status.final:
+                self._retire(step.session_id)
+        else:
+            self._table.enter(step.session_id, entry)
+            batch.pending += 1
+            submitted.add_done_callback(partial(self._finish, batch, position, entry))
+
+    def _finish(self, batch: _Batch, position: int, entry: Entry, task: asyncio.Task[bytes]) -> None:
+        session = entry.session
+        try:
+            batch.answers[position] = session.outcome(task)
+        except WireError as error:
+            batch.answers[position] = error
+        finally:
+            self._leave(session.session_id, entry)
+            batch.finish_one()
+
+    def _leave(self, session_id: str, entry: Entry) -> None:
+        """Restart a session's lease, or retire it where it has ended."""
+        self._table.leave(session_id, entry)
+        if entry.session.status.final:
+            self._retire(session_id)
+
     async def _end(self, session_ids: Sequence[str], status: SessionStatus) -> None:
-        """Close sessions, all at the same time."""
+        """Close sessions concurrently."""
         closing = self._begin_end(session_ids, status)
         if closing:
             await asyncio.wait(closing)
@@ -348,18 +459,18 @@ class SessionPool:
         return closing
 
     def _retire(self, session_id: str) -> None:
-        """Move a session that has ended aside; its slot is free once all it held is released."""
+        """Move an ended session out of the live ones; its place is free once its environment is closed."""
         entry = self._table.retire(session_id)
         if entry is None:
             return
         session = entry.session
-        self._observer.ended(session, entry.client, self._clock() - session.begin)
-        self._slots.leave(session)
-        self._see_quiet()
+        self._observer.ended(session, entry.client, self._clock() - session.began)
+        self._capacity.leave(session)
+        self._check_quiet()
 
-    def _see_quiet(self) -> None:
-        """Let a ``drain`` under way go on where no session is open, nor being opened."""
-        if self._quiet is not None and not self._table.live and not self._slots.openings:
+    def _check_quiet(self) -> None:
+        """Let a ``drain`` under way go on where no session is open or opening."""
+        if self._quiet is not None and not self._table.live and not self._capacity.openings:
             self._quiet.set()
 
     def _keep_sweeping(self) -> None:
@@ -370,9 +481,36 @@ class SessionPool:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(min(SWEEP_S, self._lease_s / 2))
-            self._begin_expiring()  # a closing that takes long holds up no other session's lease
+            self._begin_expiring()  # not awaited: a slow close must not delay other leases
 
 
-def _nth(key: str, number: int) -> str:
-    """Return the name under which a fork's n-th session was opened."""
-    return f"{key}/{number}"
+class _Batch:
+    """Steps that are answered together."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.steps = steps
+        self.answers: list[bytes | WireError | None] = [None] * len(steps)
+        self.pending = 0
+        self.quick = True
+        """True if every chunk so far has ended within ``CHUNK_TIMEOUT_S``."""
+        self._done: asyncio.Future[None] | None = None
+
+    def finish_one(self) -> None:
+        """Count a step that has ended."""
+        self.pending -= 1
+        if self.pending == 0 and self._done is not None and not self._done.done():
+            self._done.set_result(None)
+
+    async def finished(self, timeout: float | None) -> bool:
+        """Wait until no step is pending, at most ``timeout`` seconds; return whether that is so."""
+        if self.pending:
+            self._done = asyncio.get_running_loop().create_future()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if timeout is None or timeout == math.inf else timeout):
+                    await self._done
+        return self.pending == 0
+
+
+def place_of(pid: int) -> str:
+    """Return host name and process id, by which operators and ``--workers`` identify a process."""
+    return f"{socket.gethostname()} {pid}"

@@ -1,16 +1,20 @@
-"""An episode under way: its steps in order, its limits, its end."""
+"""One episode: its steps in order, its limits, its end."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
+import copy
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+import types
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from agentrl_env.errors import (
+    AUTHOR_ERRORS,
     EnvironmentFailed,
     InvalidRequest,
     NotSupported,
@@ -18,22 +22,16 @@ from agentrl_env.errors import (
     SessionEnded,
     SessionExpired,
 )
-from agentrl_env.fast_wire import Said
-from agentrl_env.session.answering import Answering, Awaited, follow, settled
+from agentrl_env.fast_wire import AssistantMessage, encode
+from agentrl_env.session.executor import AuthorTimeout, Executor, ThreadPool
 from agentrl_env.session.history import History
-from agentrl_env.session.hooks import can_fork, expert_move, release, reset, snapshots
-from agentrl_env.session.observer import UNOBSERVED, Observer, log_failure
-from agentrl_env.session.runner import Runner, run_through
-from agentrl_env.session.threads import AUTHOR_ERRORS, AuthorTimeout, Outcome, Threads, attempt
+from agentrl_env.session.observer import NO_OBSERVER, Observer, log_failure
 from agentrl_env.tools import (
-    Call,
-    Done,
-    TimeOver,
-    Tool,
-    Turn,
+    StepBuilder,
+    TimeLimitReached,
     as_messages,
+    as_move,
     describe,
-    find_call,
     tool_name,
     toolset,
 )
@@ -43,15 +41,26 @@ if TYPE_CHECKING:
     from agentrl_env.environment import Environment
 
 T = TypeVar("T")
-_RUNNING = SessionStatus.RUNNING  # an enum's member takes long to look up
+_RUNNING = SessionStatus.RUNNING  # looking up an enum's member is slow
+SETTLE_TIMEOUT_S = 10.0
+"""Seconds that ``close`` waits for author code that runs past its deadline."""
 
 
 class Session:
-    """An episode under way.
+    """One episode of one environment instance.
 
-    Steps are numbered from 1 by ``seq``; a repeated one gets the stored answer. At most one step
-    runs at a time, and it runs to its end even when its caller goes away. Author code that raises
-    ends the session as ``failed_environment``; nothing it raises leaves ``step``.
+    Steps are numbered from 1 by ``seq``; a repeated one returns the stored result. Steps and other calls
+    of author code run one at a time, in the order of their submission, and each runs to its end even
+    where its caller goes away. Author code that raises ends the session as ``failed_environment``;
+    ``step`` does not raise it.
+
+    Args:
+        environment: class of the task.
+        sample: problem of the episode.
+        session_id: id on the wire.
+        threads: pool for blocking author code.
+        clock: seconds, monotonic.
+        observer: counts, logs and traces.
     """
 
     def __init__(
@@ -60,39 +69,38 @@ class Session:
         sample: TaskSample,
         *,
         session_id: str,
-        threads: Threads,
+        threads: ThreadPool,
         clock: Callable[[], float] = time.monotonic,
-        observer: Observer = UNOBSERVED,
+        observer: Observer = NO_OBSERVER,
     ) -> None:
         self.session_id = session_id
         self.sample = sample
         self.status = SessionStatus.RUNNING
         self.opening: tuple[Message, ...] = ()
+        self.turn = 0
+        """Number of steps taken."""
+        self.history = History()
+        self.episode_return = 0.0
+        """Sum of the rewards so far."""
+        self.began = clock()
         self._class = environment
         self._tools = toolset(environment)
         self._threads = threads
-        self._runner = Runner(blocking=environment.blocking, threads=threads, limit=environment.tool_timeout)
+        self._executor = Executor(blocking=environment.blocking, threads=threads)
         self._clock = clock
         self._observer = observer
-        self.begin = clock()
         self._environment: Environment | None = None
-        self.restored: Callable[[Environment], Any] | None = None
-        """How a fork begins, instead of with ``reset``."""
-        self.turn = 0
-        """Number of steps taken."""
-        self.turns = History()
-        self.total = 0.0
-        """Sum of the rewards so far."""
-        self._task: Awaited[Any] | None = None
+        self._restore: Callable[[Environment], Any] | None = None
+        self._queue_tail: asyncio.Task[Any] | None = None
+        """The task submitted last; each waits for the one before it."""
+        self._current: asyncio.Task[Any] | None = None
+        """The task that runs author code now."""
         self._closing: asyncio.Task[None] | None = None
-        self.inline = not environment.blocking and self._tools.all_sync
-        """Whether a step never suspends: it then needs no task, and no other can interleave."""
-        self._plain = self._tools.all_sync and environment.max_seconds is None
-        """Whether a step may be no more than one call of a plain method."""
-        self._scored = environment.overrides("score")
+        self._queued_seq = 0
+        """Highest seq that was enqueued."""
 
     def info(self) -> SessionInfo:
-        """Return how the session stands."""
+        """Return the state of the session."""
         return SessionInfo(
             session_id=self.session_id,
             task=self.sample.task,
@@ -101,267 +109,307 @@ class Session:
             tools=self._tools.specs,
             status=self.status,
             turn=self.turn,
-            last=self.turns.last,
+            last=self.history.last,
         )
 
     async def start(self) -> SessionInfo:
-        """Create the environment and reset it, in a fork restore it; where that fails it is closed.
+        """Create the environment, and reset or restore it; where that fails it is closed.
 
         Raises EnvironmentFailed.
         """
 
         def begin() -> Any:
             environment = self._environment = self._class()
-            return self.restored(environment) if self.restored else reset(environment, self.sample)
+            if self._restore is not None:
+                return self._restore(environment)
+            # A copy, so that no author changes the dataset for other sessions.
+            sample = self.sample.model_copy(deep=True)
+            return environment.reset(sample, np.random.default_rng(sample.seed))
 
         try:
-            content = await self._runner.call(begin, self._class.reset_timeout)
-            if self.restored is None:
+            content = await self._executor.run(begin, self._class.reset_timeout)
+            if self._restore is None:
                 self.opening = tuple(as_messages(content, "reset()"))
         except AUTHOR_ERRORS as error:
-            what = "reset" if self.restored is None else "restore"
             self.begin_close(SessionStatus.FAILED_ENVIRONMENT)
-            raise self._broken(what, error) from error
+            raise self._failed("reset" if self._restore is None else "restore", error) from error
         except asyncio.CancelledError:
             self.begin_close()
             raise
-        self.restored = None
+        self._restore = None
         return self.info()
 
-    async def step(self, message: Message, seq: int | None = None) -> StepResult:
+    def continue_from(
+        self,
+        restore: Callable[[Environment], Any],
+        *,
+        opening: tuple[Message, ...],
+        turn: int,
+        episode_return: float,
+        began: float,
+        history: History,
+    ) -> None:
+        """Let ``start`` restore a snapshot instead of calling ``reset``.
+
+        Args:
+            restore: passes the snapshot to a new environment.
+            opening: opening messages of the episode.
+            turn: number of steps taken.
+            episode_return: sum of their rewards.
+            began: start of the episode, by the session's clock.
+            history: last turns.
+        """
+        self._restore = restore
+        self.opening, self.turn, self.episode_return = opening, turn, episode_return
+        self.began, self.history = began, history
+
+    async def step(self, message: AssistantMessage, seq: int | None = None) -> StepResult:
         """Play one assistant message; ``seq`` None means the next.
 
         Raises SeqConflict on a gap, SessionEnded or SessionExpired where no step is possible,
         InvalidRequest where the message is not an assistant's.
         """
-        return StepResult.model_validate_json(await self.answer(Said.of(message), seq))
+        submitted = self.submit(message, seq)
+        result = submitted if isinstance(submitted, bytes) else await self.result_of(submitted)
+        return StepResult.model_validate_json(result)
 
-    async def answer(self, message: Said, seq: int | None = None) -> bytes:
-        """Do what ``step`` does, and return the StepResult as JSON."""
-        while True:
-            step = self.begin_step(message, seq)
-            if isinstance(step, bytes):
-                return step
-            if step is not None:
-                await settled(step)
-                return self.finished(step)
-            await self._at_rest()
+    def submit(self, message: AssistantMessage, seq: int | None = None) -> bytes | asyncio.Task[bytes]:
+        """Return the StepResult as JSON where it is known at once, else the task that plays the step.
 
-    def begin_step(self, message: Said, seq: int | None = None) -> bytes | Awaited[bytes] | None:
-        """Return the answer where it is there at once, else the step that will give it to ``finished``.
-
-        None stands for a session in which another step is under way. Raises what ``step`` does.
+        Raises what ``step`` does; so does ``result_of`` for a task.
         """
         if message.role != "assistant":
             raise InvalidRequest(f"a step takes an assistant message, not one of {message.role!r}")
         if seq is not None and seq <= self.turn:
-            return self.turns.answer(seq, self.turn)
-        if seq is not None and seq > self.turn + (1 if self._task is None else 2):
-            raise SeqConflict(f"seq {seq} leaves a gap: the next is {self.turn + 1}", expected=self.turn + 1)
-        if self._task is not None:
-            return None
-        self.refuse_ended()
-        turn = Turn(message, self._clock())
-        found = find_call(self._tools, message) if self._plain and not self._observer.traces() else None
-        if found is not None:
-            call = partial(getattr(self._alive(), found[0].attribute), **found[1])
-            return (self._call_here if self.inline else self._call_on_thread)(turn, found[0], call)
-        played = self._observer.step(self, self._play(turn, self._call))
-        return run_through(played) if self.inline else self._begin_task(played)
+            return self.history.result(seq, self.turn)
+        if self._queue_tail is not None and not self._queue_tail.done():
+            last = max(self.turn, self._queued_seq)
+            self._check_gap(seq, last)
+            self._queued_seq = max(last, last + 1 if seq is None else seq)
+            return self._enqueue(partial(self._step, message, seq))
+        self._check_next(seq)
+        self._queued_seq = self.turn + 1
+        played = self._turn(StepBuilder(message, self._clock()))
+        traced = self._observer.traced("step", played, self)
+        if self._class.blocking or traced is not played:
+            return self._enqueue(lambda: traced)
+        # Fast path: code on the event loop seldom suspends, and then needs no task. That is a quarter of such
+        # a step's time.
+        try:
+            awaited = played.send(None)
+        except StopIteration as end:
+            result: bytes = end.value
+            return result
+        return self._enqueue(partial(_continue, played, awaited))
 
-    def finished(self, step: Awaited[T]) -> T:
-        """Return the answer of a step that has ended. Raises what ``step`` does."""
-        if step.cancelled():
-            self.refuse_ended()
+    async def result_of(self, task: asyncio.Task[T]) -> T:
+        """Wait for a task of ``submit``, which goes on where the caller is cancelled.
+
+        Raises what ``step`` does.
+        """
+        await asyncio.wait((task,))
+        return self.outcome(task)
+
+    def outcome(self, task: asyncio.Task[T]) -> T:
+        """Return the result of a task of ``submit`` that is done. Raises what ``step`` does."""
+        if task.cancelled():
+            self.check_running()
             raise SessionEnded("the step was cancelled", status=self.status)
-        return step.result()
+        return task.result()
 
     async def expert(self) -> Message:
-        """Return the oracle's next assistant message, without taking a step.
+        """Return the next message of the task's expert, without taking a step.
 
         Raises NotSupported where the task has none, EnvironmentFailed where it breaks.
         """
-        return await self.between_steps(
-            lambda *alive: expert_move(alive[0], self.sample, self.turn, alive[1])
-        )
+
+        async def ask(environment: Environment, executor: Executor) -> Message:
+            rng = np.random.default_rng([self.sample.seed, self.turn, 1])
+            try:
+                return as_move(await executor.run(environment.expert, environment.tool_timeout, rng))
+            except NotSupported:
+                raise
+            except AUTHOR_ERRORS as error:
+                reason = f"expert of task {self.sample.task!r} failed: {describe(error)}"
+                raise EnvironmentFailed(reason) from error
+
+        return await self.between_steps(ask)
 
     async def fork(self, session_ids: Sequence[str]) -> list[Session]:
-        """Return sessions, to be started, that stand where this one stands between two steps.
+        """Return new sessions, to be started, that continue from the state of this one.
 
         Raises NotSupported where the task cannot, EnvironmentFailed where ``snapshot`` breaks,
         SessionEnded, SessionExpired.
         """
-        self.refuse_fork()
-        return await self.between_steps(lambda *_: self._fork(session_ids))
+        self.check_fork()
 
-    def refuse_fork(self) -> None:
-        """Raise NotSupported, SessionEnded or SessionExpired where no fork is possible."""
-        if not can_fork(self._class):
-            raise NotSupported(f"task {self.sample.task!r} cannot fork: it has no snapshot() and restore()")
-        self.refuse_ended()
+        async def ask(environment: Environment, executor: Executor) -> list[Session]:
+            timeout = environment.tool_timeout
+            try:
+                state = await executor.run(environment.snapshot, timeout)
+                # Copied before the next step, which may change what the state holds.
+                copies = await executor.run(lambda: [copy.deepcopy(state) for _ in session_ids], timeout)
+            except AUTHOR_ERRORS as error:
+                raise self._failed("snapshot", error) from error
+            return [self._forked(*pair) for pair in zip(session_ids, copies, strict=True)]
 
-    async def close(self, status: SessionStatus = SessionStatus.CANCELLED) -> None:
-        """End the session and release its environment; a step under way is cancelled. Idempotent.
+        return await self.between_steps(ask)
 
-        Args:
-            status: how the session ends, where it has not ended yet.
+    async def between_steps(self, ask: Callable[[Environment, Executor], Coroutine[Any, Any, T]]) -> T:
+        """Run author code that takes no step, once the steps before it have ended.
+
+        Raises SessionEnded, SessionExpired.
         """
-        await asyncio.shield(self.begin_close(status))
 
-    def begin_close(self, status: SessionStatus = SessionStatus.CANCELLED) -> asyncio.Task[None]:
-        """Start what ``close`` waits for."""
-        if not self.status.final:
-            self.status = status
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._release(self._task))
-        return self._closing
+        async def run() -> T:
+            self.check_running()
+            return await ask(self._alive(), self._executor)
 
-    @property
-    def released(self) -> asyncio.Task[None] | None:
-        """The closing of the environment, once begun; None where nothing needs closing."""
-        return self._closing
+        task = self._enqueue(run)
+        task.add_done_callback(_retrieve)
+        return await self.result_of(task)
 
-    async def between_steps(self, ask: Callable[[Environment, Runner], Coroutine[Any, Any, T]]) -> T:
-        """Run author code that takes no step, while no step runs. Raises SessionEnded, SessionExpired."""
-        await self._at_rest()
-        self.refuse_ended()
-        task = self._begin_task(ask(self._alive(), self._runner))
-        await settled(task)
-        return self.finished(task)
-
-    def _call_here(self, turn: Turn, tool: Tool, call: Callable[[], Any]) -> bytes:
-        """Play a message that is one call of a plain tool, as most are."""
-        outcome = attempt(call)
-        self._observer.tool_ran(self, tool.name, self._clock() - turn.begin)
-        answer = self._take(turn, tool, outcome)
-        return answer or run_through(self._play(turn, partial(self._runner.known, outcome)))
-
-    def _call_on_thread(self, turn: Turn, tool: Tool, call: Callable[[], Any]) -> Answering:
-        """Begin to play a message that is one call of a plain tool."""
-        step = Answering()
-
-        def play(outcome: Outcome) -> None:  # only now, so that no coroutine has to wait
-            if step.done():  # the session was closed
-                return
-            self._observer.tool_ran(self, tool.name, self._clock() - turn.begin)
-            if isinstance(outcome[1], AuthorTimeout):
-                outcome = (None, AuthorTimeout(f"{tool.attribute}(): {outcome[1]}"))
-            at_once = isinstance(outcome[0], str) or not inspect.isawaitable(outcome[0])
-            answer = self._take(turn, tool, outcome) if at_once else None
-            if answer is not None:
-                self._task = None
-                step.set_result(answer)
-                return
-            played = self._play(turn, partial(self._runner.known, outcome))
-            follow(asyncio.ensure_future(played), step, self._end_task)
-
-        seconds = self._class.tool_timeout if tool.timeout is None else tool.timeout
-        self._runner.start(call, seconds, play)
-        self._task = step
-        return step
-
-    async def _at_rest(self) -> None:
-        while (task := self._task) is not None:
-            await settled(task)
-            self._end_task(task)  # its callback may come only once the event loop has had a turn
-
-    def _begin_task(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = self._task = asyncio.create_task(coroutine)
-        task.add_done_callback(self._end_task)
-        return task
-
-    def _end_task(self, task: Awaited[Any]) -> None:
-        if self._task is task:
-            self._task = None
-
-    def refuse_ended(self) -> None:
+    def check_running(self) -> None:
         """Raise SessionExpired or SessionEnded where no further step is possible."""
         if self.status is SessionStatus.EXPIRED:
             raise SessionExpired("the session was idle past its lease; open a new one")
         if self.status is not _RUNNING:
             raise SessionEnded(f"the session has ended ({self.status}); open a new one", status=self.status)
 
-    def _take(self, turn: Turn, tool: Tool, outcome: Outcome) -> bytes | None:
-        """Return the answer to a message's only call; None where author code has to score it first."""
-        if self._scored and (isinstance(outcome[0], Done) or self.turn + 1 >= self._class.max_turns):
-            return None
-        try:
-            turn.take(tool, *outcome)
-            status = self._standing(turn)
-            if status is not _RUNNING:
-                turn.score({}, self.total)
-        except AUTHOR_ERRORS as error:
-            log_failure(self, f"step {self.turn + 1}", error)
-            turn.fail(error)
-            status = SessionStatus.FAILED_ENVIRONMENT
-        return self._end_turn(turn, status)
+    def check_fork(self) -> None:
+        """Raise NotSupported, SessionEnded or SessionExpired where no fork is possible."""
+        if not can_fork(self._class):
+            raise NotSupported(f"task {self.sample.task!r} cannot fork: it has no snapshot() and restore()")
+        self.check_running()
 
-    async def _play(self, turn: Turn, call: Call) -> bytes:
-        """Run one turn to its StepResult; author errors become its status."""
+    async def close(self, status: SessionStatus = SessionStatus.CANCELLED) -> None:
+        """End the session and close its environment; a running step is cancelled. Idempotent.
+
+        Args:
+            status: final status, where the session has not ended yet.
+        """
+        await asyncio.shield(self.begin_close(status))
+
+    def begin_close(self, status: SessionStatus = SessionStatus.CANCELLED) -> asyncio.Task[None]:
+        """Start the task that ``close`` waits for."""
+        if not self.status.final:
+            self.status = status
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(self._current))
+        return self._closing
+
+    @property
+    def closing(self) -> asyncio.Task[None] | None:
+        """The task that closes the environment, once begun; None where nothing needs closing."""
+        return self._closing
+
+    def _enqueue(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> asyncio.Task[T]:
+        """Run a coroutine as a task, after the task that was enqueued before it."""
+        previous = self._queue_tail
+        if previous is None or previous.done():
+            task = self._current = asyncio.create_task(begin())
+        else:
+            task = asyncio.create_task(self._after(previous, begin))
+            task.add_done_callback(_retrieve)
+        self._queue_tail = task
+        return task
+
+    async def _after(self, previous: asyncio.Task[Any], begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        await asyncio.wait((previous,))
+        self._current = asyncio.current_task()
+        return await begin()
+
+    async def _step(self, message: AssistantMessage, seq: int | None) -> bytes:
+        """Play a step that had to wait for others."""
+        if seq is not None and seq <= self.turn:
+            return self.history.result(seq, self.turn)
+        self._check_next(seq)
+        played = self._turn(StepBuilder(message, self._clock()))
+        return await self._observer.traced("step", played, self)
+
+    def _check_next(self, seq: int | None) -> None:
+        """Raise SeqConflict, SessionEnded or SessionExpired where step ``seq`` cannot be the next."""
+        self._check_gap(seq, self.turn)
+        if self.status is not _RUNNING:
+            self.check_running()
+
+    @staticmethod
+    def _check_gap(seq: int | None, last: int) -> None:
+        if seq is not None and seq > last + 1:
+            raise SeqConflict(f"seq {seq} leaves a gap: the next is {last + 1}", expected=last + 1)
+
+    async def _turn(self, result: StepBuilder) -> bytes:
+        """Play one turn and return its StepResult as JSON; author errors become its status."""
         try:
             try:
-                await turn.play(self._alive(), call)
-                status = self._standing(turn)
-            except TimeOver:
+                await result.run(self._alive(), self._invoke)
+                status = self._status_after(result)
+            except TimeLimitReached:
                 status = SessionStatus.TRUNCATED_TIME
-            if status is not SessionStatus.RUNNING:
-                scores = await self._runner.call(self._alive().score, self._class.tool_timeout)
-                turn.score(scores, self.total)
+            if status is not _RUNNING:
+                scores = await self._executor.run(self._alive().score, self._class.tool_timeout)
+                result.score(scores, self.episode_return)
         except AUTHOR_ERRORS as error:
             log_failure(self, f"step {self.turn + 1}", error)
-            turn.fail(error)
+            result.fail(error)
             status = SessionStatus.FAILED_ENVIRONMENT
-        return self._end_turn(turn, status)
+        return self._end_turn(result, status)
 
-    def _standing(self, turn: Turn) -> SessionStatus:
-        """Return how the session stands after a turn. Raises TimeOver."""
-        if turn.done:
+    async def _invoke(
+        self, function: Callable[..., Any], timeout: float | None, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call author code within its own deadline and the session's."""
+        left = math.inf if self._class.max_seconds is None else self._time_left()
+        own = self._class.tool_timeout if timeout is None else timeout
+        name, begin = tool_name(function), time.perf_counter()
+        span = self._observer.tool_span(self, name)
+        try:
+            if span is None:
+                return await self._executor.run(function, min(own, left), *args, **kwargs)
+            with span:
+                return await self._executor.run(function, min(own, left), *args, **kwargs)
+        except AuthorTimeout as error:
+            if left < own:
+                raise TimeLimitReached from None
+            raise AuthorTimeout(f"{function.__name__}(): {error}") from None
+        finally:
+            self._observer.tool_ran(self, name, time.perf_counter() - begin)
+
+    def _status_after(self, result: StepBuilder) -> SessionStatus:
+        """Return the status of the session after a turn. Raises TimeLimitReached."""
+        if result.done:
             return SessionStatus.COMPLETED
         if self.turn + 1 >= self._class.max_turns:
             return SessionStatus.TRUNCATED_TURNS
         self._time_left()
         return _RUNNING
 
-    def _end_turn(self, turn: Turn, status: SessionStatus) -> bytes:
-        """Make what a turn has brought the answer of its step, and return it as JSON."""
-        answer = turn.answer(self.session_id, self.turn + 1, status)
-        self.turns.add(turn.message.json(), answer)
+    def _time_left(self) -> float:
+        """Return the seconds until the session's time limit. Raises TimeLimitReached."""
+        limit = self._class.max_seconds
+        if limit is None:
+            return math.inf
+        left = self.began + limit - self._clock()
+        if left <= 0:
+            raise TimeLimitReached
+        return left
+
+    def _end_turn(self, result: StepBuilder, status: SessionStatus) -> bytes:
+        answer = result.result_json(self.session_id, self.turn + 1, status)
+        self.history.add(encode(result.message), answer)
         self.turn += 1
-        self.total += turn.reward
+        self.episode_return += result.reward
         if status is not _RUNNING:
-            self.status, self._task = status, None  # closing must not give up this very turn
+            self.status, self._current = status, None  # closing must not cancel this turn
             if self._class.overrides("close"):
                 self.begin_close()
             else:
                 self._environment = None
-        self._observer.stepped(self, turn, self._clock() - turn.begin)
+        self._observer.stepped(self, result, self._clock() - result.begin)
         return answer
 
-    async def _call(
-        self, function: Callable[..., Any], timeout: float | None, /, *args: Any, **kw: Any
-    ) -> Any:
-        """Call author code within its own deadline and the session's."""
-        left, own = self._time_left(), self._class.tool_timeout if timeout is None else timeout
-        with self._observer.tool(self, tool_name(function)):
-            if self.inline:
-                return function(*args, **kw)
-            try:
-                return await self._runner.call(function, min(own, left), *args, **kw)
-            except AuthorTimeout as error:
-                if left < own:
-                    raise TimeOver from None
-                raise AuthorTimeout(f"{function.__name__}(): {error}") from None
-
-    async def _fork(self, session_ids: Sequence[str]) -> list[Session]:
-        try:
-            states = await snapshots(self._alive(), len(session_ids), self._runner)
-        except AUTHOR_ERRORS as error:
-            raise self._broken("snapshot", error) from error
-        return [self._twin(*pair) for pair in zip(session_ids, states, strict=True)]
-
-    def _twin(self, session_id: str, state: Any) -> Session:
-        """Return a session that has come as far as this one, and begins from a snapshot."""
-        twin = Session(
+    def _forked(self, session_id: str, state: Any) -> Session:
+        forked = Session(
             self._class,
             self.sample,
             session_id=session_id,
@@ -369,20 +417,33 @@ class Session:
             clock=self._clock,
             observer=self._observer,
         )
-        twin.restored = lambda environment: environment.restore(state)
-        twin.opening, twin.turn, twin.total, twin.begin = self.opening, self.turn, self.total, self.begin
-        twin.turns = self.turns.copy(session_id)
-        return twin
+        forked.continue_from(
+            lambda environment: environment.restore(state),
+            opening=self.opening,
+            turn=self.turn,
+            episode_return=self.episode_return,
+            began=self.began,
+            history=self.history.copy(session_id),
+        )
+        return forked
 
-    async def _release(self, step: Awaited[Any] | None) -> None:
-        """Cancel a step under way, then close the environment exactly once."""
+    async def _close(self, running: asyncio.Task[Any] | None) -> None:
+        """Cancel the running task, then close the environment exactly once."""
         try:
-            await release(lambda: self._environment, step, self._runner)
+            if running is not None and not running.done():
+                running.cancel()
+                await asyncio.wait((running,))
+            # Author code that outlived its deadline may still use what close() releases, or only now have
+            # made the environment.
+            await self._executor.settle(SETTLE_TIMEOUT_S)
+            environment = self._environment
+            if environment is not None and environment.overrides("close"):
+                await self._executor.run(environment.close, environment.reset_timeout)
         except AUTHOR_ERRORS as error:
             log_failure(self, "close", error)
         self._environment = None
 
-    def _broken(self, what: str, error: BaseException) -> EnvironmentFailed:
+    def _failed(self, what: str, error: BaseException) -> EnvironmentFailed:
         log_failure(self, what, error)
         return EnvironmentFailed(f"{what} of task {self.sample.task!r} failed: {describe(error)}")
 
@@ -391,10 +452,30 @@ class Session:
             raise RuntimeError("start() the session first")
         return self._environment
 
-    def _time_left(self) -> float:
-        """Return the seconds until the session's time limit. Raises TimeOver."""
-        limit = self._class.max_seconds
-        left = math.inf if limit is None else self.begin + limit - self._clock()
-        if left <= 0:
-            raise TimeOver
-        return left
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """Mark the exception of a task as seen, whose caller may be gone."""
+    if not task.cancelled():
+        task.exception()
+
+
+def can_fork(environment: type[Environment]) -> bool:
+    """Return whether sessions of a task can be forked: it has both ``snapshot`` and ``restore``."""
+    return environment.overrides("snapshot") and environment.overrides("restore")
+
+
+@types.coroutine
+def _continue(coroutine: Coroutine[Any, Any, T], awaited: Any) -> Generator[Any, Any, T]:
+    """Continue, as a task, a coroutine that was started without one and waits for ``awaited``."""
+    while True:
+        try:
+            value = yield awaited
+        except BaseException as error:
+            resume = partial(coroutine.throw, error)
+        else:
+            resume = partial(coroutine.send, value)
+        try:
+            awaited = resume()
+        except StopIteration as end:
+            result: T = end.value
+            return result

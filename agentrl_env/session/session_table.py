@@ -1,4 +1,4 @@
-"""Which sessions are open, which of them are idle since when, and which have ended lately."""
+"""The table of a pool: open sessions, their idle times, and the sessions that have ended recently."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from agentrl_env.errors import UnknownSession
-from agentrl_env.session import Session
-from agentrl_env.session.history import KEPT_TURNS, History
+from agentrl_env.session.history import History
+from agentrl_env.session.session import Session
 from agentrl_env.wire import SessionRow
 
-KEPT_SESSIONS = 4096
-"""How many ended sessions are remembered, so that a lost last answer can be asked for again."""
-KEPT_S = 600.0
-"""For how many seconds they are."""
+MAX_ENDED = 4096
+"""Number of ended sessions that are kept, so that a lost last answer can be repeated."""
+ENDED_S = 600.0
+"""Seconds for which they are kept."""
 ENDED_ANSWERS = 2
-"""The last turns of an ended session that are kept whatever they take: an answer may have to be repeated."""
+"""Number of last turns that an ended session keeps, whatever their size."""
 ENDED_TURNS_BYTES = 32 * 1024
-"""What the turns of one that has ended may take beyond that; the oldest go first."""
+"""Size of its further turns; the oldest are dropped first."""
 
 
 class SessionWatcher(Protocol):
-    """Hears of every session that opens and ends."""
+    """Receives every session that opens and ends."""
 
     def opened(self, row: SessionRow) -> None:
-        """A session is open."""
+        """Receive a session that has opened."""
 
     def ended(self, session_id: str) -> None:
-        """A session has ended."""
+        """Receive the id of a session that has ended."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """One session's row."""
+    """One session of the table."""
 
     session: Session
     request_id: str | None = None
-    """The name its opening was asked for under."""
+    """Idempotency key of the opening."""
     client: str = ""
-    """Who asked."""
+    """Name of the caller that opened it."""
     users: int = 0
-    """Calls under way in the session; while there are any, its lease does not run."""
+    """Number of calls under way; the lease does not run while there are any."""
 
 
 class SessionTable:
@@ -50,38 +50,38 @@ class SessionTable:
 
     Args:
         clock: seconds, monotonic.
-        kept_sessions: how many ended sessions are remembered.
-        kept_s: for how many seconds they are.
+        max_ended: number of ended sessions that are kept.
+        ended_s: seconds for which they are kept.
     """
 
     def __init__(
         self,
         clock: Callable[[], float],
         *,
-        kept_sessions: int = KEPT_SESSIONS,
-        kept_s: float = KEPT_S,
+        max_ended: int = MAX_ENDED,
+        ended_s: float = ENDED_S,
     ) -> None:
         self.live: dict[str, Entry] = {}
         self._clock = clock
-        self._kept_sessions = kept_sessions
-        self._kept_s = kept_s
+        self._max_ended = max_ended
+        self._ended_s = ended_s
         self._idle: dict[str, float] = {}
-        """Since when; those without a call for longest come first."""
+        """Start of the idle time by session, longest first."""
         self._ended: OrderedDict[str, tuple[Entry, float]] = OrderedDict()
         self._requests: dict[str, str] = {}
         self._watchers: list[SessionWatcher] = []
 
     def watch(self, watcher: SessionWatcher) -> tuple[SessionRow, ...]:
-        """Tell a watcher from now on; return what is open now."""
+        """Add a watcher, and return the sessions that are open now."""
         self._watchers.append(watcher)
         return tuple(_row(session_id, entry) for session_id, entry in self.live.items())
 
     def unwatch(self, watcher: SessionWatcher) -> None:
-        """Tell a watcher no more."""
+        """Remove a watcher."""
         self._watchers.remove(watcher)
 
     def add(self, session: Session, request_id: str | None, client: str = "") -> None:
-        """Enter a session that has just opened; its lease begins."""
+        """Add a session that has opened; its lease begins."""
         entry = self.live[session.session_id] = Entry(session, request_id, client)
         for watcher in self._watchers:
             watcher.opened(_row(session.session_id, entry))
@@ -90,7 +90,7 @@ class SessionTable:
             self._requests[request_id] = session.session_id
 
     def find(self, session_id: str) -> Entry:
-        """Return a session that is open or has ended lately. Raises UnknownSession."""
+        """Return a session that is open or has ended recently. Raises UnknownSession."""
         entry = self.live.get(session_id)
         if entry is None:
             ended = self._ended.get(session_id)
@@ -100,21 +100,21 @@ class SessionTable:
         return entry
 
     def row(self, session_id: str) -> SessionRow | None:
-        """Return how an open session is reported; None where there is no such."""
+        """Return the row of an open session; None where there is none."""
         entry = self.live.get(session_id)
         return None if entry is None else _row(session_id, entry)
 
     def knows(self, session_id: str) -> bool:
-        """Return whether a session is open or has ended lately."""
+        """Return whether a session is open or has ended recently."""
         return session_id in self.live or session_id in self._ended
 
     def forget(self, session_ids: Iterable[str]) -> None:
-        """Drop sessions that have ended."""
+        """Drop ended sessions."""
         for session_id in session_ids:
             self._drop(session_id)
 
     def opened_as(self, request_id: str) -> str | None:
-        """Return the id of the session that was opened under a request's name."""
+        """Return the id of the session that was opened with an idempotency key."""
         return self._requests.get(request_id)
 
     def enter(self, session_id: str, entry: Entry) -> None:
@@ -123,18 +123,18 @@ class SessionTable:
         self._idle.pop(session_id, None)
 
     def leave(self, session_id: str, entry: Entry) -> None:
-        """Let the lease begin anew after the last call under way."""
+        """Restart the lease after the last call under way."""
         entry.users -= 1
         if entry.users == 0 and session_id in self.live:
             self._idle[session_id] = self._clock()
 
     def touch(self, session_id: str, entry: Entry) -> None:
-        """Let the lease begin anew after a call that was over at once."""
+        """Restart the lease after a call that ended at once."""
         if entry.users == 0 and self._idle.pop(session_id, None) is not None:
             self._idle[session_id] = self._clock()
 
     def idle_for(self, seconds: float) -> list[str]:
-        """Return the open sessions without a call for so long, the longest first."""
+        """Return the open sessions that have been idle for so long, longest first."""
         horizon = self._clock() - seconds
         found: list[str] = []
         for session_id, since in self._idle.items():
@@ -144,7 +144,7 @@ class SessionTable:
         return found
 
     def retire(self, session_id: str) -> Entry | None:
-        """Move a session that has ended aside; None where that was done before."""
+        """Move an ended session out of ``live``; None where that was done before."""
         entry = self.live.pop(session_id, None)
         if entry is not None:
             self._idle.pop(session_id, None)
@@ -156,22 +156,18 @@ class SessionTable:
         return entry
 
     def known(self) -> Iterator[tuple[Session, float | None]]:
-        """Go through all sessions, with the time of their last call; None while one is under way."""
+        """Iterate over all sessions with the time of their last call; None while one is under way."""
         for session_id, entry in self.live.items():
             yield entry.session, self._idle.get(session_id)
         for entry, since in self._ended.values():
             yield entry.session, since
 
-    def ended(self) -> Iterator[Session]:
-        """Go through the sessions that have ended and are remembered."""
-        return (entry.session for entry, _ in self._ended.values())
-
     def forget_old(self) -> None:
-        """Drop ended sessions that are too old or too many."""
-        horizon = self._clock() - self._kept_s
+        """Drop ended sessions that are too old, or too many."""
+        horizon = self._clock() - self._ended_s
         while self._ended:
             session_id, (_, since) = next(iter(self._ended.items()))
-            if since > horizon and len(self._ended) <= self._kept_sessions:
+            if since > horizon and len(self._ended) <= self._max_ended:
                 return
             self._drop(session_id)
 
@@ -182,16 +178,16 @@ class SessionTable:
 
 
 def _shorten(session: Session) -> None:
-    """Let an ended session keep no more turns than may be asked for: there are thousands of them."""
-    turns = session.turns.tail(KEPT_TURNS)
+    """Drop the older turns of an ended session."""
+    turns = session.history.tail()
     kept = size = 0
-    for said, answer in reversed(turns):
-        size += len(said) + len(answer)
+    for message, result in reversed(turns):
+        size += len(message) + len(result)
         if kept >= ENDED_ANSWERS and size > ENDED_TURNS_BYTES:
             break
         kept += 1
     if kept < len(turns):
-        session.turns = History.of(turns[-kept:])
+        session.history = History.of(turns[-kept:])
 
 
 def _row(session_id: str, entry: Entry) -> SessionRow:

@@ -1,4 +1,4 @@
-"""Work that is asked for under a name is done once, however often it is asked for."""
+"""Single flight: concurrent calls with the same key share one task."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class _Work:
+class _Flight:
     task: asyncio.Task[Any]
     callers: int = 0
 
 
-class Once(Generic[T]):
-    """Work under way, by name; whoever asks for the same shares it, and the last to leave ends it."""
+class SingleFlight(Generic[T]):
+    """Tasks by key; the last caller that goes away cancels its task."""
 
     def __init__(self) -> None:
-        self._under_way: dict[str, _Work] = {}
+        self._flights: dict[str, _Flight] = {}
 
-    async def do(self, name: str, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Return what the work under this name returns, begun now where it is not under way."""
-        while (work := self._under_way.get(name)) is not None and work.callers == 0:
-            await asyncio.wait((work.task,))  # its callers were gone, and it is being ended: begin anew
-        if work is None:
-            work = self._under_way[name] = _Work(asyncio.create_task(begin()))
-            work.task.add_done_callback(lambda _: self._under_way.pop(name, None))
-        work.callers += 1
+    async def run(self, key: str, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Return the result of the task under ``key``, which starts now where there is none."""
+        while (flight := self._flights.get(key)) is not None and flight.callers == 0:
+            await asyncio.wait((flight.task,))  # it is being cancelled
+        if flight is None:
+            flight = self._flights[key] = _Flight(asyncio.create_task(begin()))
+            flight.task.add_done_callback(lambda _: self._flights.pop(key, None))
+        flight.callers += 1
         try:
-            result: T = await asyncio.shield(work.task)
+            result: T = await asyncio.shield(flight.task)
             return result
         finally:
-            work.callers -= 1
-            if work.callers == 0 and not work.task.done():
-                work.task.cancel()  # whoever asked is gone
+            flight.callers -= 1
+            if flight.callers == 0 and not flight.task.done():
+                flight.task.cancel()

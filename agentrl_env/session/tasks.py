@@ -1,18 +1,24 @@
-"""The tasks of one process: what is said of them, what their sessions share, which sample is meant."""
+"""The tasks of one process: their descriptions, shared resources and samples."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from agentrl_env.dataset import Dataset
-from agentrl_env.errors import DefinitionError, EnvironmentFailed, UnknownTask, WireError
-from agentrl_env.session.capacity import draining
-from agentrl_env.session.hooks import SETTLE_S, can_fork
-from agentrl_env.session.runner import Runner
-from agentrl_env.session.threads import AUTHOR_ERRORS, Threads
+from agentrl_env.errors import (
+    AUTHOR_ERRORS,
+    DefinitionError,
+    EnvironmentFailed,
+    ServerDraining,
+    UnknownTask,
+    WireError,
+)
+from agentrl_env.session.capacity import DRAINING
+from agentrl_env.session.executor import Executor, ThreadPool
+from agentrl_env.session.session import SETTLE_TIMEOUT_S, can_fork
 from agentrl_env.tools import describe, toolset
 from agentrl_env.types import TaskInfo, TaskSample
 from agentrl_env.wire import OpenRequest
@@ -23,23 +29,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger("agentrl_env")
 
 
-class Catalog:
+class Tasks:
     """Environment classes by task name, started once and stopped once.
 
     Args:
         environments: the tasks; two of one name raise DefinitionError.
-        threads: where blocking author code runs.
-        oracle: whether the tasks' experts are offered.
+        threads: pool for blocking author code.
+        oracle: whether ``expert`` calls are offered.
     """
 
-    def __init__(self, environments: Iterable[type[Environment]], *, threads: Threads, oracle: bool) -> None:
+    def __init__(
+        self, environments: Iterable[type[Environment]], *, threads: ThreadPool, oracle: bool
+    ) -> None:
         self._threads = threads
         self._oracle = oracle
         self._classes: dict[str, type[Environment]] = {}
         self._datasets: dict[str, Dataset] = {}
         self._starting: asyncio.Task[tuple[TaskInfo, ...]] | None = None
-        self._starters: dict[str, Runner] = {}
-        """What runs, or ran, the ``startup`` of a task, by the task's name."""
+        self._starters: dict[str, Executor] = {}
+        """Executors of ``startup``, by task."""
         self._ending = False
         for environment in environments:
             if environment.name in self._classes:
@@ -49,36 +57,36 @@ class Catalog:
             self._datasets[environment.name] = Dataset(environment)
 
     def environment(self, task: str) -> type[Environment]:
-        """Return a task's class. Raises UnknownTask."""
-        if task not in self._classes:
-            known = ", ".join(self._classes) or "none"
-            raise UnknownTask(f"no task {task!r} here; tasks: {known}")
-        return self._classes[task]
+        """Return the class of a task; an empty name means the only one. Raises UnknownTask."""
+        return self._classes[choose_task(task, self._classes)]
 
-    async def tasks(self) -> tuple[TaskInfo, ...]:
-        """Return what is served; the first call opens what sessions share (``startup``)."""
+    async def describe(self) -> tuple[TaskInfo, ...]:
+        """Return the descriptions; the first call runs ``startup`` of each task."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._startup())
         return await asyncio.shield(self._starting)
 
     async def sample(self, request: OpenRequest) -> TaskSample:
-        """Return the problem a request means. Raises UnknownSample, EnvironmentFailed."""
-        environment, dataset = self._classes[request.task], self._datasets[request.task]
+        """Return the sample that a request selects. Raises UnknownSample, EnvironmentFailed."""
+        environment = self.environment(request.task)
+        dataset = self._datasets[environment.name]
         wanted = (request.split, request.index, request.seed, request.sample)
         try:
             sample: TaskSample = await self._run(environment, dataset.sample, *wanted)
         except WireError:
             raise
         except AUTHOR_ERRORS as error:
-            logger.warning("samples of task %s failed", request.task, exc_info=error)
-            raise EnvironmentFailed(f"samples of task {request.task!r} failed: {describe(error)}") from error
+            logger.warning("samples of task %s failed", environment.name, exc_info=error)
+            raise EnvironmentFailed(
+                f"samples of task {environment.name!r} failed: {describe(error)}"
+            ) from error
         return sample
 
     async def aclose(self) -> None:
-        """Release what the sessions shared (``shutdown``), where it was opened.
+        """Run ``shutdown`` of each task that was started.
 
-        A ``startup`` under way is waited for within its own deadline: what it has not opened yet
-        ``shutdown`` could not release. No further one begins.
+        A ``startup`` under way is waited for, within its deadline: ``shutdown`` could not release what it
+        opens later. No further one begins.
         """
         starting, self._starting = self._starting, None
         if starting is None:
@@ -87,7 +95,7 @@ class Catalog:
         if not starting.done():
             await asyncio.wait((starting,))
         for name, starter in self._starters.items():
-            await starter.settle(SETTLE_S)
+            await starter.settle(SETTLE_TIMEOUT_S)
             environment = self._classes[name]
             try:
                 await self._run(environment, environment.shutdown)
@@ -98,10 +106,10 @@ class Catalog:
         infos: list[TaskInfo] = []
         for environment in self._classes.values():
             if self._ending:
-                raise draining()
-            starter = self._starters[environment.name] = self._runner(environment)
+                raise ServerDraining(DRAINING)
+            starter = self._starters[environment.name] = self._executor(environment)
             try:
-                await starter.call(environment.startup, environment.reset_timeout)
+                await starter.run(environment.startup, environment.reset_timeout)
                 infos.append(await self._describe(environment))
             except AUTHOR_ERRORS as error:
                 logger.warning("startup of task %s failed", environment.name, exc_info=error)
@@ -126,7 +134,18 @@ class Catalog:
 
     async def _run(self, environment: type[Environment], function: Callable[..., Any], *args: Any) -> Any:
         """Run author code that belongs to no session."""
-        return await self._runner(environment).call(function, environment.reset_timeout, *args)
+        return await self._executor(environment).run(function, environment.reset_timeout, *args)
 
-    def _runner(self, environment: type[Environment]) -> Runner:
-        return Runner(blocking=environment.blocking, threads=self._threads)
+    def _executor(self, environment: type[Environment]) -> Executor:
+        return Executor(blocking=environment.blocking, threads=self._threads)
+
+
+def choose_task(task: str, known: Collection[str]) -> str:
+    """Return the name of a task; an empty one means the only task. Raises UnknownTask."""
+    if not task and len(known) == 1:
+        return next(iter(known))
+    if task not in known:
+        names = ", ".join(known) or "none"
+        missing = f"no task {task!r} here" if task else "several tasks are served; name one"
+        raise UnknownTask(f"{missing}; tasks: {names}")
+    return task

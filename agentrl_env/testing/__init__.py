@@ -1,4 +1,4 @@
-"""The conformance kit: ``check_environment(Guess)`` in a test, ``agentrl-env check`` in a shell."""
+"""The conformance kit: ``check_environment(Guess)`` in a test suite, ``agentrl-env check`` in a shell."""
 
 from agentrl_env.testing.checker import check_environment, run_checks
 from agentrl_env.testing.report import CheckResult, Report, Verdict

@@ -1,4 +1,4 @@
-"""Runs the conformance checks, each under a deadline, on anything an ``EnvClient`` can reach."""
+"""Runs the conformance checks on the tasks of an ``EnvClient``, each under a deadline."""
 
 from __future__ import annotations
 
@@ -10,37 +10,41 @@ from collections.abc import Awaitable, Callable, Iterator
 from agentrl_env.client.client import EnvClient
 from agentrl_env.client.loop_thread import LoopThread
 from agentrl_env.client.schema_sampler import CannotSample
+from agentrl_env.client.tasks import select_task
 from agentrl_env.environment import Environment
-from agentrl_env.errors import AgentRLError, ServerUnreachable, UnknownTask
+from agentrl_env.errors import AgentRLError, ServerUnreachable
 from agentrl_env.server.loader import load_target
 from agentrl_env.testing.checks import CHECKS
-from agentrl_env.testing.context import CLOSE_TIMEOUT, Probe
-from agentrl_env.testing.report import CheckResult, Outcome, Report, failed, skipped, warned
+from agentrl_env.testing.context import CLOSE_TIMEOUT, CheckContext
+from agentrl_env.testing.report import CheckOutcome, CheckResult, Report, failed, skipped, warned
 from agentrl_env.types import TaskInfo
 
-Check = Callable[[Probe], Awaitable[Outcome]]
+Check = Callable[[CheckContext], Awaitable[CheckOutcome]]
 DEADLINE = 60.0
 """Seconds a check may take."""
 GRACE = 1.0
-"""Seconds that a check may need past its deadline to say so itself."""
+"""Seconds that a check may take beyond its deadline to report the timeout itself."""
 logger = logging.getLogger("agentrl_env")
 
 
 def check_environment(environment: type[Environment] | str, *, deadline: float = DEADLINE) -> Report:
-    """Assert that an environment keeps the contract; for a test suite.
+    """Assert that an environment passes all checks; for a test suite.
 
     Example::
 
-        def test_guess_keeps_the_contract():
+        def test_guess_conforms():
             check_environment(Guess)
 
     Args:
-        environment: the class, or a target such as the folder that it is in.
-        deadline: seconds each check may take.
+        environment: The class, or a target such as its folder.
+        deadline: Seconds each check may take.
+
+    Returns:
+        The report, which has no failures.
 
     Raises:
-        AssertionError: a check failed; the message has the evidence of each.
-        TargetError: the class cannot be loaded, or has nothing that a model could do.
+        AssertionError: A check failed; the message has the evidence.
+        TargetError: The class cannot be loaded, or offers a model nothing to do.
     """
     (report,) = run_checks(load_target(environment).local, deadline=deadline)
     if not report.ok:
@@ -56,36 +60,36 @@ def run_checks(
     checks: tuple[Check, ...] = CHECKS,
     on_result: Callable[[str, CheckResult], None] = lambda task, result: None,
 ) -> list[Report]:
-    """Check one task, or all that the client reaches, and return a report each.
+    """Check one task, or all tasks of the client, and return a report for each.
 
     Args:
-        connect: makes the client: ``Guess.local``, or a call of ``EnvClient.connect``.
-        task: which task; all by default.
-        deadline: seconds each check may take.
-        checks: which checks, in order.
-        on_result: told the task and every result as it comes.
+        connect: Returns the client: ``Guess.local``, or a function that calls ``EnvClient.connect``.
+        task: Name of the task; all by default.
+        deadline: Seconds each check may take.
+        checks: The checks to run, in order.
+        on_result: Called with the task's name and each result as it arrives.
 
     Raises:
-        AgentRLError: no task could be looked at (no server, a wrong token, an unknown task).
+        AgentRLError: The tasks could not be listed (no server, a wrong token, an unknown task).
     """
     loop = LoopThread("agentrl-env-check")
     client = connect()
     try:
         reports = []
         for info in loop.run(_tasks(client, task), deadline):
-            probe = Probe(client=client, task=info, deadline=deadline)
+            context = CheckContext(client=client, task=info, deadline=deadline)
             results = []
-            for result in _run_all(loop, probe, checks):
+            for result in _run_checks(loop, context, checks):
                 on_result(info.name, result)
                 results.append(result)
             reports.append(Report(task=info.name, results=tuple(results)))
         return reports
     finally:
-        _end(loop, client, min(CLOSE_TIMEOUT, deadline))
+        _close(loop, client, min(CLOSE_TIMEOUT, deadline))
 
 
-def _end(loop: LoopThread, client: EnvClient, timeout: float) -> None:
-    """Release the client; where the environment blocks the loop there is nothing to wait for."""
+def _close(loop: LoopThread, client: EnvClient, timeout: float) -> None:
+    """Close the client, but do not wait for an environment that blocks the loop."""
     try:
         loop.run(client.aclose(), timeout)
     except (TimeoutError, AgentRLError) as error:
@@ -95,22 +99,18 @@ def _end(loop: LoopThread, client: EnvClient, timeout: float) -> None:
 
 async def _tasks(client: EnvClient, task: str | None) -> list[TaskInfo]:
     tasks = await client.tasks()
-    if task is None:
-        return list(tasks.values())
-    if task not in tasks:
-        raise UnknownTask(f"No task {task!r} is served; there are: {', '.join(tasks)}.")
-    return [tasks[task]]
+    return list(tasks.values()) if task is None else [select_task(tasks, task)]
 
 
-def _run_all(loop: LoopThread, probe: Probe, checks: tuple[Check, ...]) -> Iterator[CheckResult]:
-    """Run the checks until one shows that the rest would tell nothing."""
+def _run_checks(loop: LoopThread, context: CheckContext, checks: tuple[Check, ...]) -> Iterator[CheckResult]:
+    """Run the checks; skip the rest after one that makes them meaningless."""
     stopped_by = ""
     for check in checks:
         begin = time.monotonic()
         if stopped_by:
-            outcome = skipped(f"Not run, because {stopped_by} came to no end.")
+            outcome = skipped(f"Not run, because {stopped_by} did not finish.")
         else:
-            outcome, usable = _watched(loop, check, probe)
+            outcome, usable = _run_check(loop, check, context)
             if not usable:
                 stopped_by = check.__name__
         yield CheckResult(
@@ -122,32 +122,33 @@ def _run_all(loop: LoopThread, probe: Probe, checks: tuple[Check, ...]) -> Itera
         )
 
 
-def _watched(loop: LoopThread, check: Check, probe: Probe) -> tuple[Outcome, bool]:
-    """Run one check, and give it up from outside where the event loop itself hangs."""
+def _run_check(loop: LoopThread, check: Check, context: CheckContext) -> tuple[CheckOutcome, bool]:
+    """Run one check, with a timeout from outside in case the event loop itself hangs."""
+    timeout = context.deadline + min(CLOSE_TIMEOUT, context.deadline) + GRACE
     try:
-        return loop.run(_run_one(check, probe), probe.deadline + min(CLOSE_TIMEOUT, probe.deadline) + GRACE)
+        return loop.run(_run_within_deadline(check, context), timeout)
     except TimeoutError:
-        blocked = "Its code blocks the event loop: leave blocking = True for code that can wait."
-        return failed(f"{_no_end(probe)} {blocked}"), False
+        advice = "Its code blocks the event loop: keep blocking = True for code that waits."
+        return failed(f"{_timeout_evidence(context)} {advice}"), False
 
 
-async def _run_one(check: Check, probe: Probe) -> tuple[Outcome, bool]:
-    """Return a check's outcome, and whether it makes sense to go on with the next."""
-    probe.begin()
+async def _run_within_deadline(check: Check, context: CheckContext) -> tuple[CheckOutcome, bool]:
+    """Return the outcome of a check, and False if the remaining checks cannot run."""
+    context.begin()
     try:
-        async with asyncio.timeout(probe.deadline):
-            return await check(probe), True
+        async with asyncio.timeout(context.deadline):
+            return await check(context), True
     except TimeoutError:
-        return failed(_no_end(probe)), False
+        return failed(_timeout_evidence(context)), False
     except CannotSample as error:
         return warned(f"Not checked: {error}"), True
     except AgentRLError as error:
-        gone = isinstance(error, ServerUnreachable)
-        return failed(f"{probe.doing}: {type(error).__name__}: {error}"), not gone
+        reachable = not isinstance(error, ServerUnreachable)
+        return failed(f"{context.doing}: {type(error).__name__}: {error}"), reachable
     finally:
-        await probe.close_all()
+        await context.close_all()
 
 
-def _no_end(probe: Probe) -> str:
-    where = probe.doing or "the first call"
-    return f"No end within {probe.deadline:g} s (give a slow task more: --deadline); it was at: {where}."
+def _timeout_evidence(context: CheckContext) -> str:
+    doing = context.doing or "the first call"
+    return f"Not finished within {context.deadline:g} s (--deadline sets a longer time); waited for: {doing}."

@@ -1,7 +1,7 @@
-"""Odd assistant messages made from a task's tool schemas: what a model might send on a bad day.
+"""Fuzzing: odd assistant messages generated from a task's tool schemas.
 
-Two kinds: messages the server must refuse as the model's error (``refused``), and messages that fit the
-schema but hold unusual values. Neither may break the environment.
+Some are invalid, so the server must reject them as the model's error; the others fit the schema but have
+unusual values. Neither kind may break the environment.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ BROKEN_JSON = ("{", "not json", '"text"', "[1, 2]", "null", "7", "{'n': 1}", '{"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One odd message; ``refused`` when it is the model's error beyond doubt."""
+class FuzzCase:
+    """One odd message; ``invalid`` if the server must reject it."""
 
     label: str
     message: Message
-    refused: bool = False
+    invalid: bool = False
 
 
-def fuzz_cases(tools: Sequence[ToolSpec], rng: np.random.Generator) -> Iterator[Case]:
-    """Yield odd messages for every tool, then some that concern none."""
+def fuzz_cases(tools: Sequence[ToolSpec], rng: np.random.Generator) -> Iterator[FuzzCase]:
+    """Yield odd messages for every tool, then some that concern no single tool."""
     for tool in tools:
         yield from _odd_values(tool.function, rng)
-        yield from _misfits(tool.function, rng)
+        yield from _invalid_arguments(tool.function, rng)
         for text in BROKEN_JSON:
             yield _case(f"{tool.function.name}: broken JSON", tool.function.name, text, True)
-    yield from _shapes(tools, rng)
+    yield from _odd_shapes(tools, rng)
 
 
-def _odd_values(function: FunctionSpec, rng: np.random.Generator) -> Iterator[Case]:
-    """Schema-valid calls in which one argument holds an unusual value."""
+def _odd_values(function: FunctionSpec, rng: np.random.Generator) -> Iterator[FuzzCase]:
+    """Yield valid calls in which one argument has an unusual value."""
     for name in function.parameters.get("properties", {}):
         for odd in (*ODD_STRINGS, *ODD_INTEGERS, *ODD_NUMBERS, *WRONG_TYPES):
             arguments = _arguments(function, rng)
@@ -56,11 +56,11 @@ def _odd_values(function: FunctionSpec, rng: np.random.Generator) -> Iterator[Ca
                 return
             arguments[name] = odd
             if _fits(function, arguments):
-                yield _call(f"{function.name}: odd {name}", function, arguments, refused=False)
+                yield _call(f"{function.name}: odd {name}", function, arguments, invalid=False)
 
 
-def _misfits(function: FunctionSpec, rng: np.random.Generator) -> Iterator[Case]:
-    """Calls that break the schema: a wrong type, a missing or an unknown argument."""
+def _invalid_arguments(function: FunctionSpec, rng: np.random.Generator) -> Iterator[FuzzCase]:
+    """Yield calls with an argument that is of the wrong type, missing or unknown."""
     base = _arguments(function, rng)
     if base is None:
         return
@@ -78,24 +78,24 @@ def _misfits(function: FunctionSpec, rng: np.random.Generator) -> Iterator[Case]
             yield _call(f"{function.name}: unknown argument {extra!r}", function, arguments)
 
 
-def _shapes(tools: Sequence[ToolSpec], rng: np.random.Generator) -> Iterator[Case]:
-    """Messages that name no tool there is, none at all, or many."""
+def _odd_shapes(tools: Sequence[ToolSpec], rng: np.random.Generator) -> Iterator[FuzzCase]:
+    """Yield messages that call an unknown tool, no tool, or many tools."""
     known = {tool.function.name for tool in tools}
     for name in ("no_such_tool", "", "reset", "close", "__init__", "score", "工具", "a" * 5000):
         if name not in known:
             yield _case("unknown tool", name, "{}", True)
     for content in (None, "", "Let me think.", "x" * 100_000, "🎲\x00\u202e"):
-        yield Case(label="no tool call", message=Message.assistant(content))
+        yield FuzzCase(label="no tool call", message=Message.assistant(content))
     parts = [{"type": "text", "text": "Let me think."}, {"type": "image_url"}]
-    yield Case(label="content parts", message=Message(role="assistant", content=parts))
+    yield FuzzCase(label="content parts", message=Message(role="assistant", content=parts))
     calls = [
         ToolCall.of(tool.function.name, call_id=f"call_{i}", **arguments)
         for i, tool in enumerate(list(tools) * 3)
         if (arguments := _arguments(tool.function, rng)) is not None
     ]
-    yield Case(label="many calls", message=Message.assistant("Now all at once.", *calls))
+    yield FuzzCase(label="many calls", message=Message.assistant("Now all at once.", *calls))
     same = [call.model_copy(update={"id": "same"}) for call in calls[:2]]
-    yield Case(label="two calls with one id", message=Message.assistant(None, *same))
+    yield FuzzCase(label="two calls with one id", message=Message.assistant(None, *same))
 
 
 def _arguments(function: FunctionSpec, rng: np.random.Generator) -> dict[str, Any] | None:
@@ -110,10 +110,10 @@ def _fits(function: FunctionSpec, arguments: Any) -> bool:
     return bool(Draft202012Validator(function.parameters).is_valid(arguments))
 
 
-def _call(label: str, function: FunctionSpec, arguments: Any, refused: bool = True) -> Case:
-    return _case(label, function.name, json.dumps(arguments), refused)
+def _call(label: str, function: FunctionSpec, arguments: Any, invalid: bool = True) -> FuzzCase:
+    return _case(label, function.name, json.dumps(arguments), invalid)
 
 
-def _case(label: str, name: str, arguments: str, refused: bool) -> Case:
+def _case(label: str, name: str, arguments: str, invalid: bool) -> FuzzCase:
     call = ToolCall(id="call_0", function=FunctionCall(name=name, arguments=arguments))
-    return Case(label=label, message=Message.assistant(None, call), refused=refused)
+    return FuzzCase(label=label, message=Message.assistant(None, call), invalid=invalid)

@@ -1,4 +1,4 @@
-"""What the conformance kit found: one result a check, as a table, as JSON, as an exit code."""
+"""Results of the conformance checks, as a table, as JSON and as text."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rich.text import Text
 
 
 class Verdict(StrEnum):
-    """How a check ended."""
+    """The verdict of a check."""
 
     PASS = "pass"
     WARN = "warn"
-    """Allowed, and worth a look."""
+    """Allowed, but worth a look."""
     FAIL = "fail"
     SKIP = "skip"
-    """It does not apply here; the evidence says why."""
+    """The check does not apply; the evidence says why."""
 
 
 _STYLES = {
@@ -28,8 +28,8 @@ _STYLES = {
 }
 
 
-class Outcome(BaseModel):
-    """A verdict and the sentence that shows it."""
+class CheckOutcome(BaseModel):
+    """A verdict, and a sentence of evidence for it."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -37,8 +37,8 @@ class Outcome(BaseModel):
     evidence: str
 
 
-class CheckResult(Outcome):
-    """One check's outcome; ``question`` is what it asked."""
+class CheckResult(CheckOutcome):
+    """The outcome of one check; ``question`` is the first line of the check's docstring."""
 
     name: str
     question: str
@@ -46,7 +46,7 @@ class CheckResult(Outcome):
 
 
 class Report(BaseModel):
-    """All results on one task."""
+    """The results for one task."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -55,7 +55,7 @@ class Report(BaseModel):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing failed; warnings and skips are no failures."""
+        """True if no check failed; warnings and skips do not count."""
         return not self.failures
 
     @property
@@ -71,7 +71,7 @@ class Report(BaseModel):
         raise KeyError(name)
 
     def summary(self) -> str:
-        """Return one line, such as ``guess: 11 passed, 1 failed, 1 skipped``."""
+        """Return a summary line, such as ``guess: 11 passed, 1 failed, 1 skipped``."""
         words = {"pass": "passed", "warn": "with warnings", "fail": "failed", "skip": "skipped"}
         counts = {verdict: sum(result.verdict is verdict for result in self.results) for verdict in Verdict}
         parts = [f"{count} {words[verdict]}" for verdict, count in counts.items() if count]
@@ -89,26 +89,26 @@ class Report(BaseModel):
         return table
 
     def text(self) -> str:
-        """Return the failures as plain lines, for an assertion message."""
+        """Return the summary and the failures as plain text, for an assertion message."""
         lines = [f"  {result.name}: {result.evidence}" for result in self.failures]
         return "\n".join([self.summary(), *lines])
 
 
-def passed(evidence: str) -> Outcome:
+def passed(evidence: str) -> CheckOutcome:
     """Return a pass."""
-    return Outcome(verdict=Verdict.PASS, evidence=evidence)
+    return CheckOutcome(verdict=Verdict.PASS, evidence=evidence)
 
 
-def warned(evidence: str) -> Outcome:
+def warned(evidence: str) -> CheckOutcome:
     """Return a warning."""
-    return Outcome(verdict=Verdict.WARN, evidence=evidence)
+    return CheckOutcome(verdict=Verdict.WARN, evidence=evidence)
 
 
-def failed(evidence: str) -> Outcome:
+def failed(evidence: str) -> CheckOutcome:
     """Return a failure."""
-    return Outcome(verdict=Verdict.FAIL, evidence=evidence)
+    return CheckOutcome(verdict=Verdict.FAIL, evidence=evidence)
 
 
-def skipped(evidence: str) -> Outcome:
+def skipped(evidence: str) -> CheckOutcome:
     """Return a skip."""
-    return Outcome(verdict=Verdict.SKIP, evidence=evidence)
+    return CheckOutcome(verdict=Verdict.SKIP, evidence=evidence)

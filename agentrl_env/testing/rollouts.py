@@ -1,21 +1,21 @@
-"""Episodes played for a check: who acts (a policy), what happened (a transcript), what differs."""
+"""Episodes played by a check: policies, recorded rollouts, and the differences between rollouts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from agentrl_env.client.client import ClientSession
-from agentrl_env.client.formatting import format_messages, message_text
+from agentrl_env.client.formatting import format_message, message_text
 from agentrl_env.client.schema_sampler import WORDS, sample_call, words_in
 from agentrl_env.types import Message, SessionStatus, StepResult, TaskSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class RolloutTurn:
     """One assistant message and the environment's answer."""
 
     action: Message
@@ -23,16 +23,20 @@ class Turn:
 
 
 @dataclass(slots=True, kw_only=True)
-class Transcript:
-    """One episode as it was seen from outside."""
+class Rollout:
+    """One recorded episode."""
 
     sample: TaskSample
     opening: tuple[Message, ...]
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[RolloutTurn] = field(default_factory=list)
+
+    def copy(self) -> Rollout:
+        """Return a rollout with the same turns, to be continued separately."""
+        return replace(self, turns=list(self.turns))
 
     @property
     def name(self) -> str:
-        """Which sample it was, for evidence."""
+        """The sample and seed as text."""
         return f"sample {self.sample.split}/{self.sample.index}, seed {self.sample.seed}"
 
     @property
@@ -42,19 +46,19 @@ class Transcript:
 
     @property
     def last(self) -> StepResult | None:
-        """The last answer; None before the first turn."""
+        """The last result, or None before the first turn."""
         return self.turns[-1].result if self.turns else None
 
     @property
     def success(self) -> bool:
-        """Whether the episode reached its goal: the ``success`` metric, else a reward of 1."""
+        """True if the episode reached its goal: by the ``success`` metric, else a reward of 1."""
         if self.last is not None and "success" in self.last.metrics:
             return self.last.metrics["success"] >= 0.5
         return sum(turn.result.reward for turn in self.turns) >= 1.0
 
     @property
-    def broken(self) -> str | None:
-        """Which turn broke the environment, and how; None where none did."""
+    def failure(self) -> str | None:
+        """The turn in which the environment failed, with the reason; None if it did not."""
         for turn in self.turns:
             if turn.result.status is SessionStatus.FAILED_ENVIRONMENT:
                 error = turn.result.info.get("error", "no reason given")
@@ -62,13 +66,13 @@ class Transcript:
                 return f"{describe(turn.action)} broke the environment: {reason}"
         return None
 
-    def difference(self, other: Transcript) -> str | None:
-        """Return the first thing that differs, in words; None where both are the same."""
-        if _plain(self.opening) != _plain(other.opening):
-            return f"the opening: {_both(self.opening, other.opening)}"
+    def difference(self, other: Rollout) -> str | None:
+        """Return a description of the first difference, or None if the rollouts are identical."""
+        if _wire(self.opening) != _wire(other.opening):
+            return f"the opening: {_quote(self.opening)}, then {_quote(other.opening)}"
         for number, (one, two) in enumerate(zip(self.turns, other.turns, strict=False), start=1):
-            if field_differs := _result_difference(one.result, two.result):
-                return f"turn {number} after {describe(one.action)}: {field_differs}"
+            if difference := _result_difference(one.result, two.result):
+                return f"turn {number} after {describe(one.action)}: {difference}"
         if len(self.turns) != len(other.turns):
             return f"the length: {len(self.turns)} turns, then {len(other.turns)}"
         return None
@@ -77,106 +81,95 @@ class Transcript:
 class Policy(Protocol):
     """Chooses the next assistant message."""
 
-    async def act(self, session: ClientSession, transcript: Transcript) -> Message | None:
-        """Return the next message; None ends the episode early."""
+    async def act(self, session: ClientSession, rollout: Rollout) -> Message | None:
+        """Return the next message, or None to stop."""
 
 
 class RandomPolicy:
-    """Draws schema-valid calls; free strings are often words the environment has said."""
+    """Draws valid calls, with strings that are often words from the environment's messages."""
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
 
-    async def act(self, session: ClientSession, transcript: Transcript) -> Message:
-        """Return one random call; of a task without tools, a random word."""
-        words = _words(transcript)
+    async def act(self, session: ClientSession, rollout: Rollout) -> Message:
+        """Return one random call, or a random word if the task has no tools."""
+        words = _words(rollout)
         if not session.tools:
             return Message.assistant(str(self._rng.choice(words)))
-        call_id = f"call_{len(transcript.turns)}"
+        call_id = f"call_{len(rollout.turns)}"
         return Message.assistant(None, sample_call(session.tools, self._rng, call_id=call_id, words=words))
 
 
 class ReplayPolicy:
-    """Repeats recorded messages, and stops where they end."""
+    """Repeats recorded messages, then stops."""
 
     def __init__(self, actions: Sequence[Message]) -> None:
         self._actions = actions
 
-    async def act(self, session: ClientSession, transcript: Transcript) -> Message | None:
+    async def act(self, session: ClientSession, rollout: Rollout) -> Message | None:
         """Return the recorded message of this turn."""
-        turn = len(transcript.turns)
+        turn = len(rollout.turns)
         return self._actions[turn] if turn < len(self._actions) else None
 
 
 class ExpertPolicy:
-    """Asks the task's oracle."""
+    """Plays the moves of the task's expert."""
 
-    async def act(self, session: ClientSession, transcript: Transcript) -> Message:
-        """Return the oracle's move."""
+    async def act(self, session: ClientSession, rollout: Rollout) -> Message:
+        """Return the expert's move."""
         return await session.expert()
 
 
-class WanderingExpert:
-    """Asks the oracle, but every other move is random: it gets to states that chance does not."""
+class MixedPolicy:
+    """Alternates at random between the expert and a random policy, to reach unusual states."""
 
     def __init__(self, seed: int) -> None:
         self._expert = ExpertPolicy()
         self._random = RandomPolicy(seed)
         self._rng = np.random.default_rng(seed)
 
-    async def act(self, session: ClientSession, transcript: Transcript) -> Message:
-        """Return the oracle's move or a random one."""
+    async def act(self, session: ClientSession, rollout: Rollout) -> Message:
+        """Return the expert's move or a random one."""
         policy = self._expert if self._rng.random() < 0.5 else self._random
-        return await policy.act(session, transcript)
+        return await policy.act(session, rollout)
 
 
-async def advance(session: ClientSession, policy: Policy, transcript: Transcript) -> bool:
-    """Play one turn; False once the episode has ended or the policy has nothing more to say."""
-    if transcript.last is not None and transcript.last.final:
+async def advance(session: ClientSession, policy: Policy, rollout: Rollout) -> bool:
+    """Play one turn; return False if the episode has ended or the policy stopped."""
+    if rollout.last is not None and rollout.last.final:
         return False
-    action = await policy.act(session, transcript)
+    action = await policy.act(session, rollout)
     if action is None:
         return False
-    transcript.turns.append(Turn(action=action, result=await session.step(action)))
+    rollout.turns.append(RolloutTurn(action=action, result=await session.step(action)))
     return True
 
 
 def describe(action: Message) -> str:
-    """Return an action in a few words."""
-    text = format_messages([action]).removeprefix("assistant: ")
+    """Return an action as at most 120 characters of text."""
+    text = format_message(action).removeprefix("assistant: ")
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def _words(transcript: Transcript) -> list[str]:
-    """Words of the episode so far, the latest last, after a few of the sampler's own."""
-    messages = [*transcript.opening, *(m for turn in transcript.turns for m in turn.result.messages)]
-    heard = [word for message in messages for word in words_in(message_text(message))]
-    return [*WORDS[:4], *dict.fromkeys(heard[-200:])]
+def _words(rollout: Rollout) -> list[str]:
+    """Return some of the sampler's words, then the last words of the environment's messages."""
+    messages = [*rollout.opening, *(m for turn in rollout.turns for m in turn.result.messages)]
+    found = [word for message in messages for word in words_in(message_text(message))]
+    return [*WORDS[:4], *dict.fromkeys(found[-200:])]
 
 
 def _result_difference(one: StepResult, two: StepResult) -> str | None:
-    compared: dict[str, Callable[[StepResult], Any]] = {
-        "messages": lambda result: _plain(result.messages),
-        "reward": lambda result: result.reward,
-        "terminated": lambda result: result.terminated,
-        "truncated": lambda result: result.truncated,
-        "status": lambda result: str(result.status),
-        "metrics": lambda result: result.metrics,
-    }
-    for name, value in compared.items():
-        if value(one) != value(two):
-            if name == "messages":
-                return f"the answer: {_both(one.messages, two.messages)}"
-            return f"{name}: {value(one)}, then {value(two)}"
+    if _wire(one.messages) != _wire(two.messages):
+        return f"the answer: {_quote(one.messages)}, then {_quote(two.messages)}"
+    for name in ("reward", "terminated", "truncated", "status", "metrics"):
+        before, after = getattr(one, name), getattr(two, name)
+        if before != after:
+            return f"{name}: {before}, then {after}"
     return None
 
 
-def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _wire(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [message.wire() for message in messages]
-
-
-def _both(one: Sequence[Message], two: Sequence[Message]) -> str:
-    return f"{_quote(one)}, then {_quote(two)}"
 
 
 def _quote(messages: Sequence[Message]) -> str:

@@ -2,7 +2,7 @@
 
 Level 1 has one thing in the house and names it in one word. Level 2 adds look-alikes. Level 3 names the
 place by another thing that has to be found as well. At every level most things lie where they usually
-do, which the task never says: a policy that learns it finds things sooner.
+do, which the task does not reveal: a policy that learns it finds things sooner.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ USUAL_PLACE = {
 }
 ADJECTIVES = ("big", "small", "old", "new")
 TIDINESS = {1: 0.9, 2: 0.6, 3: 0.6}
-"""How likely a thing lies at its usual place, by level."""
+"""Probability that a thing lies at its usual place, by level."""
 HUNCH = 0.2
-"""How often a noisy expert looks at the usual place; otherwise it looks anywhere."""
+"""Probability that a noisy expert looks at the usual place; otherwise it looks anywhere."""
 NUM_SAMPLES = {"train": 10_000, "test": 1_000}
 
 
@@ -37,7 +37,7 @@ def _kind(thing: str) -> str:
 
 @lru_cache
 def _problems(level: int, split: str) -> list[dict[str, object]]:
-    """List the combinations of one split; every word of the other split is in both."""
+    """List the combinations of one split; both splits use the same words."""
     things = list(USUAL_PLACE) if level == 1 else [" ".join(p) for p in product(ADJECTIVES, USUAL_PLACE)]
     goals = things if level == 3 else list(PLACES)
     problems = []
@@ -55,7 +55,7 @@ class Household(Environment):
     max_turns = 8
     blocking = False
     expert_noise = 0.0
-    """0: the expert knows where things are. Above: it has a faint hunch, and slips this often."""
+    """0: the expert knows where things are. Above 0: it guesses, and errs with this probability."""
 
     @classmethod
     def samples(cls, split):
@@ -159,7 +159,7 @@ class Household(Environment):
         return ToolCall.of("take" if kind < 0.6 else "put", thing=self.thing, place=place)
 
     def _lay(self, thing, rng, level, besides):
-        """Lay a thing at its usual place, or rarely at another one, but never at ``besides``."""
+        """Put a thing at its usual place, or sometimes at another one, but never at ``besides``."""
         usual = USUAL_PLACE[_kind(thing)]
         tidy = rng.random() < TIDINESS[level]
         elsewhere = str(rng.choice([p for p in PLACES if p not in (usual, besides)]))

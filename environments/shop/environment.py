@@ -1,8 +1,8 @@
 """Shop: search for an article, look at the offers, buy one that is within the budget.
 
 At level 1 an offer says in words whether it is within the budget. Level 2 gives prices, and cheaper
-offers of the wrong colour. Level 3 adds shipping and ratings. Most articles have a seller who usually
-has the right offer, which the task never says.
+offers of the wrong colour. Level 3 adds shipping and ratings. Each kind of article has a seller who usually
+has the right offer, which the task does not reveal.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ USUAL_SELLER = {
 }
 COLOURS = ("red", "blue", "green", "black", "white", "pink")
 LOYALTY = {1: 0.9, 2: 0.5, 3: 0.5}
-"""How likely the usual seller has the right offer, by level."""
+"""Probability that the usual seller has the right offer, by level."""
 HUNCH = 0.2
-"""How often a noisy expert views the usual seller's offer; otherwise it views any."""
+"""Probability that a noisy expert views the usual seller's offer; otherwise it views any."""
 NUM_SAMPLES = {"train": 10_000, "test": 1_000}
 
 
 @lru_cache
 def _problems(level: int, split: str) -> list[dict[str, object]]:
-    """List the combinations of one split; every word of the other split is in both."""
+    """List the combinations of one split; both splits use the same words."""
     problems = [
         {"level": level, "colour": colour, "kind": kind}
         for (i, colour), (j, kind) in product(enumerate(COLOURS), enumerate(USUAL_SELLER))
@@ -49,7 +49,7 @@ class Shop(Environment):
     max_turns = 8
     blocking = False
     expert_noise = 0.0
-    """0: the expert knows the right seller. Above: it has a faint hunch, and slips this often."""
+    """0: the expert knows the right seller. Above 0: it guesses, and errs with this probability."""
 
     @classmethod
     def samples(cls, split):
@@ -147,7 +147,7 @@ class Shop(Environment):
         return None
 
     def _offer(self, seller, rng):
-        """Describe an offer; only the right seller's meets every wish."""
+        """Describe an offer; only the right seller's meets every condition."""
         right, flaw = seller == self.right, int(rng.integers(2))
         if self.level == 1:
             return "within your budget" if right else ("over your budget", "sold out")[flaw]

@@ -1,8 +1,8 @@
 """SQL: answer a question about a store by querying its databases; the SQL runs on real SQLite.
 
-At level 1 one number is looked up by name, and the question does not say in which department's database:
-usually the one that suits the thing. Level 2 asks for counts, sums and extremes under a condition. Level 3
-joins orders with goods.
+Level 1 looks up one number by name, without naming the department's database: usually it is the one that
+suits the thing. Level 2 asks for counts, sums and extremes under a condition. Level 3 joins orders with
+goods.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ GOODS = {
     "toys": ("puzzle", "kite", "doll", "robot", "marble", "yoyo"),
     "clothes": ("coat", "belt", "glove", "cap", "boot", "vest"),
 }
-"""Departments, each with a database of its own, and the goods that suit them."""
+"""Departments, each with its own database, and the goods that suit them."""
 ASKED = tuple(thing for goods in GOODS.values() for thing in goods[:2])
-"""The goods that level 1 asks about."""
+"""The goods in the questions of level 1."""
 COLUMNS = ("price", "stock", "weight", "length")
 CUSTOMERS = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Finn")
 ORDER = 0.9
-"""How likely the thing that level 1 asks about is in the database that suits it."""
+"""Probability that the requested thing of level 1 is in the database that suits it."""
 HUNCH = 0.2
-"""How often a noisy expert opens the database that suits the thing; otherwise it opens any."""
+"""Probability that a noisy expert opens the database that suits the thing; otherwise it opens any."""
 NUM_SAMPLES = {"train": 10_000, "test": 1_000}
 
 SCHEMA = f"""CREATE TABLE goods (name TEXT, {", ".join(f"{column} INTEGER" for column in COLUMNS)});
@@ -67,15 +67,15 @@ LEVEL_3 = {
 
 MAX_ROWS = 20
 MAX_INSTRUCTIONS = 200_000
-"""Virtual-machine instructions one query may take: a count and not a time, so that replays are equal."""
+"""Maximum virtual-machine instructions of a query: a count instead of a time, so that replays are equal."""
 MAX_BYTES = 1000
-"""Longest query, text or blob."""
+"""Maximum length of a query, text or blob."""
 FUNCTIONS = re.compile(
     "abs|avg|coalesce|count|group_concat|ifnull|iif|instr|length|like|lower|max|min|nullif|replace|round|"
     "row_number|rank|dense_rank|substr|substring|sum|total|trim|typeof|upper",
     re.IGNORECASE,
 )
-"""What a query may call: nothing that is random, reads the clock or touches files."""
+"""Functions that a query may call; none is random, reads the clock or accesses files."""
 ACTIONS = frozenset(
     {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 )
@@ -83,7 +83,7 @@ ACTIONS = frozenset(
 
 @lru_cache
 def _problems(level: int, split: str) -> list[dict[str, object]]:
-    """List the combinations of one split; every word of the other split is in both."""
+    """List the combinations of one split; both splits use the same words."""
     fields = {
         1: {"thing": ASKED, "column": COLUMNS},
         2: {"ask": tuple(LEVEL_2), "department": tuple(GOODS), "column": COLUMNS},
@@ -104,7 +104,7 @@ class Sql(Environment):
     max_turns = 8
     blocking = False
     expert_noise = 0.0
-    """0: the expert knows the right database. Above: it has a faint hunch, and slips this often."""
+    """0: the expert knows the right database. Above 0: it guesses, and errs with this probability."""
 
     @classmethod
     def samples(cls, split):
@@ -236,13 +236,13 @@ class Sql(Environment):
         return names, rows
 
     def _tick(self):
-        """Stop a query that takes too many instructions; SQLite calls this every thousand."""
+        """Interrupt a query with too many instructions; SQLite calls this every thousand."""
         self.ticks += 1
         return self.ticks * 1000 > MAX_INSTRUCTIONS
 
 
 def _plain(value):
-    """Strip what does not change an answer: case, quotes, a final point, trailing zeros."""
+    """Normalize an answer: case, quotes, a final point, trailing zeros."""
     text = value.strip().strip("'\"").rstrip(".").lower()
     try:
         return f"{float(text):g}"
@@ -255,7 +255,7 @@ def _department(thing):
 
 
 def _file(thing, goods, rng):
-    """Move a thing to another department, rarely; return the one that it is in."""
+    """Choose the department of a thing, and move the thing if it is not the usual one."""
     own = _department(thing)
     other = str(rng.choice([department for department in goods if department != own]))
     if rng.random() < ORDER:
@@ -278,7 +278,7 @@ def _rows(things, rng):
 
 
 def _database(goods, orders):
-    """Make a database in memory, then close every door but reading."""
+    """Create a database in memory that permits only reading."""
     database = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
     database.executescript("PRAGMA temp_store = MEMORY;" + SCHEMA)
     database.executemany("INSERT INTO goods VALUES (?, ?, ?, ?, ?)", goods)

@@ -1,7 +1,7 @@
-"""Terminal: answer a question about files, or put them in order, with a real shell in a sandbox.
+"""Terminal: answer a question about files, or change them, with a real shell in a sandbox.
 
-Level 1 looks one thing up in a folder of text files. Level 2 adds up over a table. Level 3 asks for a change,
-which is checked by the state of the files.
+Level 1 asks about a folder of text files. Level 2 aggregates over a table. Level 3 asks for a change, which
+is checked by the state of the files.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ ASKS = {
         ),
     },
 }
-"""Level -> ask -> the request, and a command that does it."""
+"""Level -> ask -> the request, and a command that fulfils it."""
 
 
 @lru_cache
 def _problems(level: int, split: str) -> list[dict[str, object]]:
-    """List the combinations of one split; every word of the other split is in both."""
+    """List the combinations of one split; both splits use the same words."""
     third = ("column", COLUMNS) if level == 2 else ("folder", FOLDERS)
     fields = {"ask": tuple(ASKS[level]), "word": WORDS, third[0]: third[1]}
     problems = [
@@ -140,7 +140,7 @@ class Terminal(Environment):
         return open_sandbox(memory="96m", disk="16m", pids=32, timeout=10.0, max_output=4000, files=files)
 
     def _texts(self, rng):
-        """Write every folder's files; the word asked for is in exactly one file where a file is asked for."""
+        """Generate the files of every folder; for "find", exactly one file contains the word."""
         files = {}
         for folder, name in product(FOLDERS, FILES):
             lines = [" ".join(rng.choice(WORDS, size=4)) for _ in range(int(rng.integers(3, 9)))]
@@ -157,7 +157,7 @@ class Terminal(Environment):
         return {"orders.csv": "\n".join(",".join(row) for row in [["name", *COLUMNS], *rows]) + "\n"}
 
     def _solve(self):
-        """Work out the right answer, or the right files, without the machine."""
+        """Compute the right answer without the sandbox."""
         word, ask = self.data["word"], self.data["ask"]
         self.right = None
         if ask in ("find", "count"):
@@ -175,11 +175,11 @@ class Terminal(Environment):
                 self.right = str(totals[word])
             else:
                 del totals[word]
-                # Of equal totals the last name, as sort -rn has it.
+                # Among equal totals the last name, as with sort -rn.
                 self.right = max(totals, key=lambda name: (totals[name], name))
 
     def _in_order(self):
-        """Say whether the files are as they were asked for; read past the shell, which could pretend."""
+        """Return whether the files are as requested; reads them without the shell, which could be forged."""
         word, folder = self.data["word"], self.data["folder"] + "/"
         wanted = dict(self.files)
         for path, text in self.files.items():

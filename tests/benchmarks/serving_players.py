@@ -18,7 +18,7 @@ from websockets.asyncio.client import ClientConnection, connect
 
 from agentrl_env import EnvClient, Message, ToolCall
 from agentrl_env.client.client import ClientSession
-from agentrl_env.client.transport import Http1Transport
+from tests.benchmarks.http1 import Http1Client
 
 TEXT = "What you hear is what was said. "
 MESSAGE = Message.assistant(None, ToolCall.of("echo", text=TEXT))
@@ -139,7 +139,7 @@ class Batch:
 
     def _connect(self, url: str) -> None:
         self._turn = 0
-        self._transport = Http1Transport(url, headers={}, max_connections=1)
+        self._transport = Http1Client(url, headers={}, max_connections=1)
 
 
 class Ceiling(Batch):
@@ -202,7 +202,7 @@ class AgentRLWorker:
         self._message = to_json(MESSAGE)
 
     async def open(self, sessions: int) -> None:
-        self._transport = Http1Transport(self._url, headers={}, max_connections=sessions)
+        self._transport = Http1Client(self._url, headers={}, max_connections=sessions)
         self._ids = [secrets.randbits(40) for _ in range(sessions)]
         numbers = iter(self._ids)
 

@@ -18,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from agentrl_env.client import EnvClient
 from agentrl_env.types import TaskSample
-from agentrl_train.engine.chat import ChatFormat
+from agentrl_train.chat import ChatFormat
 from tests.benchmarks.trl_task import FirstPick, reward
 
 GROUP_SIZE = 8

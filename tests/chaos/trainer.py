@@ -11,8 +11,8 @@ import sys
 from typing import Any
 
 from agentrl_train.__main__ import main
-from agentrl_train.engine.replica import Replica
-from agentrl_train.runtime import launch
+from agentrl_train.engine.scheduler import Scheduler
+from agentrl_train.runtime import compose
 from tests.chaos.scripted import ScriptedEngine
 
 
@@ -25,20 +25,20 @@ def break_on(number: signal.Signals) -> None:
     """Let the forward pass after a signal fail."""
     broken: list[int] = []
     signal.signal(number, lambda *_: broken.append(1))
-    whole = Replica._forward
+    whole = Scheduler._forward
 
-    def forward(self: Replica, *args: Any, **options: Any) -> Any:
+    def forward(self: Scheduler, *args: Any, **options: Any) -> Any:
         if broken:
             broken.pop()
             raise RuntimeError("the device is lost")
         return whole(self, *args, **options)
 
-    Replica._forward = forward  # type: ignore[method-assign]
+    Scheduler._forward = forward  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
     engine = sys.argv.pop(1)
     break_on(signal.SIGUSR1)
     if engine == "scripted":
-        launch.make_engine = scripted  # type: ignore[assignment]
+        compose.make_engine = scripted  # type: ignore[assignment]
     main()

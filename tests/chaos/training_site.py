@@ -23,7 +23,7 @@ name = "run"
 folder = "{folder}"
 steps = 1000000
 threads = 1
-quiet_seconds = 30
+idle_report_timeout_s = 30
 [model]
 path = "{folder}/model"
 [[environments]]
@@ -40,9 +40,9 @@ groups_per_step = {per_step}
 group_size = {group_size}
 max_staleness = 1
 window = 2
-episode_seconds = 15
+episode_timeout_s = 15
 environment_retries = 4
-environment_patience_seconds = 30
+environment_wait_timeout_s = 30
 [train]
 learning_rate = {learning_rate}
 [checkpoint]

@@ -1,6 +1,6 @@
-"""A base image with Python, made of the Debian packages that this machine has: no hub, no network.
+"""A base image with Python, made from this machine's Debian packages without a registry or network.
 
-It holds the closure of a few packages as dpkg knows it, with dpkg's own records, so that apt-get works in it.
+It contains a few packages with their dependencies and dpkg's records, so that apt-get works in it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _PATH = "/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin"
 
 
 def missing_packages() -> list[str]:
-    """Return which of the packages that the image needs are not installed here."""
+    """Return the packages that the image needs and this machine lacks."""
     if shutil.which("dpkg-query") is None:
         return list(WANTED)
     return [package for package in WANTED if package not in _installed()]
 
 
 def import_base_image(client, name: str) -> None:
-    """Make the image and give it a name, by a ``docker.DockerClient``."""
+    """Import the image under a name."""
     packages = _closure(WANTED)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "root.tar")
@@ -57,7 +57,7 @@ def _query(*arguments: str) -> str:
 
 
 def _installed() -> dict[str, tuple[bool, list[list[str]], list[str]]]:
-    """Return each installed package: whether Debian calls it essential, what it needs, what else it is."""
+    """Return package -> (essential, dependencies as alternatives, provided names)."""
     fields = "${Package}\t${db:Status-Status}\t${Essential}\t${Pre-Depends}, ${Depends}\t${Provides}\n"
     installed = {}
     for line in _query("dpkg-query", "-W", "-f", fields).splitlines():
@@ -91,7 +91,7 @@ def _closure(wanted: tuple[str, ...]) -> set[str]:
 
 
 def _paths(packages: set[str]) -> set[str]:
-    """Return every file and folder of the packages, and what belongs to a system beyond them."""
+    """Return every file and folder of the packages, and the generated files of a Debian system."""
     named = {*_TOP, *_MADE}
     for package in packages:
         named.update(_query("dpkg", "-L", package).splitlines())

@@ -1,4 +1,4 @@
-"""A Docker daemon of the tests' own: nothing of this machine's network is touched, nothing is left."""
+"""A private Docker daemon for the tests, which does not change this machine's network."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl_env.launch.docker_daemon import FOLDER_PREFIX, connect
 from agentrl_env.launch.image import build_image
-from agentrl_env.launch.wheel import make_wheel, wheel_name
+from agentrl_env.launch.image_context import make_wheel, wheel_name
+from agentrl_env.sandbox.docker_daemon import FOLDER_PREFIX, connect
 from tests.docker.base_image import import_base_image, missing_packages
 
 BASE = "python:3.11-slim"
@@ -36,8 +36,8 @@ def run(*command, timeout=60, **options):
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, **options)
 
 
-def why_not():
-    """Return why this machine cannot start a daemon."""
+def skip_reason():
+    """Return why this machine cannot start a daemon; empty if it can."""
     if os.geteuid() != 0:
         return "starting a Docker daemon needs root"
     for tool in ("dockerd", "ip"):
@@ -49,18 +49,18 @@ def why_not():
 
 
 def until(condition, what, seconds=60.0):
-    """Return what a condition gives once it is true."""
+    """Return the condition's value once it is true."""
     end = time.monotonic() + seconds
     while not (found := condition()):
-        assert time.monotonic() < end, f"still not: {what}"
+        assert time.monotonic() < end, f"timed out: {what}"
         time.sleep(0.05)
     return found
 
 
 @pytest.fixture(scope="session")
 def daemon():
-    """Start dockerd on a bridge without routing and without iptables; stop it and remove all it made."""
-    if reason := why_not():
+    """Start dockerd on a bridge without routing or iptables; stop it and remove its files."""
+    if reason := skip_reason():
         pytest.skip(reason)
     folder = Path(tempfile.mkdtemp(prefix="dockerd-", dir="/var/tmp"))
     address = f"unix://{folder}/docker.sock"
@@ -76,8 +76,8 @@ def daemon():
         patch.setenv("DOCKER_HOST", address)
         try:
             until(lambda: answers() or process.poll() is not None, "dockerd answers")
-            if process.poll() is not None and FORBIDDEN.search(said := log.read_text()):
-                pytest.skip(f"this machine lets nobody start a Docker daemon: {said.splitlines()[-1]}")
+            if process.poll() is not None and FORBIDDEN.search(output := log.read_text()):
+                pytest.skip(f"this machine does not permit a Docker daemon: {output.splitlines()[-1]}")
             assert process.poll() is None, log.read_text()[-2000:]
             yield address
             left = run("docker", "-H", address, "ps", "--all", "--quiet").stdout
@@ -108,14 +108,14 @@ def client(daemon):
 
 @pytest.fixture(scope="session")
 def base(client):
-    """Make the base image from this machine's Debian packages: there is no hub."""
+    """Make the base image from this machine's Debian packages, without a registry."""
     import_base_image(client, BASE)
     return BASE
 
 
 @pytest.fixture(scope="session")
 def wheelhouse(tmp_path_factory, base):
-    """Download what this package depends on, as its users do for a machine without an index."""
+    """Download the wheels of this package's dependencies."""
     folder = tmp_path_factory.mktemp("wheels")
     own = folder / wheel_name()
     own.write_bytes(make_wheel(files=False))
@@ -127,7 +127,7 @@ def wheelhouse(tmp_path_factory, base):
 
 @pytest.fixture(scope="session")
 def build(wheelhouse):
-    """Build an image of a target without any network."""
+    """Return a function that builds a target's image without network."""
 
     def build(target, **options):
         options = {"wheelhouse": wheelhouse, "network": "none", **options}
@@ -138,17 +138,18 @@ def build(wheelhouse):
 
 @pytest.fixture(scope="session")
 def probe(build):
-    """Build the image of a task whose tools try what they must not."""
+    """Build the image of a task whose tools attempt forbidden operations."""
     return build(TASKS / "probe")
 
 
 @pytest.fixture
 def nothing_left(client):
-    """Prove that a test leaves neither a container nor a folder behind."""
+    """Verify that a test leaves no container and no folder."""
 
     def present():
         folders = set(Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"))
-        return {container.name for container in client.containers.list(all=True)} | folders
+        containers = client.containers.list(all=True, ignore_removed=True)
+        return {container.name for container in containers} | folders
 
     before = present()
     yield
@@ -156,5 +157,5 @@ def nothing_left(client):
 
 
 def agentrl_env(*arguments, timeout=300, **options):
-    """Run the command line in a process of its own."""
+    """Run the command line in a child process."""
     return run(sys.executable, "-m", "agentrl_env", *map(str, arguments), timeout=timeout, **options)

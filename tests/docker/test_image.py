@@ -1,4 +1,4 @@
-"""From no daemon and no hub to tasks that are served from images and pass their checks."""
+"""Building images and serving tasks from them."""
 
 import hashlib
 import shutil
@@ -28,7 +28,7 @@ class Guess(Environment):
 
 
 def fingerprint(folder):
-    """Return all that can be known of a folder's files."""
+    """Return paths, times, modes and contents of a folder's files."""
     return {
         (str(path), path.lstat().st_mtime_ns, path.lstat().st_mode, path.is_file() and digest(path))
         for path in [folder, *folder.rglob("*")]
@@ -41,7 +41,7 @@ def digest(path):
 
 @pytest.fixture
 def task(tmp_path):
-    """Write a task whose import and first message can be chosen."""
+    """Return a function that writes a task with given imports and first message."""
 
     def write(imports="", hello='"Hello."'):
         folder = tmp_path / "guess"
@@ -53,7 +53,7 @@ def task(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["household", "shop", "sql"])
-def test_a_task_is_built_served_and_passes_its_checks(client, base, wheelhouse, nothing_left, tmp_path, name):
+def test_task_is_built_served_and_passes_its_checks(client, base, wheelhouse, nothing_left, tmp_path, name):
     folder = tmp_path / name
     shutil.copytree(ROOT / "environments" / name, folder, ignore=shutil.ignore_patterns("__pycache__"))
     before = fingerprint(folder)
@@ -72,12 +72,12 @@ def test_a_task_is_built_served_and_passes_its_checks(client, base, wheelhouse, 
         assert f"{name}: " in checked.stdout
 
 
-def test_a_second_build_changes_nothing(client, build):
+def test_second_build_gives_the_same_image(client, build):
     first = client.images.get(build(ROOT / "environments/shop")).id
     assert client.images.get(build(ROOT / "environments/shop")).id == first
 
 
-def test_packages_of_pip_and_debian_are_in_the_image_and_what_is_ignored_is_not(client, base, task):
+def test_pip_and_debian_packages_are_installed_and_ignored_files_are_not_copied(client, base, task):
     hello = 'subprocess.check_output(["tree", "--version"], text=True) + iniconfig.__name__'
     folder = task("import subprocess, iniconfig", hello)
     (folder / "requirements.txt").write_text("# to read settings\niniconfig>=2\n")
@@ -89,26 +89,26 @@ def test_packages_of_pip_and_debian_are_in_the_image_and_what_is_ignored_is_not(
     assert built.returncode == 0, built.stderr[-2000:]
     assert built.stdout.splitlines()[-1] == "guess:2"
     script = 'find /srv | sort; tree --version; id -u; test -w /srv/guess || echo "read only"'
-    said = (
+    printed = (
         client.containers.run("guess:2", ["-c", script], entrypoint="sh", remove=True).decode().splitlines()
     )
-    assert said[:4] == ["/srv", "/srv/guess", "/srv/guess/.dockerignore", "/srv/guess/environment.py"]
-    assert not any("secret" in line or ".env" in line.split("/")[-1][:4] for line in said)
-    assert any(line.startswith("tree v") for line in said)
-    assert said[-2:] == ["65532", "read only"]
+    assert printed[:4] == ["/srv", "/srv/guess", "/srv/guess/.dockerignore", "/srv/guess/environment.py"]
+    assert not any("secret" in line or ".env" in line.split("/")[-1][:4] for line in printed)
+    assert any(line.startswith("tree v") for line in printed)
+    assert printed[-2:] == ["65532", "read only"]
 
 
-def test_a_file_and_a_module_are_targets_too(build, tmp_path, monkeypatch):
+def test_files_and_modules_are_targets(build, tmp_path, monkeypatch):
     (tmp_path / "games").mkdir()
     (tmp_path / "games" / "__init__.py").touch()
     (tmp_path / "games" / "guess.py").write_text(GUESS.format(imports="", hello='"Hello."'))
     monkeypatch.syspath_prepend(tmp_path)
     for target in (f"{tmp_path}/games/guess.py:Guess", "games.guess:Guess"):
         with DockerServer(image=build(target)) as server:
-            until(lambda: "serving guess at" in server.output(), "the task is named")
+            until(lambda: "serving guess at" in server.output(), "the task is served")
 
 
-def test_an_image_refuses_an_open_door(client, probe):
+def test_image_refuses_to_serve_without_a_token(client, probe):
     container = client.containers.create(probe)
     try:
         container.start()
@@ -121,7 +121,7 @@ def test_an_image_refuses_an_open_door(client, probe):
         container.remove(force=True)
 
 
-def test_an_image_serves_with_a_token_and_is_healthy_when_it_does(client, probe):
+def test_image_with_a_token_serves_and_is_healthy(client, probe):
     interval = {**client.images.get(probe).attrs["Config"]["Healthcheck"], "Interval": 200_000_000}
     check = {key.lower(): value for key, value in interval.items() if key != "StartPeriod"}
     options = {"environment": {"AGENTRL_TOKEN": "x"}, "read_only": True, "tmpfs": {"/tmp": ""}}
@@ -141,8 +141,8 @@ def test_an_image_serves_with_a_token_and_is_healthy_when_it_does(client, probe)
         container.remove(force=True)
 
 
-def refused(*arguments):
-    """Return the sentence, and the log under it, with which a build ended."""
+def build_error(*arguments):
+    """Return the error line of a failed build, and the log below it."""
     done = agentrl_env("build", *arguments)
     assert done.returncode == 1, done.stdout
     assert "Traceback" not in done.stderr
@@ -151,41 +151,41 @@ def refused(*arguments):
     return sentence, "\n".join(log)
 
 
-def test_a_package_that_is_not_there_is_one_sentence_with_the_end_of_the_log(base, wheelhouse, task):
+def test_missing_package_is_one_error_line_with_the_end_of_the_log(base, wheelhouse, task):
     folder = task()
     (folder / "requirements.txt").write_text("no-such-package-of-anybody==7\n")
-    sentence, log = refused(folder, "--wheelhouse", wheelhouse, "--network", "none")
-    assert "the image was not built; what failed was RUN /opt/agentrl/bin/python -m pip install" in sentence
+    sentence, log = build_error(folder, "--wheelhouse", wheelhouse, "--network", "none")
+    assert "the image was not built; the failed step is RUN /opt/agentrl/bin/python -m pip" in sentence
     assert "No matching distribution found for no-such-package-of-anybody==7" in log
 
 
-def test_a_module_that_is_not_in_the_image_is_one_sentence(base, wheelhouse, task):
-    sentence, log = refused(task("import iniconfig"), "--wheelhouse", wheelhouse, "--network", "none")
+def test_module_missing_in_the_image_is_one_error_line(base, wheelhouse, task):
+    sentence, log = build_error(task("import iniconfig"), "--wheelhouse", wheelhouse, "--network", "none")
     assert "needs the module 'iniconfig'" in sentence
     assert "requirements.txt" in sentence
     assert log == ""
 
 
-def test_a_base_that_is_not_there_is_one_sentence(daemon, task):
-    sentence, log = refused(task(), "--base", "nobody/has-this:1")
-    assert "what failed was FROM nobody/has-this:1" in sentence
+def test_missing_base_is_one_error_line(daemon, task):
+    sentence, log = build_error(task(), "--base", "nobody/has-this:1")
+    assert "the failed step is FROM nobody/has-this:1" in sentence
     assert log
 
 
-def test_a_base_without_python_is_one_sentence(client, base, task):
+def test_base_without_python_is_one_error_line(client, base, task):
     files = client.api.create_container(base)
     try:
         client.api.commit(files, "nothing", "1", changes=["ENV PATH=/nowhere"])
     finally:
         client.api.remove_container(files)
-    sentence, log = refused(task(), "--base", "nothing:1")
-    assert 'what failed was RUN ["python3"' in sentence
+    sentence, log = build_error(task(), "--base", "nothing:1")
+    assert 'the failed step is RUN ["python3"' in sentence
     assert "not found" in log
 
 
-def test_without_a_daemon_a_build_says_what_to_start(task, monkeypatch):
+def test_build_without_a_daemon_is_one_error_line(task, monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
-    sentence, log = refused(task())
+    sentence, log = build_error(task())
     assert sentence == (
         "error: no Docker daemon answers at unix:///nowhere/docker.sock; "
         "start dockerd, or point DOCKER_HOST at one"
@@ -193,14 +193,14 @@ def test_without_a_daemon_a_build_says_what_to_start(task, monkeypatch):
     assert log == ""
 
 
-def test_a_wrong_target_is_told_before_anything_is_built(daemon, build):
+def test_invalid_arguments_are_rejected_before_the_build(daemon, build):
     with pytest.raises(TargetError, match="no such folder"):
         build("nowhere")
     with pytest.raises(LaunchError, match="has no wheels"):
         build(ROOT / "environments/shop", wheelhouse=Path(__file__).parent)
-    with pytest.raises(LaunchError, match="no such file of certificates"):
+    with pytest.raises(LaunchError, match="no such certificate file"):
         build(ROOT / "environments/shop", ca=Path("nowhere.pem"))
 
 
-def test_the_base_is_an_ordinary_name(client, base):
+def test_base_image_has_its_name(client, base):
     assert BASE in client.images.get(base).tags

@@ -1,4 +1,4 @@
-"""Sandboxes that are containers: the walls, the limits and the clean-up, with a real daemon."""
+"""Container sandboxes with a real daemon: isolation, limits, cleanup."""
 
 import os
 import subprocess
@@ -25,7 +25,8 @@ def box(base):
 
 
 def containers(client):
-    return [c.id for c in client.containers.list(all=True, filters={"label": "org.agentrl.owner"})]
+    label = {"label": "org.agentrl.owner"}
+    return [c.id for c in client.containers.list(all=True, filters=label, ignore_removed=True)]
 
 
 def until_none(client, seconds=30.0):
@@ -35,11 +36,11 @@ def until_none(client, seconds=30.0):
         time.sleep(0.05)
 
 
-def test_what_a_quick_command_says_is_never_lost(box):
+def test_output_of_a_quick_command_is_never_lost(box):
     assert {box.run("pwd").stdout for _ in range(40)} == {f"{HOME}\n"}
 
 
-def test_commands_have_input_output_and_files_that_stay(box):
+def test_commands_have_streams_and_persistent_files(box):
     done = box.run("wc -w <notes.txt; cat; echo err >&2; exit 3", stdin="hello\n", env={"COLOUR": "red"})
     assert (done.code, done.stdout, done.stderr) == (3, "2\nhello\n", "err\n")
     assert box.run(["echo", "$HOME;", "ls"]).stdout == "$HOME; ls\n"
@@ -64,7 +65,7 @@ def test_commands_have_input_output_and_files_that_stay(box):
         ("python3 -c 'x = bytearray(10**9)'", "any"),
     ],
 )
-def test_an_attack_leaves_the_sandbox_fit_for_the_next_command(box, command, killed_by):
+def test_sandbox_stays_usable_after_an_attack(box, command, killed_by):
     done = box.run(command, timeout=2.0 if killed_by == "timeout" else 20.0)
     if killed_by == "any":
         assert done.code == 137
@@ -75,7 +76,7 @@ def test_an_attack_leaves_the_sandbox_fit_for_the_next_command(box, command, kil
     assert box.alive
 
 
-def test_it_sees_nothing_of_the_server_or_of_another(box, base, monkeypatch):
+def test_server_and_other_sandboxes_are_invisible(box, base, monkeypatch):
     monkeypatch.setenv("AGENTRL_TOKEN", "s3cret")
     with open_sandbox(image=base, memory="64m", disk="16m") as other:
         box.run("echo mine >/tmp/mine")
@@ -87,7 +88,7 @@ def test_it_sees_nothing_of_the_server_or_of_another(box, base, monkeypatch):
         assert "Read-only" in other.run("touch /usr/x /x /etc/x").stderr
 
 
-def test_files_are_written_and_read_and_links_lead_nowhere(box):
+def test_files_are_written_and_read_and_symlinks_do_not_lead_out(box):
     box.write("deep/er/x", b"\xff\0")
     assert box.read("deep/er/x", limit=1) == b"\xff"
     box.run("mkfifo pipe; ln -s /etc/shadow link")
@@ -99,7 +100,7 @@ def test_files_are_written_and_read_and_links_lead_nowhere(box):
             box.write(path, "x")
 
 
-def test_a_snapshot_is_restored(box, base):
+def test_snapshot_is_restored(box, base):
     box.run("mkdir d; echo 1 >d/x; ln -s d/x link; echo 2 >/tmp/y; chmod 600 d/x")
     with open_sandbox(image=base, memory="64m", disk="16m") as twin:
         twin.restore(box.snapshot())
@@ -107,7 +108,7 @@ def test_a_snapshot_is_restored(box, base):
         assert twin.run(look).stdout == box.run(look).stdout
 
 
-def test_a_close_removes_it_and_ends_what_runs(client, box):
+def test_close_removes_the_container_and_ends_commands(client, box):
     errors = []
 
     def wait():
@@ -128,14 +129,14 @@ def test_a_close_removes_it_and_ends_what_runs(client, box):
         box.run("true")
 
 
-def test_one_that_is_removed_is_an_infrastructure_failure(client, box):
+def test_removed_container_raises_sandbox_failed(client, box):
     client.api.remove_container(box._id, force=True)
     assert not box.alive
     with pytest.raises(SandboxFailed, match="Docker says"):
         box.run("true")
 
 
-def test_it_ends_with_an_owner_that_was_killed(client, base):
+def test_container_ends_with_a_killed_owner(client, base):
     code = f"""
 from agentrl_env.sandbox import open_sandbox
 box = open_sandbox(image={base!r}, background=True)
@@ -150,18 +151,18 @@ box.run("sleep 1000", timeout=1000)
     until_none(client)
 
 
-def test_an_image_that_is_not_there_is_one_sentence(base):
+def test_missing_image_is_a_clear_error(base):
     with pytest.raises(SandboxUnavailable, match=r"no image 'no-such:image' on this machine"):
         open_sandbox("docker", image="no-such:image")
 
 
-def test_no_daemon_is_one_sentence(base, monkeypatch):
+def test_missing_daemon_is_a_clear_error(base, monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
     with pytest.raises(SandboxUnavailable, match="no Docker daemon answers"):
         open_sandbox("docker", image=base)
 
 
-def test_an_unpacked_image_is_a_root_folder_for_bubblewrap(client, base, tmp_path):
+def test_unpacked_image_is_a_root_folder_for_bubblewrap(client, base, tmp_path):
     try:
         check_available()
     except SandboxUnavailable as error:

@@ -1,4 +1,4 @@
-"""What a server in a container may do, how it ends, and that nothing of it stays behind."""
+"""Servers in containers: confinement, limits, shutdown, cleanup."""
 
 import asyncio
 import os
@@ -13,9 +13,8 @@ import pytest
 
 from agentrl_env import EnvClient, Message, ToolCall
 from agentrl_env.errors import AgentRLError, LaunchError, ServeError, ServerDraining, Unauthorized
-from agentrl_env.launch.docker import DockerServer
-from agentrl_env.launch.docker_daemon import FOLDER_PREFIX, sweep
-from agentrl_env.launch.placement import Limits
+from agentrl_env.launch.docker import ContainerLimits, DockerServer
+from agentrl_env.sandbox.docker_daemon import FOLDER_PREFIX, remove_orphans
 from tests.docker.conftest import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -23,8 +22,8 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 @pytest.fixture(scope="module")
 def server(probe):
-    """Serve the probing task, as tightly as the default is."""
-    limits = Limits(memory="512m", pids=64, tmp="16m")
+    """Serve the probing task with tight limits."""
+    limits = ContainerLimits(memory="512m", pids=64, tmp="16m")
     with DockerServer(image=probe, limits=limits, environment={"COLOUR": "blue"}) as server:
         yield server
 
@@ -38,7 +37,7 @@ async def call(server, tool, **arguments):
         return result.messages[0].content
 
 
-async def test_it_is_nobody_and_knows_only_what_it_was_given(server):
+async def test_server_has_no_privileges_and_only_the_given_environment(server):
     identity, *names = (await call(server, "identity")).split()
     assert identity == "65532:65532"
     ours = {"COLOUR", "HOME", "HOSTNAME", "LANG", "PATH", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED"}
@@ -51,7 +50,7 @@ async def test_it_is_nobody_and_knows_only_what_it_was_given(server):
     assert status["Seccomp"] == "2"
 
 
-async def test_it_writes_nothing_but_a_little_in_tmp(server):
+async def test_only_tmp_is_writable_and_limited(server):
     for path in ("/srv/probe/x", "/opt/agentrl/x", "/etc/x", "/run/x", "/var/tmp/x", "/run/agentrl/x"):
         assert (await call(server, "write", path=path)).split()[0] in ("OSError", "PermissionError"), path
     assert await call(server, "write", path="/tmp/small", size=1 << 20) == "written"
@@ -59,29 +58,29 @@ async def test_it_writes_nothing_but_a_little_in_tmp(server):
     assert await call(server, "write", path="/dev/shm/large", size=128 << 20) == "OSError 28"
 
 
-async def test_it_has_no_network(server):
+async def test_there_is_no_network(server):
     assert await call(server, "read", path="/sys/class/net") == "lo"
     assert "unreachable" in await call(server, "connect", host="10.213.0.1", port=80)
     assert "unreachable" in await call(server, "connect", host="1.1.1.1", port=443)
 
 
-async def test_it_starts_no_more_processes_than_it_may(server):
+async def test_processes_are_limited(server):
     spawned = int(await call(server, "spawn", processes=200))
     assert 16 < spawned < 64
     assert await call(server, "eat", megabytes=1) == str(1 << 20)
 
 
-async def test_what_takes_too_much_memory_dies_alone(server, probe):
-    with DockerServer(image=probe, limits=Limits(memory="160m")) as other:
+async def test_exceeding_memory_ends_only_that_server(server, probe):
+    with DockerServer(image=probe, limits=ContainerLimits(memory="160m")) as other:
         with pytest.raises(AgentRLError):
             await call(other, "eat", megabytes=400)
-        until(lambda: not other.running, "the hog is dead")
+        until(lambda: not other.running, "the container was killed")
         assert await call(server, "eat", megabytes=1) == str(1 << 20)
         other.start()
         assert await call(other, "eat", megabytes=1) == str(1 << 20)
 
 
-async def test_many_sessions_and_large_messages_go_through(server):
+async def test_many_sessions_and_large_messages_are_forwarded(server):
     async with EnvClient.connect(server.url, token=server.token, timeout=60.0) as client:
 
         async def play(number):
@@ -94,7 +93,7 @@ async def test_many_sessions_and_large_messages_go_through(server):
         await asyncio.gather(*map(play, range(200)))
 
 
-async def test_with_a_network_a_token_is_asked_for(probe):
+async def test_server_with_a_network_requires_a_token(probe):
     with DockerServer(image=probe, network="bridge") as server:
         assert sorted((await call(server, "read", path="/sys/class/net")).split()) == ["eth0", "lo"]
         async with EnvClient.connect(server.url) as client:
@@ -103,12 +102,12 @@ async def test_with_a_network_a_token_is_asked_for(probe):
 
 
 async def open_and_close(caller):
-    """Open one session after the other until the server takes no more."""
+    """Open sessions until the server refuses."""
     while True:
         await (await caller.open("probe")).close()
 
 
-async def test_a_terminated_server_finishes_what_it_has(client, probe):
+async def test_stop_drains_open_sessions(client, probe):
     server = DockerServer(image=probe, drain=60.0).start()
     async with EnvClient.connect(server.url) as caller:
         session = await caller.open("probe")
@@ -133,7 +132,7 @@ LAUNCHER = """
 import sys
 from agentrl_env.launch.docker import DockerServer
 server = DockerServer(image=sys.argv[1]).start()
-print(server.name, server._keeper.pid, flush=True)
+print(server.name, server._sidecar.pid, flush=True)
 sys.stdin.read()
 """
 
@@ -143,27 +142,27 @@ def launcher(probe):
     """Start a process that starts a container."""
     command = [sys.executable, "-c", LAUNCHER, probe]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        name, keeper = process.stdout.readline().split()
-        yield process, name, int(keeper)
+        name, sidecar = process.stdout.readline().split()
+        yield process, name, int(sidecar)
         process.kill()
 
 
 def names(client):
-    return {container.name for container in client.containers.list(all=True)}
+    return {container.name for container in client.containers.list(all=True, ignore_removed=True)}
 
 
 def folders():
     return set(Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"))
 
 
-def test_a_killed_launcher_leaves_nothing(client, launcher):
-    process, name, keeper = launcher
+def test_killed_launcher_leaves_nothing(client, launcher):
+    process, name, sidecar = launcher
     before = folders()
     assert name in names(client)
     process.send_signal(signal.SIGKILL)
     process.wait()
     until(lambda: name not in names(client), "the container is removed")
-    until(lambda: not Path(f"/proc/{keeper}").exists() or is_zombie(keeper), "the keeper has ended")
+    until(lambda: not Path(f"/proc/{sidecar}").exists() or is_zombie(sidecar), "the sidecar has ended")
     assert len(folders()) == len(before) - 1
 
 
@@ -171,10 +170,10 @@ def is_zombie(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def test_what_a_killed_keeper_left_is_swept_by_the_next_start(client, launcher, probe):
-    process, name, keeper = launcher
-    assert sweep(client) == []
-    os.kill(keeper, signal.SIGKILL)
+def test_container_of_a_killed_sidecar_is_removed_by_the_next_start(client, launcher, probe):
+    process, name, sidecar = launcher
+    assert remove_orphans(client) == []
+    os.kill(sidecar, signal.SIGKILL)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert name in names(client)
@@ -182,27 +181,27 @@ def test_what_a_killed_keeper_left_is_swept_by_the_next_start(client, launcher, 
         assert names(client) & {name, server.name} == {server.name}
 
 
-def test_a_server_that_ends_says_why(probe):
+def test_server_that_ends_raises_its_error(probe):
     with pytest.raises(ServeError, match=r"the server in the container ended: .*No such option: --fly"):
         DockerServer(image=probe, arguments=("--fly",)).start()
 
 
-def test_a_server_that_is_too_slow_is_removed(probe):
+def test_server_that_starts_too_slowly_is_removed(probe):
     with pytest.raises(ServeError, match="did not answer within 0 s"):
         DockerServer(image=probe, start_timeout=0.0).start()
 
 
-def test_a_server_without_enough_memory_to_start_says_so(probe):
-    with pytest.raises(ServeError, match="it took more than its 32 MiB of memory"):
-        DockerServer(image=probe, limits=Limits(memory="32m")).start()
+def test_server_without_enough_memory_raises(probe):
+    with pytest.raises(ServeError, match="it exceeded its 32 MiB of memory"):
+        DockerServer(image=probe, limits=ContainerLimits(memory="32m")).start()
 
 
-def test_an_image_that_is_not_there_is_one_sentence(daemon):
-    with pytest.raises(LaunchError, match="there is no image nobody/has-this:1 here and it cannot be pulled"):
+def test_missing_image_is_a_clear_error(daemon):
+    with pytest.raises(LaunchError, match="nobody/has-this:1 is not on this machine and cannot be pulled"):
         DockerServer(image="nobody/has-this:1").start()
 
 
-def test_stopping_twice_and_starting_again(probe):
+def test_stop_is_idempotent_and_server_can_be_restarted(probe):
     server = DockerServer(image=probe)
     with server:
         first = server.name

@@ -6,7 +6,8 @@ import asyncio
 import threading
 from typing import ClassVar
 
-from agentrl_env import Done, Environment, Message, Reply, ToolCall, ToolError, tool
+from agentrl_env import Done, Environment, Message, Reply, StepResult, ToolCall, ToolError, WireError, tool
+from agentrl_env.wire import ForkRequest, SessionRequest, StepBatch, StepRequest
 
 
 class Guess(Environment):
@@ -131,7 +132,7 @@ class Slow(Environment):
         return f"blocked {self.count}"
 
     @tool(timeout=0.02)
-    def hurry(self):
+    def stop_waiting(self):
         """Wait on a thread, longer than allowed."""
         self.blocker.wait(5)
         return "too late"
@@ -168,3 +169,39 @@ async def until(condition):
             return
         await asyncio.sleep(0.005)
     raise AssertionError("it never came true")
+
+
+async def play_step(pool, session_id, seq, message):
+    """Step a session of a pool."""
+    answer = await pool.step(StepRequest(session_id=session_id, seq=seq, message=message))
+    return StepResult.model_validate_json(answer)
+
+
+async def play_many(pool, steps, wait_s=None):
+    """Step sessions of a pool; return results and errors."""
+    answers = await pool.step_many(StepBatch(steps=list(steps), wait_s=wait_s))
+    return [
+        answer if isinstance(answer, WireError) else StepResult.model_validate_json(answer)
+        for answer in answers
+    ]
+
+
+async def session_info(pool, session_id):
+    """Return the state of a session of a pool."""
+    return await pool.info(SessionRequest(session_id=session_id))
+
+
+async def ask_expert(pool, session_id):
+    """Return the expert's next message."""
+    return (await pool.expert(SessionRequest(session_id=session_id))).message
+
+
+async def fork_session(pool, session_id, n=1, request_id=None):
+    """Fork a session of a pool."""
+    answer = await pool.fork(ForkRequest(session_id=session_id, n=n, request_id=request_id))
+    return list(answer.sessions)
+
+
+async def close_session(pool, session_id):
+    """Close a session of a pool."""
+    await pool.close(SessionRequest(session_id=session_id))

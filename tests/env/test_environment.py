@@ -22,22 +22,22 @@ class Renamed(Named):
     pass
 
 
-def test_a_task_is_named_after_its_class_unless_it_says_otherwise():
+def test_name_defaults_to_the_class_name_in_snake_case():
     assert Guess.name == "guess"
     assert HTTPShop.name == "http_shop"
     assert Named.name == "my-guess"
     assert Renamed.name == "renamed"
 
 
-def test_a_task_is_described_by_its_docstring():
+def test_description_is_the_docstring():
     assert HTTPShop.description() == "Named in\ntwo lines."
 
 
-def test_tools_are_listed_for_the_model():
+def test_tool_specs():
     assert [spec.function.name for spec in Guess.tool_specs()] == ["guess"]
 
 
-def test_an_environment_needs_a_reset():
+def test_reset_is_required():
     class Incomplete(Environment):
         pass
 
@@ -45,7 +45,7 @@ def test_an_environment_needs_a_reset():
         Incomplete()
 
 
-def test_what_the_author_wrote_is_told_from_what_is_inherited():
+def test_overrides():
     assert Slow.overrides("close")
     assert not Guess.overrides("close")
     assert Guess.overrides("expert")
@@ -54,7 +54,7 @@ def test_what_the_author_wrote_is_told_from_what_is_inherited():
     assert Named.overrides("expert")
 
 
-def test_the_defaults_do_nothing_or_say_that_they_cannot():
+def test_default_methods():
     environment = Quick()
     assert environment.score() == {}
     environment.close()
@@ -68,17 +68,17 @@ def test_the_defaults_do_nothing_or_say_that_they_cannot():
         environment.restore(None)
 
 
-def test_the_default_answer_to_plain_text_names_the_tools():
+def test_default_respond_names_the_tools():
     reply = Guess().respond("hello")
     assert reply == Reply("Call one of the tools: guess.", metrics={"invalid_calls": 1.0})
 
 
-def test_samples_are_endless_and_empty_by_default():
+def test_default_samples_are_endless_and_empty():
     assert Guess.samples("train")[10**12] == {}
     assert not hasattr(Guess.samples("train"), "__len__")
 
 
-def test_an_environment_can_be_played_by_hand():
+def test_environment_can_be_called_directly():
     class Adder(Environment):
         def reset(self, sample, rng):
             self.total = sample.data["start"]

@@ -7,7 +7,7 @@ from agentrl_env.errors import NotSupported, ServerFull, SessionEnded, UnknownSe
 from tests.env.tasks import Guess, Quick, Slow
 
 
-async def test_a_task_is_played_without_a_server():
+async def test_local_client_plays_a_task():
     async with Guess.local() as client:
         session = await client.open("guess", split="test", index=3)
         assert session.messages[0].content.startswith("I picked a number")
@@ -18,7 +18,7 @@ async def test_a_task_is_played_without_a_server():
         assert (result.reward, session.turn, session.last) == (1.0, 1, result)
 
 
-async def test_a_step_is_a_message_or_a_call_or_text():
+async def test_step_accepts_message_call_or_text():
     async with Quick.local() as client:
         session = await client.open("quick")
         assert (await session.step("hello")).metrics["invalid_calls"] == 1.0
@@ -26,7 +26,7 @@ async def test_a_step_is_a_message_or_a_call_or_text():
         assert (await session.step(Message.assistant("x", ToolCall.of("finish")))).terminated
 
 
-async def test_several_tasks_share_a_client():
+async def test_one_client_serves_several_tasks():
     async with EnvClient.local(Guess, Quick, max_sessions=2) as client:
         assert set(await client.tasks()) == {"guess", "quick"}
         await client.open("guess")
@@ -35,7 +35,7 @@ async def test_several_tasks_share_a_client():
             await client.open("quick")
 
 
-async def test_waiting_for_a_free_session_is_a_choice_of_the_caller():
+async def test_open_waits_for_a_free_session():
     async with Quick.local(max_sessions=1) as client:
         session = await client.open("quick")
         waiting = asyncio.create_task(client.open("quick", wait=5))
@@ -44,7 +44,7 @@ async def test_waiting_for_a_free_session_is_a_choice_of_the_caller():
         await (await waiting).close()
 
 
-async def test_a_session_closes_with_its_block_and_only_once():
+async def test_session_closes_with_its_context_and_only_once():
     Slow.prepare()
     async with Slow.local() as client:
         async with await client.open("slow") as session:
@@ -56,14 +56,14 @@ async def test_a_session_closes_with_its_block_and_only_once():
             await session.step("hello")
 
 
-async def test_leaving_the_client_closes_its_sessions():
+async def test_closing_the_client_closes_its_sessions():
     Slow.prepare()
     async with Slow.local() as client:
         await client.open("slow")
     assert len(Slow.closed) == 1
 
 
-async def test_a_session_can_be_taken_up_again():
+async def test_resume_continues_an_open_session():
     async with Quick.local() as client:
         session = await client.open("quick")
         await session.step(ToolCall.of("note", text="a"))
@@ -75,13 +75,13 @@ async def test_a_session_can_be_taken_up_again():
             await client.resume("nope")
 
 
-async def test_the_expert_may_be_kept_out_of_reach():
+async def test_expert_is_unavailable_without_oracle():
     async with Guess.local(oracle=False) as client:
         with pytest.raises(NotSupported):
             await (await client.open("guess")).expert()
 
 
-def test_a_local_client_can_be_used_from_one_event_loop_after_another():
+def test_local_client_works_on_successive_event_loops():
     client = Guess.local()
 
     async def play():

@@ -1,11 +1,11 @@
-"""A short soak: what the long one counts, counted in seconds."""
+"""A soak test of a few seconds, and its statistics."""
 
 import pytest
 
 from tests.soak import Sample, Soak, run
 
 
-async def test_sessions_turn_over_and_both_sides_count_the_same():
+async def test_no_session_is_lost_or_leaked_under_churn():
     soak = await run(500, 3.0, sample_s=1.0)
     assert soak.failed == []
     assert (soak.lost, soak.doubled, soak.leaked, soak.left) == (0, 0, 0, 0)
@@ -21,7 +21,7 @@ def sample(at, rss_mb=100.0, tasks=10):
     return Sample(at=at, rss_mb=rss_mb, files=20, threads=2, tasks=tasks, open=500)
 
 
-def test_growth_after_warm_up_is_found_and_growth_before_it_is_not():
+def test_only_growth_after_the_warm_up_counts():
     soak = Soak(500, 1, seconds=600.0)
     soak.samples = [sample(at, rss_mb=min(at, 150)) for at in range(0, 601, 10)]
     assert soak.flat

@@ -14,9 +14,9 @@ from pydantic import BaseModel, Field
 
 from agentrl_env import Done, Message, Reply, ToolCall, ToolError, tool
 from agentrl_env.errors import DefinitionError
-from agentrl_env.fast_wire import Said, ToolAnswer
+from agentrl_env.fast_wire import ToolAnswer
 from agentrl_env.schema import ArgumentError, parse_docstring
-from agentrl_env.tools import TimeOver, Turn, tool_messages, toolset
+from agentrl_env.tools import StepBuilder, TimeLimitReached, tool_messages, toolset
 from tests.env.tasks import Quick
 
 
@@ -217,7 +217,7 @@ def test_tools_are_found_in_the_order_they_are_written_and_through_inheritance()
 
 def test_a_tool_can_have_another_name_and_its_own_timeout():
     renamed = toolset(Everything).tools["renamed"]
-    assert (renamed.attribute, renamed.timeout, renamed.is_async) == ("original", 3.0, True)
+    assert (renamed.attribute, renamed.timeout) == ("original", 3.0)
 
 
 def test_a_tool_stays_a_plain_method():
@@ -311,8 +311,8 @@ async def call(function, timeout, /, *args, **kw):
 async def play(*calls, text=None, call=call):
     environment = Quick()
     environment.notes, environment.draws = [], [5]
-    turn = Turn(Said.of(Message.assistant(text, *calls)), 0.0)
-    await turn.play(environment, call)
+    turn = StepBuilder(Message.assistant(text, *calls), 0.0)
+    await turn.run(environment, call)
     return turn
 
 
@@ -356,9 +356,9 @@ async def test_a_turn_without_a_call_is_answered_by_respond():
 
 async def test_when_the_time_is_over_the_rest_is_answered_as_not_executed():
     async def over(function, timeout, /, *args, **kw):
-        raise TimeOver
+        raise TimeLimitReached
 
-    with pytest.raises(TimeOver):
+    with pytest.raises(TimeLimitReached):
         await play(ToolCall.of("finish"), call=over)
 
 
@@ -373,7 +373,7 @@ async def test_a_reward_must_be_a_finite_number(value):
 
 def test_success_is_a_return_of_one_unless_the_score_says_otherwise():
     def success(scores, before, reward):
-        turn = Turn(Said("assistant"), 0.0)
+        turn = StepBuilder(Message.assistant(), 0.0)
         turn.reward = reward
         turn.score(scores, before)
         return turn.metrics["success"]
@@ -388,9 +388,9 @@ def test_success_is_a_return_of_one_unless_the_score_says_otherwise():
 
 def test_a_score_that_is_no_dict_of_numbers_is_refused():
     with pytest.raises(DefinitionError, match="return a dict"):
-        Turn(Said("assistant"), 0.0).score(3, 0.0)
+        StepBuilder(Message.assistant(), 0.0).score(3, 0.0)
     with pytest.raises(DefinitionError, match="finite number"):
-        Turn(Said("assistant"), 0.0).score({"a": "b"}, 0.0)
+        StepBuilder(Message.assistant(), 0.0).score({"a": "b"}, 0.0)
 
 
 def test_done_is_a_reply_that_ends():

@@ -1,4 +1,4 @@
-"""The model's SQL really runs, so it must be unable to hang, to write or to reach outside."""
+"""The model's SQL is executed: it must not hang, write, or reach files and the clock."""
 
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def test_ordinary_queries_run(sql, query):
         "nonsense",
     ],
 )
-def test_everything_else_is_answered_with_an_error_that_the_model_can_read(sql, query):
+def test_forbidden_queries_give_an_error_for_the_model(sql, query):
     before = sql.query("SELECT * FROM goods")
     with pytest.raises(ToolError, match=r"SQL error: .*SELECT is allowed"):
         sql.query(query)
@@ -79,24 +79,24 @@ def test_everything_else_is_answered_with_an_error_that_the_model_can_read(sql, 
         "SELECT COUNT(*) FROM goods a, goods b, goods c, goods d, goods e, goods f, goods g, goods h",
     ],
 )
-def test_a_query_without_end_is_interrupted(sql, query):
+def test_endless_query_is_interrupted(sql, query):
     with pytest.raises(ToolError, match="interrupted"):
         sql.query(query)
 
 
-def test_many_rows_are_cut_off(sql):
+def test_rows_are_limited(sql):
     answer = sql.query(ENDLESS + "SELECT i FROM n LIMIT 1000")
     assert answer.endswith("(more rows left out)")
     assert len(answer.splitlines()) == 22
 
 
-def test_queries_go_to_the_database_opened_last(sql):
+def test_queries_use_the_last_opened_database(sql):
     assert "bread" not in sql.query("SELECT name FROM goods")
     sql.open("food")
     assert "honey" in sql.query("SELECT name FROM goods")
 
 
-def test_a_query_before_open_is_told_so():
+def test_query_before_open_gives_a_hint():
     environment = Sql()
     data = {"level": 1, "thing": "hammer", "column": "price"}
     environment.reset(TaskSample(task="sql", data=data), np.random.default_rng(0))
@@ -104,9 +104,9 @@ def test_a_query_before_open_is_told_so():
 
 
 @pytest.mark.parametrize("value", ["{}", " {} ", "{}.0", "'{}'", "{}."])
-def test_an_answer_may_be_written_in_several_ways(sql, value):
+def test_equivalent_answers_are_accepted(sql, value):
     assert sql.answer(value.format(sql.right)).reward == 1.0
 
 
-def test_a_wrong_answer_ends_the_task_without_reward(sql):
+def test_wrong_answer_ends_the_task_without_reward(sql):
     assert sql.answer("no idea").reward == 0.0

@@ -1,4 +1,4 @@
-"""What the three starter tasks promise, at every level."""
+"""The three starter tasks, at every level."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ async def play_by_expert(client, task, **which):
 
 @every_task
 @every_level
-async def test_a_noiseless_expert_always_succeeds_in_three_to_eight_turns(task, level):
+async def test_noiseless_expert_always_succeeds_in_three_to_eight_turns(task, level):
     async with EnvClient.local(TASKS[task]) as client:
         for split in ("train", "test"):
             for index in range(40):
@@ -44,7 +44,7 @@ async def test_a_noiseless_expert_always_succeeds_in_three_to_eight_turns(task, 
 
 
 @every_task
-async def test_a_noisy_expert_leaves_headroom_at_level_1(task):
+async def test_noisy_expert_leaves_headroom_at_level_1(task):
     async with EnvClient.local(noisy(task, 0.5)) as client:
         rewards = [
             (await play_by_expert(client, task, split="train", index=index))[1] for index in range(200)
@@ -54,7 +54,7 @@ async def test_a_noisy_expert_leaves_headroom_at_level_1(task):
 
 @every_task
 @every_level
-def test_train_and_test_share_words_but_no_problem(task, level):
+def test_splits_share_words_but_no_problem(task, level):
     train, test = (
         {json.dumps(problem) for problem in TASKS[task].samples(split + level)} for split in ("train", "test")
     )
@@ -71,8 +71,8 @@ def test_train_and_test_share_words_but_no_problem(task, level):
 
 @every_task
 @every_level
-def test_no_word_is_held_out_more_than_half(task, level):
-    """A split rule can look balanced and hold out nearly all problems of one word."""
+def test_no_word_is_mostly_held_out(task, level):
+    """A split rule can be balanced overall and still hold out nearly all problems of one word."""
     train, test = (
         {json.dumps(problem) for problem in TASKS[task].samples(split + level)} for split in ("train", "test")
     )
@@ -86,7 +86,7 @@ def test_no_word_is_held_out_more_than_half(task, level):
 
 @every_task
 @every_level
-async def test_siblings_of_a_sample_face_the_same_problem(task, level):
+async def test_sessions_of_a_sample_have_the_same_problem(task, level):
     async with EnvClient.local(noisy(task, 0.5)) as client:
         for index in range(10):
             first, again = [
@@ -96,14 +96,14 @@ async def test_siblings_of_a_sample_face_the_same_problem(task, level):
 
 
 @every_task
-async def test_another_seed_makes_another_problem_of_the_same_sample(task):
+async def test_another_seed_gives_another_problem(task):
     async with EnvClient.local(TASKS[task]) as client:
         answers = {str((await play_by_expert(client, task, index=0, seed=seed))[0]) for seed in range(30)}
     assert len(answers) > 1
 
 
 @every_task
-async def test_words_out_of_nowhere_are_answered_and_cost_a_turn(task):
+async def test_unknown_words_are_answered_and_cost_a_turn(task):
     async with EnvClient.local(TASKS[task]) as client:
         for spec in (await client.tasks())[task].tools:
             session = await client.open(task, index=0)
@@ -116,7 +116,7 @@ async def test_words_out_of_nowhere_are_answered_and_cost_a_turn(task):
 
 
 @every_task
-def test_tools_are_described_for_a_language_model(task):
+def test_tools_and_arguments_have_descriptions(task):
     for spec in TASKS[task].tool_specs():
         assert spec.function.description
         for argument in spec.function.parameters["properties"].values():
@@ -124,8 +124,8 @@ def test_tools_are_described_for_a_language_model(task):
 
 
 @every_task
-async def test_usual_places_can_be_learned_on_train_and_hold_on_test(task):
-    """Level 1 hides a regularity: the word asked for tells where to look, nine times out of ten."""
+async def test_hidden_regularity_holds_on_both_splits(task):
+    """At level 1 the requested word determines where to look in nine of ten samples."""
     word, found = {
         "household": ("thing", "look"),
         "shop": ("kind", "view"),

@@ -1,4 +1,4 @@
-"""What the terminal task promises: it can be solved at every level, by doing and not by pretending."""
+"""The terminal task: solvable at every level, and checked by the real state of the files."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ async def call(session, name, **arguments):
 
 
 @every_level
-async def test_the_expert_always_succeeds(client, level):
+async def test_expert_always_succeeds(client, level):
     for split in ("train", "test"):
         for index in range(4):
             session, reward = await client.open("terminal", split=split + level, index=index), 0.0
@@ -40,14 +40,14 @@ async def test_the_expert_always_succeeds(client, level):
 
 
 @every_level
-async def test_an_answer_without_work_is_not_right(client, level):
+async def test_answer_without_work_is_wrong(client, level):
     for index in range(6):
         session = await client.open("terminal", split="train" + level, index=index)
         result = await call(session, "answer", text="done")
         assert (result.status, result.reward) == (SessionStatus.COMPLETED, 0.0)
 
 
-async def test_state_is_read_past_a_shell_that_pretends(client):
+async def test_state_check_is_independent_of_replaced_programs(client):
     session = await client.open("terminal", split="train-3", index=0)
     forge = (
         "cd /usr/local/bin; for p in cat grep ls; do printf '#!/bin/sh\\necho moss' >$p; chmod +x $p; done"
@@ -56,14 +56,14 @@ async def test_state_is_read_past_a_shell_that_pretends(client):
     assert (await call(session, "answer", text="done")).reward == 0.0
 
 
-async def test_doing_more_than_was_asked_is_not_right(client):
+async def test_additional_changes_are_wrong(client):
     session = await client.open("terminal", split="train-3", index=0)
     await session.step(await session.expert())
     await call(session, "shell", command="rm -rf */one.txt")
     assert (await call(session, "answer", text="done")).reward == 0.0
 
 
-async def test_a_fork_has_files_of_its_own(client):
+async def test_fork_has_its_own_files(client):
     session = await client.open("terminal", split="train-3", index=1)
     (twin,) = await session.fork(1)
     await call(twin, "shell", command="rm -rf *")
@@ -74,7 +74,7 @@ async def test_a_fork_has_files_of_its_own(client):
 
 
 @every_level
-def test_train_and_test_share_words_but_no_problem(level):
+def test_splits_share_words_but_no_problem(level):
     train, test = ({json.dumps(p) for p in Terminal.samples(split + level)} for split in ("train", "test"))
     assert train
     assert test

@@ -1,1 +1,1 @@
-"""Requests by the thousand that no client of ours would send, and an account of what came of them."""
+"""Fuzzing of a server: malformed and unusual requests, and an account of the answers."""

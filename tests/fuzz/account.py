@@ -1,4 +1,4 @@
-"""What came of the requests."""
+"""The account of a fuzzing run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KEPT = 10
 
 @dataclass(slots=True)
 class Account:
-    """Requests sent, answers by status, and what must not be: 5xx, hangs, answers unlike the document."""
+    """Counts of requests, answers by status, and failures: 5xx, hangs, answers that violate the schema."""
 
     sent: Counter[str] = field(default_factory=Counter)
     answers: Counter[int] = field(default_factory=Counter)
@@ -22,33 +22,33 @@ class Account:
 
     @property
     def requests(self) -> int:
-        """How many were sent in all."""
+        """The number of requests sent."""
         return self.sent.total()
 
     def note_status(self, status: int, what: object) -> None:
-        """Count an answer."""
+        """Count an answer by its status."""
         self.answers[status] += 1
         if status >= 500:
             self.server_errors += 1
             self.keep(f"{status}: {what!r}")
 
     def note_hang(self, what: object) -> None:
-        """Count a request that was due an answer and got none."""
+        """Count a request that should have been answered but was not."""
         self.hangs += 1
         self.keep(f"hang: {what!r}")
 
-    def note_unlike(self, what: object) -> None:
-        """Count an answer that the document does not allow."""
+    def note_violation(self, what: object) -> None:
+        """Count an answer that the OpenAPI document does not allow."""
         self.unlike_document += 1
-        self.keep(f"unlike the document: {what}")
+        self.keep(f"violates the document: {what}")
 
     def keep(self, example: str) -> None:
-        """Keep the first few of what went wrong."""
+        """Keep the first few failures as examples."""
         if len(self.examples) < KEPT:
             self.examples.append(example[:1500])
 
     def report(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the account as JSON values."""
         return {
             "requests": self.requests,
             "sent": dict(sorted(self.sent.items())),

@@ -1,4 +1,4 @@
-"""Requests that are wrong in ways that parsers are known to trip over."""
+"""Random requests with faults that parsers are known to mishandle."""
 
 from __future__ import annotations
 
@@ -73,27 +73,27 @@ ODD_JSON = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
-    """What goes out on one connection."""
+class RawRequest:
+    """Bytes to send on one connection."""
 
     data: bytes
     answered: bool
-    """Whether HTTP demands an answer to it; else the caller hangs up when it likes."""
+    """True if the protocol requires an answer; otherwise the caller may hang up."""
 
 
 def body(random: Random, session_ids: list[str]) -> bytes:
-    """Return the body of some call, sound or not."""
+    """Return the body of a random call, valid or not."""
     kind = random.randrange(6)
     text = json.dumps(fields(random, session_ids)).encode()
     if kind == 0:
         return text
-    if kind == 1:  # a value replaced by an odd one
+    if kind == 1:  # an odd value
         parts = text.split(b":")
         at = random.randrange(1, len(parts)) if len(parts) > 1 else 0
         rest = parts[at].partition(b",")
         parts[at] = random.choice(ODD_JSON) + rest[1] + rest[2]
         return b":".join(parts)
-    if kind == 2:  # a key twice
+    if kind == 2:  # duplicate keys
         return b'{"seq":1,"task":"fuzzed","steps":[],"id":1,"call":"step",' + text[1:]
     if kind == 3:
         return random.choice(ODD_JSON)
@@ -103,7 +103,7 @@ def body(random: Random, session_ids: list[str]) -> bytes:
 
 
 def fields(random: Random, session_ids: list[str]) -> dict[str, object]:
-    """Return the fields of some call, most of them sound."""
+    """Return the fields of a random call, most of them valid."""
     arguments = random.choice(['{"anything": 1}', "{}", "", "[" * 500, '{"text": "\\ud800"}', "\x00", "NaN"])
     name = random.choice(["take", "refuse", "end", "nope", "", "take" * 100])
     call = {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -127,7 +127,7 @@ def fields(random: Random, session_ids: list[str]) -> dict[str, object]:
 
 
 def mutated(random: Random, data: bytes) -> bytes:
-    """Return bytes with a few of them changed, dropped or doubled."""
+    """Return the bytes with a few changed, removed or repeated."""
     changed = bytearray(data)
     for _ in range(random.randrange(1, 6)):
         if not changed:
@@ -145,8 +145,8 @@ def mutated(random: Random, data: bytes) -> bytes:
     return bytes(changed)
 
 
-def http_request(random: Random, session_ids: list[str]) -> Sent:
-    """Return one HTTP request, sound in its framing or not."""
+def http_request(random: Random, session_ids: list[str]) -> RawRequest:
+    """Return one HTTP request, with valid framing or not."""
     method, path = random.choice(ROUTES)
     if random.random() < 0.1:
         method = random.choice(METHODS)
@@ -156,41 +156,41 @@ def http_request(random: Random, session_ids: list[str]) -> Sent:
     head = [f"{method} {path} HTTP/1.1".encode(), b"host: fuzz"]
     kind = random.randrange(12)
     if kind <= 4:
-        return Sent(data=_whole(head, content), answered=True)
+        return RawRequest(data=_request(head, content), answered=True)
     if kind == 5:
-        return Sent(data=_whole(head, content)[: random.randrange(1, 200)], answered=False)
-    if kind == 6:  # half a body
+        return RawRequest(data=_request(head, content)[: random.randrange(1, 200)], answered=False)
+    if kind == 6:  # an incomplete body
         head.append(b"content-length: %d" % (len(content) + random.randrange(1, 10**6)))
-        return Sent(data=b"\r\n".join(head) + b"\r\n\r\n" + content, answered=False)
+        return RawRequest(data=b"\r\n".join(head) + b"\r\n\r\n" + content, answered=False)
     if kind == 7:
         size = b"%x" % len(content)
         chunks = random.choice([size, b"-1", b"fffffffffffffffff", b"x", b"", size + b";" + b"e" * 500])
         head.append(b"transfer-encoding: chunked")
         data = b"\r\n".join(head) + b"\r\n\r\n" + chunks + b"\r\n" + content + b"\r\n0\r\n\r\n"
-        return Sent(data=data, answered=chunks == size and len(content) > 0)
+        return RawRequest(data=data, answered=chunks == size and len(content) > 0)
     if kind == 8:
         big = [
             b"x-%d: %b" % (n, b"y" * random.choice([10, 1000, 9000])) for n in range(random.choice([5, 50]))
         ]
-        return Sent(data=_whole(head + big, content), answered=False)
+        return RawRequest(data=_request(head + big, content), answered=False)
     if kind == 9:
         lengths = [b"content-length: 5", b"content-length: 6", b"transfer-encoding: chunked"]
         odd = [
             *random.sample(lengths, 2),
             random.choice([b"content-length: -1", b" folded: x", b"a\x00b: c"]),
         ]
-        return Sent(data=_whole(head + odd, content), answered=False)
-    if kind == 10:  # several in one go
-        return Sent(data=_whole(head, content) * 3, answered=True)
-    return Sent(data=mutated(random, _whole(head, content)), answered=False)
+        return RawRequest(data=_request(head + odd, content), answered=False)
+    if kind == 10:  # pipelined
+        return RawRequest(data=_request(head, content) * 3, answered=True)
+    return RawRequest(data=mutated(random, _request(head, content)), answered=False)
 
 
-def _whole(head: list[bytes], content: bytes) -> bytes:
+def _request(head: list[bytes], content: bytes) -> bytes:
     return b"\r\n".join([*head, b"content-length: %d" % len(content)]) + b"\r\n\r\n" + content
 
 
 def handshake(random: Random) -> bytes:
-    """Return the request that opens a WebSocket."""
+    """Return the request of a WebSocket handshake."""
     key = base64.b64encode(random.randbytes(16))
     lines = [
         b"GET /v1/ws HTTP/1.1",
@@ -203,8 +203,8 @@ def handshake(random: Random) -> bytes:
     return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
-def frames(random: Random, session_ids: list[str]) -> Sent:
-    """Return one call over a WebSocket, sound in its framing or not."""
+def frames(random: Random, session_ids: list[str]) -> RawRequest:
+    """Return one call over a WebSocket, with valid framing or not."""
     call = {"id": random.choice([1, "a", 2**70, None, -1]), "call": random.choice(CALLS)}
     call |= {
         "session_id": random.choice(session_ids) if session_ids else "none",
@@ -213,20 +213,22 @@ def frames(random: Random, session_ids: list[str]) -> Sent:
     text = random.choice([json.dumps(call).encode()] * 3 + [body(random, session_ids)])
     kind = random.randrange(8)
     if kind <= 3:
-        return Sent(data=_frame(random, 1, text), answered=True)
+        return RawRequest(data=_frame(random, 1, text), answered=True)
     if kind == 4:
         at = random.randrange(len(text) + 1)
         data = _frame(random, 1, text[:at], last=False) + _frame(random, 0, text[at:])
-        return Sent(data=data, answered=True)
+        return RawRequest(data=data, answered=True)
     if kind == 5:
         opcode = random.choice([0, 2, 3, 7, 8, 9, 10, 11, 15])
-        return Sent(data=_frame(random, opcode, text[: random.choice([0, 1, 2, 125, 126])]), answered=False)
+        return RawRequest(
+            data=_frame(random, opcode, text[: random.choice([0, 1, 2, 125, 126])]), answered=False
+        )
     if kind == 6:
         head = bytes([0x81 | random.choice([0, 0x10, 0x40]), 0x80 | 127])
-        return Sent(
+        return RawRequest(
             data=head + struct.pack("!Q", random.choice([2**63, 2**40, 10**6, 5])) + text, answered=False
         )
-    return Sent(data=mutated(random, _frame(random, 1, text)), answered=False)
+    return RawRequest(data=mutated(random, _frame(random, 1, text)), answered=False)
 
 
 def _frame(random: Random, opcode: int, payload: bytes, *, last: bool = True) -> bytes:

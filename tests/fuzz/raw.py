@@ -1,4 +1,4 @@
-"""Raw bytes: HTTP requests and WebSocket frames that no library would send."""
+"""Raw HTTP requests and WebSocket frames, most of them malformed."""
 
 from __future__ import annotations
 
@@ -9,73 +9,73 @@ from random import Random
 from urllib.parse import urlsplit
 
 from tests.fuzz.account import Account
-from tests.fuzz.payloads import Sent, frames, handshake, http_request
+from tests.fuzz.payloads import RawRequest, frames, handshake, http_request
 
 ANSWER_S = 20.0
-"""How long an answer that is due may take on a busy machine; longer is a hang."""
+"""Seconds a required answer may take; longer counts as a hang."""
 LISTEN_S = 0.003
-"""How long a caller that is due none listens before it hangs up."""
+"""Seconds to wait for an optional answer before hanging up."""
 FRAMES_EACH = 25
 BROKEN = ("internal_error", "environment_failed")
 
 
-class Hostile:
+class RawCaller:
     """Sends raw bytes to one server.
 
     Args:
-        url: where it is.
-        random: decides everything.
-        session_ids: sessions that are open.
-        account: where it counts.
+        url: The server's address.
+        random: The source of all random choices.
+        session_ids: Ids of open sessions.
+        account: The account to write to.
     """
 
     def __init__(self, url: str, random: Random, session_ids: list[str], account: Account) -> None:
         parts = urlsplit(url)
-        self._place = parts.hostname or "", parts.port or 80
+        self._address = parts.hostname or "", parts.port or 80
         self._random = random
         self._sessions = session_ids
         self._account = account
 
     async def send_http(self, number: int) -> None:
-        """Send so many HTTP requests, each over a connection of its own."""
+        """Send ``number`` HTTP requests, each on its own connection."""
         for _ in range(number):
             sent = http_request(self._random, self._sessions)
             self._account.sent["raw_http"] += 1
-            reader, writer = await asyncio.open_connection(*self._place)
+            reader, writer = await asyncio.open_connection(*self._address)
             try:
                 await self._write(writer, sent.data)
-                await self._hear_http(reader, sent)
+                await self._read_status(reader, sent)
             except ConnectionError:
-                continue  # the server hangs up on what it cannot read
+                continue  # the server closes on malformed requests
             finally:
                 writer.transport.abort()
 
     async def send_frames(self, number: int) -> None:
-        """Send so many WebSocket frames, a few over each connection."""
+        """Send ``number`` WebSocket frames, a few on each connection."""
         left = number
         while left > 0:
-            reader, writer = await asyncio.open_connection(*self._place)
+            reader, writer = await asyncio.open_connection(*self._address)
             try:
                 writer.write(handshake(self._random))
                 async with asyncio.timeout(ANSWER_S):
                     head = await reader.readuntil(b"\r\n\r\n")
                 assert head.startswith(b"HTTP/1.1 101"), head
-                sound = True
+                usable = True
                 for _ in range(min(left, FRAMES_EACH)):
-                    if not sound:
+                    if not usable:
                         break
                     left -= 1
-                    sound = await self._one_frame(reader, writer)
+                    usable = await self._one_frame(reader, writer)
             except TimeoutError:
                 self._account.note_hang("handshake")
                 return
             except (ConnectionError, asyncio.IncompleteReadError):
-                continue  # closed, as what cannot be read is
+                continue  # the server closes on malformed frames
             finally:
                 writer.transport.abort()
 
     async def _one_frame(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Send one; return whether the connection is still of use."""
+        """Send one frame; return False if the connection can no longer be used."""
         sent = frames(self._random, self._sessions)
         self._account.sent["raw_frames"] += 1
         await self._write(writer, sent.data)
@@ -96,7 +96,7 @@ class Hostile:
             )
         return opcode == 1 and sent.answered
 
-    async def _hear_http(self, reader: asyncio.StreamReader, sent: Sent) -> None:
+    async def _read_status(self, reader: asyncio.StreamReader, sent: RawRequest) -> None:
         try:
             async with asyncio.timeout(ANSWER_S if sent.answered else LISTEN_S):
                 line = await reader.readline()
@@ -108,7 +108,7 @@ class Hostile:
             self._account.note_status(int(line.split(b" ")[1]), sent.data[:300])
 
     async def _write(self, writer: asyncio.StreamWriter, data: bytes) -> None:
-        """Write in one go, or in two with a pause between."""
+        """Write the data at once, or in two parts."""
         if self._random.random() < 0.2 and len(data) > 1:
             at = self._random.randrange(1, len(data))
             writer.write(data[:at])

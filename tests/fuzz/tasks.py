@@ -1,4 +1,4 @@
-"""A task that can do everything and never breaks, so that every 5xx is the server's own."""
+"""A task with every capability that never fails, so that every 5xx is the server's fault."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from agentrl_env import Done, Environment, ToolCall, ToolError, tool
 
 
 class Fuzzed(Environment):
-    """Takes whatever it is given."""
+    """Accept any value."""
 
     max_turns = 50
     blocking = False
@@ -29,7 +29,7 @@ class Fuzzed(Environment):
 
     @tool
     def refuse(self, text: str, number: int = 0):
-        """Complain."""
+        """Raise a tool error."""
         raise ToolError(f"no: {text} {number}")
 
     @tool

@@ -1,1 +1,1 @@
-"""What a server tells of itself: counters, a log of events, traces, and who hears of what happens."""
+"""Telemetry of a serving process: metrics, log and traces."""

@@ -1,4 +1,4 @@
-"""The log of a serving process: one line an event, as text or as JSON."""
+"""The log of a serving process: one line per event, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ LogFormat = Literal["text", "json"]
 
 
 def configure_logs(form: LogFormat = "text", *, level: str | None = None, messages: bool = False) -> None:
-    """Write the process's log to standard error; nothing changes where it is written somewhere already.
+    """Write the log to standard error, unless logging is configured already.
 
     Args:
-        form: one readable line an event, or one JSON object.
-        level: the least that is written; by default ``info`` as JSON and ``warning`` as text.
-        messages: write what models and environments said, too.
+        form: one readable line per event, or one JSON object.
+        level: lowest level; by default ``info`` as JSON and ``warning`` as text.
+        messages: also log the messages of models and environments.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
-    least = level or ("info" if form == "json" else "warning")
-    logging.basicConfig(handlers=[handler], level=least.upper())
-    said = logging.getLogger("agentrl_env.messages")
-    said.setLevel(logging.DEBUG if messages else logging.WARNING)
+    lowest = level or ("info" if form == "json" else "warning")
+    logging.basicConfig(handlers=[handler], level=lowest.upper())
+    logging.getLogger("agentrl_env.messages").setLevel(logging.DEBUG if messages else logging.WARNING)
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a record: time, level, event, client, the facts, and a traceback where there is one."""
+    """One JSON object per record: time, level, event, facts, client, and the traceback of an exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line."""
@@ -46,7 +45,7 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """Time, level and event, then each fact as ``name=value``; a traceback follows on lines of its own."""
+    """Time, level and event, then each fact as ``name=value``; a traceback follows on its own lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as a line."""
@@ -56,7 +55,7 @@ class TextLines(logging.Formatter):
 
 
 def _facts(record: logging.LogRecord) -> dict[str, object]:
-    """Return what a record says beside its words, and for whom it was done."""
+    """Return the structured fields of a record, with the client it was logged for."""
     facts = getattr(record, "facts", None)
     facts = facts if isinstance(facts, dict) else {}
     return facts if facts.get("client") else {**facts, **({"client": name} if (name := _client()) else {})}

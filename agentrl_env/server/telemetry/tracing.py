@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of calls and tools, where tracing is switched on; else nothing at all."""
+"""OpenTelemetry spans of calls and tools, where tracing is on."""
 
 from __future__ import annotations
 
@@ -19,19 +19,24 @@ _active: ContextVar[Tracing | None] = ContextVar("agentrl_tracing", default=None
 
 
 def span(name: str, /, **attributes: str) -> Span:
-    """Return a span under the one of the request that is being served; nothing where none is traced.
+    """Return a span below the current one, or an empty context where tracing is off.
 
     Args:
-        name: what is done.
-        attributes: shown as ``agentrl.NAME``.
+        name: of the span.
+        attributes: recorded as ``agentrl.NAME``.
     """
     tracing = _active.get()
     return _NOTHING if tracing is None else tracing.span(name, None, **attributes)
 
 
 def spanned(name: str, work: Coroutine[Any, Any, T], /, **attributes: str) -> Coroutine[Any, Any, T]:
-    """Return work that is done under a span; the work itself where nothing is traced."""
+    """Return ``work`` run under a span; ``work`` itself where tracing is off."""
     return work if _active.get() is None else _under(span(name, **attributes), work)
+
+
+def is_tracing() -> bool:
+    """Return whether tracing is on for the running task."""
+    return _active.get() is not None
 
 
 async def _under(entered: Span, work: Coroutine[Any, Any, T]) -> T:
@@ -40,7 +45,7 @@ async def _under(entered: Span, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def under_caller(traceparent: str, work: Callable[[], Awaitable[T]]) -> T:
-    """Do what a WebSocket's call asks for under a span whose parent is the caller's, where it is traced."""
+    """Run a WebSocket call under a span whose parent is the caller's, where tracing is on."""
     tracing = _active.get()
     if tracing is None:
         return await work()
@@ -49,28 +54,25 @@ async def under_caller(traceparent: str, work: Callable[[], Awaitable[T]]) -> T:
 
 
 def traceparent() -> str | None:
-    """Return the present span as callees are told of it; None where nothing is traced."""
+    """Return the W3C trace context of the current span; None where tracing is off."""
     tracing = _active.get()
     return None if tracing is None else tracing.traceparent()
 
 
 def annotate(**attributes: str) -> None:
-    """Add attributes to the span that the running task is in, where there is one."""
+    """Add attributes to the current span, where there is one."""
     tracing = _active.get()
     if tracing is not None:
         tracing.annotate(attributes)
-
-
-def traced() -> bool:
-    """Return whether what the running task does is traced."""
-    return _active.get() is not None
 
 
 class Tracing:
     """Makes the spans of one application.
 
     Args:
-        provider: of the OpenTelemetry SDK. Raises ServeError where OpenTelemetry is not installed.
+        provider: tracer provider of the OpenTelemetry SDK.
+
+    Raises ServeError where OpenTelemetry is not installed.
     """
 
     def __init__(self, provider: TracerProvider) -> None:
@@ -83,18 +85,18 @@ class Tracing:
         self._current = trace.get_current_span
 
     def activate(self) -> None:
-        """Trace what the running task does, and whatever it starts."""
+        """Switch tracing on for the running task and the tasks that it starts."""
         _active.set(self)
 
     def span(self, name: str, carrier: Mapping[str, str] | None, /, **attributes: str) -> Span:
-        """Return a span; its parent is the current one, or the one that W3C headers name."""
+        """Return a span below the current one, or below the one that W3C headers name."""
         context = None if carrier is None else self._extract(carrier)
         shown = {f"agentrl.{key}": value for key, value in attributes.items()}
         manager: Span = self._tracer.start_as_current_span(name, context=context, attributes=shown)
         return manager
 
     def traceparent(self) -> str | None:
-        """Return the current span in the form of the W3C header; None where there is none."""
+        """Return the current span as a W3C header; None where there is none."""
         carrier: dict[str, str] = {}
         self._inject(carrier)
         return carrier.get("traceparent")
@@ -105,7 +107,7 @@ class Tracing:
 
 
 def export_traces() -> tuple[Tracing, Any]:
-    """Return tracing to the collector that the standard OTEL_* variables name, and its provider.
+    """Return tracing to the collector of the standard OTEL_* variables, and its provider.
 
     Raises ServeError where the extra is not installed.
     """

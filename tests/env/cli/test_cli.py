@@ -73,7 +73,7 @@ class Ask(Environment):
 
 @pytest.fixture
 def cli(monkeypatch, capsys, tmp_path):
-    """Run the command line as a shell would; returns (exit code, stdout, stderr)."""
+    """Run the command line; return (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.delenv("AGENTRL_TOKEN", raising=False)
@@ -101,7 +101,7 @@ def one_line(text):
     return text
 
 
-def test_a_new_environment_passes_its_check_and_its_test_at_once(cli, tmp_path):
+def test_new_environment_passes_its_check_and_its_test(cli, tmp_path):
     code, out, _ = cli("new", "number_game")
     assert code == 0
     assert "agentrl-env check number_game" in out
@@ -118,7 +118,7 @@ def test_a_new_environment_passes_its_check_and_its_test_at_once(cli, tmp_path):
     assert "1 passed" in ran.stdout, ran.stdout
 
 
-def test_a_new_environment_is_about_fifteen_lines(cli):
+def test_new_environment_is_short(cli):
     cli("new", "guess")
     source = Path("guess/environment.py").read_text()
     code = [line for line in source.splitlines() if line.strip()]
@@ -126,14 +126,14 @@ def test_a_new_environment_is_about_fifteen_lines(cli):
 
 
 @pytest.mark.parametrize("name", ["Guess", "2048", "my-game", "class", "_x", "ü", "a b", ".", "x/.."])
-def test_a_bad_name_is_refused_and_nothing_written(cli, tmp_path, name):
+def test_invalid_name_is_rejected_and_nothing_written(cli, tmp_path, name):
     code, _, err = cli("new", name)
     assert code == 1
-    assert "cannot name a task" in one_line(err)
+    assert "is not a valid task name" in one_line(err)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_existing_folder_is_left_alone(cli, tmp_path):
+def test_existing_folder_is_unchanged(cli, tmp_path):
     (tmp_path / "guess").mkdir()
     code, _, err = cli("new", "guess")
     assert code == 1
@@ -148,7 +148,7 @@ def test_check_prints_a_table_and_succeeds(cli):
     assert "place: " in out
 
 
-def test_check_fails_where_a_check_does(cli):
+def test_check_fails_if_a_check_fails(cli):
     code, out, err = cli("check", f"{HERE}:Guess")
     assert code == 1
     assert "guess(n=13) broke the environment: RuntimeError: unlucky" in " ".join(out.split())
@@ -170,7 +170,7 @@ def test_check_as_json_is_one_object_on_stdout(cli):
     assert verdicts["limits"] == "pass"
 
 
-def test_check_of_a_url_looks_at_every_task_or_the_one_named(cli, server):
+def test_check_of_a_url_covers_every_task_or_the_selected_one(cli, server):
     code, out, _ = cli("check", server.url, "--token", "s3cret", "--json")
     assert code == 1
     assert [report["task"] for report in json.loads(out)["reports"]] == ["guess", "polite"]
@@ -179,19 +179,19 @@ def test_check_of_a_url_looks_at_every_task_or_the_one_named(cli, server):
     assert "oracle" in out
 
 
-def test_check_without_the_token_is_one_sentence(cli, server):
+def test_check_without_the_token_prints_one_error_line(cli, server):
     code, _, err = cli("check", server.url)
     assert code == 1
     assert "token" in one_line(err)
 
 
-def test_check_of_a_task_that_is_not_served_names_those_that_are(cli, server):
+def test_check_of_an_unknown_task_names_the_served_tasks(cli, server):
     code, _, err = cli("check", server.url, "--token", "s3cret", "--task", "chess")
     assert code == 1
     assert "guess, polite" in one_line(err)
 
 
-def test_a_dead_url_is_one_sentence(cli):
+def test_unreachable_url_prints_one_error_line(cli):
     code, _, err = cli("check", "http://127.0.0.1:9")
     assert code == 1
     assert "http://127.0.0.1:9" in one_line(err)
@@ -199,7 +199,7 @@ def test_a_dead_url_is_one_sentence(cli):
 
 @pytest.mark.parametrize("command", ["check", "play", "serve"])
 @pytest.mark.parametrize("target", ["nowhere", "no_such.py:Guess", "no.such.module:Guess", "json:loads"])
-def test_a_target_that_does_not_load_is_one_sentence(cli, command, target):
+def test_invalid_target_prints_one_error_line(cli, command, target):
     code, _, err = cli(command, target)
     assert code == 1
     assert err.startswith("error: ")
@@ -207,7 +207,7 @@ def test_a_target_that_does_not_load_is_one_sentence(cli, command, target):
 
 
 @pytest.mark.parametrize("source", ["def (", "import no_such_module", "1 / 0", "x = 1"])
-def test_a_folder_whose_environment_does_not_import_is_one_sentence(cli, tmp_path, source):
+def test_environment_that_does_not_import_prints_one_error_line(cli, tmp_path, source):
     (tmp_path / "task").mkdir()
     (tmp_path / "task" / "environment.py").write_text(source)
     code, _, err = cli("check", "task")
@@ -216,7 +216,7 @@ def test_a_folder_whose_environment_does_not_import_is_one_sentence(cli, tmp_pat
 
 
 @pytest.mark.parametrize("arguments", [["check"], ["fly"], ["serve"], ["check", "x", "--deadline", "soon"]])
-def test_wrong_usage_is_exit_code_two(cli, arguments):
+def test_usage_error_has_exit_code_two(cli, arguments):
     code, _, err = cli(*arguments)
     assert code == 2
     assert "Error: " in err
@@ -229,13 +229,13 @@ def test_help_lists_the_commands(cli):
     assert all(f"  {command} " in out for command in ("new", "serve", "check", "play"))
 
 
-def test_serving_beyond_loopback_without_a_token_is_refused(cli):
+def test_serving_beyond_loopback_without_a_token_is_rejected(cli):
     code, _, err = cli("serve", f"{HERE}:Guess", "--host", "0.0.0.0")
     assert code == 1
     assert "--insecure" in one_line(err)
 
 
-def test_an_episode_is_played_from_a_pipe(cli):
+def test_play_reads_from_a_pipe(cli):
     code, out, _ = cli(
         "play",
         f"{HERE}:Polite",
@@ -262,7 +262,7 @@ def test_play_shows_tools_hints_and_the_expert(cli):
     assert "Left after 1 turn." in out
 
 
-def test_the_expert_can_be_watched_or_asked_for_a_move(cli):
+def test_play_with_expert_and_do(cli):
     code, out, _ = cli("play", f"{HERE}:Guess", "--index", "2", "--expert")
     assert code == 0
     assert "[1/" in out
@@ -282,10 +282,10 @@ def test_play_ends_at_the_end_of_input(cli):
     assert "Left after 0 turns." in out
 
 
-def test_play_says_that_the_environment_broke_and_fails(cli):
+def test_play_fails_if_the_environment_breaks(cli):
     code, out, err = cli("play", f"{HERE}:Guess", stdin="guess 13\n")
     assert code == 1
-    assert "The environment broke: RuntimeError: unlucky" in out
+    assert "The environment failed: RuntimeError: unlucky" in out
     assert "Traceback" not in out + err
 
 
@@ -293,7 +293,7 @@ def test_play_works_on_a_url(cli, server):
     url = ["play", server.url, "--token", "s3cret"]
     code, _, err = cli(*url)
     assert code == 1
-    assert "choose with --task: guess, polite" in one_line(err)
+    assert "choose one with task= or --task: guess, polite" in one_line(err)
     code, out, _ = cli(*url, "--task", "polite", stdin="bye now\n")
     assert code == 0
     assert "success" in out
@@ -302,7 +302,7 @@ def test_play_works_on_a_url(cli, server):
     assert "--oracle" in out
 
 
-def test_an_unknown_sample_is_one_sentence(cli):
+def test_unknown_sample_prints_one_error_line(cli):
     code, _, err = cli("play", f"{HERE}:Guess", "--split", "valid")
     assert code == 1
     assert "'valid'" in one_line(err)
@@ -328,7 +328,7 @@ PUT = Place.tool_specs()
         ("put", {}),
     ],
 )
-def test_a_line_is_read_as_a_call(line, arguments):
+def test_line_is_parsed_as_a_call(line, arguments):
     (call,) = parse_line(line, PUT).tool_calls
     assert call.function.name == "put"
     assert json.loads(call.function.arguments) == arguments
@@ -343,7 +343,7 @@ def test_a_line_is_read_as_a_call(line, arguments):
         ('query(sql="SELECT 1")', "SELECT 1"),
     ],
 )
-def test_a_lone_string_needs_no_quotes(line, sql):
+def test_single_string_argument_needs_no_quotes(line, sql):
     (call,) = parse_line(line, Ask.tool_specs()).tool_calls
     assert json.loads(call.function.arguments) == {"sql": sql}
 
@@ -354,30 +354,30 @@ def test_a_lone_string_needs_no_quotes(line, sql):
         ("take apple", "There is no tool 'take'; tools: put"),
         ("put a b 1 true more", "Too many values"),
         ("put 'apple", "quotes do not match"),
-        ("{broken", "This is no call"),
-        ("{}", "This is no call"),
-        ('{"name": 7}', "This is no call"),
+        ("{broken", "Not a tool call"),
+        ("{}", "Not a tool call"),
+        ('{"name": 7}', "Not a tool call"),
         ("?", "There is no tool"),
     ],
 )
-def test_an_unreadable_line_says_what_to_type(line, hint):
+def test_invalid_line_has_a_hint(line, hint):
     with pytest.raises(UnreadableLine, match=hint):
         parse_line(line, PUT)
 
 
-def test_plain_text_is_said_on_purpose():
+def test_plain_text_needs_say_if_there_are_tools():
     assert parse_line("say I think so", PUT).content == "I think so"
     assert parse_line("I think so", []).content == "I think so"
 
 
-def test_a_signature_shows_types_and_what_may_be_left_out():
+def test_signature_shows_types_and_optional_parameters():
     (put,) = PUT
     assert signature(put.function) == (
         "put(item: string, place: string, count?: integer, gently?: boolean | null)"
     )
 
 
-def test_help_comes_without_loading_what_only_serving_needs():
+def test_help_does_not_import_the_web_framework():
     code = "import sys; sys.argv[1:] = ['--help']\nimport agentrl_env.__main__ as m\n"
     code += "try: m.main()\nexcept SystemExit: pass\n"
     code += "print([name for name in ('torch', 'fastapi', 'uvicorn') if name in sys.modules])"
@@ -385,7 +385,7 @@ def test_help_comes_without_loading_what_only_serving_needs():
     assert ran.stdout.splitlines()[-1] == "[]"
 
 
-def test_serve_ends_in_order_at_an_interrupt():
+def test_serve_stops_cleanly_on_interrupt():
     command = [sys.executable, "-m", "agentrl_env", "serve", f"{HERE}:Guess", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout.readline().startswith("serving guess at http://127.0.0.1:")

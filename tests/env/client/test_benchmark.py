@@ -10,7 +10,7 @@ from agentrl_env.errors import AgentRLError, UnknownTask
 from tests.env.tasks import Guess, Quick
 
 
-def test_a_load_counts_the_steps_and_episodes_of_all_players():
+def test_measure_counts_steps_and_episodes_of_all_sessions():
     load = measure(lambda: EnvClient.local(Guess), task=None, sessions=5, seconds=0.2, warmup=0.0)
     assert (load.task, load.sessions, load.failures, load.first_failure) == ("guess", 5, 0, None)
     assert load.steps > load.episodes > 5
@@ -23,17 +23,17 @@ class Closed(Guess):
         raise OSError("no database")
 
 
-def test_a_server_whose_every_call_fails_is_an_error_that_says_why():
-    with pytest.raises(AgentRLError, match=r"not one step of 'closed' was answered: .*no database"):
+def test_measure_raises_if_no_step_succeeds():
+    with pytest.raises(AgentRLError, match=r"no step of 'closed' succeeded: .*no database"):
         measure(lambda: EnvClient.local(Closed), task=None, sessions=2, seconds=0.1, warmup=0.0)
 
 
-def test_of_several_tasks_one_must_be_chosen():
-    with pytest.raises(UnknownTask, match="choose one with --task; there are: guess, quick"):
+def test_task_must_be_chosen_if_several_are_served():
+    with pytest.raises(UnknownTask, match="choose one with task= or --task: guess, quick"):
         measure(lambda: EnvClient.local(Guess, Quick), task=None, sessions=1, seconds=0.1)
 
 
-def test_the_command_prints_figures_that_a_program_can_read():
+def test_bench_command_prints_json():
     command = [sys.executable, "-m", "agentrl_env", "bench", "tests/env/tasks.py:Guess"]
     done = subprocess.run(
         [*command, "--seconds", "0.2", "--sessions", "2", "--json"], capture_output=True, text=True

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from agentrl_env import EnvClient, ToolCall
-from agentrl_env.client import failover
+from agentrl_env.client import transport
 from agentrl_env.errors import CallTimeout, ServerDraining, ServerUnreachable, SessionLost
-from agentrl_env.fleet.controller import Fleet
-from agentrl_env.fleet.serve import Controller
+from agentrl_env.fleet.controller import FleetService
+from agentrl_env.fleet.serve import ControllerServer
 from agentrl_env.server.serve import NOWHERE, EnvServer
 from tests.chaos.proxy import Proxy
 from tests.env.tasks import Quick, Slow, until
@@ -26,7 +26,7 @@ class Pair:
     def client(self, first: int, **options) -> EnvClient:
         """Return a client that asks one of them first."""
         client = EnvClient.connect(self.url, **options)
-        client.backend._lane().transport._at = first
+        client.backend._lane().transport._preferred = first
         return client
 
 
@@ -34,7 +34,7 @@ class Pair:
 async def pair():
     pair = Pair()
     async with contextlib.AsyncExitStack() as stack:
-        pair.controllers = [Controller(Fleet(queue_s=0.0), port=0) for _ in range(2)]
+        pair.controllers = [ControllerServer(FleetService(queue_s=0.0), port=0) for _ in range(2)]
         pair.proxies = [Proxy(int(one.url.rpartition(":")[2])) for one in pair.controllers]
         for part in (*pair.controllers, *pair.proxies):
             await part.start()
@@ -44,7 +44,7 @@ async def pair():
         await pair.server.start()
         stack.push_async_callback(pair.server.stop)
         for one in pair.controllers:
-            await one.fleet.roster.find(pair.server.pool.server_id)
+            await one.fleet.registry.find(pair.server.pool.server_id)
         yield pair
 
 
@@ -64,9 +64,9 @@ async def test_a_session_goes_on_when_its_controller_is_gone(pair):
 
 @pytest.mark.parametrize("scheme", ["http", "ws"])
 async def test_one_that_falls_silent_is_passed_over_and_nothing_happens_twice(pair, monkeypatch, scheme):
-    monkeypatch.setattr(failover, "ATTEMPT_S", 0.3)
+    monkeypatch.setattr(transport, "ATTEMPT_TIMEOUT_S", 0.3)
     async with EnvClient.connect(pair.url.replace("http", scheme), timeout=20) as client:
-        client.backend._lane().transport._at = 1
+        client.backend._lane().transport._preferred = 1
         sessions = [await client.open("quick") for _ in range(5)]
         pair.proxies[1].stall()
         assert await asyncio.gather(*map(note, sessions)) == ["1"] * 5
@@ -75,12 +75,12 @@ async def test_one_that_falls_silent_is_passed_over_and_nothing_happens_twice(pa
 
 
 async def test_a_step_that_takes_longer_than_an_attempt_is_taken_once(pair, monkeypatch):
-    monkeypatch.setattr(failover, "ATTEMPT_S", 0.1)
+    monkeypatch.setattr(transport, "ATTEMPT_TIMEOUT_S", 0.1)
     Slow.prepare()
     async with pair.client(0) as client:
         session = await client.open("slow")
         step = asyncio.create_task(session.step(ToolCall.of("wait")))
-        asked = pair.controllers[1].fleet.metrics.calls
+        asked = pair.controllers[1].metrics.calls
         await until(lambda: asked["step"])
         Slow.gate.set()
         assert (await step).messages[0].content == "waited 1"
@@ -99,13 +99,13 @@ async def test_a_typed_answer_is_an_answer(pair):
     async with pair.client(0) as client:
         session = await client.open("quick")
         for one in pair.controllers:
-            await one.fleet.roster.lose(pair.server.pool.server_id, "a test")
+            await one.fleet.registry.lose(pair.server.pool.server_id, "a test")
         with pytest.raises(SessionLost):
             await note(session)
 
 
 async def test_silence_everywhere_ends_with_the_callers_deadline(pair, monkeypatch):
-    monkeypatch.setattr(failover, "ATTEMPT_S", 0.1)
+    monkeypatch.setattr(transport, "ATTEMPT_TIMEOUT_S", 0.1)
     async with pair.client(0, timeout=0.5) as client:
         for proxy in pair.proxies:
             proxy.stall()

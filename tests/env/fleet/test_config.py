@@ -1,4 +1,4 @@
-"""A fleet's file: what it may say, and the manifests that are printed of it."""
+"""The configuration file of a fleet, and the manifests made from it."""
 
 import json
 
@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from agentrl_env.errors import LaunchError
-from agentrl_env.fleet.config import read_plan
+from agentrl_env.fleet.config import read_fleet_config
 from agentrl_env.fleet.manifests import compose, kubernetes
-from agentrl_env.launch.placement import Limits
+from agentrl_env.launch.docker import ContainerLimits
 
 FILE = """
 name = "lab"
@@ -38,33 +38,33 @@ TASK = '[[tasks]]\nname = "shop"\ntarget = "shop"'
 
 
 @pytest.fixture
-def plan(tmp_path):
-    """Read a plan; the text is the one above unless another is given."""
+def config(tmp_path):
+    """Read a configuration; ``FILE`` by default."""
 
     def read(text=FILE):
         (tmp_path / "shop").mkdir(exist_ok=True)
         (tmp_path / "fleet.toml").write_text(text)
-        return read_plan(tmp_path / "fleet.toml")
+        return read_fleet_config(tmp_path / "fleet.toml")
 
     return read
 
 
-def test_a_target_lies_beside_the_file_and_sizes_are_bytes(plan, tmp_path):
-    shop, sql = plan().tasks
+def test_targets_are_relative_to_the_file_and_sizes_are_parsed(config, tmp_path):
+    shop, sql = config().tasks
     assert shop.target == str(tmp_path / "shop")
-    assert shop.limits == Limits(memory=512 << 20, cpus=0.5, pids=100, tmp=64 << 20)
-    assert sql.limits == Limits()
+    assert shop.limits == ContainerLimits(memory=512 << 20, cpus=0.5, pids=100, tmp=64 << 20)
+    assert sql.limits == ContainerLimits()
 
 
-def test_the_token_comes_from_the_environment(plan, monkeypatch):
+def test_token_comes_from_the_environment(config, monkeypatch):
     monkeypatch.delenv("LAB_TOKEN", raising=False)
-    assert plan().token is None
+    assert config().token is None
     monkeypatch.setenv("LAB_TOKEN", "s3cret")
-    assert plan().token == "s3cret"
+    assert config().token == "s3cret"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("tasks = 1", "tasks"),
         ("tasks = []", "tasks"),
@@ -74,32 +74,32 @@ def test_the_token_comes_from_the_environment(plan, monkeypatch):
         ('[[tasks]]\nname = "A b"\ntarget = "x"', "tasks.0.name: must be lower-case"),
         ('[[tasks]]\nname = "a"\ntarget = "x"\nreplica = 2', "tasks.0.replica: Extra inputs"),
         ('[[tasks]]\nname = "a"\ntarget = "x"\nreplicas = 0', "tasks.0.replicas"),
-        ('[[tasks]]\nname = "a"\ntarget = "x"\nlimits = {memory = "much"}', "'much' is no size"),
+        ('[[tasks]]\nname = "a"\ntarget = "x"\nlimits = {memory = "much"}', "'much' is not a size"),
         (
             f'{TASK}\nlimits = {{memory = "64m"}}',
-            "tasks.0: a process has no limits; leave it out, or set kind",
+            "tasks.0: a process has no limits; remove it, or set kind",
         ),
-        (f'{TASK}\nkind = "process"\nnetwork = "none"', "tasks.0: a process has no network; leave it out"),
+        (f'{TASK}\nkind = "process"\nnetwork = "none"', "tasks.0: a process has no network; remove it"),
         ('[[tasks]]\nname = "a"\ntarget = "x"\n' * 2, "two tasks are named 'a'"),
     ],
 )
-def test_a_file_that_means_nothing_is_one_sentence(plan, text, said):
+def test_invalid_file_is_rejected_in_one_line(config, text, message):
     with pytest.raises(LaunchError) as raised:
-        plan(text)
-    assert said in str(raised.value)
+        config(text)
+    assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
-def test_the_manifests_are_what_kubernetes_takes(plan):
-    documents = list(yaml.safe_load_all(kubernetes(plan())))
+def test_manifests_are_valid_for_kubernetes(config):
+    documents = list(yaml.safe_load_all(kubernetes(config())))
     kinds = ["Deployment", "Service", "Deployment", "Deployment", "NetworkPolicy"]
     assert [document["kind"] for document in documents] == kinds
     for document in documents:
         kubernetes_validate.validate(document, "1.31", strict=True)
 
 
-def test_the_pods_can_do_nothing_else(plan):
-    for document in yaml.safe_load_all(kubernetes(plan())):
+def test_pods_are_confined(config):
+    for document in yaml.safe_load_all(kubernetes(config())):
         if document["kind"] != "Deployment":
             continue
         pod = document["spec"]["template"]["spec"]
@@ -115,8 +115,8 @@ def test_the_pods_can_do_nothing_else(plan):
         assert token["valueFrom"]["secretKeyRef"] == {"name": "lab-token", "key": key}
 
 
-def test_the_servers_reach_the_controller_alone(plan):
-    *_, policy = yaml.safe_load_all(kubernetes(plan()))
+def test_servers_reach_only_the_controller_and_dns(config):
+    *_, policy = yaml.safe_load_all(kubernetes(config()))
     spec = policy["spec"]
     assert spec["ingress"] == []
     link, names = spec["egress"]
@@ -124,25 +124,25 @@ def test_the_servers_reach_the_controller_alone(plan):
     assert {port["port"] for port in names["ports"]} == {53}
 
 
-def test_a_fleet_resumes_where_its_file_says_so(plan):
-    assert plan().controller.resume is False
-    resuming = plan(f"[controller]\nresume = true\n{TASK}")
+def test_resume_is_passed_to_the_controller(config):
+    assert config().controller.resume is False
+    resuming = config(f"[controller]\nresume = true\n{TASK}")
     (controller, *_) = yaml.safe_load_all(kubernetes(resuming))
     (container,) = controller["spec"]["template"]["spec"]["containers"]
     assert "--resume" in container["args"]
     assert "--resume" in yaml.safe_load(compose(resuming))["services"]["controller"]["command"]
-    assert "--resume" not in kubernetes(plan()) + compose(plan())
+    assert "--resume" not in kubernetes(config()) + compose(config())
 
 
-def test_in_the_compose_file_servers_have_no_more_than_the_fleets_token(plan):
-    services = yaml.safe_load(compose(plan()))["services"]
+def test_servers_in_compose_have_only_the_link_token(config):
+    services = yaml.safe_load(compose(config()))["services"]
     tokens = {name: service["environment"]["AGENTRL_TOKEN"] for name, service in services.items()}
     assert tokens.pop("controller").startswith("${LAB_TOKEN:?")
     assert all(token.startswith("${AGENTRL_LINK_TOKEN:?") for token in tokens.values())
 
 
-def test_the_plan_is_in_the_compose_file(plan):
-    written = yaml.safe_load(compose(plan()))
+def test_compose_contains_the_configuration(config):
+    written = yaml.safe_load(compose(config()))
     shop = written["services"]["shop"]
     assert shop["image"] == "agentrl-shop:latest"
     assert shop["environment"]["COLOUR"] == "blue: #1"
@@ -155,7 +155,7 @@ def test_the_plan_is_in_the_compose_file(plan):
     assert "redis://redis:6379/0" in written["services"]["controller"]["command"]
 
 
-def test_odd_text_survives(plan):
+def test_special_characters_round_trip_through_yaml(config):
     odd = json.dumps('a"b\\c: {d} # é\n- x')
-    written = yaml.safe_load(compose(plan(FILE.replace('"blue: #1"', odd))))
+    written = yaml.safe_load(compose(config(FILE.replace('"blue: #1"', odd))))
     assert written["services"]["shop"]["environment"]["COLOUR"] == json.loads(odd)

@@ -18,8 +18,8 @@ from agentrl_env.errors import (
     UnknownSession,
     UnknownTask,
 )
-from agentrl_env.fleet.controller import Fleet
-from agentrl_env.fleet.serve import Controller
+from agentrl_env.fleet.controller import FleetService
+from agentrl_env.fleet.serve import ControllerServer
 from agentrl_env.server.auth import link_token
 from agentrl_env.server.serve import NOWHERE, EnvServer
 from agentrl_env.testing import run_checks
@@ -29,12 +29,12 @@ from tests.env.tasks import Clock, Guess, Quick, Slow, until
 
 
 class Site:
-    """A controller, and servers that dial it."""
+    """A controller, and servers that connect to it."""
 
     def __init__(self, **options) -> None:
         options.setdefault("queue_s", 0.0)
-        self.fleet = Fleet(**options)
-        self.controller = Controller(self.fleet, port=0, token="secret")
+        self.fleet = FleetService(**options)
+        self.controller = ControllerServer(self.fleet, port=0, token="secret")
         self.servers: list[EnvServer] = []
 
     async def __aenter__(self) -> "Site":
@@ -58,22 +58,22 @@ class Site:
 
 
 async def kill(server: EnvServer) -> None:
-    """Cut a server's lines and let it dial no more, as its death would."""
-    dialer = server._dialer
-    for task in dialer._links.values():
+    """Abort a server's links for good, as its death does."""
+    links = server._links
+    for task in links._tasks.values():
         task.cancel()
-    for link in list(dialer._open):
+    for link in list(links._open):
         link.websocket.transport.abort()
-    await asyncio.gather(*dialer._links.values(), return_exceptions=True)
+    await asyncio.gather(*links._tasks.values(), return_exceptions=True)
 
 
 async def cut(server: EnvServer) -> None:
-    """Break a server's lines; it dials again."""
-    for link in list(server._dialer._open):
+    """Abort a server's links; it connects again."""
+    for link in list(server._links._open):
         link.websocket.transport.abort()
 
 
-async def test_sessions_are_spread_and_every_call_reaches_the_server_that_holds_the_session():
+async def test_calls_are_routed_to_the_server_of_the_session():
     async with Site() as site:
         first, second = await site.serve(Quick), await site.serve(Quick, Guess)
         assert set(await site.client.tasks()) == {"quick", "guess"}
@@ -88,7 +88,7 @@ async def test_sessions_are_spread_and_every_call_reaches_the_server_that_holds_
         assert first.pool.open_sessions + second.pool.open_sessions == 0
 
 
-async def test_a_fleet_passes_every_check_of_the_contract():
+async def test_fleet_passes_the_conformance_checks():
     async with Site() as site:
         for _ in range(2):
             await site.serve(Guess, oracle=True)
@@ -97,7 +97,7 @@ async def test_a_fleet_passes_every_check_of_the_contract():
         assert [(r.task, r.ok) for r in reports] == [("guess", True)]
 
 
-async def test_errors_of_a_server_come_through_as_they_are():
+async def test_errors_of_a_server_are_forwarded_unchanged():
     async with Site() as site:
         await site.serve(Quick)
         with pytest.raises(UnknownSample):
@@ -111,7 +111,7 @@ async def test_errors_of_a_server_come_through_as_they_are():
         assert answer.json()["error"]["type"] == "seq_conflict"
 
 
-async def test_a_batch_is_split_by_server_and_joined_in_order():
+async def test_batch_is_split_by_server_and_joined_in_order():
     async with Site() as site:
         for _ in range(3):
             await site.serve(Quick)
@@ -124,7 +124,7 @@ async def test_a_batch_is_split_by_server_and_joined_in_order():
         ]
         steps.insert(4, {"session_id": "nobody.there", "seq": 1, "message": message})
         async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}) as http:
-            site.fleet.roster._begin = -1e9  # long after its start: nobody is waited for
+            site.fleet.registry._started = -1e9  # long after its start: nobody is waited for
             answer = await http.post(f"{site.controller.url}/v1/step", json={"steps": steps})
         results = answer.json()["results"]
         assert results[4]["error"]["type"] == "unknown_session"
@@ -133,10 +133,10 @@ async def test_a_batch_is_split_by_server_and_joined_in_order():
         assert {r["seq"] for r in results} == {1}
 
 
-async def test_an_unknown_task_is_refused_and_a_bad_token_too():
+async def test_unknown_task_and_wrong_token_are_rejected():
     async with Site() as site:
         await site.serve(Quick)
-        site.fleet.roster._begin = -1e9
+        site.fleet.registry._started = -1e9
         with pytest.raises(UnknownTask, match="no task 'chess' here; tasks: quick"):
             await site.client.open("chess")
         async with EnvClient.connect(site.controller.url, token="wrong") as stranger:
@@ -144,7 +144,7 @@ async def test_an_unknown_task_is_refused_and_a_bad_token_too():
                 await stranger.open("quick")
 
 
-async def test_an_opening_waits_in_the_queue_and_gets_the_place_that_comes_free():
+async def test_opening_waits_in_the_queue_for_a_free_place():
     async with Site(queue_s=20.0) as site:
         await site.serve(Quick, max_sessions=1)
         first = await site.client.open("quick")
@@ -155,7 +155,7 @@ async def test_an_opening_waits_in_the_queue_and_gets_the_place_that_comes_free(
         assert second.session_id != first.session_id
 
 
-async def test_a_full_fleet_refuses_who_does_not_wait():
+async def test_full_fleet_rejects_opening_without_wait():
     async with Site() as site:
         await site.serve(Quick, max_sessions=1)
         await site.client.open("quick")
@@ -163,7 +163,7 @@ async def test_a_full_fleet_refuses_who_does_not_wait():
             await site.client.open("quick")
 
 
-async def test_the_sessions_of_a_dead_server_are_reported_lost_and_open_again_elsewhere():
+async def test_sessions_of_a_dead_server_are_lost():
     clock = Clock()
     async with Site(clock=clock) as site:
         dead, alive = await site.serve(Slow), await site.serve(Slow)
@@ -176,8 +176,8 @@ async def test_the_sessions_of_a_dead_server_are_reported_lost_and_open_again_el
         await kill(dead)
         clock.now += 100
         await cut(alive)  # whose next line tells that it lives
-        await until(lambda: site.fleet.members[alive.pool.server_id].seen == clock.now)
-        await site.fleet.roster.look()
+        await until(lambda: site.fleet.servers[alive.pool.server_id].seen == clock.now)
+        await site.fleet.registry.check()
         with pytest.raises(SessionLost):
             await under_way
         with pytest.raises(SessionLost):
@@ -188,21 +188,21 @@ async def test_the_sessions_of_a_dead_server_are_reported_lost_and_open_again_el
         assert again.session_id.startswith(alive.pool.server_id)
 
 
-async def test_a_server_that_comes_back_after_it_was_given_up_ends_its_sessions_and_has_a_new_id():
+async def test_server_that_returns_after_its_loss_ends_its_sessions_and_takes_a_new_id():
     async with Site() as site:
         server = await site.serve(Quick)
         old = server.pool.server_id
         session = await site.client.open("quick")
-        await site.fleet.roster.lose(old, "it was silent")
+        await site.fleet.registry.lose(old, "it was silent")
         await cut(server)
-        await until(lambda: server.pool.server_id != old and server.pool.server_id in site.fleet.members)
+        await until(lambda: server.pool.server_id != old and server.pool.server_id in site.fleet.servers)
         assert server.pool.open_sessions == 0
         with pytest.raises(SessionLost):
             await session.step(ToolCall.of("note", text="hello?"))
         assert (await site.client.open("quick")).session_id.startswith(server.pool.server_id)
 
 
-async def test_a_line_that_breaks_loses_nothing():
+async def test_broken_link_loses_no_session_and_no_step():
     async with Site() as site:
         server = await site.serve(Slow)
         Slow.prepare()
@@ -216,36 +216,36 @@ async def test_a_line_that_breaks_loses_nothing():
         assert (await session.step(ToolCall.of("wait"))).messages[0].content == "waited 2"
 
 
-async def test_a_controller_that_is_replaced_finds_the_sessions_where_they_were():
+async def test_replaced_controller_finds_the_open_sessions():
     async with Site() as site:
         server = await site.serve(Quick)
         session = await site.client.open("quick")
         await session.step(ToolCall.of("note", text="one"))
         port = int(site.controller.url.rpartition(":")[2])
         await site.controller.stop()
-        site.controller = Controller(Fleet(), port=port, token="secret")
+        site.controller = ControllerServer(FleetService(), port=port, token="secret")
         await site.controller.start()
         result = await session.step(ToolCall.of("note", text="two"))
         assert result.messages[0].content.startswith("2 ")
         assert server.pool.open_sessions == 1
 
 
-async def test_a_draining_server_finishes_what_it_has_and_gets_nothing_new():
+async def test_draining_server_finishes_its_sessions_and_gets_no_new_ones():
     async with Site() as site:
         leaving, staying = await site.serve(Quick, drain_s=60), await site.serve(Quick)
         sessions = [await site.client.open("quick") for _ in range(2)]
         mine = next(s for s in sessions if s.session_id.startswith(leaving.pool.server_id))
         stopping = asyncio.create_task(leaving.stop())
-        await until(lambda: site.fleet.members[leaving.pool.server_id].draining)
+        await until(lambda: site.fleet.servers[leaving.pool.server_id].draining)
         new = [await site.client.open("quick") for _ in range(3)]
         assert all(s.session_id.startswith(staying.pool.server_id) for s in new)
         assert (await mine.step(ToolCall.of("finish"))).terminated
         await stopping
         site.servers.remove(leaving)
-        await until(lambda: leaving.pool.server_id not in site.fleet.members)
+        await until(lambda: leaving.pool.server_id not in site.fleet.servers)
 
 
-async def test_a_draining_controller_opens_nothing():
+async def test_draining_controller_rejects_openings():
     async with Site() as site:
         await site.serve(Quick)
         site.fleet.draining = True
@@ -253,7 +253,7 @@ async def test_a_draining_controller_opens_nothing():
             await site.client.open("quick")
 
 
-async def test_the_same_opening_asked_for_twice_is_one_session():
+async def test_repeated_opening_returns_the_same_session():
     async with Site() as site:
         servers = [await site.serve(Quick) for _ in range(3)]
         body = {"task": "quick", "request_id": "once"}
@@ -273,7 +273,7 @@ class Sleepy(Slow):
         return "awake"
 
 
-async def test_an_opening_whose_caller_hangs_up_leaves_no_session():
+async def test_opening_of_a_disconnected_caller_leaves_no_session():
     async with Site() as site:
         Slow.prepare()
         server = await site.serve(Sleepy)
@@ -282,17 +282,17 @@ async def test_an_opening_whose_caller_hangs_up_leaves_no_session():
         opening.cancel()
         with pytest.raises(asyncio.CancelledError):
             await opening
-        ended = server.pool.metrics.ended
+        ended = server.metrics.ended
         Slow.gate.set()
         await until(lambda: ended["sleepy", SessionStatus.CANCELLED] == 1)
         assert server.pool.open_sessions == 0
-        await until(lambda: site.fleet.members[server.pool.server_id].load == 0)
+        await until(lambda: site.fleet.servers[server.pool.server_id].load == 0)
 
 
-async def test_an_unknown_session_is_told_apart_from_a_lost_one():
+async def test_unknown_session_is_not_reported_lost():
     async with Site() as site:
         server = await site.serve(Quick)
-        site.fleet.roster._begin = -1e9
+        site.fleet.registry._started = -1e9
         session = await site.client.open("quick")
         for wrong in ("x", "abc.def", f"{server.pool.server_id}.guessed"):
             with pytest.raises(UnknownSession):
@@ -301,7 +301,7 @@ async def test_an_unknown_session_is_told_apart_from_a_lost_one():
         await session.close()
 
 
-async def test_the_operator_sees_the_fleet_its_sessions_and_a_transcript():
+async def test_operator_reads_fleet_sessions_and_transcript():
     async with Site() as site:
         servers = [await site.serve(Quick, max_sessions=7) for _ in range(2)]
         sessions = [await site.client.open("quick", index=n) for n in range(4)]
@@ -321,13 +321,13 @@ async def test_the_operator_sees_the_fleet_its_sessions_and_a_transcript():
         assert "seen" in json.dumps(transcript["turns"])
 
 
-async def test_a_server_takes_no_place_in_a_fleet_without_the_token():
+async def test_server_with_a_wrong_token_does_not_join():
     async with Site() as site:
         server = EnvServer([Quick], host=NOWHERE, controllers=[site.controller.url], token="wrong")
         starting = asyncio.create_task(server.start())
         await asyncio.wait((starting,), timeout=0.5)
         assert not starting.done()
-        assert site.fleet.members == {}
+        assert site.fleet.servers == {}
         starting.cancel()
         await server.stop()
 
@@ -335,17 +335,17 @@ async def test_a_server_takes_no_place_in_a_fleet_without_the_token():
 @pytest.mark.parametrize(
     "frame", ["{}", "garbage", '{"hello": {"server_id": "a b", "tasks": [], "capacity": 1}}']
 )
-async def test_a_line_that_does_not_say_hello_is_closed(frame):
+async def test_link_without_a_hello_is_closed(frame):
     async with Site() as site:
         address = site.controller.url.replace("http", "ws") + "/v1/link"
         async with connect(address, additional_headers={"authorization": "Bearer secret"}) as line:
             await line.send(frame)
             await asyncio.wait_for(line.wait_closed(), 5)
             assert line.close_code == 1008
-        assert site.fleet.members == {}
+        assert site.fleet.servers == {}
 
 
-async def test_a_line_that_talks_nonsense_later_is_closed_and_the_fleet_goes_on():
+async def test_link_with_a_malformed_frame_is_closed():
     async with Site() as site:
         await site.serve(Quick)
         address = site.controller.url.replace("http", "ws") + "/v1/link"
@@ -357,12 +357,12 @@ async def test_a_line_that_talks_nonsense_later_is_closed_and_the_fleet_goes_on(
         assert (await site.client.open("quick")).turn == 0
 
 
-def test_a_server_that_listens_nowhere_needs_a_controller():
+def test_server_without_an_address_needs_a_controller():
     with pytest.raises(ServeError, match="needs a controller"):
         EnvServer([Quick], host=NOWHERE)
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8100", "redis://x", "http://"])
-def test_what_is_no_address_of_a_controller_is_refused(url):
+def test_malformed_controller_address_is_rejected(url):
     with pytest.raises(ServeError, match="is not the http:// or https:// address of a controller"):
         EnvServer([Quick], host=NOWHERE, controllers=[url])

@@ -1,4 +1,4 @@
-"""Sessions that outlive their server: a controller with ``resume``, and real servers that die."""
+"""Failover: a controller with ``resume``, and real servers that die."""
 
 import asyncio
 import contextlib
@@ -14,24 +14,32 @@ from pathlib import Path
 from typing import ClassVar
 
 import httpx
+import msgspec
 import pytest
 from websockets.asyncio.client import connect
 
 from agentrl_env import Done, EnvClient, Environment, Message, Reply, ToolCall, tool
-from agentrl_env.errors import InvalidRequest, ServeError, SessionEnded, SessionLost, StateUnavailable
-from agentrl_env.fast_wire import Said, StepItem, StepSaid
-from agentrl_env.fleet import failover as keeper
-from agentrl_env.fleet.controller import Fleet
-from agentrl_env.fleet.failover import Keeper
-from agentrl_env.fleet.redis_store import RedisState
-from agentrl_env.fleet.serve import Controller, control
-from agentrl_env.server import failover as keeping
+from agentrl_env.errors import (
+    InvalidRequest,
+    ServeError,
+    SessionEnded,
+    SessionLost,
+    StateUnavailable,
+    StepPending,
+)
+from agentrl_env.fleet import failover
+from agentrl_env.fleet.controller import FleetService
+from agentrl_env.fleet.failover import Failover
+from agentrl_env.fleet.redis_store import RedisStore
+from agentrl_env.fleet.serve import ControllerServer, control
+from agentrl_env.server import failover as server_failover
 from agentrl_env.server.loader import load_target
 from agentrl_env.server.serve import NOWHERE, EnvServer
-from agentrl_env.session.checkpoint import standing_of
+from agentrl_env.session.checkpoint import take_checkpoint
+from agentrl_env.session.history import History
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.types import SessionStatus
-from agentrl_env.wire import OpenRequest, TranscriptQuery
+from agentrl_env.wire import OpenRequest, StepBatch, StepRequest, TranscriptRequest
 from tests.env.fleet.test_controller import Site, kill
 from tests.env.redis_server import RedisServer
 from tests.env.tasks import Clock, Quick, until
@@ -41,7 +49,7 @@ ROOT = Path(__file__).parents[3]
 
 @dataclass
 class Spot:
-    """Where somebody is: a value of the task's own class."""
+    """A position: a class of the task."""
 
     at: int = 0
 
@@ -99,7 +107,7 @@ class Stuffed(Walk):
     """Its state is large."""
 
     def snapshot(self):
-        return {**vars(self), "stuff": os.urandom(keeping.MAX_KEPT_BYTES)}
+        return {**vars(self), "stuff": os.urandom(server_failover.MAX_CHECKPOINT_BYTES)}
 
 
 class Fragile(Walk):
@@ -111,7 +119,7 @@ class Fragile(Walk):
 
 @pytest.fixture(autouse=True)
 def gate(monkeypatch):
-    monkeypatch.setattr(keeper, "ANSWERED_S", 0.0)
+    monkeypatch.setattr(failover, "FORGET_S", 0.0)
     Walk.gate, Walk.started = asyncio.Event(), []
 
 
@@ -128,9 +136,9 @@ def site(**options) -> Site:
 
 
 async def die(site, server):
-    """Let a server die, as its controller sees it."""
+    """Kill a server, and let its controller declare it lost."""
     await kill(server)
-    await site.fleet.roster.lose(server.pool.server_id, "the test says so")
+    await site.fleet.registry.lose(server.pool.server_id, "the test says so")
 
 
 def holder(site, session):
@@ -141,7 +149,12 @@ def holder(site, session):
 
 
 def alive(site):
-    return site.fleet.members
+    return site.fleet.servers
+
+
+def batch(sessions, seq, message):
+    steps = [StepRequest(session_id=s.session_id, seq=seq, message=message) for s in sessions]
+    return StepBatch(steps=steps)
 
 
 def plain(result):
@@ -159,7 +172,7 @@ async def undisturbed(seed, steps):
         return results
 
 
-async def test_a_session_goes_on_at_another_server_as_if_nothing_had_happened():
+async def test_session_continues_on_another_server():
     expected = await undisturbed(3, 12)
     async with site() as fleet:
         for _ in range(4):
@@ -175,7 +188,7 @@ async def test_a_session_goes_on_at_another_server_as_if_nothing_had_happened():
         assert sum(r["reward"] for r in results) == sum(r["reward"] for r in expected)
 
 
-async def test_a_step_under_way_is_played_again_elsewhere():
+async def test_step_under_way_is_played_again_on_another_server():
     async with site() as fleet:
         first, second = await fleet.serve(Walk), await fleet.serve(Walk)
         session = await fleet.client.open("walk", seed=5)
@@ -190,7 +203,7 @@ async def test_a_step_under_way_is_played_again_elsewhere():
         assert (session.turn, there.pool.open_sessions) == (2, 1)
 
 
-async def test_steps_of_a_batch_go_on_wherever_their_sessions_go():
+async def test_batch_follows_sessions_that_moved():
     expected = {seed: await undisturbed(seed, 3) for seed in range(6)}
     async with site() as fleet:
         for _ in range(3):
@@ -199,8 +212,7 @@ async def test_steps_of_a_batch_go_on_wherever_their_sessions_go():
         message = Message.assistant(None, WALK)
 
         async def play(seq):
-            steps = [StepItem(s.session_id, seq, Said.of(message)) for s in sessions]
-            answers = await fleet.fleet.step_many(steps, None)
+            answers = await fleet.fleet.step_many(batch(sessions, seq, message))
             return [json.loads(answer) for answer in answers]
 
         await play(1)
@@ -216,34 +228,32 @@ async def test_steps_of_a_batch_go_on_wherever_their_sessions_go():
             assert texts == [r["messages"][0]["content"] for r in expected[seed][1:]]
 
 
-async def test_a_batch_whose_server_dies_before_it_is_sent_is_split_anew():
+async def test_batch_is_split_again_where_its_server_dies_before_it_is_sent():
     async with site() as fleet:
         await fleet.serve(Walk)
         sessions = [await fleet.client.open("walk", seed=seed) for seed in range(4)]
         for _ in range(2):
             await fleet.serve(Walk)
         message = Message.assistant(None, WALK)
-        steps = [StepItem(s.session_id, 1, Said.of(message)) for s in sessions]
+        request = batch(sessions, 1, message)
         await kill(fleet.servers[0])
-        playing = asyncio.create_task(fleet.fleet.step_many(steps, None))
-        (parts,) = fleet.fleet._parts(steps)
-        assert len(parts) == 4
+        playing = asyncio.create_task(fleet.fleet.step_many(request))
+        assert len({fleet.fleet.registry.routing.group(s.session_id) for s in sessions}) == 1
         losing = asyncio.create_task(die(fleet, fleet.servers[0]))
         answers = [json.loads(answer) for answer in await playing]
         await losing
         assert [answer.get("seq") for answer in answers] == [1] * 4
-        whole = await fleet.fleet._play(steps, None)
+        whole = await fleet.fleet._step_group(request.steps, None)
         assert [json.loads(answer) for answer in whole] == answers
 
 
-async def test_a_batch_under_way_is_played_again_elsewhere():
+async def test_batch_under_way_is_played_again_on_another_server():
     async with site() as fleet:
         await fleet.serve(Walk)
         sessions = [await fleet.client.open("walk", seed=seed) for seed in range(3)]
         await fleet.serve(Walk)
         message = Message.assistant(None, ToolCall.of("wait"))
-        steps = [StepItem(s.session_id, 1, Said.of(message)) for s in sessions]
-        under_way = asyncio.create_task(fleet.fleet.step_many(steps, None))
+        under_way = asyncio.create_task(fleet.fleet.step_many(batch(sessions, 1, message)))
         await until(lambda: len(Walk.started) == 3)
         await die(fleet, fleet.servers[0])
         await until(lambda: len(Walk.started) == 6)
@@ -252,7 +262,7 @@ async def test_a_batch_under_way_is_played_again_elsewhere():
         assert [(a["session_id"], a["seq"]) for a in answers] == [(s.session_id, 1) for s in sessions]
 
 
-async def test_a_repeated_step_gets_the_answer_that_was_given_before():
+async def test_repeated_step_returns_the_first_answer_after_failover():
     async with site() as fleet:
         await fleet.serve(Walk), await fleet.serve(Walk)
         session = await fleet.client.open("walk", seed=1)
@@ -266,7 +276,7 @@ async def test_a_repeated_step_gets_the_answer_that_was_given_before():
         assert (await session.step(WALK)).seq == 3
 
 
-async def test_the_transcript_of_a_session_that_moved_twice_has_all_its_turns():
+async def test_transcript_of_a_session_that_moved_twice_is_complete():
     async with site() as fleet:
         await fleet.serve(Walk), await fleet.serve(Walk), await fleet.serve(Walk)
         session = await fleet.client.open("walk", seed=1)
@@ -274,7 +284,9 @@ async def test_the_transcript_of_a_session_that_moved_twice_has_all_its_turns():
         for _ in range(2):
             given += [await session.step(WALK) for _ in range(3)]
             await die(fleet, holder(fleet, session))
-        transcript = json.loads(await fleet.fleet.transcript(session.session_id, TranscriptQuery()))
+        transcript = json.loads(
+            await fleet.fleet.transcript(TranscriptRequest(session_id=session.session_id))
+        )
         assert [turn["result"] for turn in transcript["turns"]] == [r.model_dump(mode="json") for r in given]
         assert {turn["message"]["tool_calls"][0]["function"]["name"] for turn in transcript["turns"]} == {
             "walk"
@@ -283,9 +295,10 @@ async def test_the_transcript_of_a_session_that_moved_twice_has_all_its_turns():
         assert await backend.step(session.session_id, 1, message) == given[0]
 
 
-async def test_after_each_step_a_controller_is_told_of_that_turn_alone(monkeypatch):
+async def test_checkpoint_carries_only_the_new_turns(monkeypatch):
     told = []
-    monkeypatch.setattr(Keeper, "keep", lambda *frame: told.append(frame[-1]))
+    hear = lambda self, server_id, frame: told.append(server_failover.read_frame(frame).turns)  # noqa: E731
+    monkeypatch.setattr(Failover, "hear", hear)
     async with site() as fleet:
         await fleet.serve(Walk)
         session = await fleet.client.open("walk")
@@ -297,7 +310,7 @@ async def test_after_each_step_a_controller_is_told_of_that_turn_alone(monkeypat
         assert [len(turns) for turns in told[5:]] == [4, 1]
 
 
-async def test_the_last_answer_of_a_session_that_moved_can_be_asked_for_again():
+async def test_last_answer_of_a_moved_session_can_be_repeated():
     async with site() as fleet:
         await fleet.serve(Walk), await fleet.serve(Walk)
         session = await fleet.client.open("walk", seed=1)
@@ -310,8 +323,8 @@ async def test_the_last_answer_of_a_session_that_moved_can_be_asked_for_again():
             await fleet.client.backend.step(session.session_id, last.seq + 1, Message.assistant(None, WALK))
 
 
-async def test_a_last_answer_that_died_with_its_server_is_given_by_another(monkeypatch):
-    monkeypatch.setattr(keeper, "ANSWERED_S", 60.0)
+async def test_last_answer_lost_with_its_server_is_given_by_another(monkeypatch):
+    monkeypatch.setattr(failover, "FORGET_S", 60.0)
     async with site() as fleet:
         for _ in range(2):
             await fleet.serve(Walk)
@@ -324,7 +337,7 @@ async def test_a_last_answer_that_died_with_its_server_is_given_by_another(monke
         assert again == last
 
 
-async def test_forks_can_be_gone_on_with_and_a_session_that_moved_can_be_forked():
+async def test_forks_survive_and_moved_sessions_can_be_forked():
     async with site() as fleet:
         await fleet.serve(Walk), await fleet.serve(Walk)
         session = await fleet.client.open("walk", seed=2)
@@ -336,16 +349,16 @@ async def test_forks_can_be_gone_on_with_and_a_session_that_moved_can_be_forked(
         assert steps[0] == steps[1] == steps[2] == (await undisturbed(2, 2))[1]
 
 
-async def test_an_adopted_session_counts_like_one_that_was_opened_there():
+async def test_adopted_session_is_counted_on_its_new_server():
     async with site() as fleet:
         dead = await fleet.serve(Walk)
         session = await fleet.client.open("walk")
         other = await fleet.serve(Walk, max_sessions=1)
         await die(fleet, dead)
         await session.step(WALK)
-        (member,) = fleet.fleet.members.values()
+        (member,) = fleet.fleet.servers.values()
         assert (len(member.sessions), member.opening, member.load) == (1, 0, 1.0)
-        assert other.pool.metrics.opened["walk"] == 1
+        assert other.metrics.opened["walk"] == 1
         async with httpx.AsyncClient(
             headers={"authorization": "Bearer secret"}, base_url=fleet.controller.url
         ) as http:
@@ -354,11 +367,11 @@ async def test_an_adopted_session_counts_like_one_that_was_opened_there():
         assert (row["turn"], row["status"]) == (1, "running")
         await session.close()
         assert (other.pool.open_sessions, len(member.sessions)) == (0, 0)
-        assert other.pool.metrics.ended["walk", SessionStatus.CANCELLED] == 1
+        assert other.metrics.ended["walk", SessionStatus.CANCELLED] == 1
         assert (await fleet.client.open("walk")).turn == 0
 
 
-async def test_the_lease_of_an_adopted_session_runs_too():
+async def test_adopted_session_has_a_lease():
     async with site() as fleet:
         dead, other = await fleet.serve(Walk), await fleet.serve(Walk)
         session = await fleet.client.open("walk")
@@ -372,12 +385,12 @@ async def test_the_lease_of_an_adopted_session_runs_too():
 
 
 def kept_at(site, session):
-    """Return what the controller keeps of a session."""
-    known, _ = site.fleet.state._sessions.get(session.session_id, (None, 0))
-    return known and known.kept
+    """Return the checkpoint of a session in the controller's store."""
+    record, *_ = site.fleet.store._records.get(session.session_id, (None,))
+    return record and json.loads(record)["last"].get("checkpoint")
 
 
-async def test_what_is_kept_is_forgotten_with_the_session():
+async def test_record_is_removed_with_its_session():
     async with site() as fleet:
         await fleet.serve(Walk), await fleet.serve(Walk)
         one, two, three = [await fleet.client.open("walk", seed=n) for n in range(3)]
@@ -385,29 +398,29 @@ async def test_what_is_kept_is_forgotten_with_the_session():
         await one.close()
         while not two.status.final:
             await two.step(WALK)
-        await until(lambda: list(fleet.fleet.state._sessions) == [three.session_id])
+        await until(lambda: list(fleet.fleet.store._records) == [three.session_id])
         await die(fleet, holder(fleet, three))
         await three.step(WALK)
         await three.close()
         await until(lambda: kept_at(fleet, three) is None)
-        assert fleet.fleet._keeper._writing == {}
+        assert fleet.fleet.registry.routing._writes == {}
 
 
-async def test_a_session_whose_server_is_dead_is_not_adopted_to_be_closed():
+async def test_close_does_not_adopt_a_lost_session():
     async with site() as fleet:
         dead = await fleet.serve(Walk)
         session = await fleet.client.open("walk")
         other = await fleet.serve(Walk)
         await die(fleet, dead)
         await session.close()
-        assert other.pool.metrics.opened["walk"] == 0
-        assert fleet.fleet.state._sessions == {}
+        assert other.metrics.opened["walk"] == 0
+        assert fleet.fleet.store._records == {}
 
 
 @pytest.mark.parametrize(
     ("task", "why"), [(Locked, "holds a function at state['walk']"), (Stuffed, "at most 1048576 are kept")]
 )
-async def test_what_cannot_be_kept_is_lost_as_ever_and_the_log_says_so_once(task, why, caplog):
+async def test_session_without_a_checkpoint_is_lost_and_one_warning_is_logged(task, why, caplog):
     caplog.set_level(logging.WARNING, "agentrl_env")
     async with site() as fleet:
         dead = await fleet.serve(task)
@@ -419,17 +432,17 @@ async def test_what_cannot_be_kept_is_lost_as_ever_and_the_log_says_so_once(task
         for session in sessions:
             with pytest.raises(SessionLost):
                 await session.step(WALK)
-    (said,) = [r.getMessage() for r in caplog.records if "cannot be gone on with elsewhere" in r.getMessage()]
+    (said,) = [r.getMessage() for r in caplog.records if "have no failover" in r.getMessage()]
     assert said.startswith(f"sessions of task {task.name} ")
     assert why in said
 
 
-async def test_a_state_that_grows_too_large_is_not_gone_back_to(monkeypatch):
+async def test_outdated_checkpoint_is_not_restored(monkeypatch):
     async with site() as fleet:
         dead = await fleet.serve(Walk)
         session = await fleet.client.open("walk")
         await session.step(WALK)
-        monkeypatch.setattr(keeping, "MAX_KEPT_BYTES", 100)
+        monkeypatch.setattr(server_failover, "MAX_CHECKPOINT_BYTES", 100)
         await session.step(WALK)
         monkeypatch.undo()
         await session.step(WALK)
@@ -439,7 +452,7 @@ async def test_a_state_that_grows_too_large_is_not_gone_back_to(monkeypatch):
             await session.step(WALK)
 
 
-async def test_a_task_that_cannot_fork_is_lost_as_ever():
+async def test_session_of_a_task_without_snapshot_is_lost():
     async with site() as fleet:
         dead = await fleet.serve(Quick)
         session = await fleet.client.open("quick")
@@ -449,23 +462,21 @@ async def test_a_task_that_cannot_fork_is_lost_as_ever():
             await session.step(ToolCall.of("note", text="hello?"))
 
 
-async def test_without_resume_servers_tell_nothing_and_adopt_nothing():
+async def test_without_resume_no_checkpoint_is_sent_and_adopt_is_rejected():
     async with Site() as fleet:
         dead = await fleet.serve(Walk)
         session = await fleet.client.open("walk")
         await session.step(WALK)
         other = await fleet.serve(Walk)
-        assert fleet.fleet.state._sessions == {}
+        assert fleet.fleet.store._records == {}
         with pytest.raises(InvalidRequest, match="adopt"):
-            await fleet.fleet.members[other.pool.server_id].ask(
-                b'"call":"adopt","session_id":"x","task":"walk"'
-            )
+            await fleet.fleet.servers[other.pool.server_id].call("adopt", b'{"session_id":"x"}')
         await die(fleet, dead)
         with pytest.raises(SessionLost):
             await session.step(WALK)
 
 
-async def test_where_no_server_has_room_the_session_is_lost_for_good():
+async def test_session_is_lost_where_no_server_has_room():
     async with site() as fleet:
         dead = await fleet.serve(Walk)
         session = await fleet.client.open("walk")
@@ -479,7 +490,7 @@ async def test_where_no_server_has_room_the_session_is_lost_for_good():
             await session.step(WALK)
 
 
-async def test_a_session_waits_for_room_as_an_opening_does():
+async def test_lost_session_waits_for_a_free_place():
     async with site(queue_s=20.0) as fleet:
         dead = await fleet.serve(Walk)
         session = await fleet.client.open("walk", seed=4)
@@ -492,7 +503,7 @@ async def test_a_session_waits_for_room_as_an_opening_does():
         assert [plain(await under_way)] == await undisturbed(4, 1)
 
 
-async def test_a_step_that_kills_its_servers_is_not_played_for_ever():
+async def test_step_that_kills_its_servers_is_not_repeated_forever():
     async with site() as fleet:
         for _ in range(5):
             await fleet.serve(Walk)
@@ -503,10 +514,10 @@ async def test_a_step_that_kills_its_servers_is_not_played_for_ever():
             await die(fleet, holder(fleet, session))
         with pytest.raises(SessionLost, match="3 servers that held the session died"):
             await under_way
-        assert len(fleet.fleet.members) == 2
+        assert len(fleet.fleet.servers) == 2
 
 
-async def test_a_state_that_cannot_be_restored_is_a_session_lost():
+async def test_session_is_lost_where_restore_fails():
     async with site() as fleet:
         dead = await fleet.serve(Fragile)
         session = await fleet.client.open("fragile")
@@ -518,14 +529,14 @@ async def test_a_state_that_cannot_be_restored_is_a_session_lost():
         assert (await fleet.client.open("fragile")).turn == 0
 
 
-async def test_nobody_but_a_controller_may_ask_for_an_adoption():
+async def test_clients_cannot_call_adopt():
     async with site() as fleet:
         server = EnvServer([Walk], port=0, controllers=[fleet.controller.url], token="secret", drain_s=0)
         fleet.servers.append(server)
         await server.start()
         session = await fleet.client.open("walk")
-        kept = (await fleet.fleet.state.kept(session.session_id)).kept
-        call = b'{"id":1,"call":"adopt",' + kept[1:]
+        record = await fleet.fleet.registry.routing.records.find(session.session_id)
+        call = b'{"id":1,"call":"adopt",' + msgspec.json.encode(record.last)[1:]
         for url in (server.url, fleet.controller.url):
             address = url.replace("http", "ws") + "/v1/ws"
             async with connect(address, additional_headers={"authorization": "Bearer secret"}) as line:
@@ -535,12 +546,12 @@ async def test_nobody_but_a_controller_may_ask_for_an_adoption():
         assert server.pool.open_sessions == 1
 
 
-async def test_a_controller_that_resumes_needs_a_token():
+async def test_resume_requires_a_token():
     with pytest.raises(ServeError, match="--resume needs a token"):
-        control(Fleet(resume=True), port=0)
+        control(FleetService(resume=True), port=0)
 
 
-async def test_an_agents_token_goes_on_with_its_session():
+async def test_agent_token_is_valid_after_failover():
     async with site() as fleet:
         dead = await fleet.serve(Walk)
         session = await fleet.client.open("walk")
@@ -551,21 +562,21 @@ async def test_an_agents_token_goes_on_with_its_session():
             assert (await theirs.step(WALK)).seq == 1
 
 
-async def test_a_server_that_comes_back_may_adopt_what_it_had():
+async def test_returning_server_may_adopt_its_former_session():
     async with site() as fleet:
         server = await fleet.serve(Walk)
         session = await fleet.client.open("walk", seed=7)
         await session.step(WALK)
         old = server.pool.server_id
-        await fleet.fleet.roster.lose(old, "it was silent")
-        for link in list(server._dialer._open):
+        await fleet.fleet.registry.lose(old, "it was silent")
+        for link in list(server._links._open):
             link.websocket.transport.abort()
-        await until(lambda: set(fleet.fleet.members) - {old})
+        await until(lambda: set(fleet.fleet.servers) - {old})
         assert [plain(await session.step(WALK))] == (await undisturbed(7, 2))[1:]
         assert server.pool.open_sessions == 1
 
 
-async def test_the_time_limit_goes_on_where_it_was():
+async def test_time_limit_continues_after_failover():
     class Timed(Walk):
         max_seconds = 60.0
 
@@ -588,7 +599,7 @@ async def test_the_time_limit_goes_on_where_it_was():
 
 
 @pytest.mark.parametrize("task", ["household", "shop", "sql"])
-async def test_the_starter_tasks_go_on_elsewhere(task):
+async def test_starter_tasks_survive_failover(task):
     target = f"{ROOT}/environments/{task}"
     async with EnvClient.local(load_target(target), oracle=True) as client:
         expected = [plain(result) async for result in by_expert(await client.open(task, index=5, seed=5))]
@@ -610,7 +621,7 @@ async def by_expert(session):
         yield await session.step(await session.expert())
 
 
-async def test_a_task_may_lie_in_another_folder_at_the_other_server(tmp_path):
+async def test_task_may_have_another_folder_on_the_other_server(tmp_path):
     code = (
         "from dataclasses import dataclass\nfrom agentrl_env import Environment, tool\n"
         + inspect.getsource(Spot)
@@ -640,16 +651,23 @@ class Trip(Environment):
         pools.append(SessionPool([load_target(str(tmp_path / name))]))
     here, there = pools
     opened = await here.open(OpenRequest(task="trip"))
-    await here.step(opened.session_id, 1, Message.assistant(None, ToolCall.of("go")))
-    standing = await standing_of(here.session(opened.session_id), here.now)
-    await there.adopt(opened.session_id, "", standing)
-    result = await there.step(opened.session_id, 2, Message.assistant(None, ToolCall.of("go")))
-    assert result.messages[0].content == "Spot(at=2)"
+    message = Message.assistant(None, ToolCall.of("go"))
+    await here.step(StepRequest(session_id=opened.session_id, seq=1, message=message))
+    checkpoint, turns = await take_checkpoint(here.session(opened.session_id), here.now())
+    history = History.of(turns)
+    await there.adopt(
+        opened.session_id,
+        "",
+        checkpoint.sample,
+        lambda session: checkpoint.restore(session, history, there.now()),
+    )
+    result = json.loads(await there.step(StepRequest(session_id=opened.session_id, seq=2, message=message)))
+    assert result["messages"][0]["content"] == "Spot(at=2)"
     for pool in pools:
         await pool.aclose()
 
 
-async def test_what_a_server_has_not_ended_when_it_is_stopped_goes_on_elsewhere():
+async def test_open_sessions_of_a_stopped_server_continue_on_others():
     async with site() as fleet:
         servers = [await fleet.serve(Walk) for _ in range(5)]
         session = await fleet.client.open("walk", seed=5)
@@ -671,13 +689,13 @@ async def test_what_a_server_has_not_ended_when_it_is_stopped_goes_on_elsewhere(
 
 
 class Pair:
-    """Two controllers of one fleet, in one Redis, and servers that dial both."""
+    """Two controllers of one fleet with one Redis, and servers linked to both."""
 
     def __init__(self, redis: RedisServer, servers: int, **options) -> None:
         self._number, self.servers = servers, []
         self.controllers = [
-            Controller(
-                Fleet(state=RedisState(redis.url), queue_s=10.0, resume=True, **options),
+            ControllerServer(
+                FleetService(store=RedisStore(redis.url), queue_s=10.0, resume=True, **options),
                 port=0,
                 token="secret",
             )
@@ -692,7 +710,7 @@ class Pair:
             self.servers.append(EnvServer([Walk], host=NOWHERE, controllers=urls, token="secret", drain_s=0))
             await self.servers[-1].start()
         self.fleets = [controller.fleet for controller in self.controllers]
-        await until(lambda: all(len(fleet.members) == self._number for fleet in self.fleets))
+        await until(lambda: all(len(fleet.servers) == self._number for fleet in self.fleets))
         self.clients = [EnvClient.connect(url, token="secret", timeout=20) for url in urls]
         return self
 
@@ -709,7 +727,7 @@ class Pair:
         return server
 
 
-async def test_two_controllers_that_adopt_at_once_make_one_session(redis):
+async def test_concurrent_adoptions_of_two_controllers_open_one_session(redis):
     async with Pair(redis, 4) as pair:
         sessions = [await pair.clients[n % 2].open("walk", seed=n) for n in range(4)]
         for session in sessions:
@@ -718,7 +736,7 @@ async def test_two_controllers_that_adopt_at_once_make_one_session(redis):
         held = [s for s in sessions if pair.server_of(s) is dead]
         await kill(dead)
         for fleet in pair.fleets:
-            await fleet.roster.lose(dead.pool.server_id, "the test says so")
+            await fleet.registry.lose(dead.pool.server_id, "the test says so")
         message = Message.assistant(None, WALK)
         for session in held:
             asking = [c.backend.step(session.session_id, 2, message) for c in pair.clients * 3]
@@ -732,34 +750,34 @@ async def test_two_controllers_that_adopt_at_once_make_one_session(redis):
             assert plain(await elsewhere.step(WALK)) == expected[turn - 1]
 
 
-async def test_a_controller_that_comes_new_finds_sessions_that_have_moved(redis):
+async def test_new_controller_finds_moved_sessions(redis):
     async with Pair(redis, 2) as pair:
         session = await pair.clients[0].open("walk", seed=6)
         dead = pair.server_of(session)
         await kill(dead)
-        await pair.fleets[0].roster.lose(dead.pool.server_id, "the test says so")
+        await pair.fleets[0].registry.lose(dead.pool.server_id, "the test says so")
         await session.step(WALK)
         port = int(pair.controllers[0].url.rpartition(":")[2])
         await pair.controllers[0].stop()
-        fresh = Fleet(state=RedisState(redis.url), resume=True)
-        pair.controllers[0] = Controller(fresh, port=port, token="secret")
+        fresh = FleetService(store=RedisStore(redis.url), resume=True)
+        pair.controllers[0] = ControllerServer(fresh, port=port, token="secret")
         await pair.controllers[0].start()
         assert [plain(await session.step(WALK))] == (await undisturbed(6, 2))[1:]
         assert sum(s.pool.open_sessions for s in pair.servers if s is not dead) == 1
 
 
-async def test_what_a_server_does_after_it_was_given_up_counts_for_nothing(redis):
+async def test_answers_of_a_server_after_its_loss_are_discarded(redis):
     async with Pair(redis, 2) as pair:
         session = await pair.clients[0].open("walk", seed=8)
         await session.step(WALK)
         given_up, other = pair.server_of(session), pair.fleets[1]
         (there,) = (s for s in pair.servers if s is not given_up)
-        other.roster.stop()  # it does not notice
+        other.registry.stop()  # it does not notice
         under_way = asyncio.create_task(
             pair.clients[1].backend.step(session.session_id, 2, Message.assistant(None, ToolCall.of("wait")))
         )
         await until(lambda: Walk.started == [1])
-        await pair.fleets[0].roster.lose(given_up.pool.server_id, "the test says so")
+        await pair.fleets[0].registry.lose(given_up.pool.server_id, "the test says so")
         assert (await pair.clients[0].resume(session.session_id)).turn == 1
         assert there.pool.open_sessions == 1
         Walk.gate.set()
@@ -768,41 +786,40 @@ async def test_what_a_server_does_after_it_was_given_up_counts_for_nothing(redis
         assert plain(await session.step(WALK)) in await undisturbed(8, 3)
 
 
-async def test_no_answer_is_handed_on_before_it_is_kept_however_long_redis_is_away(redis):
+async def test_answers_wait_until_redis_has_their_checkpoint(redis):
     async with Pair(redis, 2) as pair:
         session = await pair.clients[0].open("walk", seed=9)
         redis.kill()
         stepping = asyncio.create_task(session.step(WALK))
         server = pair.server_of(session).pool
         await until(lambda: server.session(session.session_id).turn == 1)
-        await until(lambda: pair.fleets[0]._keeper._writing)
+        await until(lambda: pair.fleets[0].registry.routing._writes)
         assert not stepping.done()
         redis.start()
         assert [plain(await stepping)] == (await undisturbed(9, 1))[:1]
         dead = pair.server_of(session)
         await kill(dead)
-        await pair.fleets[0].roster.lose(dead.pool.server_id, "the test says so")
+        await pair.fleets[0].registry.lose(dead.pool.server_id, "the test says so")
         assert [plain(await session.step(WALK))] == (await undisturbed(9, 2))[1:]
 
 
-async def test_a_caller_is_told_to_ask_again_where_keeping_takes_too_long(redis, monkeypatch):
-    monkeypatch.setattr(keeper, "PATIENCE_S", 0.05)
+async def test_caller_gets_state_unavailable_where_redis_is_away_too_long(redis, monkeypatch):
+    monkeypatch.setattr(failover, "CONFIRM_S", 0.05)
     async with Pair(redis, 2) as pair:
         session = await pair.clients[0].open("walk", seed=9)
         redis.kill()
-        body = StepSaid(1, Said.of(Message.assistant(None, WALK)))
+        message = Message.assistant(None, WALK)
         with pytest.raises(StateUnavailable, match="ask again"):
-            await pair.fleets[0].step(session.session_id, body)
-        step = StepItem(session.session_id, 1, body.message)
-        (pending,) = await pair.fleets[0].step_many([step], None)
-        assert b"step_pending" in pending
+            await pair.fleets[0].step(batch([session], 1, message).steps[0])
+        (pending,) = await pair.fleets[0].step_many(batch([session], 1, message))
+        assert isinstance(pending, StepPending)
         redis.start()
         assert [plain(await session.step(WALK))] == (await undisturbed(9, 1))[:1]
 
 
 @contextlib.contextmanager
 def process(*arguments: str):
-    """Run ``agentrl-env``; its first line says that it is ready."""
+    """Run ``agentrl-env``; its first line announces that it is ready."""
     command = [sys.executable, "-m", "agentrl_env", *arguments]
     environ = {**os.environ, "AGENTRL_TOKEN": "t"}
     running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
@@ -814,7 +831,7 @@ def process(*arguments: str):
         running.stdout.close()
 
 
-async def test_a_killed_process_takes_no_session_with_it():
+async def test_sessions_survive_a_killed_process():
     with contextlib.ExitStack() as stack:
         options = ["--port", "0", "--resume", "--lost-after", "1"]
         controller = stack.enter_context(process("controller", *options))
@@ -834,7 +851,7 @@ async def test_a_killed_process_takes_no_session_with_it():
             assert (await client.open("walk")).turn == 0
 
 
-async def test_an_opening_that_was_answered_is_kept(redis):
+async def test_answered_opening_has_a_checkpoint(redis):
     async with Pair(redis, 2) as pair:
         opened = json.loads(await pair.fleets[1].open(OpenRequest(task="walk")))
-        assert (await pair.fleets[0].state.kept(opened["session_id"])).kept
+        assert (await pair.fleets[0].registry.routing.records.find(opened["session_id"])).last.usable

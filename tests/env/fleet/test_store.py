@@ -1,20 +1,22 @@
-"""What controllers share: one contract for the state in memory and the state in a real Redis."""
+"""The store of a fleet: one contract for the store in memory and for a real Redis."""
 
 import asyncio
 
+import msgspec
 import pytest
 
 from agentrl_env import EnvClient, ToolCall
 from agentrl_env.errors import ServeError, SessionLost, StateUnavailable
-from agentrl_env.fleet import redis_store as redis_state
-from agentrl_env.fleet.controller import Fleet
-from agentrl_env.fleet.redis_store import RedisState
-from agentrl_env.fleet.serve import Controller
-from agentrl_env.fleet.store import CLAIM_S, STANDING_S, KeptSession, MemoryState
-from agentrl_env.server.failover import MAX_TURNS_BYTES
+from agentrl_env.fleet import redis_store
+from agentrl_env.fleet.controller import FleetService
+from agentrl_env.fleet.failover import RECORD_S, Record, Records
+from agentrl_env.fleet.redis_store import RedisStore
+from agentrl_env.fleet.serve import ControllerServer
+from agentrl_env.fleet.store import CLAIM_S, MemoryStore
+from agentrl_env.server.failover import MAX_TURNS_BYTES, SealedCheckpoint
 from agentrl_env.server.serve import NOWHERE, EnvServer
-from agentrl_env.session.history import KEPT_TURNS
-from agentrl_env.wire import OpenRequest
+from agentrl_env.session.history import MAX_TURNS
+from agentrl_env.wire import OPEN, OpenRequest
 from tests.env.redis_server import RedisServer
 from tests.env.tasks import Clock, Quick, until
 
@@ -28,192 +30,233 @@ def redis(tmp_path):
 
 
 @pytest.fixture(params=["memory", "redis"])
-async def state(request):
+async def store(request):
     in_memory = request.param == "memory"
-    made = MemoryState() if in_memory else RedisState(request.getfixturevalue("redis").url)
+    made = MemoryStore() if in_memory else RedisStore(request.getfixturevalue("redis").url)
     await made.start()
     yield made
     await made.aclose()
 
 
-async def test_an_opening_belongs_to_the_first_server_that_claims_it(state):
-    assert await state.claimed("r") is None
-    assert await state.claim("r", "a") == "a"
-    assert await state.claim("r", "b") == "a"
-    assert await state.claimed("r") == "a"
+async def test_first_claim_of_an_opening_wins(store):
+    assert await store.claimed("r") is None
+    assert await store.claim("r", "a") == "a"
+    assert await store.claim("r", "b") == "a"
+    assert await store.claimed("r") == "a"
 
 
-async def test_a_claim_is_given_up_by_its_owner_alone(state):
-    await state.claim("r", "a")
-    await state.unclaim("r", "b")
-    assert await state.claimed("r") == "a"
-    await state.unclaim("r", "a")
-    assert await state.claim("r", "b") == "b"
+async def test_only_the_owner_drops_a_claim(store):
+    await store.claim("r", "a")
+    await store.unclaim("r", "b")
+    assert await store.claimed("r") == "a"
+    await store.unclaim("r", "a")
+    assert await store.claim("r", "b") == "b"
 
 
-async def test_a_server_is_known_once_it_was_seen_and_lost_for_good(state):
-    assert not await state.knows("a")
-    assert not await state.seen("a", 60)
-    await state.saw("a")
-    assert await state.knows("a")
-    assert await state.seen("a", 60)
-    assert not await state.seen("a", 0)
-    assert not await state.is_lost("a")
-    await state.lose("a")
-    assert await state.is_lost("a")
+async def test_servers_are_recorded_as_alive_and_lost(store):
+    assert not await store.knows("a")
+    assert not await store.is_alive("a", 60)
+    await store.report_alive("a")
+    assert await store.knows("a")
+    assert await store.is_alive("a", 60)
+    assert not await store.is_alive("a", 0)
+    assert not await store.is_lost("a")
+    await store.report_lost("a")
+    assert await store.is_lost("a")
 
 
-async def test_where_a_session_stands_is_kept_for_its_holder_alone(state):
-    assert await state.kept("a.1") is None
-    assert await state.keep("a.1", "a", 1, b"one")
-    assert await state.keep("a.1", "a", 2, b"two")
-    assert not await state.keep("a.1", "b", 3, b"three")
-    assert await state.keep("a.1", "a", 1, b"one, told late")
-    assert await state.kept("a.1") == KeptSession(holder="a", seq=2, kept=b"two")
+def sealed(session_id, seq, text, turns=()):
+    return SealedCheckpoint(
+        session_id=session_id,
+        seq=seq,
+        task="t",
+        client="c",
+        checkpoint=msgspec.Raw(b'"%b"' % text),
+        turns=turns,
+    )
+
+
+def record(holder, seq, text, deaths=0):
+    return Record(holder, sealed("a.1", seq, text), deaths)
+
+
+@pytest.fixture
+def records(store):
+    return Records(store)
+
+
+async def test_checkpoints_are_kept_for_the_holder_only(records):
+    assert await records.find("a.1") is None
+    assert await records.keep("a", sealed("a.1", 1, b"one"))
+    assert await records.keep("a", sealed("a.1", 2, b"two"))
+    assert not await records.keep("b", sealed("a.1", 3, b"three"))
+    assert await records.keep("a", sealed("a.1", 1, b"one, late"))
+    assert await records.find("a.1") == record("a", 2, b"two")
 
 
 def turns(*numbers, size=1):
-    return tuple(b"%d" % number * size for number in numbers)
+    return tuple((f"{number}" * size, "", "") for number in numbers)
 
 
-async def test_turns_are_kept_one_after_the_other_however_often_they_are_told(state):
-    await state.keep("a.1", "a", 0, b"zero")
-    await state.keep("a.1", "a", 1, b"one", turns(1))
-    await state.keep("a.1", "a", 1, b"one", turns(1))
-    await state.keep("a.1", "a", 3, b"three", turns(1, 2, 3))
-    await state.keep("a.1", "a", 2, b"late", turns(2))
-    assert (await state.kept("a.1")).turns == turns(1, 2, 3)
-    await state.move("a.1", "a", "b", died=True)
-    await state.keep("a.1", "b", 4, b"four", turns(1, 2, 3, 4))
-    assert (await state.kept("a.1")).turns == turns(1, 2, 3, 4)
-    await state.keep("a.1", "b", 7, b"seven", turns(6, 7))  # the fifth was never told
-    assert (await state.kept("a.1")).turns == turns(6, 7)
-    await state.forget_kept("a.1", "b")
-    assert (await state.kept("a.1")).turns == ()
+async def test_turns_are_joined_in_order_however_often_they_are_sent(records):
+    for seq, text, sent in (
+        (0, b"zero", ()),
+        (1, b"one", (1,)),
+        (1, b"one", (1,)),
+        (3, b"three", (1, 2, 3)),
+        (2, b"late", (2,)),
+    ):
+        await records.keep("a", sealed("a.1", seq, text, turns(*sent)))
+    assert (await records.find("a.1")).last.turns == turns(1, 2, 3)
+    await records.move("a.1", "a", "b", died=True)
+    await records.keep("b", sealed("a.1", 4, b"four", turns(1, 2, 3, 4)))
+    assert (await records.find("a.1")).last.turns == turns(1, 2, 3, 4)
+    await records.keep("b", sealed("a.1", 7, b"seven", turns(6, 7)))  # the fifth was never sent
+    assert (await records.find("a.1")).last.turns == turns(6, 7)
+    await records.forget("a.1", "b")
+    assert (await records.find("a.1")).last.turns == ()
 
 
-async def test_of_many_or_large_turns_the_last_are_kept(state):
-    for seq in range(1, KEPT_TURNS + 10):
-        await state.keep("a.1", "a", seq, b"here", turns(seq))
-    assert (await state.kept("a.1")).turns == turns(*range(10, KEPT_TURNS + 10))
-    await state.keep("a.2", "a", 9, b"here", turns(*range(1, 10), size=MAX_TURNS_BYTES // 4))
-    assert (await state.kept("a.2")).turns == turns(6, 7, 8, 9, size=MAX_TURNS_BYTES // 4)
-    await state.keep("a.2", "a", 11, b"here", turns(1, 2, size=MAX_TURNS_BYTES))
-    assert (await state.kept("a.2")).turns == turns(1, 2, size=MAX_TURNS_BYTES)
+async def test_only_the_last_turns_are_kept(records):
+    for seq in range(1, MAX_TURNS + 10):
+        await records.keep("a", sealed("a.1", seq, b"here", turns(seq)))
+    assert (await records.find("a.1")).last.turns == turns(*range(10, MAX_TURNS + 10))
+    size = MAX_TURNS_BYTES // 4
+    await records.keep("a", sealed("a.2", 9, b"here", turns(*range(1, 10), size=size)))
+    assert (await records.find("a.2")).last.turns == turns(6, 7, 8, 9, size=size)
+    await records.keep("a", sealed("a.2", 11, b"here", turns(1, 2, size=MAX_TURNS_BYTES)))
+    assert (await records.find("a.2")).last.turns == turns(1, 2, size=MAX_TURNS_BYTES)
 
 
-async def test_a_session_is_given_on_by_who_knows_its_holder(state):
-    assert not await state.move("a.1", "a", "b", died=True)
-    await state.keep("a.1", "a", 1, b"one")
-    moved = [await state.move("a.1", "a", server, died=True) for server in ("b", "c")]
+async def test_only_a_move_from_the_present_holder_succeeds(records):
+    assert not await records.move("a.1", "a", "b", died=True)
+    await records.keep("a", sealed("a.1", 1, b"one"))
+    moved = [await records.move("a.1", "a", server, died=True) for server in ("b", "c")]
     assert moved == [True, False]
-    assert await state.move("a.1", "b", "c", died=False)
-    assert await state.kept("a.1") == KeptSession(holder="c", seq=1, kept=b"one", deaths=1)
-    assert not await state.keep("a.1", "a", 1, b"late")
-    assert await state.keep("a.1", "c", 1, b"two")
-    assert await state.kept("a.1") == KeptSession(holder="c", seq=1, kept=b"two")
+    assert await records.move("a.1", "b", "c", died=False)
+    assert await records.find("a.1") == record("c", 1, b"one", deaths=1)
+    assert not await records.keep("a", sealed("a.1", 1, b"late"))
+    assert await records.keep("c", sealed("a.1", 1, b"two"))
+    assert await records.find("a.1") == record("c", 1, b"two")
 
 
-async def test_a_session_is_forgotten_by_its_holder_alone(state):
+async def test_only_the_holder_forgets_a_session(records):
     for session_id in ("a.1", "a.2"):
-        await state.keep(session_id, "a", 1, b"one")
-    await state.forget_kept("a.1", "b")
-    assert await state.kept("a.1") is not None
-    await state.forget_kept("a.1", "a")
-    assert await state.kept("a.1") is None
-    await state.move("a.2", "a", "b", died=True)
-    await state.forget_kept("a.2", "b")
-    assert await state.kept("a.2") == KeptSession(holder="b", seq=1, kept=None, deaths=1)
-    await state.forget_kept("a.3", "a")
+        await records.keep("a", sealed(session_id, 1, b"one"))
+    await records.forget("a.1", "b")
+    assert await records.find("a.1") is not None
+    await records.forget("a.1", "a")
+    assert await records.find("a.1") is None
+    await records.move("a.2", "a", "b", died=True)
+    await records.forget("a.2", "b")
+    known = await records.find("a.2")
+    assert (known.holder, known.last.seq, known.last.usable, known.deaths) == ("b", 1, False, 1)
+    await records.forget("a.3", "a")
 
 
-def test_the_memory_of_where_sessions_stand_is_bounded():
+async def test_concurrent_writes_of_a_record_are_compared_and_set(store):
+    assert await store.write("a.1", b"one", "", 60)
+    record, version = await store.read("a.1")
+    written = await asyncio.gather(*(store.write("a.1", b"%d" % n, version, 60) for n in range(5)))
+    assert (record, sorted(written)) == (b"one", [False] * 4 + [True])
+    assert not await store.write("a.1", b"new", "", 60)
+    _, version = await store.read("a.1")
+    assert await store.write("a.1", None, version, 60)
+    assert await store.read("a.1") == (None, "")
+
+
+async def test_a_malformed_record_is_a_lost_session(store):
+    await store.write("a.1", b'{"holder":1}', "", 60)
+    with pytest.raises(SessionLost, match="malformed"):
+        await Records(store).find("a.1")
+    assert await Records(store).find("a.1") is None
+
+
+def test_records_in_memory_are_bounded():
     async def run() -> None:
         clock = Clock()
-        state = MemoryState(clock, kept=10)
+        store = MemoryStore(clock, size=10)
+        records = Records(store)
         for number in range(50):
-            await state.keep(f"a.{number}", "a", 1, b"here")
-        assert [number for number in range(50) if await state.kept(f"a.{number}")] == [*range(40, 50)]
-        clock.now += STANDING_S
-        assert await state.kept("a.49") is None
-        await state.keep("a.50", "a", 1, b"here")
-        assert len(state._sessions) == 1
+            await records.keep("a", sealed(f"a.{number}", 1, b"here"))
+        assert [number for number in range(50) if await records.find(f"a.{number}")] == [*range(40, 50)]
+        clock.now += RECORD_S
+        assert await records.find("a.49") is None
+        await records.keep("a", sealed("a.50", 1, b"here"))
+        assert len(store._records) == 1
 
     asyncio.run(run())
 
 
-async def test_redis_forgets_where_sessions_stand_in_time(redis):
-    state = RedisState(redis.url)
-    await state.start()
-    await state.keep("a.1", "a", 1, b"one", turns(1))
-    await state.move("a.1", "a", "b", died=True)
-    for key in state._session("a.1"):
-        assert 0 < await state._redis.ttl(key) <= STANDING_S
-    await state.forget_kept("a.1", "b")
-    key, turns_key = state._session("a.1")
-    assert 0 < await state._redis.ttl(key) <= CLAIM_S
-    assert not await state._redis.exists(turns_key)
-    await state.keep("a.2", "a", 1, b"one", turns(1))
-    for key in state._session("a.2"):
-        assert 0 < await state._redis.ttl(key) <= STANDING_S
-    await state.aclose()
+async def test_records_in_redis_expire(redis):
+    store = RedisStore(redis.url)
+    await store.start()
+    records = Records(store)
+    await records.keep("a", sealed("a.1", 1, b"one", turns(1)))
+    await records.move("a.1", "a", "b", died=True)
+    assert CLAIM_S < await store._redis.ttl(store._key("session", "a.1")) <= RECORD_S
+    await records.forget("a.1", "b")
+    assert 0 < await store._redis.ttl(store._key("session", "a.1")) <= CLAIM_S
+    await store.aclose()
 
 
-def test_the_memory_of_openings_and_servers_is_bounded():
+def test_claims_and_servers_in_memory_are_bounded():
     async def run() -> None:
         clock = Clock()
-        state = MemoryState(clock, kept=10)
+        store = MemoryStore(clock, size=10)
         for number in range(50):
-            await state.claim(f"r{number}", "a")
-            await state.saw(f"s{number}")
-            await state.lose(f"s{number}")
-        assert await state.claimed("r39") is None
-        assert await state.claimed("r40") == "a"
-        assert not await state.knows("s39")
-        assert await state.is_lost("s49")
+            await store.claim(f"r{number}", "a")
+            await store.report_alive(f"s{number}")
+            await store.report_lost(f"s{number}")
+        assert await store.claimed("r39") is None
+        assert await store.claimed("r40") == "a"
+        assert not await store.knows("s39")
+        assert await store.is_lost("s49")
         clock.now += 1e6
-        await state.claim("new", "a")
-        assert await state.claimed("r49") is None
+        await store.claim("new", "a")
+        assert await store.claimed("r49") is None
 
     asyncio.run(run())
 
 
-async def test_controllers_share_the_state_of_their_fleet_alone(redis):
-    one, two, other = RedisState(redis.url), RedisState(redis.url), RedisState(redis.url, fleet="other")
-    for state in (one, two, other):
-        await state.start()
+async def test_fleets_in_one_redis_are_separate(redis):
+    one, two, other = RedisStore(redis.url), RedisStore(redis.url), RedisStore(redis.url, fleet="other")
+    for store in (one, two, other):
+        await store.start()
     await one.claim("r", "a")
     assert await two.claimed("r") == "a"
     assert await other.claimed("r") is None
-    for state in (one, two, other):
-        await state.aclose()
+    for store in (one, two, other):
+        await store.aclose()
 
 
-async def test_no_redis_is_one_clear_sentence(tmp_path):
-    state = RedisState(f"unix://{tmp_path}/nothing.sock")
+async def test_missing_redis_is_one_serve_error(tmp_path):
+    store = RedisStore(f"unix://{tmp_path}/nothing.sock")
     with pytest.raises(ServeError, match="Redis does not answer"):
-        await state.start()
-    await state.aclose()
+        await store.start()
+    await store.aclose()
 
 
-async def test_a_redis_that_hangs_is_not_waited_for_without_end(redis, monkeypatch):
-    monkeypatch.setattr(redis_state, "ANSWER_S", 0.1)
-    state = RedisState(redis.url)
-    await state.start()
+async def test_hanging_redis_times_out(redis, monkeypatch):
+    monkeypatch.setattr(redis_store, "ANSWER_S", 0.1)
+    store = RedisStore(redis.url)
+    await store.start()
     redis.pause()
     with pytest.raises(StateUnavailable):
-        await state.claimed("r")
+        await store.claimed("r")
     redis.go_on()
-    assert await state.claimed("r") is None
-    await state.aclose()
+    assert await store.claimed("r") is None
+    await store.aclose()
 
 
 class Pair:
-    """Two controllers of one fleet, in one Redis, and a server that dials both."""
+    """Two controllers of one fleet with one Redis, and a server linked to both."""
 
     def __init__(self, redis: RedisServer, clock: Clock) -> None:
         self.controllers = [
-            Controller(Fleet(state=RedisState(redis.url), clock=clock, queue_s=2.0), port=0, token="secret")
+            ControllerServer(
+                FleetService(store=RedisStore(redis.url), clock=clock, queue_s=2.0), port=0, token="secret"
+            )
             for _ in range(2)
         ]
 
@@ -223,7 +266,7 @@ class Pair:
         urls = [controller.url for controller in self.controllers]
         self.server = EnvServer([Quick], host=NOWHERE, controllers=urls, token="secret", drain_s=0)
         await self.server.start()
-        await until(lambda: all(c.fleet.members for c in self.controllers))
+        await until(lambda: all(c.fleet.servers for c in self.controllers))
         self.clients = [EnvClient.connect(c.url, token="secret", timeout=20) for c in self.controllers]
         return self
 
@@ -235,7 +278,7 @@ class Pair:
             await controller.stop()
 
 
-async def test_a_server_dials_every_controller_and_each_serves_the_same_sessions(redis):
+async def test_every_controller_serves_the_same_sessions(redis):
     async with Pair(redis, Clock()) as pair:
         session = await pair.clients[0].open("quick")
         await session.step(ToolCall.of("note", text="one"))
@@ -244,7 +287,7 @@ async def test_a_server_dials_every_controller_and_each_serves_the_same_sessions
         assert result.messages[0].content.startswith("2 ")
 
 
-async def test_a_controller_can_die_and_the_other_goes_on(redis):
+async def test_sessions_continue_over_the_other_controller(redis):
     async with Pair(redis, Clock()) as pair:
         session = await pair.clients[0].open("quick")
         await pair.controllers[0].stop()
@@ -253,40 +296,40 @@ async def test_a_controller_can_die_and_the_other_goes_on(redis):
         assert (await pair.clients[1].open("quick")).turn == 0
 
 
-async def test_an_opening_repeated_at_another_controller_is_the_same_session(redis):
+async def test_opening_repeated_at_another_controller_returns_the_same_session(redis):
     async with Pair(redis, Clock()) as pair:
         request = OpenRequest(task="quick", request_id="again")
-        asking = [client.backend.open(request) for client in pair.clients * 3]
+        asking = [client.backend.call(OPEN, request) for client in pair.clients * 3]
         assert len({info.session_id for info in await asyncio.gather(*asking)}) == 1
         assert pair.server.pool.open_sessions == 1
 
 
-async def test_a_server_that_one_controller_hears_is_not_lost_for_the_other(redis):
+async def test_server_heard_by_another_controller_is_not_lost(redis):
     clock = Clock()
     async with Pair(redis, clock) as pair:
         deaf, hearing = (controller.fleet for controller in pair.controllers)
-        (member,) = deaf.members.values()
-        member.seen -= 100
-        await hearing.roster.look()
-        await deaf.roster.look()
-        assert not await deaf.state.is_lost(member.server_id)
-        assert member.server_id in deaf.members
+        (server,) = deaf.servers.values()
+        server.seen -= 100
+        await hearing.registry.check()
+        await deaf.registry.check()
+        assert not await deaf.store.is_lost(server.server_id)
+        assert server.server_id in deaf.servers
 
 
-async def test_what_one_controller_declares_lost_is_lost_for_all(redis):
+async def test_server_lost_for_one_controller_is_lost_for_all(redis):
     async with Pair(redis, Clock()) as pair:
         session = await pair.clients[0].open("quick")
         old = pair.server.pool.server_id
-        await pair.controllers[0].fleet.roster.lose(old, "it was silent")
-        for link in list(pair.server._dialer._open):
+        await pair.controllers[0].fleet.registry.lose(old, "it was silent")
+        for link in list(pair.server._links._open):
             link.websocket.transport.abort()
-        await until(lambda: all(c.fleet.members and old not in c.fleet.members for c in pair.controllers))
+        await until(lambda: all(c.fleet.servers and old not in c.fleet.servers for c in pair.controllers))
         for client in pair.clients:
             with pytest.raises(SessionLost):
                 await client.resume(session.session_id)
 
 
-async def test_while_redis_is_away_sessions_go_on_and_openings_wait_or_are_refused(redis, monkeypatch):
+async def test_without_redis_sessions_continue_and_openings_wait_or_fail(redis, monkeypatch):
     async with Pair(redis, Clock()) as pair:
         session = await pair.clients[0].open("quick")
         redis.kill()

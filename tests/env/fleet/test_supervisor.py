@@ -1,4 +1,4 @@
-"""``agentrl-env serve --workers N``: real processes, killed for real."""
+"""``agentrl-env serve --workers N`` with real processes that are killed."""
 
 import asyncio
 import contextlib
@@ -13,13 +13,13 @@ import pytest
 from agentrl_env import EnvClient, Environment, ToolCall, tool
 from agentrl_env.errors import SessionLost
 from agentrl_env.fleet.serve import WorkerServer
-from agentrl_env.fleet.supervisor import Workers
+from agentrl_env.launch.process import ServerProcess
 
-TARGET = f"{__file__}:Who"
+TARGET = f"{__file__}:Process"
 
 
-class Who(Environment):
-    """Says which process it lives in."""
+class Process(Environment):
+    """Answers questions about its process."""
 
     max_turns = 50
 
@@ -28,7 +28,7 @@ class Who(Environment):
 
     @tool
     def ask(self):
-        """Ask for the process."""
+        """Return the process id."""
         return str(os.getpid())
 
     @tool
@@ -39,12 +39,12 @@ class Who(Environment):
 
     @tool
     def token(self):
-        """Ask for what the process could show."""
+        """Return the token in the environment."""
         return os.environ["AGENTRL_TOKEN"]
 
 
-class Count(Who):
-    """Counts, and can be gone on with."""
+class Count(Process):
+    """Counts, and can be resumed."""
 
     def reset(self, sample, rng):
         self.count = 0
@@ -84,7 +84,7 @@ def serving(*options: str, target: str = TARGET):
 def until_dead(pids, seconds=20.0):
     end = time.monotonic() + seconds
     while any(os.path.exists(f"/proc/{pid}") and "Z" not in state(pid) for pid in pids):
-        assert time.monotonic() < end, f"one of {pids} still lives"
+        assert time.monotonic() < end, f"one of {pids} still runs"
         time.sleep(0.02)
 
 
@@ -100,31 +100,31 @@ async def ask(session):
     return int((await session.step(ToolCall.of("ask"))).messages[0].content)
 
 
-async def ask_on(session):
-    """Ask until it fails: it may take a moment until a death is seen."""
+async def ask_until_error(session):
+    """Ask until a step fails: it may take a moment until a death is noticed."""
     while True:
         await ask(session)
 
 
 async def workers_of(client):
-    """Open a session on every worker; return them by their process."""
-    sessions = [await client.open("who", wait=20) for _ in range(4)]
+    """Open a session on every worker; return them by pid."""
+    sessions = [await client.open("process", wait=20) for _ in range(4)]
     found = {await ask(session): session for session in sessions}
     assert len(found) == 2
     return found
 
 
-async def test_sessions_stay_with_their_worker_and_the_death_of_one_is_told_at_once():
+async def test_sessions_stay_with_their_worker_and_are_lost_with_it():
     with serving("--workers", "2", "--drain", "0") as (process, url):
         async with EnvClient.connect(url, timeout=30) as client:
             found = await workers_of(client)
             (dead, held), (alive, other) = found.items()
             os.kill(dead, signal.SIGKILL)
             with pytest.raises(SessionLost):
-                await asyncio.wait_for(ask_on(held), 20)
+                await asyncio.wait_for(ask_until_error(held), 20)
             assert await ask(other) == alive
-            while True:  # another is started in its place
-                pid = await ask(await client.open("who", wait=20))
+            while True:  # until the replacement serves
+                pid = await ask(await client.open("process", wait=20))
                 if pid not in (dead, alive):
                     break
                 await asyncio.sleep(0.05)
@@ -133,7 +133,7 @@ async def test_sessions_stay_with_their_worker_and_the_death_of_one_is_told_at_o
         until_dead([alive, pid])
 
 
-async def test_with_resume_the_sessions_of_a_killed_worker_go_on_at_the_others_even_where_these_are_full():
+async def test_sessions_of_a_killed_worker_resume_even_if_the_others_are_full():
     options = ["--workers", "2", "--max-sessions", "4", "--drain", "0", "--resume"]
     with serving(*options, target=f"{__file__}:Count") as (process, url):
         async with EnvClient.connect(url, timeout=60) as client:
@@ -142,7 +142,7 @@ async def test_with_resume_the_sessions_of_a_killed_worker_go_on_at_the_others_e
             assert len(set(pids)) == 2
             for session in sessions:
                 assert said(await session.step(ToolCall.of("add"))) == "1"
-            os.kill(pids[0], signal.SIGKILL)  # the other worker is full: another has to be started
+            os.kill(pids[0], signal.SIGKILL)  # the other worker is full: a new one must start
             seconds = await asyncio.gather(*(session.step(ToolCall.of("add")) for session in sessions))
             assert [said(second) for second in seconds] == ["2"] * 4
             assert pids[0] not in [await ask(session) for session in sessions]
@@ -165,43 +165,43 @@ async def own_workers():
         await server.stop()
 
 
-async def test_a_machine_that_refuses_to_start_a_worker_is_asked_again(monkeypatch, caplog):
-    begin, refusals = Workers._begin, iter([BlockingIOError(11, "Resource temporarily unavailable")])
+async def test_failed_restart_of_a_worker_is_retried(monkeypatch, caplog):
+    start, errors = ServerProcess.start, iter([BlockingIOError(11, "Resource temporarily unavailable")])
 
-    async def refusing(self):
-        for refusal in refusals:
-            raise refusal
-        return await begin(self)
+    def failing_once(self):
+        for error in errors:
+            raise error
+        return start(self)
 
     async with own_workers() as client:
-        session = await client.open("who")
+        session = await client.open("process")
         dead = await ask(session)
-        monkeypatch.setattr(Workers, "_begin", refusing)
+        monkeypatch.setattr(ServerProcess, "start", failing_once)
         os.kill(dead, signal.SIGKILL)
         with pytest.raises(SessionLost):
-            await asyncio.wait_for(ask_on(session), 20)
-        assert await ask(await client.open("who", wait=30)) != dead
-    assert "no worker could be started: [Errno 11]" in caplog.text
+            await asyncio.wait_for(ask_until_error(session), 20)
+        assert await ask(await client.open("process", wait=30)) != dead
+    assert "worker 0 does not start: [Errno 11]" in caplog.text
 
 
-async def test_a_worker_goes_on_where_nobody_takes_its_output_and_is_started_again(monkeypatch):
-    class Gone:
+async def test_worker_keeps_serving_if_its_output_cannot_be_written(monkeypatch):
+    class ClosedPipe:
         def write(self, text):
             raise BrokenPipeError(32, "Broken pipe")
 
     async with own_workers() as client:
-        session = await client.open("who")
+        session = await client.open("process")
         dead = await ask(session)
-        monkeypatch.setattr(sys, "stdout", Gone())
+        monkeypatch.setattr(sys, "stdout", ClosedPipe())
         assert said(await session.step(ToolCall.of("say"))) == "said"
         assert said(await session.step(ToolCall.of("say"))) == "said"
         os.kill(dead, signal.SIGKILL)
         with pytest.raises(SessionLost):
-            await asyncio.wait_for(ask_on(session), 20)
-        assert await ask(await client.open("who", wait=30)) != dead
+            await asyncio.wait_for(ask_until_error(session), 20)
+        assert await ask(await client.open("process", wait=30)) != dead
 
 
-async def test_the_workers_end_with_their_parent_even_where_it_is_killed():
+async def test_workers_end_with_a_killed_parent():
     with serving("--workers", "2") as (process, url):
         async with EnvClient.connect(url, timeout=30) as client:
             pids = list(await workers_of(client))
@@ -209,7 +209,7 @@ async def test_the_workers_end_with_their_parent_even_where_it_is_killed():
         until_dead(pids)
 
 
-async def test_stopping_lets_open_sessions_end():
+async def test_stop_drains_and_a_second_signal_hurries():
     with serving("--workers", "2", "--drain", "60") as (process, url):
         async with EnvClient.connect(url, timeout=30) as client:
             found = await workers_of(client)
@@ -221,27 +221,27 @@ async def test_stopping_lets_open_sessions_end():
             until_dead(found)
 
 
-def test_workers_and_a_controller_together_are_refused():
+def test_workers_and_controller_are_mutually_exclusive():
     command = [sys.executable, "-m", "agentrl_env", "serve", TARGET, "--workers", "2"]
     done = subprocess.run([*command, "--controller", "http://x"], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == (
-        "error: --workers brings a controller of its own; give --workers or --controller\n"
+        "error: --workers starts a controller of its own; give --workers or --controller\n"
     )
 
 
-def test_resuming_without_workers_is_refused():
+def test_resume_without_workers_is_rejected():
     command = [sys.executable, "-m", "agentrl_env", "serve", TARGET, "--resume"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == (
-        "error: --resume goes on with the sessions of a worker that dies; give --workers too, "
-        "or let the controller resume: agentrl-env controller --resume\n"
+        "error: --resume resumes the sessions of a dead worker and needs --workers; "
+        "for separate servers use agentrl-env controller --resume\n"
     )
 
 
-def test_workers_that_cannot_start_end_the_server_with_one_sentence():
+def test_workers_that_cannot_start_end_the_server_with_one_error_line():
     command = [sys.executable, "-m", "agentrl_env", "serve", "/nowhere", "--workers", "2", "--port", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "error: a worker ended at once; its last words are above"
+    assert done.stderr.splitlines()[-1] == "error: a worker ended at once; its error is above"

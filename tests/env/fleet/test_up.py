@@ -1,4 +1,4 @@
-"""A fleet of processes from one file: served behind one address, kept, replaced, and stopped whole."""
+"""``agentrl-env up`` with processes: serving, restarts, rolling replacement, shutdown."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentrl_env import EnvClient, Environment, ToolCall, tool
-from agentrl_env.fleet.config import ControllerPlan, FleetPlan, TaskPlan
+from agentrl_env.fleet.config import ControllerConfig, FleetConfig, TaskConfig
 from agentrl_env.fleet.up import LocalFleet
 
 TASKS = Path(__file__).parents[1] / "tasks.py"
@@ -30,8 +30,8 @@ drain = 5
 """
 
 
-class Told(Environment):
-    """Says what it was told."""
+class Variables(Environment):
+    """Shows its environment variables."""
 
     def reset(self, sample, rng):
         return f"{os.environ.get('COLOUR')}, {os.environ['AGENTRL_TOKEN'] == 'mine'}"
@@ -45,13 +45,13 @@ class Told(Environment):
 def until(condition, what, seconds=60.0):
     end = time.monotonic() + seconds
     while not (found := condition()):
-        assert time.monotonic() < end, f"still not: {what}"
+        assert time.monotonic() < end, f"timed out: {what}"
         time.sleep(0.05)
     return found
 
 
 def servers(parent):
-    """Return the process ids of a fleet's servers."""
+    """Return the pids of a fleet's servers."""
     listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(parent)], capture_output=True, text=True)
     lines = [line.split(None, 1) for line in listed.stdout.splitlines()]
     return {int(pid) for pid, command in lines if "agentrl_env serve" in command}
@@ -64,9 +64,16 @@ def alive(pid):
         return False
 
 
+def start(tmp_path, text=FILE):
+    """Start ``agentrl-env up`` with a configuration."""
+    (tmp_path / "fleet.toml").write_text(text)
+    command = [sys.executable, "-m", "agentrl_env", "up", str(tmp_path / "fleet.toml")]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
 @pytest.fixture
 def fleet(tmp_path):
-    """Start ``agentrl-env up`` and give its process and its address; prove that it leaves no server."""
+    """Run ``agentrl-env up``; yield its process, address and log, and verify that no server is left."""
     file = tmp_path / "fleet.toml"
     file.write_text(FILE)
     log = tmp_path / "log"
@@ -86,7 +93,7 @@ def fleet(tmp_path):
         assert not any(alive(pid) for pid in seen)
 
 
-async def test_a_fleet_serves_survives_a_death_and_is_replaced_without_losing_a_session(fleet):
+async def test_dead_server_is_restarted_and_roll_loses_no_session(fleet):
     process, url, log = fleet
     async with EnvClient.connect(url, token="s3cret") as client:
         sessions = [await client.open("guess") for _ in range(8)]
@@ -95,7 +102,7 @@ async def test_a_fleet_serves_survives_a_death_and_is_replaced_without_losing_a_
             await session.close()
         victim = min(servers(process.pid))
         os.kill(victim, signal.SIGKILL)
-        await asyncio.to_thread(until, lambda: "serves again" in log.read_text(), "the dead one is replaced")
+        await asyncio.to_thread(until, lambda: "serves again" in log.read_text(), "a restart")
         before = servers(process.pid)
         assert victim not in before
         session = await client.open("guess")
@@ -108,11 +115,11 @@ async def test_a_fleet_serves_survives_a_death_and_is_replaced_without_losing_a_
         await (await client.open("guess")).close()
 
 
-async def test_a_fleet_that_resumes_takes_no_session_with_a_killed_server(tmp_path):
-    plan = FleetPlan(
-        controller=ControllerPlan(port=0, resume=True),
+async def test_resume_keeps_the_sessions_of_a_killed_server(tmp_path):
+    config = FleetConfig(
+        controller=ControllerConfig(port=0, resume=True),
         tasks=(
-            TaskPlan(
+            TaskConfig(
                 name="walk",
                 target=f"{TASKS.with_name('fleet') / 'test_failover_sessions.py'}:Walk",
                 replicas=2,
@@ -120,7 +127,7 @@ async def test_a_fleet_that_resumes_takes_no_session_with_a_killed_server(tmp_pa
             ),
         ),
     )
-    fleet = LocalFleet(plan)
+    fleet = LocalFleet(config)
     try:
         await fleet.start()
         async with EnvClient.connect(fleet.url, timeout=60) as client:
@@ -135,56 +142,68 @@ async def test_a_fleet_that_resumes_takes_no_session_with_a_killed_server(tmp_pa
         await fleet.stop()
 
 
-async def test_a_machine_that_refuses_to_start_a_server_is_asked_again_even_where_nobody_hears(monkeypatch):
-    told, served = [], asyncio.Event()
+async def test_failed_restart_is_retried_even_if_reports_cannot_be_written(monkeypatch):
+    reports, served = [], asyncio.Event()
 
-    def tell(line):
-        told.append(line)
+    def report(line):
+        reports.append(line)
         if line.endswith("serves again"):
             served.set()
         raise BrokenPipeError(32, "Broken pipe")
 
-    plan = FleetPlan(
-        controller=ControllerPlan(port=0), tasks=(TaskPlan(name="guess", target=f"{TASKS}:Guess"),)
+    config = FleetConfig(
+        controller=ControllerConfig(port=0), tasks=(TaskConfig(name="guess", target=f"{TASKS}:Guess"),)
     )
-    fleet = LocalFleet(plan, report=tell)
-    place, refusals = fleet._place, iter([OSError(11, "Resource temporarily unavailable")])
+    fleet = LocalFleet(config, report=report)
+    (replica,) = fleet.supervisor.replicas
+    make, errors = replica.make, iter([OSError(11, "Resource temporarily unavailable")])
 
-    def refusing(task):
-        for refusal in refusals:
-            raise refusal
-        return place(task)
+    def failing_once():
+        for error in errors:
+            raise error
+        return make()
 
     try:
         await fleet.start()
-        monkeypatch.setattr(fleet, "_place", refusing)
+        monkeypatch.setattr(replica, "make", failing_once)
         os.kill(min(servers(os.getpid())), signal.SIGKILL)
         await asyncio.wait_for(served.wait(), 60)
-        assert "guess 0 does not start: [Errno 11] Resource temporarily unavailable" in told
+        assert "guess 0 does not start: [Errno 11] Resource temporarily unavailable" in reports
     finally:
         await fleet.stop()
 
 
-async def test_a_process_has_the_environment_of_its_task_and_the_token_of_the_fleet():
-    task = TaskPlan(
-        name="told",
-        target=f"{__file__}:Told",
+async def test_process_has_its_tasks_environment_and_the_link_token():
+    task = TaskConfig(
+        name="variables",
+        target=f"{__file__}:Variables",
         environment={"COLOUR": "blue", "AGENTRL_TOKEN": "mine"},
         drain=0.0,
     )
-    fleet = LocalFleet(FleetPlan(controller=ControllerPlan(port=0), tasks=(task,)))
+    fleet = LocalFleet(FleetConfig(controller=ControllerConfig(port=0), tasks=(task,)))
     try:
         await fleet.start()
         async with EnvClient.connect(fleet.url) as client:
-            assert (await client.open("told")).messages[0].content == "blue, False"
+            assert (await client.open("variables")).messages[0].content == "blue, False"
     finally:
         await fleet.stop()
 
 
-def test_a_killed_fleet_leaves_no_server(tmp_path):
-    (tmp_path / "fleet.toml").write_text(FILE)
-    command = [sys.executable, "-m", "agentrl_env", "up", str(tmp_path / "fleet.toml")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+async def test_second_interrupt_cuts_the_drain_short(tmp_path):
+    with start(tmp_path, FILE.replace("drain = 5", "drain = 6000")) as process:
+        url = process.stdout.readline().split()[3].rstrip(":")
+        async with EnvClient.connect(url, token=os.environ.get("AGENTRL_TOKEN")) as client:
+            session = await client.open("guess")
+            process.send_signal(signal.SIGINT)
+            for _ in range(2):
+                await session.step(ToolCall.of("guess", n=0))
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            assert await asyncio.to_thread(process.wait, 60) == 0
+
+
+def test_killed_fleet_leaves_no_server(tmp_path):
+    with start(tmp_path) as process:
         process.stdout.readline()
         running = servers(process.pid)
         assert len(running) == 2
@@ -192,7 +211,7 @@ def test_a_killed_fleet_leaves_no_server(tmp_path):
     until(lambda: not any(map(alive, running)), "the servers have ended")
 
 
-def test_a_fleet_that_cannot_start_is_one_sentence(tmp_path):
+def test_fleet_that_cannot_start_prints_one_error_line(tmp_path):
     (tmp_path / "fleet.toml").write_text(FILE.replace(":Guess", ":Nothing"))
     command = [sys.executable, "-m", "agentrl_env", "up", str(tmp_path / "fleet.toml")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

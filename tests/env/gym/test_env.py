@@ -11,12 +11,12 @@ import pytest
 from gymnasium.error import ResetNeeded
 from gymnasium.utils.env_checker import check_env
 
-from agentrl_env import Done, EnvClient, Environment, Message, ToolCall, tool
+from agentrl_env import Done, Environment, Message, ToolCall, tool
 from agentrl_env.errors import EnvironmentFailed, SessionExpired, UnknownSample, UnknownTask
-from agentrl_env.gym.actions import as_message
 from agentrl_env.gym.env import GymEnv
+from agentrl_env.gym.spaces import action_message
 from agentrl_env.launch.process import ServerProcess
-from agentrl_env.session.pool import SessionPool
+from tests.env.intercepted_client import pool_of
 
 ID = "agentrl_env:agentrl/Env-v0"
 
@@ -81,19 +81,19 @@ def call(n):
     return {"name": "guess", "arguments": {"n": n}}
 
 
-def test_a_local_environment_passes_check_env():
+def test_local_environment_passes_check_env():
     env = gymnasium.make(ID, client=Guess.local)
     check_env(env.unwrapped)
     env.close()
 
 
-def test_a_remote_environment_passes_check_env(server):
+def test_remote_environment_passes_check_env(server):
     env = gymnasium.make(ID, url=server.url, token=server.token, task="guess", render_mode="ansi")
     check_env(env.unwrapped)
     env.close()
 
 
-def test_the_wrappers_of_make_have_nothing_to_complain_about():
+def test_wrappers_of_make_emit_no_warnings():
     env = gymnasium.make(ID, client=Guess.local)
     env.reset(seed=3)
     env.action_space.seed(3)
@@ -104,7 +104,7 @@ def test_the_wrappers_of_make_have_nothing_to_complain_about():
     env.close()
 
 
-def test_local_and_remote_episodes_are_the_same(server, env):
+def test_local_and_remote_episodes_are_identical(server, env):
     remote = GymEnv(server.url, "guess", token=server.token)
     for seed in (5, None, None):
         assert env.reset(seed=seed) == remote.reset(seed=seed)
@@ -113,7 +113,7 @@ def test_local_and_remote_episodes_are_the_same(server, env):
     remote.close()
 
 
-def test_the_first_seed_makes_the_run_repeat(env):
+def test_run_is_reproducible_from_its_first_seed(env):
     def run(seed):
         return [env.reset(seed=seed)] + [env.reset() for _ in range(3)]
 
@@ -123,7 +123,7 @@ def test_the_first_seed_makes_the_run_repeat(env):
     assert len({json.dumps(observation) for observation, _ in first}) == 4
 
 
-def test_the_given_seed_is_the_episodes_own(env):
+def test_reset_seed_is_the_session_seed(env):
     observation, info = env.reset(seed=123)
     assert info["seed"] == 123
 
@@ -135,7 +135,7 @@ def test_the_given_seed_is_the_episodes_own(env):
     assert asyncio.run(opened()) == list(observation)
 
 
-def test_options_choose_the_sample():
+def test_reset_options_choose_the_sample():
     env = Pages.gym(split="test")
     observation, info = env.reset(options={"index": 3})
     assert observation[0]["content"] == "test3"
@@ -150,7 +150,7 @@ def test_options_choose_the_sample():
     env.close()
 
 
-def test_the_observation_is_a_conversation_for_a_chat_model(env):
+def test_observation_is_a_chat_conversation(env):
     env.reset(seed=1)
     observation, *_, info = env.step(call(30))
     assert [message["role"] for message in observation] == ["user", "assistant", "tool"]
@@ -161,7 +161,7 @@ def test_the_observation_is_a_conversation_for_a_chat_model(env):
     assert observation in env.observation_space
 
 
-def test_an_episode_ends_terminated_at_its_goal(env):
+def test_episode_terminates_at_its_goal(env):
     env.reset(seed=1)
     secret = next(n for n in range(1, 21) if env.reset(seed=1) and env.step(call(n))[1])
     env.reset(seed=1)
@@ -173,7 +173,7 @@ def test_an_episode_ends_terminated_at_its_goal(env):
         env.step(call(secret))
 
 
-def test_an_episode_ends_truncated_at_its_turn_limit(env):
+def test_episode_truncates_at_its_turn_limit(env):
     env.reset(seed=1)
     for turn in range(1, 9):
         _, reward, terminated, truncated, info = env.step(call(0))
@@ -227,7 +227,7 @@ loop.append(loop)
     ids=repr,
 )
 @pytest.mark.parametrize("where", ["local", "remote"])
-def test_garbage_gives_an_observation_and_spends_the_turn(action, where, env, server):
+def test_invalid_action_uses_a_turn(action, where, env, server):
     if where == "remote":
         env = GymEnv(server.url, "guess", token=server.token)
     env.reset(seed=1)
@@ -251,13 +251,13 @@ def test_garbage_gives_an_observation_and_spends_the_turn(action, where, env, se
         Message.assistant(None, ToolCall.of("guess", n=3)).wire(),
     ],
 )
-def test_calls_are_taken_in_every_usual_form(action):
-    (taken,) = as_message(action).tool_calls
+def test_tool_calls_are_accepted_in_every_format(action):
+    (taken,) = action_message(action).tool_calls
     assert taken.function.name == "guess"
     assert json.loads(taken.function.arguments) == {"n": 3}
 
 
-def test_a_broken_environment_is_an_error_and_never_a_reward_of_zero():
+def test_failed_environment_raises():
     env = Unlucky.gym()
     env.reset(seed=1)
     with pytest.raises(EnvironmentFailed, match="unlucky"):
@@ -269,24 +269,24 @@ def test_a_broken_environment_is_an_error_and_never_a_reward_of_zero():
     env.close()
 
 
-def test_an_expired_session_is_an_error():
+def test_expired_session_raises():
     now = [0.0]
-    pool = SessionPool([Guess], lease_s=5.0, clock=lambda: now[0])
-    env = GymEnv(client=lambda: EnvClient(pool))
+    client = Guess.local(lease_s=5.0, clock=lambda: now[0])
+    env = GymEnv(client=client)
     env.reset(seed=1)
     now[0] = 60.0
-    env._connection.run(pool.expire_idle())
+    env._client.run(pool_of(client).expire_idle())
     with pytest.raises(SessionExpired):
         env.step(call(1))
     env.close()
 
 
-def test_a_step_before_reset_is_refused(env):
+def test_step_before_reset_raises(env):
     with pytest.raises(ResetNeeded):
         env.step(call(1))
 
 
-def test_close_is_idempotent_and_reset_connects_again(env):
+def test_close_is_idempotent_and_reset_reconnects(env):
     env.close()
     first = env.reset(seed=1)
     env.close()
@@ -294,13 +294,13 @@ def test_close_is_idempotent_and_reset_connects_again(env):
     assert env.reset(seed=1) == first
 
 
-def test_nothing_connects_before_the_first_use():
+def test_connects_on_first_use():
     env = GymEnv("http://127.0.0.1:9", "guess")
     env.close()
 
 
 @pytest.mark.parametrize("used", [False, True])
-def test_it_can_be_pickled_before_and_after_use(used, env, server):
+def test_pickle_before_and_after_use(used, env, server):
     remote = GymEnv(server.url, "guess", token=server.token)
     if used:
         env.reset(seed=1)
@@ -312,7 +312,7 @@ def test_it_can_be_pickled_before_and_after_use(used, env, server):
     remote.close()
 
 
-def test_a_forked_process_connects_for_itself(server):
+def test_forked_process_makes_its_own_connection(server):
     code = f"""
 import os, sys, warnings
 warnings.simplefilter("error")
@@ -338,15 +338,15 @@ env.close()
     assert ran.stderr == ""
 
 
-def test_it_works_where_an_event_loop_runs_already(env):
-    async def cell_of_a_notebook():
+def test_works_inside_a_running_event_loop(env):
+    async def notebook_cell():
         env.reset(seed=1)
         return env.step(call(1))[0][-1]["content"]
 
-    assert asyncio.run(cell_of_a_notebook()) in ("higher", "lower", "Correct!")
+    assert asyncio.run(notebook_cell()) in ("higher", "lower", "Correct!")
 
 
-def test_it_works_in_a_vector_of_processes(server):
+def test_works_in_gymnasiums_async_vector_env(server):
     class_path = f"{Path(__file__).parent}"
     code = f"""
 import gymnasium
@@ -364,7 +364,7 @@ if __name__ == "__main__":
     assert ran.stdout == "[1, 2]\n", ran.stderr
 
 
-def test_render_gives_the_conversation_as_text():
+def test_render_returns_the_conversation_as_text():
     env = Guess.gym(render_mode="ansi")
     env.reset(seed=1)
     env.step(call(0))
@@ -372,7 +372,7 @@ def test_render_gives_the_conversation_as_text():
     env.close()
 
 
-def test_bad_constructor_arguments_are_refused():
+def test_invalid_constructor_arguments_are_rejected():
     with pytest.raises(ValueError, match="either url="):
         GymEnv()
     with pytest.raises(ValueError, match="either url="):
@@ -381,14 +381,14 @@ def test_bad_constructor_arguments_are_refused():
         Guess.gym(render_mode="human")
 
 
-def test_the_task_must_be_named_where_there_are_several(server):
+def test_task_must_be_named_if_several_are_served(server):
     env = GymEnv(server.url, token=server.token)
     with pytest.raises(UnknownTask, match="guess, pages"):
         env.reset()
     env.close()
 
 
-def test_the_spec_can_be_written_as_json(server):
+def test_spec_is_serializable(server):
     env = gymnasium.make(ID, url=server.url, token="t", task="guess", disable_env_checker=True)
     assert server.url in env.spec.to_json()
     env.close()

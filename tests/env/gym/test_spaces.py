@@ -78,45 +78,45 @@ SCHEMAS = st.recursive(
 
 @settings(deadline=None)
 @given(SCHEMAS, st.integers(0, 2**32))
-def test_a_drawn_value_fits_its_schema(schema, seed):
+def test_sampled_value_is_valid_under_its_schema(schema, seed):
     value = sample_json(schema, np.random.default_rng(seed))
     Draft202012Validator(schema).validate(value)
 
 
 @given(st.integers(0, 2**32))
-def test_nested_schemas_with_references_are_drawn_to_an_end(seed):
+def test_recursive_schemas_terminate(seed):
     value = sample_json(NESTED, np.random.default_rng(seed))
     Draft202012Validator(NESTED).validate(value)
 
 
-def test_a_pattern_takes_the_words_and_examples_that_fit():
+def test_pattern_is_sampled_from_matching_examples():
     schema = {"type": "string", "pattern": "^[a-z]+ \\d$", "examples": ["cabinet 2"]}
     assert sample_json(schema, np.random.default_rng(0)) == "cabinet 2"
 
 
-def test_a_pattern_nobody_can_guess_is_refused_with_advice():
+def test_pattern_without_matching_examples_raises_with_advice():
     schema = {"type": "string", "pattern": "^[0-9a-f]{40}$"}
     with pytest.raises(CannotSample, match="examples"):
         sample_json(schema, np.random.default_rng(0))
 
 
-def test_free_strings_are_drawn_from_the_given_words():
+def test_strings_are_sampled_from_the_given_words():
     call = sample_call([SAY], np.random.default_rng(3), words=["cabinet 2"])
     assert json.loads(call.function.arguments)["text"].startswith("cabinet 2")
 
 
-def test_words_of_a_text_keep_their_numbers():
+def test_words_in_keeps_trailing_numbers():
     assert list(words_in("You see cabinet 2, an apple.")) == [
         "You", "see", "cabinet 2", "an", "apple.",
     ]  # fmt: skip
 
 
-def test_sampling_without_tools_is_refused():
+def test_sample_call_without_tools_raises():
     with pytest.raises(ValueError, match="no tools"):
         sample_call([], np.random.default_rng(0))
 
 
-def test_a_sampled_action_is_in_its_space_and_follows_the_seed():
+def test_sampled_action_is_in_the_space_and_reproducible():
     first, second = ToolCallSpace([GUESS, SAY], seed=5), ToolCallSpace([GUESS, SAY], seed=5)
     draws = [first.sample() for _ in range(50)]
     assert draws == [second.sample() for _ in range(50)]
@@ -139,11 +139,11 @@ def test_a_sampled_action_is_in_its_space_and_follows_the_seed():
         None,
     ],
 )
-def test_an_unfit_action_is_not_in_the_space(action):
+def test_invalid_action_is_not_in_the_space(action):
     assert action not in ToolCallSpace([GUESS])
 
 
-def test_an_assistant_message_with_fitting_calls_is_in_the_space():
+def test_assistant_message_with_valid_calls_is_in_the_space():
     function = {"name": "guess", "arguments": '{"n": 3}'}
     call = {"id": "a", "type": "function", "function": function}
     assert {"role": "assistant", "content": None, "tool_calls": [call]} in ToolCallSpace([GUESS])
@@ -151,13 +151,13 @@ def test_an_assistant_message_with_fitting_calls_is_in_the_space():
     assert {"role": "assistant", "content": None, "tool_calls": [call]} not in ToolCallSpace([GUESS])
 
 
-def test_without_tools_a_plain_assistant_message_is_sampled():
+def test_space_without_tools_samples_assistant_messages():
     space = ToolCallSpace([], seed=0)
     assert space.sample()["role"] == "assistant"
     assert space.sample() in space
 
 
-def test_conversations_hold_any_text_and_nothing_that_is_no_message():
+def test_conversation_space_contains_only_messages():
     space = Conversation(seed=1)
     assert space.sample() in space
     assert ({"role": "user", "content": "höllo\n世界"},) in space
@@ -167,7 +167,7 @@ def test_conversations_hold_any_text_and_nothing_that_is_no_message():
 
 
 @pytest.mark.parametrize("space", [Conversation(seed=2), ToolCallSpace([GUESS, SAY], seed=2)])
-def test_spaces_are_equal_after_a_pickle_round_trip_and_sample_on_alike(space):
+def test_pickled_space_is_equal_and_samples_identically(space):
     copy = pickle.loads(pickle.dumps(space))
     assert copy == space
     assert hash(copy) == hash(space)
@@ -175,6 +175,6 @@ def test_spaces_are_equal_after_a_pickle_round_trip_and_sample_on_alike(space):
     assert not space.is_np_flattenable
 
 
-def test_masks_are_refused():
+def test_masks_are_rejected():
     with pytest.raises(ValueError, match="mask"):
         Conversation().sample(mask=1)

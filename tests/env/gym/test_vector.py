@@ -28,10 +28,9 @@ from agentrl_env.errors import (
     UnknownSession,
     UnknownTask,
 )
-from agentrl_env.gym.infos import stack_infos
-from agentrl_env.gym.vector import GymVectorEnv
+from agentrl_env.gym.vector import GymVectorEnv, stack_infos
 from agentrl_env.launch.process import ServerProcess
-from agentrl_env.session.pool import SessionPool
+from tests.env.intercepted_client import InterceptedClient, pool_of
 
 ID = "agentrl_env:agentrl/Env-v0"
 MODES = list(AutoresetMode)
@@ -64,31 +63,31 @@ class Pages(Pick):
         return [{"word": f"{split}{i}"} for i in range(5)]
 
 
-class Unwilling(Pick):
-    """Pick, unless it does not want to begin."""
+class Unopenable(Pick):
+    """Pick, but reset() fails while ``willing`` is False."""
 
     willing = True
 
     def reset(self, sample, rng):
-        if not Unwilling.willing:
+        if not Unopenable.willing:
             raise RuntimeError("not today")
         return super().reset(sample, rng)
 
 
-class Offline(SessionPool):
-    """A pool that nobody can reach once ``away`` is set."""
+class Offline(InterceptedClient):
+    """A client whose server is unreachable while ``away`` is set."""
 
     away = False
 
-    async def step(self, *args):
+    async def step(self, session, play, message):
         if self.away:
-            raise ServerUnreachable("nobody answers")
-        return await super().step(*args)
+            raise ServerUnreachable("unreachable")
+        return await play(message)
 
-    async def open(self, request):
+    async def open(self, *args, **kwargs):
         if self.away:
-            raise ServerUnreachable("nobody answers")
-        return await super().open(request)
+            raise ServerUnreachable("unreachable")
+        return await super().open(*args, **kwargs)
 
 
 def call(n):
@@ -121,7 +120,7 @@ def server():
 
 @pytest.fixture
 def make():
-    """Make vector environments that are closed in the end."""
+    """Return a factory of vector environments, which are closed after the test."""
     made = []
 
     def make(num_envs=3, environment=Pick, **options):
@@ -135,7 +134,7 @@ def make():
 
 
 class Pairs:
-    """For each number and mode, our environment beside Gymnasium's own vector of single ones."""
+    """For each number and mode, a GymVectorEnv beside Gymnasium's SyncVectorEnv of GymEnvs."""
 
     def __init__(self, **where):
         self._where = where
@@ -199,24 +198,24 @@ def assert_runs_are_the_same(pairs, run):
 
 @settings(max_examples=150, deadline=None)
 @given(runs())
-def test_it_does_what_gymnasiums_own_vector_of_single_environments_does(local_pairs, run):
+def test_equals_gymnasiums_sync_vector_env(local_pairs, run):
     assert_runs_are_the_same(local_pairs, run)
 
 
 @settings(max_examples=25, deadline=None)
 @given(runs())
-def test_it_does_the_same_over_http(remote_pairs, run):
+def test_equals_gymnasiums_sync_vector_env_over_http(remote_pairs, run):
     assert_runs_are_the_same(remote_pairs, run)
 
 
-def test_local_and_remote_episodes_are_the_same(server, make):
+def test_local_and_remote_episodes_are_identical(server, make):
     local, remote = make(), make(url=server.url, token=server.token, task="pick")
     assert_same(local.reset(seed=4), remote.reset(seed=4))
     assert_same(local.step([call(0)] * 3), remote.step([call(0)] * 3))
 
 
 @pytest.mark.parametrize("where", ["local", "remote"])
-def test_256_sessions_are_played_at_once(where, server, make):
+def test_256_concurrent_sessions(where, server, make):
     remote = {"url": server.url, "token": server.token, "task": "pick"}
     env = make(256, **(remote if where == "remote" else {}))
     conversations, infos = env.reset(seed=0)
@@ -227,23 +226,23 @@ def test_256_sessions_are_played_at_once(where, server, make):
     assert 0 < first[1].sum() < 256
 
 
-def test_all_steps_of_a_call_leave_together(make):
-    class Gathering(SessionPool):
-        """A pool whose steps wait until 100 have been asked for."""
+def test_steps_of_one_call_are_concurrent(make):
+    class Gathering(InterceptedClient):
+        """A client whose steps wait until 100 have been called."""
 
         barrier = asyncio.Barrier(100)
 
-        async def step(self, *args):
+        async def step(self, session, play, message):
             async with asyncio.timeout(10):
                 await self.barrier.wait()
-            return await super().step(*args)
+            return await play(message)
 
-    env = make(100, client=lambda: EnvClient(Gathering([Pick])))
+    env = make(100, client=lambda: Gathering.local(Pick))
     env.reset(seed=0)
     assert env.step([call(0)] * 100)[1].tolist() == [0.0] * 100
 
 
-def test_the_types_are_gymnasiums(make):
+def test_result_types(make):
     env = make(2)
     assert isinstance(env, VectorEnv)
     conversations, _ = env.reset(seed=0)
@@ -257,7 +256,7 @@ def test_the_types_are_gymnasiums(make):
     assert infos["metrics"]["_invalid_calls"].tolist() == [True, True]
 
 
-def test_the_spaces_are_those_of_the_single_environment(make):
+def test_single_spaces_equal_those_of_the_single_environment(make):
     env, single = make(2), Pick.gym()
     assert env.single_action_space == single.action_space
     assert env.single_observation_space == single.observation_space
@@ -267,7 +266,7 @@ def test_the_spaces_are_those_of_the_single_environment(make):
     single.close()
 
 
-def test_what_is_returned_is_the_callers_to_keep(make):
+def test_returned_values_are_copies(make):
     env = make(1)
     conversations, _ = env.reset(seed=0)
     kept = json.dumps(conversations)
@@ -282,7 +281,7 @@ def test_what_is_returned_is_the_callers_to_keep(make):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("form", [lambda mode: mode, lambda mode: mode.value])
-def test_make_vec_finds_it(mode, form, server):
+def test_make_vec_uses_the_vector_entry_point(mode, form, server):
     env = gymnasium.make_vec(
         ID,
         num_envs=8,
@@ -298,7 +297,7 @@ def test_make_vec_finds_it(mode, form, server):
     env.close()
 
 
-def test_make_vec_takes_it_by_default_and_its_autoreset_is_disabled():
+def test_make_vec_defaults_to_disabled_autoreset():
     env = gymnasium.make_vec(ID, num_envs=2, url="http://127.0.0.1:9", task="pick")
     assert isinstance(env, GymVectorEnv)
     assert env.metadata["autoreset_mode"] is AutoresetMode.DISABLED
@@ -307,8 +306,16 @@ def test_make_vec_takes_it_by_default_and_its_autoreset_is_disabled():
     env.close()
 
 
+def test_environment_gym_vec():
+    env = Pick.gym_vec(3, autoreset_mode="SameStep", split="test")
+    assert isinstance(env, GymVectorEnv)
+    assert (env.num_envs, env.autoreset_mode) == (3, AutoresetMode.SAME_STEP)
+    assert env.reset(seed=1)[1]["split"].tolist() == ["test"] * 3
+    env.close()
+
+
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_gymnasiums_vector_wrappers_work(mode, make):
+def test_gymnasium_vector_wrappers_work(mode, make):
     env = RecordEpisodeStatistics(make(2, autoreset_mode=mode))
     env.reset(seed=0)
     for _ in range(3):
@@ -323,7 +330,7 @@ def words(conversations):
     return [conversation[0]["content"] for conversation in conversations]
 
 
-def test_an_int_seeds_environment_i_with_seed_plus_i(make):
+def test_int_seed_gives_environment_i_seed_plus_i(make):
     env = make(3)
     first = words(env.reset(seed=7)[0])
     assert env.np_random_seed == (7, 8, 9)
@@ -332,12 +339,12 @@ def test_an_int_seeds_environment_i_with_seed_plus_i(make):
 
 
 @pytest.mark.parametrize("form", [list, tuple, np.array])
-def test_a_list_seeds_each(form, make):
+def test_list_of_seeds(form, make):
     env = make(3)
     assert env.reset(seed=form([5, 3, 5]))[1]["seed"].tolist() == [5, 3, 5]
 
 
-def test_none_goes_on_with_each_stream(make):
+def test_seed_none_continues_each_generator(make):
     def run(env):
         first = env.reset(seed=7)[1]["seed"].tolist()
         return [first] + [env.reset()[1]["seed"].tolist() for _ in range(2)]
@@ -347,7 +354,7 @@ def test_none_goes_on_with_each_stream(make):
     assert len({seed for seeds in run(env) for seed in seeds}) == 6
 
 
-def test_none_in_a_list_leaves_that_stream_alone(make):
+def test_none_in_a_list_of_seeds_continues_that_generator(make):
     env, other = make(2), make(2)
     env.reset(seed=[1, 2])
     other.reset(seed=[1, 9])
@@ -355,7 +362,7 @@ def test_none_in_a_list_leaves_that_stream_alone(make):
     assert env.np_random_seed == (1, 5)
 
 
-def test_the_stream_of_one_is_not_moved_by_resets_of_another(make):
+def test_generators_are_independent(make):
     env, other = make(2), make(2)
     for vector in (env, other):
         vector.reset(seed=3)
@@ -366,7 +373,7 @@ def test_the_stream_of_one_is_not_moved_by_resets_of_another(make):
 
 
 @pytest.mark.parametrize("seed", [[1, 2], [1, 2, 3, 4], [1, 2, "3"], 1.5, -1, [0, 0, -1]])
-def test_bad_seeds_are_refused_and_change_nothing(seed, make):
+def test_invalid_seeds_are_rejected_without_effect(seed, make):
     env = make(3)
     before = env.reset(seed=1)
     with pytest.raises((ValueError, TypeError, gymnasium.error.Error)):
@@ -376,10 +383,10 @@ def test_bad_seeds_are_refused_and_change_nothing(seed, make):
     assert_same(env.reset(seed=1), before)
 
 
-# Choosing what to reset, and to what
+# Reset options
 
 
-def test_a_mask_resets_those_alone(make):
+def test_reset_mask_resets_only_those(make):
     env = make(3)
     env.reset(seed=0)
     before, *_ = env.step([call(0)] * 3)
@@ -401,7 +408,7 @@ def test_a_mask_resets_those_alone(make):
         (np.zeros(3, dtype=bool), ValueError),
     ],
 )
-def test_a_bad_mask_is_refused(mask, error, make):
+def test_invalid_reset_mask_is_rejected(mask, error, make):
     env = make(3)
     env.reset(seed=0)
     with pytest.raises(error, match="reset_mask"):
@@ -409,7 +416,7 @@ def test_a_bad_mask_is_refused(mask, error, make):
     assert env.running.all()
 
 
-def test_options_choose_the_sample_for_all_or_for_each(make):
+def test_options_for_all_or_for_each(make):
     env = make(3, Pages, split="test")
     assert words(env.reset(options={"index": 2})[0]) == ["test2"] * 3
     assert words(env.reset(options={"index": [0, 0, 4]})[0]) == ["test0", "test0", "test4"]
@@ -430,14 +437,14 @@ def test_options_choose_the_sample_for_all_or_for_each(make):
     assert options == {"reset_mask": mask, "index": [0, 0, 4]}, "the caller's options were changed"
 
 
-def test_siblings_of_one_sample_see_the_same_problem(make):
+def test_same_index_gives_the_same_problem(make):
     env = make(4)
     first, second, third, fourth = words(env.reset(options={"index": [1, 1, 2, 2]})[0])
     assert first == second != third == fourth
 
 
 @pytest.mark.parametrize("options", [{"indx": 3}, {"index": [0, 1]}, {"index": np.zeros(4, dtype=int)}])
-def test_bad_options_are_refused(options, make):
+def test_invalid_options_are_rejected(options, make):
     env = make(3, Pages)
     env.reset(seed=0)
     with pytest.raises(ValueError, match="option"):
@@ -445,7 +452,7 @@ def test_bad_options_are_refused(options, make):
     assert env.running.all()
 
 
-def test_a_reset_that_fails_for_one_says_for_which_and_leaves_the_others_running(make):
+def test_failed_reset_names_the_environment_and_leaves_the_others_running(make):
     env = make(3, Pages)
     with pytest.raises(UnknownSample) as raised:
         env.reset(options={"index": [0, 9, 1]})
@@ -461,7 +468,7 @@ def test_a_reset_that_fails_for_one_says_for_which_and_leaves_the_others_running
 # Autoreset
 
 
-def test_with_autoreset_disabled_an_ended_episode_must_be_reset(make):
+def test_disabled_autoreset_requires_a_reset(make):
     env = make(2)
     env.reset(seed=0)
     for _ in range(3):
@@ -475,14 +482,14 @@ def test_with_autoreset_disabled_an_ended_episode_must_be_reset(make):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_step_before_the_first_reset_is_refused(mode, make):
+def test_step_before_reset_raises(mode, make):
     env = make(2, autoreset_mode=mode)
     with pytest.raises(ResetNeeded, match=r"\[0, 1\]"):
         env.step([call(0)] * 2)
 
 
 @pytest.mark.parametrize("given", [[], [call(0)], [call(0)] * 3, call(0), "ab", b"ab"])
-def test_there_must_be_one_action_for_each(given, make):
+def test_wrong_number_of_actions_is_rejected(given, make):
     env = make(2)
     env.reset(seed=0)
     with pytest.raises(ValueError, match="one action for each of 2"):
@@ -494,7 +501,7 @@ def test_there_must_be_one_action_for_each(given, make):
 # Failures
 
 
-def assert_lost(results, i, kind):
+def assert_failed(results, i, kind):
     _, rewards, terminated, truncated, infos = results
     assert math.isnan(rewards[i])
     assert (terminated[i], truncated[i]) == (False, True)
@@ -503,12 +510,12 @@ def assert_lost(results, i, kind):
 
 
 @pytest.mark.parametrize("where", ["local", "remote"])
-def test_a_lost_episode_has_no_reward_and_leaves_the_others_alone(where, server, make):
+def test_failed_episode_does_not_affect_the_others(where, server, make):
     remote = {"url": server.url, "token": server.token, "task": "pick"}
     env = make(3, **(remote if where == "remote" else {}))
     before, _ = env.reset(seed=0)
     results = env.step([call(0), call(BREAKS), call(0)])
-    assert_lost(results, 1, EnvironmentFailed)
+    assert_failed(results, 1, EnvironmentFailed)
     conversations, rewards, terminated, truncated, infos = results
     assert conversations[1] == before[1]
     assert rewards[[0, 2]].tolist() == [0.0, 0.0]
@@ -523,18 +530,18 @@ def test_a_lost_episode_has_no_reward_and_leaves_the_others_alone(where, server,
     assert "failed" not in env.step([call(0)] * 3)[-1]
 
 
-def test_all_episodes_may_break_without_an_exception(make):
+def test_failure_of_all_episodes_does_not_raise(make):
     env = make(2)
     env.reset(seed=0)
     results = env.step([call(BREAKS)] * 2)
     for i in range(2):
-        assert_lost(results, i, EnvironmentFailed)
+        assert_failed(results, i, EnvironmentFailed)
 
 
-def test_next_step_goes_on_after_a_lost_episode(make):
+def test_next_step_resets_after_a_failed_episode(make):
     env = make(2, autoreset_mode="NextStep")
     env.reset(seed=0)
-    assert_lost(env.step([call(BREAKS), call(0)]), 0, EnvironmentFailed)
+    assert_failed(env.step([call(BREAKS), call(0)]), 0, EnvironmentFailed)
     conversations, rewards, terminated, truncated, infos = env.step([call(0)] * 2)
     assert [len(conversation) for conversation in conversations] == [1, 5]
     assert rewards.tolist() == [0.0, 0.0]
@@ -542,7 +549,7 @@ def test_next_step_goes_on_after_a_lost_episode(make):
     assert infos["_seed"].tolist() == [True, False]
 
 
-def test_same_step_goes_on_after_a_lost_episode(make):
+def test_same_step_resets_after_a_failed_episode(make):
     env = make(2, autoreset_mode="SameStep")
     before, _ = env.reset(seed=0)
     conversations, rewards, _, truncated, infos = env.step([call(BREAKS), call(0)])
@@ -556,40 +563,40 @@ def test_same_step_goes_on_after_a_lost_episode(make):
 
 
 @pytest.fixture
-def unwilling():
-    yield Unwilling
-    Unwilling.willing = True
+def unopenable():
+    yield Unopenable
+    Unopenable.willing = True
 
 
-def test_next_step_tries_again_where_no_episode_can_be_opened(unwilling, make):
-    env = make(2, unwilling, autoreset_mode="NextStep")
+def test_next_step_retries_a_failed_reset(unopenable, make):
+    env = make(2, unopenable, autoreset_mode="NextStep")
     env.reset(seed=0)
     env.step([call(BREAKS), call(0)])
-    unwilling.willing = False
+    unopenable.willing = False
     for _ in range(2):
         results = env.step([call(0)] * 2)
-        assert_lost(results, 0, EnvironmentFailed)
+        assert_failed(results, 0, EnvironmentFailed)
         assert results[0][0] == ()
-    unwilling.willing = True
+    unopenable.willing = True
     conversations, rewards, *_, infos = env.step([call(0)] * 2)
     assert len(conversations[0]) == 1
     assert rewards[0] == 0.0
     assert infos["_seed"].tolist() == [True, True]
 
 
-def test_same_step_keeps_the_outcome_of_an_episode_whose_successor_cannot_be_opened(unwilling, make):
-    env = make(2, unwilling, autoreset_mode="SameStep")
+def test_same_step_keeps_the_outcome_if_the_next_episode_cannot_be_opened(unopenable, make):
+    env = make(2, unopenable, autoreset_mode="SameStep")
     env.reset(seed=0)
     for _ in range(2):
         env.step([call(0)] * 2)
-    unwilling.willing = False
+    unopenable.willing = False
     conversations, rewards, _, truncated, infos = env.step([call(0)] * 2)
     assert rewards.tolist() == [0.0, 0.0]
     assert truncated.all()
     assert infos["final_info"]["status"].tolist() == ["truncated_turns"] * 2
     assert conversations == ((), ())
     assert infos["failed"].all()
-    unwilling.willing = True
+    unopenable.willing = True
     conversations, rewards, _, truncated, infos = env.step([call(0)] * 2)
     assert np.isnan(rewards).all()
     assert truncated.all()
@@ -598,26 +605,26 @@ def test_same_step_keeps_the_outcome_of_an_episode_whose_successor_cannot_be_ope
     assert not np.isnan(env.step([call(0)] * 2)[1]).any()
 
 
-def test_an_expired_session_is_lost():
+def test_expired_session_fails_its_episode():
     now = [0.0]
-    pool = SessionPool([Pick], lease_s=5.0, clock=lambda: now[0])
-    env = GymVectorEnv(2, client=lambda: EnvClient(pool))
+    client = Pick.local(lease_s=5.0, clock=lambda: now[0])
+    env = GymVectorEnv(2, client=client)
     env.reset(seed=0)
     now[0] = 60.0
-    env._connection.run(pool.expire_idle())
+    env._client.run(pool_of(client).expire_idle())
     results = env.step([call(0)] * 2)
     for i in range(2):
-        assert_lost(results, i, SessionExpired)
+        assert_failed(results, i, SessionExpired)
     assert results[-1]["status"].tolist() == ["expired", "expired"]
     env.close()
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_where_nobody_answers_at_all_it_is_raised(mode, make):
-    pool = Offline([Pick])
-    env = make(2, client=lambda: EnvClient(pool), autoreset_mode=mode)
+def test_unreachable_server_raises(mode, make):
+    client = Offline.local(Pick)
+    env = make(2, client=client, autoreset_mode=mode)
     first = env.reset(seed=0)
-    pool.away = True
+    client.away = True
     with pytest.raises(ServerUnreachable):
         env.step([call(0)] * 2)
     assert not env.running.any()
@@ -625,39 +632,42 @@ def test_where_nobody_answers_at_all_it_is_raised(mode, make):
         env.step([call(0)] * 2)
     with pytest.raises(ServerUnreachable):
         env.reset(seed=0)
-    pool.away = False
+    client.away = False
     assert_same(env.reset(seed=0), first)
 
 
-def test_a_lost_answer_ends_the_episode_so_that_no_action_gets_the_answer_of_another():
-    class Forgetful(SessionPool):
-        """A pool whose second answer is lost."""
+def test_lost_answer_ends_the_episode():
+    class Forgetful(InterceptedClient):
+        """A client that loses its second answer."""
 
-        async def step(self, session_id, seq, message):
-            result = await super().step(session_id, seq, message)
-            if self.metrics.steps["pick"] == 2:
+        answers = 0
+
+        async def step(self, session, play, message):
+            result = await play(message)
+            self.answers += 1
+            if self.answers == 2:
                 raise ServerUnreachable("the connection broke")
             return result
 
-    env = GymVectorEnv(2, client=lambda: EnvClient(Forgetful([Pick])))
+    env = GymVectorEnv(2, client=lambda: Forgetful.local(Pick))
     env.reset(seed=0)
-    assert_lost(env.step([call(0)] * 2), 1, ServerUnreachable)
+    assert_failed(env.step([call(0)] * 2), 1, ServerUnreachable)
     assert env.running.tolist() == [True, False]
     env.close()
 
 
-def test_closing_does_not_depend_on_a_server_that_is_gone(make):
-    class Gone(SessionPool):
-        async def close_session(self, session_id):
-            raise ServerUnreachable("nobody answers")
+def test_close_ignores_an_unreachable_server(make):
+    class Gone(InterceptedClient):
+        async def close_session(self, session, close):
+            raise ServerUnreachable("unreachable")
 
-    env = make(2, client=lambda: EnvClient(Gone([Pick])))
+    env = make(2, client=lambda: Gone.local(Pick))
     env.reset(seed=0)
     env.close()
     assert not env.running.any()
 
 
-def test_it_goes_on_after_a_restart_of_the_server():
+def test_reset_after_a_server_restart():
     server = ServerProcess(f"{__file__}:Pick", port=free_port())
     with server:
         env = GymVectorEnv(2, client=lambda: EnvClient(HttpBackend(server.url, patience=0.1)))
@@ -671,7 +681,7 @@ def test_it_goes_on_after_a_restart_of_the_server():
         server.start()
         results = env.step([call(0)] * 2)
         for i in range(2):
-            assert_lost(results, i, UnknownSession)
+            assert_failed(results, i, UnknownSession)
         assert_same(env.reset(seed=0), first)
         env.close()
 
@@ -681,7 +691,7 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def test_a_server_with_exactly_as_many_places_is_enough(make):
+def test_server_with_exactly_enough_sessions(make):
     env = make(4, client=lambda: Pick.local(max_sessions=4))
     for _ in range(3):
         env.reset(seed=0)
@@ -689,17 +699,17 @@ def test_a_server_with_exactly_as_many_places_is_enough(make):
     assert env.running.any()
 
 
-def test_a_server_with_too_few_places_is_an_error(make):
+def test_server_with_too_few_sessions_raises(make):
     env = make(4, client=lambda: Pick.local(max_sessions=3), wait=0.0)
     with pytest.raises(ServerFull):
         env.reset(seed=0)
     assert env.running.sum() == 3
 
 
-# Life and death
+# Lifecycle
 
 
-def test_many_environments_make_one_client_and_ask_once_for_the_task(make):
+def test_environments_share_one_client_and_one_task_request(make):
     made, asked = [], []
 
     class Asked(EnvClient):
@@ -713,7 +723,7 @@ def test_many_environments_make_one_client_and_ask_once_for_the_task(make):
             return await super().tasks()
 
     def client():
-        made.append(Asked(SessionPool([Pick])))
+        made.append(Asked.local(Pick))
         return made[-1]
 
     env = make(8, client=client)
@@ -722,13 +732,13 @@ def test_many_environments_make_one_client_and_ask_once_for_the_task(make):
     assert (len(made), len(asked)) == (1, 1)
 
 
-def test_nothing_connects_before_the_first_use():
+def test_connects_on_first_use():
     env = GymVectorEnv(2, "http://127.0.0.1:9", "pick")
     assert env.render() is None
     env.close()
 
 
-def test_close_is_idempotent_and_reset_connects_again(make):
+def test_close_is_idempotent_and_reset_reconnects(make):
     env = make(2)
     env.close()
     first = env.reset(seed=1)
@@ -741,10 +751,10 @@ def test_close_is_idempotent_and_reset_connects_again(make):
     assert_same(env.reset(seed=1), first)
 
 
-def test_close_ends_the_sessions(server):
+def test_close_closes_the_sessions(server):
     async def open_sessions():
-        pool = SessionPool([Pick])
-        env = GymVectorEnv(4, client=lambda: EnvClient(pool))
+        client = Pick.local()
+        pool, env = pool_of(client), GymVectorEnv(4, client=client)
         await env.areset(seed=0)
         before = pool.open_sessions
         await env.areset(seed=0)
@@ -756,7 +766,7 @@ def test_close_ends_the_sessions(server):
 
 
 @pytest.mark.parametrize("used", [False, True])
-def test_it_can_be_pickled_before_and_after_use(used, server, make):
+def test_pickle_before_and_after_use(used, server, make):
     env = make(2, url=server.url, token=server.token, task="pick", autoreset_mode="SameStep")
     env.reset(seed=1)
     if used:
@@ -770,7 +780,7 @@ def test_it_can_be_pickled_before_and_after_use(used, server, make):
     copy.close()
 
 
-def test_a_forked_process_connects_for_itself(server):
+def test_forked_process_makes_its_own_connection(server):
     code = f"""
 import os, warnings
 warnings.simplefilter("error")
@@ -797,7 +807,7 @@ env.close()
     assert ran.stderr == ""
 
 
-def test_bad_constructor_arguments_are_refused(server):
+def test_invalid_constructor_arguments_are_rejected(server):
     with pytest.raises(ValueError, match="either url="):
         GymVectorEnv(2)
     with pytest.raises(ValueError, match="at least 1"):
@@ -812,7 +822,7 @@ def test_bad_constructor_arguments_are_refused(server):
     env.close()
 
 
-def test_render_gives_each_conversation_as_text(make):
+def test_render_returns_the_conversations_as_text(make):
     env = make(2, render_mode="ansi")
     env.reset(seed=0)
     env.step([call(0), "Hm."])
@@ -821,10 +831,10 @@ def test_render_gives_each_conversation_as_text(make):
     assert second.splitlines()[1] == "assistant: Hm."
 
 
-# On an event loop
+# Coroutines
 
 
-def test_coroutines_do_what_the_methods_do(server, make):
+def test_coroutines_equal_the_methods(server, make):
     env, other = make(3), make(3)
 
     async def trainer():
@@ -834,46 +844,49 @@ def test_coroutines_do_what_the_methods_do(server, make):
     assert_same(asyncio.run(trainer()), (other.reset(seed=3), other.step([call(1), call(2), call(3)])))
 
 
-def test_it_works_where_an_event_loop_runs_already(make):
+def test_works_inside_a_running_event_loop(make):
     env = make(2)
 
-    async def cell_of_a_notebook():
+    async def notebook_cell():
         env.reset(seed=1)
         return env.step([call(0)] * 2)
 
-    assert len(asyncio.run(cell_of_a_notebook())[0]) == 2
+    assert len(asyncio.run(notebook_cell())[0]) == 2
 
 
-class Stalling(SessionPool):
-    """A pool that answers one step, and no other."""
+class Stalling(InterceptedClient):
+    """A client that receives only one answer."""
 
-    def __init__(self):
-        super().__init__([Pick])
+    answers = 0
+
+    def __init__(self, backend):
+        super().__init__(backend)
         self.stepping = threading.Event()
 
-    async def step(self, *args):
-        if not self.metrics.steps:
-            return await super().step(*args)
+    async def step(self, session, play, message):
+        if not self.answers:
+            self.answers += 1
+            return await play(message)
         self.stepping.set()
         await asyncio.Event().wait()
 
 
 @pytest.fixture
 def stalling(make):
-    """Return an environment, and a function that has a step under way."""
-    pool = Stalling()
-    env = make(2, client=lambda: EnvClient(pool))
+    """Return an environment, and a function that starts a step and returns while it is pending."""
+    client = Stalling.local(Pick)
+    env = make(2, client=client)
 
     async def begin():
         await env.areset(seed=0)
         step = asyncio.create_task(env.astep([call(0)] * 2))
-        await asyncio.to_thread(pool.stepping.wait, 10)
+        await asyncio.to_thread(client.stepping.wait, 10)
         return step
 
     return env, begin
 
 
-def test_a_second_call_while_one_is_under_way_is_refused(stalling):
+def test_second_call_while_one_is_pending_raises(stalling):
     env, begin = stalling
 
     async def trainer():
@@ -889,7 +902,7 @@ def test_a_second_call_while_one_is_under_way_is_refused(stalling):
     asyncio.run(trainer())
 
 
-def test_a_cancelled_step_ends_the_episodes_and_reset_goes_on(stalling):
+def test_cancelled_step_ends_all_episodes(stalling):
     env, begin = stalling
 
     async def trainer():
@@ -904,28 +917,28 @@ def test_a_cancelled_step_ends_the_episodes_and_reset_goes_on(stalling):
     assert asyncio.run(trainer())[1]["seed"].tolist() == [1, 2]
 
 
-def test_a_cancelled_reset_leaves_no_new_episode_running(make):
-    class Stalling(SessionPool):
-        """A pool that does not get seed 11 open."""
+def test_cancelled_reset_leaves_no_new_episode_running(make):
+    class Stalling(EnvClient):
+        """A client that never finishes opening seed 11."""
 
-        def __init__(self):
-            super().__init__([Pick])
+        def __init__(self, backend):
+            super().__init__(backend)
             self.opening = threading.Event()
 
-        async def open(self, request):
-            if request.seed == 11:
+        async def open(self, *args, seed=None, **kwargs):
+            if seed == 11:
                 self.opening.set()
                 await asyncio.Event().wait()
-            return await super().open(request)
+            return await super().open(*args, seed=seed, **kwargs)
 
-    pool = Stalling()
-    env = make(3, client=lambda: EnvClient(pool))
+    client = Stalling.local(Pick)
+    env = make(3, client=client)
 
     async def trainer():
         await env.areset(seed=0)
         mask = np.array([True, True, False])
         reset = asyncio.create_task(env.areset(seed=10, options={"reset_mask": mask}))
-        await asyncio.to_thread(pool.opening.wait, 10)
+        await asyncio.to_thread(client.opening.wait, 10)
         reset.cancel()
         await asyncio.wait([reset])
         with pytest.raises(ResetNeeded, match=r"\[0, 1\]"):
@@ -946,7 +959,7 @@ values = st.recursive(
 
 
 @given(st.lists(st.dictionaries(st.sampled_from("abcd"), values, max_size=4), min_size=1, max_size=4))
-def test_stacked_infos_lose_nothing(infos):
+def test_stack_infos_is_lossless(infos):
     def one(stacked, i):
         return {
             key: one(array, i) if isinstance(array, dict) else array[i]
@@ -963,7 +976,7 @@ def schema_like(kind):
 
 
 @pytest.mark.parametrize("kind", [st.integers(-9, 9), st.floats(allow_nan=False), st.booleans(), st.text()])
-def test_infos_of_one_form_are_stacked_as_gymnasium_does(kind):
+def test_stack_infos_equals_gymnasiums_for_uniform_infos(kind):
     @settings(max_examples=20)
     @given(st.lists(schema_like(kind) | st.just({}), min_size=1, max_size=4))
     def check(infos):
@@ -976,7 +989,7 @@ def test_infos_of_one_form_are_stacked_as_gymnasium_does(kind):
     check()
 
 
-def test_every_loss_is_one_of_the_packages_errors(make):
+def test_infos_error_is_an_agentrl_error(make):
     env = make(1)
     env.reset(seed=0)
     infos = env.step([call(BREAKS)])[-1]

@@ -1,4 +1,4 @@
-"""What an image is built from: found without a daemon, equal for equal files, nothing written."""
+"""The build context of an image, without a daemon."""
 
 import io
 import subprocess
@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentrl_env.errors import LaunchError, TargetError
-from agentrl_env.launch.image_context import Recipe, TaskFiles
-from agentrl_env.launch.wheel import make_wheel, wheel_name
+from agentrl_env.launch.image_context import BuildContext, TaskFiles, make_wheel, wheel_name
 
 
 @pytest.fixture
@@ -24,16 +23,16 @@ def folder(tmp_path):
 
 
 def context(target, **options):
-    """Return the files of a build context by name."""
-    recipe = Recipe(task=TaskFiles.of(str(target)), base="python:3.11-slim", **options)
+    """Return the files of a build context by name, and the archive."""
+    build = BuildContext(task=TaskFiles.of(str(target)), base="python:3.11-slim", **options)
     file = io.BytesIO()
-    recipe.write(file)
+    build.write(file)
     file.seek(0)
     with tarfile.open(fileobj=file) as tar:
         return {member.name: member.isfile() and tar.extractfile(member).read() for member in tar}, file
 
 
-def test_the_task_is_in_it_under_a_plain_name(folder):
+def test_task_files_are_included_under_a_plain_name(folder):
     files, _ = context(folder)
     assert files["task/my_game/environment.py"] == b"x = 1\n"
     assert files["task/my_game/data/words.txt"] == b"a b\n"
@@ -46,7 +45,7 @@ def test_equal_files_make_equal_contexts(folder):
     assert context(folder)[1].getvalue() == first
 
 
-def test_what_is_no_part_of_a_task_stays_out(folder):
+def test_ignored_files_are_left_out(folder):
     for name in (
         ".git/config",
         ".venv/bin/python",
@@ -62,7 +61,7 @@ def test_what_is_no_part_of_a_task_stays_out(folder):
     assert b"secret" not in files.values()
 
 
-def test_requirements_of_task_and_caller_are_solved_together(folder):
+def test_requirements_of_task_and_caller_are_installed_together(folder):
     (folder / "requirements.txt").write_text("# why\nnumpy<2  # because\n\npandas\n")
     files, _ = context(folder, requirements=("agentrl-kit[otel, redis]", "rich>14"))
     assert files["install/requirements.txt"].decode().splitlines() == [
@@ -73,7 +72,7 @@ def test_requirements_of_task_and_caller_are_solved_together(folder):
     ]
 
 
-def test_a_wheelhouse_asks_no_index_and_certificates_are_trusted_in_the_build_alone(folder, tmp_path):
+def test_wheelhouse_disables_the_index_and_certificates_are_only_in_the_build_stage(folder, tmp_path):
     (tmp_path / "wheels").mkdir()
     (tmp_path / "wheels" / "a-1-py3-none-any.whl").write_bytes(b"wheel")
     (tmp_path / "ca.pem").write_bytes(b"certificate")
@@ -87,15 +86,15 @@ def test_a_wheelhouse_asks_no_index_and_certificates_are_trusted_in_the_build_al
     assert "ca.crt" not in final
 
 
-def test_debian_packages_are_installed_by_name_alone(folder):
+def test_debian_packages_must_be_plain_names(folder):
     (folder / "packages.txt").write_text("git  # to clone\nlibfoo-dev=1.2-3\n")
     assert b"--no-install-recommends git libfoo-dev=1.2-3 &&" in context(folder)[0]["Dockerfile"]
     (folder / "packages.txt").write_text("git; rm -rf /\n")
-    with pytest.raises(LaunchError, match="no Debian package's name"):
+    with pytest.raises(LaunchError, match="is not a Debian package name"):
         context(folder)
 
 
-def test_a_link_that_leads_outside_is_refused(folder):
+def test_symlink_out_of_the_task_is_rejected(folder):
     (folder / "here").symlink_to("environment.py")
     (folder / "there").symlink_to("/etc/passwd")
     with pytest.raises(LaunchError, match=r"there links to /etc/passwd.*\.dockerignore"):
@@ -104,7 +103,7 @@ def test_a_link_that_leads_outside_is_refused(folder):
     assert "task/my_game/here" in context(folder)[0]
 
 
-def test_a_file_and_a_module_are_targets_too(folder):
+def test_files_and_modules_are_targets(folder):
     assert TaskFiles.of(f"{folder}/environment.py:Game").target == "/srv/my_game/environment.py:Game"
     module = TaskFiles.of("agentrl_env.testing:Probe")
     assert (module.name, module.target) == ("agentrl_env", "agentrl_env.testing:Probe")
@@ -112,17 +111,17 @@ def test_a_file_and_a_module_are_targets_too(folder):
 
 
 @pytest.mark.parametrize("target", ["nowhere", "nowhere.py:Game", "no_such_module_at_all:Game", "/tmp"])
-def test_a_target_that_is_not_there_is_one_sentence(target):
+def test_missing_target_is_rejected(target):
     with pytest.raises(TargetError, match=target):
         TaskFiles.of(target)
 
 
-def test_the_wheel_installs_and_the_one_without_files_names_the_same(tmp_path):
+def test_wheel_installs_and_the_one_without_files_has_the_same_metadata(tmp_path):
     wheel = tmp_path / wheel_name()
     wheel.write_bytes(make_wheel(files=True))
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", "--target"]
     subprocess.run([*command, tmp_path / "site", wheel], check=True, timeout=60)
-    assert (tmp_path / "site/agentrl_env/launch/template/environment.py.template").is_file()
+    assert (tmp_path / "site/agentrl_env/cli/template/environment.py.template").is_file()
     assert (tmp_path / "site/bin/agentrl-env").is_file()
     with zipfile.ZipFile(wheel) as full, zipfile.ZipFile(io.BytesIO(make_wheel(files=False))) as bare:
         (metadata,) = (name for name in bare.namelist() if name.endswith("METADATA"))

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ TARGET = f"{__file__}:Wait"
 
 
 class Wait(Environment):
-    """Says hello, and starts a process of its own."""
+    """Says hello, and starts a child process."""
 
     @classmethod
     def startup(cls):
@@ -33,7 +34,7 @@ class Wait(Environment):
 
 
 class Broken(Wait):
-    """Cannot start."""
+    """Fails to start."""
 
     @classmethod
     def startup(cls):
@@ -41,7 +42,7 @@ class Broken(Wait):
 
 
 class Chatty(Wait):
-    """Prints much before it serves."""
+    """Prints a lot before it serves."""
 
     @classmethod
     def startup(cls):
@@ -50,7 +51,7 @@ class Chatty(Wait):
 
 
 class Complaining(Chatty):
-    """Prints much before it fails."""
+    """Prints a lot before it fails."""
 
     @classmethod
     def startup(cls):
@@ -70,7 +71,7 @@ def alive(pid):
 def until_dead(pid, seconds=20.0):
     end = time.monotonic() + seconds
     while alive(pid):
-        assert time.monotonic() < end, f"process {pid} still lives"
+        assert time.monotonic() < end, f"process {pid} still runs"
         time.sleep(0.02)
 
 
@@ -79,7 +80,7 @@ async def hello(url, token):
         return (await client.open("wait")).messages[0].content
 
 
-def test_it_serves_on_a_free_port_until_it_is_stopped():
+def test_server_listens_on_a_free_port_until_stop():
     server = ServerProcess(TARGET, token="s3cret")
     with server:
         assert server.running
@@ -97,7 +98,7 @@ def test_two_servers_get_two_ports():
         assert one.url != two.url
 
 
-def test_stop_ends_what_the_server_has_started_and_is_idempotent():
+def test_stop_ends_child_processes_and_is_idempotent():
     server = ServerProcess(TARGET).start()
     child = int(server.output().split("child ")[1].split()[0])
     assert alive(child)
@@ -106,7 +107,7 @@ def test_stop_ends_what_the_server_has_started_and_is_idempotent():
     until_dead(child)
 
 
-def test_it_can_be_started_again():
+def test_server_can_be_restarted():
     server = ServerProcess(TARGET)
     with server:
         first = server.pid
@@ -116,43 +117,43 @@ def test_it_can_be_started_again():
         assert server.pid != first
 
 
-def test_a_server_that_cannot_start_says_why():
+def test_server_that_cannot_start_raises_its_error():
     with pytest.raises(ServeError, match=r"nowhere: no such folder"):
         ServerProcess("nowhere").start()
 
 
-def test_a_startup_that_fails_says_why():
+def test_failed_startup_hook_raises_its_error():
     with pytest.raises(ServeError, match=r"no database here|startup"):
         ServerProcess(f"{__file__}:Broken").start()
 
 
-def test_a_server_is_found_however_much_it_prints_before_it_serves():
+def test_url_is_found_after_much_output():
     with ServerProcess(f"{__file__}:Chatty") as server:
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert f"at {server.url}" in server.output()
         assert "line 39999 " in server.output()
 
 
-def test_the_last_words_are_the_last_however_much_was_said_before():
+def test_error_is_found_after_much_output():
     with pytest.raises(ServeError, match=r"no database here|startup"):
         ServerProcess(f"{__file__}:Complaining").start()
 
 
-def test_a_taken_port_is_one_clear_sentence():
+def test_taken_port_is_a_clear_error():
     with ServerProcess(TARGET) as server:
         port = int(server.url.rsplit(":", 1)[1])
         with pytest.raises(ServeError, match="choose another port"):
             ServerProcess(TARGET, port=port).start()
 
 
-def test_a_server_that_is_too_slow_is_stopped():
+def test_server_that_starts_too_slowly_is_stopped():
     server = ServerProcess(TARGET, start_timeout=0.0)
     with pytest.raises(ServeError, match="did not answer within 0 s"):
         server.start()
     assert not server.running
 
 
-def test_a_log_file_is_appended_to(tmp_path):
+def test_log_file_is_appended_to(tmp_path):
     log = tmp_path / "server.log"
     log.write_text("serving nothing at http://127.0.0.1:9\n")
     with ServerProcess(TARGET, log=log) as server:
@@ -160,7 +161,20 @@ def test_a_log_file_is_appended_to(tmp_path):
     assert f"at {server.url}" in log.read_text()
 
 
-def test_a_server_dies_whole_with_a_parent_that_was_killed():
+def test_server_connects_to_every_controller():
+    command = [sys.executable, "-m", "agentrl_env", "controller", "--port", "0"]
+    with contextlib.ExitStack() as stack:
+        urls = []
+        for _ in range(2):
+            process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            stack.callback(process.terminate)
+            urls.append(process.stdout.readline().split(" at ")[1].strip())
+        with ServerProcess(TARGET, controllers=urls) as server:
+            assert server.url == ""
+            assert [asyncio.run(hello(url, None)) for url in urls] == ["Hello.", "Hello."]
+
+
+def test_server_and_its_children_end_with_a_killed_parent():
     code = f"""
 import time
 from agentrl_env.launch.process import ServerProcess

@@ -1,11 +1,11 @@
-"""A task with a shell, for the tests of sandboxes behind a server."""
+"""Tasks with a shell, for tests of sandboxes behind a server."""
 
 from agentrl_env import Environment, tool
 from agentrl_env.sandbox import open_sandbox
 
 
 class Shell(Environment):
-    """Runs what it is told."""
+    """Runs the commands that it is given."""
 
     max_turns = 1000
 
@@ -29,7 +29,7 @@ class Shell(Environment):
 
 
 class BreaksInReset(Shell):
-    """Opens a sandbox and then fails."""
+    """Opens a sandbox and fails."""
 
     name = "breaks"
 

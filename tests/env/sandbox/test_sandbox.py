@@ -1,4 +1,4 @@
-"""Sandboxes in real bubblewrap: what a command can and cannot do, and what is left of it."""
+"""Sandboxes in real bubblewrap: commands, limits, isolation, files, snapshots, cleanup."""
 
 import asyncio
 import gc
@@ -17,9 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentrl_env.errors import SandboxFailed, SandboxUnavailable
-from agentrl_env.sandbox import HOME, cgroups, leftovers, open_sandbox, seccomp
+from agentrl_env.sandbox import HOME, cgroups, open_sandbox, seccomp
 from agentrl_env.sandbox.bubblewrap import check_available
-from agentrl_env.sandbox.sandbox import Stream, absolute, as_text, packed
+from agentrl_env.sandbox.orphans import PREFIX, is_orphan, resource_name
+from agentrl_env.sandbox.sandbox import Stream, absolute, as_text, tar_archive
 
 try:
     check_available()
@@ -37,7 +38,7 @@ def small(**options):
 
 @pytest.fixture(scope="module")
 def box():
-    """One sandbox for tests that leave it as they find it."""
+    """Share one sandbox between tests that do not change it."""
     with small(files={"notes.txt": "buy milk\n", "a/b.txt": b"\xff"}) as box:
         yield box
 
@@ -49,7 +50,7 @@ def own():
 
 
 def processes(box):
-    """Return the processes of this machine that belong to a sandbox: those below its monitor."""
+    """Return the host pids of a sandbox: its monitor and all descendants."""
     children = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -65,10 +66,8 @@ def processes(box):
 
 
 def groups():
-    """Return the cgroups that this process has made and not removed."""
-    return {
-        f for base in set(cgroups.find().values()) for f in base.glob(f"{leftovers.PREFIX}*-{os.getpid()}-*")
-    }
+    """Return the existing cgroups of this process."""
+    return {f for base in set(cgroups.find().values()) for f in base.glob(f"{PREFIX}*-{os.getpid()}-*")}
 
 
 def lives(pid):
@@ -87,32 +86,32 @@ def until(condition, seconds=20.0):
 
 @needs_bubblewrap
 class TestCommands:
-    def test_text_goes_to_a_shell_and_a_list_to_none(self, box):
+    def test_text_is_run_by_a_shell_and_a_list_is_not(self, box):
         assert box.run("cat notes.txt | wc -w").stdout == "2\n"
         assert box.run(["echo", "$HOME;", "ls"]).stdout == "$HOME; ls\n"
 
-    def test_code_and_streams_are_apart(self, box):
+    def test_exit_code_and_streams_are_separate(self, box):
         done = box.run("echo out; echo err >&2; exit 3")
         assert (done.code, done.stdout, done.stderr) == (3, "out\n", "err\n")
         assert done.text == "out\nerr\n(exit code 3)"
         assert done.killed_by is None
 
-    def test_input_folder_and_environment_are_given(self, box):
+    def test_stdin_cwd_and_env_are_passed(self, box):
         assert box.run("cat", stdin="hello" * 100_000, max_output=10**6).stdout == "hello" * 100_000
         assert box.run("pwd; echo $COLOUR", cwd="a", env={"COLOUR": "red"}).stdout == f"{HOME}/a\nred\n"
 
-    def test_files_stay_between_commands_and_processes_do_not(self, own):
+    def test_files_persist_between_commands_and_processes_do_not(self, own):
         own.run("echo 1 >x; sleep 1000 & echo $! >pid")
         assert own.run("cat x; kill -0 $(cat pid) || echo gone").stdout == "1\ngone\n"
         assert len(processes(own)) == 2
 
-    def test_processes_go_on_where_that_is_wanted(self):
+    def test_background_processes_keep_running(self):
         with small(background=True) as box:
             assert box.run("(sleep 0.2; echo late >x) & echo now").stdout == "now\n"
             assert box.run("until [ -s x ]; do sleep 0.02; done; cat x").stdout == "late\n"
 
     @pytest.mark.parametrize(
-        ("command", "said"),
+        ("command", "message"),
         [
             ("x" * 200_000, "Argument list too long"),
             ("\0", "null byte"),
@@ -121,19 +120,19 @@ class TestCommands:
             ([""], "cannot run"),
         ],
     )
-    def test_what_cannot_be_run_is_an_answer(self, box, command, said):
+    def test_command_that_cannot_start_is_a_result(self, box, command, message):
         done = box.run(command)
-        assert said in done.stderr
+        assert message in done.stderr
         assert done.code in (126, 127)
 
     @pytest.mark.parametrize("command", ["echo \ud800", "printf '\\xff\\0'", "", " ", "'", "\n\t", "%s%n{}"])
-    def test_odd_commands_have_answers_that_can_be_sent(self, box, command):
+    def test_output_of_unusual_commands_is_valid_unicode(self, box, command):
         box.run(command).text.encode()
 
-    def test_a_command_may_not_start_in_a_file(self, box):
+    def test_cwd_must_be_a_folder(self, box):
         assert "Not a directory" in box.run("ls", cwd="notes.txt").stderr
 
-    async def test_a_loop_is_not_blocked(self, box):
+    async def test_arun_does_not_block_the_event_loop(self, box):
         ticks = 0
 
         async def tick():
@@ -147,7 +146,7 @@ class TestCommands:
         ticking.cancel()
         assert ticks > 10
 
-    def test_threads_take_turns(self, own):
+    def test_concurrent_commands_run_one_at_a_time(self, own):
         results = []
         threads = [
             threading.Thread(
@@ -164,16 +163,16 @@ class TestCommands:
 
 @needs_bubblewrap
 class TestLimits:
-    """Whatever hits a limit is killed, says so, and leaves the sandbox fit for the next command."""
+    """A command that exceeds a limit is killed with a note, and the sandbox stays usable."""
 
     @pytest.fixture(autouse=True)
-    def _goes_on(self, own):
+    def _stays_usable(self, own):
         yield
         assert own.run("echo fine").stdout == "fine\n"
         assert own.alive
         assert len(processes(own)) == 2
 
-    def test_time(self, own):
+    def test_timeout(self, own):
         done = own.run("trap '' TERM; echo begun; sleep 1000 & sleep 1000", timeout=0.3)
         assert (done.timed_out, done.killed_by, done.stdout, done.code) == (True, "timeout", "begun\n", None)
         assert "(killed: it ran longer than 0.3 s)" in done.text
@@ -185,7 +184,7 @@ class TestLimits:
         assert 1000 < max(len(done.stdout), len(done.stderr)) <= own.limits.max_output
         assert "endless output" in done.text
 
-    def test_long_output_is_cut_and_the_command_goes_on(self, own):
+    def test_long_output_is_truncated_without_killing_the_command(self, own):
         done = own.run("seq 200000; touch end; ls end >&2", max_output=100)
         assert (done.code, done.truncated, len(done.stdout), done.stderr) == (0, True, 100, "end\n")
         assert "the first 100 bytes are shown" in done.text
@@ -199,7 +198,7 @@ class TestLimits:
 
     def test_memory_of_many_processes_together(self, own):
         if not cgroups.find():
-            pytest.skip("this machine lets nobody make cgroups here: the limit is of one process")
+            pytest.skip("no cgroups can be created here: the memory limit is per process")
         hog = "python3 -c 'import time; x = bytearray(20 << 20); time.sleep(100)'"
         done = own.run(f"for i in 1 2 3 4 5 6 7 8; do {hog} & done; wait -n; echo $?")
         assert done.killed_by == "memory"
@@ -229,15 +228,15 @@ class TestLimits:
 
     def test_processors(self):
         if "cpu" not in cgroups.find():
-            pytest.skip("this machine lets nobody make cpu cgroups here")
+            pytest.skip("no cpu cgroups can be created here")
         burn = "import time\nend = time.time() + 1\nwhile time.time() < end: pass\nprint(time.process_time())"
         with small(cpus=0.2) as box:
             assert float(box.run(["python3", "-c", burn]).stdout) < 0.6
 
 
 @needs_bubblewrap
-class TestWalls:
-    def test_the_host_is_not_there(self, box):
+class TestIsolation:
+    def test_host_files_are_invisible(self, box):
         seen = set(box.run("ls -a /").stdout.split())
         assert seen <= {
             ".",
@@ -260,7 +259,7 @@ class TestWalls:
         assert box.run(["ls", str(Path(__file__).parent)]).code != 0
         assert box.run("cat /etc/shadow").code != 0
 
-    def test_the_environment_is_clean(self, box, monkeypatch):
+    def test_server_environment_is_invisible(self, box, monkeypatch):
         monkeypatch.setenv("AGENTRL_TOKEN", "s3cret")
         with small() as fresh:
             assert set(fresh.run("env | cut -d= -f1").stdout.split()) <= {
@@ -268,22 +267,22 @@ class TestWalls:
             }
             assert "s3cret" not in fresh.run("cat /proc/*/environ /proc/*/cmdline").stdout
 
-    def test_only_its_own_processes_are_seen(self, box):
+    def test_host_processes_are_invisible(self, box):
         assert int(box.run("ls /proc | grep -c '^[0-9]'").stdout) < 6
 
-    def test_process_1_can_be_neither_killed_nor_read(self, box):
+    def test_supervisor_can_be_neither_killed_nor_read(self, box):
         box.run("kill -9 1; kill -STOP 1; kill -TERM 1; kill -CHLD 1; kill -9 -1")
         done = box.run("cat /proc/1/mem /proc/1/environ; ls -l /proc/1/fd/; readlink /proc/1/cwd; echo alive")
         assert done.stdout.endswith("alive\n")
         assert done.stderr.count("Permission denied") >= 2
 
-    def test_the_user_is_nobody_in_particular(self, box):
+    def test_user_has_no_privileges(self, box):
         assert box.run("id -u; id -g").stdout == "1000\n1000\n"
         status = box.run("grep -E 'CapEff|CapBnd|NoNewPrivs|Seccomp:' /proc/self/status").stdout.split()
         assert status == ["CapEff:", "0" * 16, "CapBnd:", "0" * 16, "NoNewPrivs:", "1", "Seccomp:", "2"]
         assert os.stat(f"/proc/{box._process.pid}").st_uid != 0 or os.geteuid() != 0
 
-    def test_no_program_gives_rights(self, box):
+    def test_setuid_programs_grant_no_privileges(self, box):
         found = box.run("find /usr/bin /usr/sbin -perm -4000 2>/dev/null | head -n 1").stdout.strip()
         assert "nosuid" in box.run("grep ' /usr ' /proc/self/mountinfo").stdout
         if found.endswith(("su", "sudo", "mount")):
@@ -307,11 +306,11 @@ class TestWalls:
             "python3 -c 'import ctypes, sys; sys.exit(ctypes.CDLL(None).syscall(250, 0, 0) < 0)'",
         ],
     )
-    def test_the_kernel_is_out_of_reach(self, box, command):
+    def test_privileged_system_calls_are_denied(self, box, command):
         done = box.run(command)
         assert done.code not in (0, 127), done
 
-    def test_there_is_no_network(self, box):
+    def test_network_is_unreachable_by_default(self, box):
         code = "import socket; socket.create_connection(({!r}, {}), 2)"
         server = subprocess.Popen(
             [sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1"],
@@ -330,7 +329,7 @@ class TestWalls:
             server.kill()
         assert box.run("cat /proc/net/dev").stdout.count(":") == 1
 
-    def test_what_is_written_is_seen_by_nobody_else(self, own):
+    def test_written_files_are_invisible_outside(self, own):
         own.run("echo mine >/usr/local/bin/mine; mkdir /opt /srv; echo mine >/opt/x; echo mine >/tmp/mine")
         assert own.run("cat /usr/local/bin/mine /opt/x /tmp/mine").stdout == "mine\n" * 3
         assert not Path("/usr/local/bin/mine").exists()
@@ -338,14 +337,14 @@ class TestWalls:
         with small() as other:
             assert other.run("cat /usr/local/bin/mine /opt/x /tmp/mine").stdout == ""
 
-    def test_the_hosts_programs_cannot_be_changed(self, box):
+    def test_host_programs_are_read_only(self, box):
         assert "Read-only" in box.run("touch /usr/x").stderr
         assert "Read-only" in box.run("rm -f /usr/bin/env").stderr
 
 
 @needs_bubblewrap
 class TestFiles:
-    def test_they_are_written_and_read(self, own):
+    def test_files_are_written_and_read(self, own):
         own.write("deep/er/x.txt", "text")
         own.write("/tmp/y", b"\xff\0")
         assert own.read("deep/er/x.txt") == b"text"
@@ -353,7 +352,7 @@ class TestFiles:
         assert own.read("/tmp/y", limit=1) == b"\xff"
         assert own.run("cat deep/er/x.txt").stdout == "text"
 
-    def test_many_are_written_at_once(self, own):
+    def test_write_all_writes_many_files(self, own):
         own.write_all({f"d{i % 3}/f{i}": str(i) for i in range(300)})
         assert own.run("cat d*/f* | wc -c").stdout == "790\n"
         assert own.read("d2/f299") == b"299"
@@ -373,15 +372,15 @@ class TestFiles:
             ("a\0b", ValueError),
         ],
     )
-    def test_what_cannot_be_read_is_an_error(self, own, path, error):
+    def test_invalid_paths_raise(self, own, path, error):
         own.run("mkfifo pipe; ln -s loop loop")
         with pytest.raises(error):
             own.read(path)
         with pytest.raises(error if error is not FileNotFoundError else IsADirectoryError):
             own.write(path if error is not FileNotFoundError else ".", "x")
 
-    def test_links_lead_nowhere_but_into_the_sandbox(self, own):
-        secret = Path("/tmp", leftovers.new_name().replace("sandbox", "secret"))
+    def test_symlinks_do_not_lead_out_of_the_sandbox(self, own):
+        secret = Path("/tmp", resource_name().replace("sandbox", "secret"))
         secret.write_text("s3cret")
         try:
             own.run(f"ln -s {secret} link; ln -s / root; ln -s ../../../../.. up; ln -s /proc/1/root proc")
@@ -395,7 +394,7 @@ class TestFiles:
         finally:
             secret.unlink()
 
-    def test_a_replaced_program_deceives_the_shell_but_not_read(self, own):
+    def test_read_is_independent_of_replaced_programs(self, own):
         own.write("x", "true")
         own.run("printf '#!/bin/sh\\necho forged\\n' >/usr/local/bin/cat; chmod +x /usr/local/bin/cat")
         assert own.run("cat x").stdout == "forged\n"
@@ -403,7 +402,7 @@ class TestFiles:
 
 
 @needs_bubblewrap
-def test_a_snapshot_holds_all_that_was_written_and_deleted(own):
+def test_snapshot_contains_changes_and_deletions(own):
     lower = next(e.name for e in Path("/usr/local").iterdir() if e.is_dir() and not e.is_symlink())
     own.write_all({"a/x": "1", "/opt/y": "2"})
     own.run(
@@ -423,14 +422,14 @@ def test_a_snapshot_holds_all_that_was_written_and_deleted(own):
 
 
 @needs_bubblewrap
-def test_a_snapshot_that_is_none_is_a_failure(own):
+def test_invalid_snapshot_raises_sandbox_failed(own):
     with pytest.raises(SandboxFailed, match="cannot be restored"):
         own.restore(b"nonsense" * 100)
 
 
 @needs_bubblewrap
-class TestEnds:
-    def test_nothing_is_left_after_close(self):
+class TestCleanup:
+    def test_close_leaves_no_process_mount_or_cgroup(self):
         mounts, before = Path("/proc/self/mountinfo").read_text(), groups()
         box = small()
         box.run("mount; touch /tmp/x")
@@ -447,7 +446,7 @@ class TestEnds:
         with pytest.raises(SandboxFailed, match="closed"):
             box.read("x")
 
-    def test_one_that_is_forgotten_is_closed(self):
+    def test_garbage_collected_sandbox_is_closed(self):
         before = groups()
         box = small()
         pids = processes(box)
@@ -456,7 +455,7 @@ class TestEnds:
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
         assert groups() == before
 
-    def test_close_ends_a_command_of_another_thread(self):
+    def test_close_ends_a_command_in_another_thread(self):
         box, errors = small(), []
 
         def wait():
@@ -472,14 +471,14 @@ class TestEnds:
         thread.join(10)
         assert errors == ["the sandbox ended while it ran a command"]
 
-    def test_one_that_dies_is_an_infrastructure_failure(self, own):
+    def test_dead_sandbox_raises_sandbox_failed(self, own):
         own._process.kill()
         own._process.wait()
         with pytest.raises(SandboxFailed, match=r"dead|ended"):
             own.run("true")
         assert not own.alive
 
-    def test_a_thread_that_ends_does_not_take_its_sandbox_along(self):
+    def test_sandbox_outlives_the_thread_that_opened_it(self):
         boxes = []
         thread = threading.Thread(target=lambda: boxes.append(small()))
         thread.start()
@@ -487,7 +486,7 @@ class TestEnds:
         with boxes[0] as box:
             assert box.run("echo x").stdout == "x\n"
 
-    def test_a_killed_owner_takes_its_sandbox_along_and_the_next_sweeps_up(self):
+    def test_sandbox_ends_with_a_killed_owner_and_its_cgroups_are_removed_later(self):
         code = """
 from agentrl_env.sandbox import open_sandbox
 box = open_sandbox("bubblewrap", background=True)
@@ -505,14 +504,14 @@ box.run("sleep 1000", timeout=1000)
         bases = cgroups.find()
 
         def left():
-            cgroups.sweep(bases)
+            cgroups.remove_orphans(bases)
             return [f for base in set(bases.values()) for f in base.glob(f"*-{process.pid}-*")]
 
         until(lambda: not left())
 
 
 @needs_bubblewrap
-def test_limits_hold_without_cgroups_for_an_ordinary_user():
+def test_limits_apply_without_cgroups_for_an_ordinary_user():
     code = """
 import os, sys
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
@@ -528,7 +527,7 @@ with open_sandbox("bubblewrap", memory="128m", disk="16m", pids=32, timeout=3) a
 """
     if os.geteuid() != 0:
         pytest.skip("the other tests run as an ordinary user already")
-    # An ordinary user cannot read root's own Python, so what is imported is imported first.
+    # Import before dropping privileges: an ordinary user may not be able to read root's Python.
     code = "import agentrl_env.sandbox.bubblewrap, numpy.random\n" + code
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -536,8 +535,8 @@ with open_sandbox("bubblewrap", memory="128m", disk="16m", pids=32, timeout=3) a
         assert words in done.stdout
 
 
-class TestChoice:
-    def test_no_sandbox_means_no_commands_unless_that_is_allowed(self, monkeypatch):
+class TestFactory:
+    def test_without_a_sandbox_commands_run_only_if_allowed(self, monkeypatch):
         monkeypatch.setattr("shutil.which", lambda name: None)
         monkeypatch.delenv("AGENTRL_ALLOW_UNSAFE_SANDBOX", raising=False)
         from agentrl_env.sandbox import bubblewrap
@@ -554,25 +553,25 @@ class TestChoice:
         finally:
             bubblewrap._unavailable.cache_clear()
 
-    def test_unsafe_has_to_be_allowed(self, monkeypatch):
+    def test_unsafe_must_be_allowed(self, monkeypatch):
         monkeypatch.delenv("AGENTRL_ALLOW_UNSAFE_SANDBOX", raising=False)
         with pytest.raises(SandboxUnavailable, match="without any protection"):
             open_sandbox("unsafe")
 
     @pytest.mark.parametrize(
-        ("options", "said"),
+        ("options", "message"),
         [
-            ({"memory": "64q"}, "'64q' is no size"),
+            ({"memory": "64q"}, "'64q' is not a size"),
             ({"memory": "64m", "disk": "60m"}, "leave 24 MiB of memory"),
             ({"pids": 0}, "pids=0 must be positive"),
             ({"timeout": -1.0}, "must be positive"),
         ],
     )
-    def test_limits_that_cannot_be_are_refused(self, options, said):
-        with pytest.raises(ValueError, match=said):
+    def test_invalid_limits_are_rejected(self, options, message):
+        with pytest.raises(ValueError, match=message):
             open_sandbox(**options)
 
-    def test_images_belong_to_a_kind(self):
+    def test_image_must_fit_the_kind(self):
         with pytest.raises(SandboxUnavailable, match="needs image="):
             open_sandbox("docker")
         with pytest.raises(SandboxUnavailable, match="absolute path"):
@@ -585,16 +584,16 @@ class TestUnsafe:
         with open_sandbox("unsafe", allow_unsafe=True, timeout=5.0, files={"a/x": "1"}) as box:
             yield box
 
-    def test_processes_go_on_where_that_is_wanted_until_it_is_closed(self):
+    def test_background_processes_run_until_close(self):
         with open_sandbox("unsafe", allow_unsafe=True, background=True, timeout=20.0) as box:
             started = box.run("sleep 1000 >/dev/null 2>&1 & echo $!")
             late = "(until [ -e go ]; do sleep 0.02; done; echo late >x) >/dev/null 2>&1 &"
             assert box.run(late).code == 0
             assert box.run("touch go; until [ -s x ]; do sleep 0.02; done; cat x").stdout == "late\n"
-            until(lambda: box.run("true").code == 0 and len(box._running) == 1)  # the first alone is left
+            until(lambda: box.run("true").code == 0 and len(box._running) == 1)  # only the first is left
         until(lambda: not lives(int(started.stdout)))
 
-    def test_it_runs_commands_in_a_folder_that_is_deleted(self, box):
+    def test_commands_run_in_a_temporary_folder(self, box):
         assert box.run("cat a/x; echo $HOME >y").stdout == "1"
         folder = Path(box.read("y").decode().strip())
         assert folder.is_dir()
@@ -605,14 +604,14 @@ class TestUnsafe:
             twin.restore(state)
             assert twin.read("a/x") == b"1"
 
-    def test_it_limits_time_output_and_what_is_left_running(self, box):
+    def test_time_output_and_background_processes_are_limited(self, box):
         assert box.run("sleep 1000 & sleep 1000", timeout=0.2).killed_by == "timeout"
         assert box.run("yes").killed_by == "output"
         pid = int(box.run("sleep 1000 >/dev/null & echo $!").stdout)
         until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text())
 
     @pytest.mark.parametrize("path", ["/etc/passwd", "../x", "link/passwd", "/home/agentx", "a/../../x"])
-    def test_read_and_write_stay_in_the_folder(self, box, path):
+    def test_read_and_write_are_confined_to_the_folder(self, box, path):
         box.run("ln -s /etc link")
         with pytest.raises(PermissionError):
             box.read(path)
@@ -626,7 +625,7 @@ PATHS = st.lists(st.sampled_from(["..", ".", "", "a", "link", "~", "\\", " ", "ä
 
 
 @given(PATHS, st.booleans())
-def test_every_path_is_one_below_the_root(path, rooted):
+def test_every_path_normalizes_below_the_root(path, rooted):
     path = f"/{path}" if rooted else path
     if path:
         parts = absolute(path).split("/")
@@ -636,7 +635,7 @@ def test_every_path_is_one_below_the_root(path, rooted):
 
 
 @given(st.integers(0, 50), st.lists(st.binary(max_size=40), max_size=8))
-def test_a_stream_keeps_the_beginning_and_counts_the_rest(limit, pieces):
+def test_stream_keeps_the_beginning_and_counts_the_rest(limit, pieces):
     stream = Stream(limit)
     for piece in pieces:
         stream.feed(piece)
@@ -649,7 +648,7 @@ def test_a_stream_keeps_the_beginning_and_counts_the_rest(limit, pieces):
 @needs_bubblewrap
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(path=PATHS, data=st.binary(max_size=100))
-def test_any_path_is_written_and_read_again_or_refused(box, path, data):
+def test_any_path_round_trips_or_raises(box, path, data):
     try:
         box.write(path, data)
     except (OSError, ValueError):
@@ -659,8 +658,8 @@ def test_any_path_is_written_and_read_again_or_refused(box, path, data):
 
 @settings(max_examples=30)
 @given(st.dictionaries(PATHS.filter(bool), st.binary(max_size=50), max_size=3))
-def test_an_archive_names_no_path_outside(files):
-    with tarfile.open(fileobj=io.BytesIO(packed(files))) as tar:
+def test_archive_has_no_path_outside_the_root(files):
+    with tarfile.open(fileobj=io.BytesIO(tar_archive(files))) as tar:
         for name in tar.getnames():
             assert not name.startswith("/")
             assert ".." not in name.split("/")
@@ -671,7 +670,7 @@ V1 += "37 32 0:29 /docker/x /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
 
 
-def test_hierarchies_of_both_versions_are_found():
+def test_hierarchies_of_both_cgroup_versions_are_parsed():
     other = "22 30 0:20 / /proc rw,nosuid - proc proc rw\n"
     memory, cpu, unified = cgroups._hierarchies(other + V1 + V2)
     assert memory == (Path("/sys/fs/cgroup/memory"), "/", ["memory"])
@@ -684,7 +683,7 @@ def test_hierarchies_of_both_versions_are_found():
     }
 
 
-def test_a_delegated_folder_is_the_first_whose_children_get_controllers(tmp_path):
+def test_delegated_folder_is_the_first_whose_children_get_controllers(tmp_path):
     own = tmp_path / "user" / "service"
     own.mkdir(parents=True)
     (own / "cgroup.subtree_control").write_text("")
@@ -694,17 +693,17 @@ def test_a_delegated_folder_is_the_first_whose_children_get_controllers(tmp_path
     assert cgroups._delegated(own, tmp_path) == {}
 
 
-def test_names_tell_whether_their_owner_lives():
-    name = leftovers.new_name()
-    assert not leftovers.abandoned(name)
+def test_resource_names_tell_whether_their_owner_lives():
+    name = resource_name()
+    assert not is_orphan(name)
     prefix, pid, began, rest = name.rsplit("-", 3)
-    assert leftovers.abandoned(f"{prefix}-{pid}-{int(began) + 1}-{rest}")
-    assert not leftovers.abandoned(name.replace(prefix, f"{leftovers.PREFIX}0123456789ab"))
-    assert not leftovers.abandoned("something-else")
+    assert is_orphan(f"{prefix}-{pid}-{int(began) + 1}-{rest}")
+    assert not is_orphan(name.replace(prefix, f"{PREFIX}0123456789ab"))
+    assert not is_orphan("something-else")
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_every_jump_of_the_filter_stays_inside_it(machine):
+def test_every_jump_of_the_seccomp_filter_is_in_range(machine):
     code = seccomp.program(machine)
     lines = [struct.unpack("HBBI", code[i : i + 8]) for i in range(0, len(code), 8)]
     assert len(lines) < 4096

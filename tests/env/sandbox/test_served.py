@@ -1,4 +1,4 @@
-"""Sandboxes behind a server: whatever one session's agent does, the others and the server do not notice."""
+"""Sandboxes behind a server: attacks in one session do not affect other sessions or the server."""
 
 import asyncio
 import os
@@ -11,8 +11,9 @@ import pytest
 from agentrl_env import EnvClient, Message, SessionStatus, ToolCall
 from agentrl_env.errors import EnvironmentFailed, SandboxUnavailable
 from agentrl_env.launch.process import ServerProcess
-from agentrl_env.sandbox import cgroups, leftovers
+from agentrl_env.sandbox import cgroups
 from agentrl_env.sandbox.bubblewrap import check_available
+from agentrl_env.sandbox.orphans import PREFIX
 
 try:
     check_available()
@@ -57,7 +58,7 @@ async def shell(session, command):
 
 
 def below(pid):
-    """Return the processes that a process has started, and they theirs."""
+    """Return the descendants of a process."""
     found = []
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in children.read_text().split():
@@ -66,7 +67,7 @@ def below(pid):
 
 
 def groups(pid):
-    return [f for base in set(cgroups.find().values()) for f in base.glob(f"{leftovers.PREFIX}*-{pid}-*")]
+    return [f for base in set(cgroups.find().values()) for f in base.glob(f"{PREFIX}*-{pid}-*")]
 
 
 def until(condition):
@@ -77,7 +78,7 @@ def until(condition):
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-async def test_an_attack_ends_in_its_own_session(server, client, attack):
+async def test_attack_affects_only_its_own_session(server, client, attack):
     victim, attacker = await client.open("shell", seed=1), await client.open("shell", seed=2)
     assert await shell(victim, "cat mine.txt") == "seed 1"
     attacking = asyncio.create_task(shell(attacker, ATTACKS[attack]))
@@ -92,7 +93,7 @@ async def test_an_attack_ends_in_its_own_session(server, client, attack):
     until(lambda: not below(server.pid) and not groups(server.pid))
 
 
-async def test_nothing_of_the_server_or_of_another_session_is_seen(server, client):
+async def test_server_and_other_sessions_are_invisible(server, client):
     one, two = await client.open("shell", seed=1), await client.open("shell", seed=2)
     port = server.url.rsplit(":", 1)[1]
     connect = "python3 -c 'import socket; socket.create_connection((\"127.0.0.1\", {}), 1)'"
@@ -106,7 +107,7 @@ async def test_nothing_of_the_server_or_of_another_session_is_seen(server, clien
     await two.close()
 
 
-async def test_many_sessions_have_a_sandbox_each(server, client):
+async def test_each_session_has_its_own_sandbox(server, client):
     sessions = await asyncio.gather(*(client.open("shell", seed=seed) for seed in range(16)))
     texts = await asyncio.gather(*(shell(session, "cat mine.txt; echo $$ >pid") for session in sessions))
     assert texts == [f"seed {seed}" for seed in range(16)]
@@ -115,13 +116,13 @@ async def test_many_sessions_have_a_sandbox_each(server, client):
     until(lambda: not below(server.pid) and not groups(server.pid))
 
 
-async def test_a_reset_that_fails_leaves_nothing(server, client):
+async def test_failed_reset_leaves_nothing(server, client):
     with pytest.raises(EnvironmentFailed, match="no luck today"):
         await client.open("breaks")
     until(lambda: not below(server.pid) and not groups(server.pid))
 
 
-async def test_a_sandbox_that_dies_is_a_failed_environment_and_no_answer(server, client):
+async def test_dead_sandbox_fails_its_session_alone(server, client):
     session, other = await client.open("shell"), await client.open("shell")
     monitor = next(pid for pid in below(server.pid))
     os.kill(monitor, 9)
@@ -134,7 +135,7 @@ async def test_a_sandbox_that_dies_is_a_failed_environment_and_no_answer(server,
     await other.close()
 
 
-async def test_a_killed_server_leaves_nothing():
+async def test_killed_server_leaves_nothing():
     server = ServerProcess(f"{TASKS}:Shell").start()
     async with EnvClient.connect(server.url) as client:
         session = await client.open("shell")
@@ -144,4 +145,4 @@ async def test_a_killed_server_leaves_nothing():
         os.kill(pid, 9)
     server.stop()
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
-    until(lambda: cgroups.sweep(cgroups.find()) or not groups(pid))
+    until(lambda: cgroups.remove_orphans(cgroups.find()) or not groups(pid))

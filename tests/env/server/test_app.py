@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from agentrl_env import Message, ToolCall
 from agentrl_env.server.app import create_app
 from agentrl_env.server.limits import Limits
-from agentrl_env.server.service import PoolService
+from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.session.pool import SessionPool
 from tests.env.tasks import Clock, Quick, Slow, until
 
@@ -27,7 +27,7 @@ async def serving():
 
     def make(*environments, app_options=None, **options):
         pool = SessionPool(environments or (Quick,), **options)
-        app = create_app(PoolService(pool), **(app_options or {}))
+        app = create_app(pool, Metrics(), **(app_options or {}))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         client = httpx.AsyncClient(transport=transport, base_url="http://test")
         stack.extend([client.aclose, pool.aclose])
@@ -169,7 +169,7 @@ async def test_errors_have_one_type_and_status_each(serving):
     assert "retry-after" in draining.headers
     assert (await http.get("/health")).json() == {"status": "draining"}
     metrics = (await http.get("/metrics")).text
-    assert 'agentrl_errors_total{type="session_expired"} 2' in metrics
+    assert 'agentrl_errors_total{type="session_expired"} 2.0' in metrics
 
 
 class Broken(Quick):
@@ -198,7 +198,7 @@ class BrokenPool(SessionPool):
 
 async def test_a_bug_in_the_server_is_a_typed_error_without_details():
     pool = BrokenPool([Quick])
-    transport = httpx.ASGITransport(create_app(PoolService(pool)), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(create_app(pool, Metrics()), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         answer = await http.get("/v1/sessions/x")
     assert error_of(answer) == (500, "internal_error")
@@ -284,7 +284,7 @@ async def test_a_body_over_the_limit_is_refused(serving):
 async def test_a_caller_that_hangs_up_while_it_waits_leaves_the_queue(serving):
     http = serving(max_sessions=1)
     await opened(http)
-    pool, app = http.pool, create_app(PoolService(http.pool))
+    pool, app = http.pool, create_app(http.pool, Metrics())
     body_sent = asyncio.Event()
 
     async def receive():
@@ -344,7 +344,7 @@ REQUESTS = st.one_of(
 def test_no_body_is_a_bug_in_the_server(requests, garbage):
     async def run():
         pool = SessionPool([Quick])
-        transport = httpx.ASGITransport(create_app(PoolService(pool)))
+        transport = httpx.ASGITransport(create_app(pool, Metrics()))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             known = (await opened(http))["session_id"]
             for path, content in requests:

@@ -1,4 +1,4 @@
-"""Bad manners on the line between a server and its controller."""
+"""The link between a server and its controller: malformed frames, silence, limits."""
 
 import asyncio
 import json
@@ -13,16 +13,15 @@ from websockets.exceptions import ConnectionClosed
 from agentrl_env import EnvClient, ToolCall, tool
 from agentrl_env.client.client import ClientSession
 from agentrl_env.errors import CallTimeout, InternalError, SessionLost, StateUnavailable
-from agentrl_env.fleet import registry as roster
-from agentrl_env.fleet import worker_endpoint as link
-from agentrl_env.fleet.controller import Fleet
-from agentrl_env.fleet.serve import Controller
-from agentrl_env.fleet.store import MemoryState
-from agentrl_env.fleet.worker import Outbox
-from agentrl_env.server import controller_link as dial
+from agentrl_env.fleet import link_endpoint, registry
+from agentrl_env.fleet.controller import FleetService
+from agentrl_env.fleet.remote_server import Outbox
+from agentrl_env.fleet.serve import ControllerServer
+from agentrl_env.fleet.store import MemoryStore
+from agentrl_env.server import controller_link
 from agentrl_env.server.serve import NOWHERE, EnvServer
 from agentrl_env.types import SessionInfo, TaskSample
-from agentrl_env.wire import Beat, Hello
+from agentrl_env.wire import Beat, Hello, SessionRequest
 from tests.env.tasks import Clock, Quick, Slow, until
 
 
@@ -46,7 +45,7 @@ TASK = {"name": "quick", "max_turns": 5}
 
 @pytest.fixture
 async def controller():
-    controller = Controller(Fleet(queue_s=0.0), port=0)
+    controller = ControllerServer(FleetService(queue_s=0.0), port=0)
     await controller.start()
     yield controller
     await controller.stop()
@@ -67,7 +66,7 @@ async def serve(controller):
         await server.stop()
 
 
-def dialled(controller):
+def linked(controller):
     url = controller.url.replace("http", "ws") + "/v1/link"
     return connect(url, compression=None, max_size=None, max_queue=1, close_timeout=0.2)
 
@@ -94,38 +93,38 @@ async def close_code(websocket):
 
 
 @pytest.mark.parametrize("frame", [b"\x00\xff", b"[]", "\x00", '{"hello":{}}', '{"beat":{}}', "9" * 10_000])
-async def test_what_is_no_hello_is_hung_up_on(controller, frame, caplog):
-    async with dialled(controller) as websocket:
+async def test_malformed_hello_closes_the_link(controller, frame, caplog):
+    async with linked(controller) as websocket:
         await websocket.send(frame)
         assert await close_code(websocket) == 1008
-    assert controller.fleet.members == {}
+    assert controller.fleet.servers == {}
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-async def test_a_line_on_which_nobody_says_hello_is_hung_up(controller, monkeypatch):
-    monkeypatch.setattr(link, "HELLO_S", 0.05)
-    async with dialled(controller) as websocket:
+async def test_missing_hello_closes_the_link(controller, monkeypatch):
+    monkeypatch.setattr(link_endpoint, "HELLO_S", 0.05)
+    async with linked(controller) as websocket:
         await close_code(websocket)
-    assert controller.fleet.members == {}
+    assert controller.fleet.servers == {}
 
 
-async def test_an_id_that_another_process_has_is_refused_as_long_as_that_one_has_a_line(controller):
-    async with dialled(controller) as first:
+async def test_server_id_of_a_linked_process_is_rejected(controller):
+    async with linked(controller) as first:
         await first.send(hello(place="here 1"))
         await first.recv()
-        async with dialled(controller) as second:
+        async with linked(controller) as second:
             await second.send(hello(place="here 2"))
             assert await close_code(second) == 1008
-        assert controller.fleet.members["peer"].linked
-        assert controller.fleet.members["peer"].place == "here 1"
+        assert controller.fleet.servers["peer"].linked
+        assert controller.fleet.servers["peer"].place == "here 1"
 
 
-async def test_a_servers_second_line_takes_the_place_of_its_first(controller):
+async def test_second_link_of_a_server_replaces_the_first(controller):
     row = {"session_id": "peer.1", "task": "quick"}
-    async with dialled(controller) as old, dialled(controller) as new:
+    async with linked(controller) as old, linked(controller) as new:
         await old.send(hello(sessions=[row]))
         await old.recv()
-        member = controller.fleet.members["peer"]
+        member = controller.fleet.servers["peer"]
         await new.send(hello())
         await new.recv()
         with suppress(ConnectionClosed):
@@ -135,26 +134,26 @@ async def test_a_servers_second_line_takes_the_place_of_its_first(controller):
         assert member.sessions == {}
 
 
-async def test_a_server_that_is_given_up_is_hung_up_at_once_and_comes_back_under_a_new_id(controller, serve):
+async def test_lost_server_is_disconnected_and_returns_under_a_new_id(controller, serve):
     server = await serve(Quick)
     first = server.pool.server_id
     async with EnvClient.connect(controller.url) as client:
         session = await client.open("quick")
-        await controller.fleet.roster.lose(first, "a test")
+        await controller.fleet.registry.lose(first, "a test")
         with pytest.raises(SessionLost):
             await session.step(ToolCall.of("note", text="x"))
-        await until(lambda: server.pool.server_id in controller.fleet.members)
+        await until(lambda: server.pool.server_id in controller.fleet.servers)
         assert server.pool.server_id != first
         assert server.pool.open_sessions == 0
         await client.open("quick")
 
 
-async def test_a_server_that_does_not_read_costs_no_more_than_the_calls_that_wait(controller):
-    """It gives signs of life, so that it is not given up; callers come, and go again unanswered."""
-    async with dialled(controller) as websocket:
+async def test_outbox_of_a_server_that_does_not_read_is_bounded(controller):
+    """It sends heartbeats, so that it is not lost; its callers time out."""
+    async with linked(controller) as websocket:
         await websocket.send(hello())
         await websocket.recv()
-        member = controller.fleet.members["peer"]
+        member = controller.fleet.servers["peer"]
         outbox = member._outbox
         text = "x" * 500_000
         for _ in range(4):
@@ -168,12 +167,12 @@ async def test_a_server_that_does_not_read_costs_no_more_than_the_calls_that_wai
         assert len(outbox) == 0
 
 
-async def test_calls_that_were_given_up_are_not_sent():
+async def test_cancelled_calls_are_not_sent():
     outbox = Outbox()
-    outbox.put(1, b"one")
-    outbox.put(2, b"two")
-    outbox.drop(1)
-    outbox.tell(b"news")
+    outbox.put_call(1, b"one")
+    outbox.put_call(2, b"two")
+    outbox.drop_call(1)
+    outbox.put_notice(b"news")
     assert [await outbox.take(), await outbox.take()] == [b"news", b"two"]
     taking = asyncio.create_task(outbox.take())
     await asyncio.sleep(0)
@@ -182,44 +181,44 @@ async def test_calls_that_were_given_up_are_not_sent():
     assert len(outbox) == 0
 
 
-async def test_nobody_is_given_up_for_a_silence_in_which_the_controller_slept():
+async def test_suspended_controller_declares_no_server_lost():
     clock = Clock()
-    watching = Fleet(clock=clock).roster
+    watching = FleetService(clock=clock).registry
     await watching.join(Hello.model_validate_json(json.dumps(json.loads(hello())["hello"])), Outbox())
     clock.now += 60
     watching._awake = clock.now  # what its watch notes when it wakes up late
-    await watching.look()
-    assert set(watching.members) == {"peer"}
+    await watching.check()
+    assert set(watching.servers) == {"peer"}
     clock.now += 60
-    await watching.look()
-    assert watching.members == {}
+    await watching.check()
+    assert watching.servers == {}
 
 
-async def test_a_silent_server_is_given_up_after_the_time_that_was_set_and_no_later():
+async def test_silent_server_is_lost_after_lost_after_s():
     clock = Clock()
-    watching = Fleet(lost_after_s=5, clock=clock).roster
+    watching = FleetService(lost_after_s=5, clock=clock).registry
     await watching.join(Hello.model_validate_json(json.dumps(json.loads(hello())["hello"])), Outbox())
     last = clock.now
-    while watching.members:
+    while watching.servers:
         clock.now += 1
-        await watching.look()
+        await watching.check()
     assert clock.now - last in (5, 6)
 
 
-async def test_a_server_that_is_heard_is_told_of_to_the_other_controllers_as_long_as_it_lives():
+async def test_heartbeats_are_reported_to_the_store():
     clock = Clock()
-    fleet = Fleet(state=MemoryState(clock), lost_after_s=5, clock=clock)
-    await fleet.roster.join(Hello.model_validate_json(json.dumps(json.loads(hello())["hello"])), Outbox())
+    fleet = FleetService(store=MemoryStore(clock), lost_after_s=5, clock=clock)
+    await fleet.registry.join(Hello.model_validate_json(json.dumps(json.loads(hello())["hello"])), Outbox())
     for _ in range(20):
         clock.now += 1
-        await fleet.roster.hear_beat("peer", Beat())
-        await fleet.roster.look()
-        assert await fleet.state.seen("peer", 1)
+        fleet.registry.hear_beat("peer", Beat())
+        await fleet.registry.check()
+        assert await fleet.store.is_alive("peer", 1)
 
 
-async def test_a_controller_notes_that_it_slept(monkeypatch):
-    monkeypatch.setattr(roster, "BEAT_S", 0.05)
-    watching = Fleet().roster
+async def test_controller_detects_its_suspension(monkeypatch):
+    monkeypatch.setattr(registry, "BEAT_S", 0.05)
+    watching = FleetService().registry
     watching.start()
     begin = watching._awake
     await asyncio.sleep(0)
@@ -229,45 +228,45 @@ async def test_a_controller_notes_that_it_slept(monkeypatch):
 
 
 async def test_server_links_to_a_named_controller_that_starts_later(controller, monkeypatch):
-    monkeypatch.setattr(dial, "LONGEST_PAUSE_S", 0.1)
-    later = Controller(Fleet(queue_s=0.0), port=0)  # it has its port, and does not listen yet
+    monkeypatch.setattr(controller_link, "MAX_PAUSE_S", 0.1)
+    later = ControllerServer(FleetService(queue_s=0.0), port=0)  # it has its port, and does not listen yet
     urls = [controller.url, later.url]
     server = EnvServer([Quick], host=NOWHERE, controllers=urls, drain_s=0)
     await server.start()
     await later.start()
-    await until(lambda: server.pool.server_id in later.fleet.members)
-    assert server.pool.server_id in controller.fleet.members
+    await until(lambda: server.pool.server_id in later.fleet.servers)
+    assert server.pool.server_id in controller.fleet.servers
     await server.stop()
     await later.stop()
 
 
-async def test_a_session_whose_server_only_others_hear_is_not_called_lost(controller, monkeypatch):
+async def test_session_of_a_server_heard_elsewhere_is_unavailable_not_lost(controller, monkeypatch):
     fleet = controller.fleet
-    fleet.roster._begin, fleet.roster._lost_after_s = -1e9, 0.2
-    fleet.state._seen["elsewhere"] = float("inf")
+    fleet.registry._started, fleet.registry._lost_after_s = -1e9, 0.2
+    fleet.store._alive["elsewhere"] = float("inf")
     with pytest.raises(StateUnavailable):
-        await fleet.info("elsewhere.1")
-    fleet.state._seen["elsewhere"] = -1e9
+        await fleet.info(SessionRequest(session_id="elsewhere.1"))
+    fleet.store._alive["elsewhere"] = -1e9
     with pytest.raises(SessionLost):
-        await fleet.info("elsewhere.1")
-    assert await fleet.state.is_lost("elsewhere")
+        await fleet.info(SessionRequest(session_id="elsewhere.1"))
+    assert await fleet.store.is_lost("elsewhere")
 
 
-async def test_an_answer_that_no_controller_takes_is_an_error_of_its_own_call(controller, serve, monkeypatch):
+async def test_too_large_answer_fails_only_its_call(controller, serve, monkeypatch):
     await serve(Quick)
     async with EnvClient.connect(controller.url) as client:
         session = await client.open("quick")
         await session.step(ToolCall.of("note", text="x"))
-        monkeypatch.setattr(dial, "MAX_ANSWER_BYTES", 100)
+        monkeypatch.setattr(controller_link, "MAX_ANSWER_BYTES", 100)
         with pytest.raises(InternalError, match="a controller takes 100"):
             await client.resume(session.session_id)
         monkeypatch.undo()
         assert (await client.resume(session.session_id)).turn == 1
 
 
-async def test_what_of_a_batch_a_controller_does_not_take_is_asked_for_alone(controller, serve, monkeypatch):
+async def test_results_that_do_not_fit_in_a_batch_answer_are_asked_for_again(controller, serve, monkeypatch):
     server = await serve(Loud, max_sessions=40)
-    monkeypatch.setattr(dial, "MAX_ANSWER_BYTES", 100_000)
+    monkeypatch.setattr(controller_link, "MAX_ANSWER_BYTES", 100_000)
     async with EnvClient.connect(controller.url) as client:
         sessions = [await client.open("loud") for _ in range(40)]
         sizes = [20_000] * 39 + [200_000]
@@ -279,7 +278,7 @@ async def test_what_of_a_batch_a_controller_does_not_take_is_asked_for_alone(con
     assert server.pool.gauges()["agentrl_sessions_open"] == 40
 
 
-async def test_a_server_that_leaves_answers_what_is_under_way(controller, serve):
+async def test_stopping_server_answers_calls_under_way(controller, serve):
     Slow.prepare()
     server = await serve(Slow)
     async with EnvClient.connect(controller.url) as client:
@@ -295,20 +294,20 @@ async def test_a_server_that_leaves_answers_what_is_under_way(controller, serve)
         await stopping
 
 
-async def test_a_controller_that_ends_tells_who_waits_to_ask_another(controller, monkeypatch):
-    async with dialled(controller) as websocket:
+async def test_stopping_controller_fails_waiting_calls(controller, monkeypatch):
+    async with linked(controller) as websocket:
         await websocket.send(hello())
         await websocket.recv()
-        asking = asyncio.create_task(controller.fleet.info("peer.1"))
+        asking = asyncio.create_task(controller.fleet.info(SessionRequest(session_id="peer.1")))
         await websocket.recv()
-        controller.fleet.give_up()
+        controller.fleet.fail_waiting()
         with pytest.raises(StateUnavailable, match="another"):
             await asking
 
 
-async def test_a_call_that_came_over_a_websocket_is_passed_on_under_an_id_of_its_own(controller, serve):
+async def test_websocket_calls_are_forwarded_with_new_ids(controller, serve):
     server = await serve(Forkable)
-    member = controller.fleet.members[server.pool.server_id]
+    member = controller.fleet.servers[server.pool.server_id]
     async with connect(controller.url.replace("http", "ws") + "/v1/ws") as websocket:
 
         async def ask(**call):
@@ -329,7 +328,7 @@ async def test_a_call_that_came_over_a_websocket_is_passed_on_under_an_id_of_its
         assert shown["session_id"] == session_id
 
 
-async def test_a_server_that_is_gone_when_it_is_to_hear_of_its_loss_is_no_bug(
+async def test_server_that_disconnects_before_it_is_told_of_its_loss_logs_no_error(
     controller, monkeypatch, caplog
 ):
     refused = asyncio.Event()
@@ -342,7 +341,7 @@ async def test_a_server_that_is_gone_when_it_is_to_hear_of_its_loss_is_no_bug(
             refused.set()
             return False
 
-        monkeypatch.setattr(controller.fleet.roster, "join", refuse)
+        monkeypatch.setattr(controller.fleet.registry, "join", refuse)
         hello = Hello(server_id="gone", tasks=(), capacity=1, sessions=())
         await socket.send(json.dumps({"hello": hello.model_dump(mode="json")}))
         await refused.wait()

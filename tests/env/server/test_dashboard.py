@@ -11,12 +11,12 @@ import pytest_asyncio
 from playwright.async_api import async_playwright, expect
 
 from agentrl_env import Done, Environment, Message, Reply, ToolCall, tool
-from agentrl_env.fleet.controller import Fleet
-from agentrl_env.fleet.serve import Controller
+from agentrl_env.fleet.controller import FleetService
+from agentrl_env.fleet.serve import ControllerServer
 from agentrl_env.server.auth import agent_token
 from agentrl_env.server.serve import NOWHERE, EnvServer
 from agentrl_env.wire import OpenRequest
-from tests.env.tasks import Guess, until
+from tests.env.tasks import Guess, close_session, play_step, until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [
@@ -169,7 +169,7 @@ async def opened(server, task="trove", **fields):
 async def step(server, session_id, seq, name="look", text=None, **arguments):
     arguments = arguments or ({"where": "cellar"} if name == "look" else {})
     message = Message.assistant(text, ToolCall.of(name, **arguments))
-    return await server.pool.step(session_id, seq, message)
+    return await play_step(server.pool, session_id, seq, message)
 
 
 async def look_again(page):
@@ -212,7 +212,7 @@ async def test_thousands_of_sessions_are_listed_in_pages_and_stay_live(server, v
     await expect(page.get_by_role("cell", name="guess")).to_have_count(0)
     await page.get_by_role("button", name="Newer").click()
     await expect(rows.first).to_contain_text("guess")
-    await server.pool.step(last, 1, Message.assistant(None, ToolCall.of("guess", n=99)))
+    await play_step(server.pool, last, 1, Message.assistant(None, ToolCall.of("guess", n=99)))
     await look_again(page)
     await expect(rows.first.get_by_role("cell").nth(2)).to_have_text("1")  # the turn
     newest = await opened(server)
@@ -301,12 +301,12 @@ async def test_nothing_that_is_shown_is_read_as_html(server, visit):
     session_id = await opened(server)
     await step(server, session_id, 1, "evil", text=EVIL)
     await step(server, session_id, 2, "look", where=EVIL)
-    await server.pool.step(session_id, 3, Message.assistant(None, ToolCall.of(EVIL)))
+    await play_step(server.pool, session_id, 3, Message.assistant(None, ToolCall.of(EVIL)))
     picture = [
         {"type": "image_url", "image_url": {"url": "javascript:window.hit = 4"}},
         {"type": "text", "text": EVIL},
     ]
-    await server.pool.step(session_id, 4, Message(role="assistant", content=picture))
+    await play_step(server.pool, session_id, 4, Message(role="assistant", content=picture))
     page = await visit(server, f"#/session/{session_id}")
     log = page.get_by_role("log")
     await expect(log).to_contain_text("turn 4")
@@ -329,7 +329,7 @@ async def test_a_task_is_played_to_its_end_by_hand(server, visit):
     await page.get_by_role("button", name="Open a session").click()
     log = page.get_by_role("log")
     await expect(log).to_contain_text("Find it!")
-    (session, _) = next(server.pool.known())
+    (session, _) = next(server.pool._table.known())
     assert (session.sample.split, session.sample.index, session.sample.seed) == ("test", 3, 2**53 + 1)
     await page.get_by_label("where").fill("garden")
     await page.get_by_role("button", name="Call").click()
@@ -383,7 +383,7 @@ async def test_raw_json_is_sent_exactly_as_written(server, visit):
     await page.get_by_label("Arguments", exact=True).fill('{"where": broken')
     await page.get_by_role("button", name="Call").click()
     await expect(page.get_by_role("log")).to_contain_text("arguments are not valid JSON")
-    said, _ = next(iter(server.pool.session(session_id).turns))
+    said, _ = next(iter(server.pool.session(session_id).history))
     assert said.tool_calls[0].function.arguments == '{"where": broken'
 
 
@@ -445,12 +445,12 @@ async def test_a_token_is_asked_for_and_kept_out_of_sight(visit):
         await page.get_by_label("Token", exact=True).fill(agent_token("open-sesame", session_id))
         await page.keyboard.press("Enter")
         await expect(page.get_by_role("alert")).to_contain_text(
-            "An agent's token may only step its own session"
+            "An agent token only permits to step and read its own session"
         )
 
 
 async def test_a_controller_shows_its_fleet_and_its_sessions(visit):
-    controller = Controller(Fleet(queue_s=0.0), port=0)
+    controller = ControllerServer(FleetService(queue_s=0.0), port=0)
     await controller.start()
     servers = [
         EnvServer([task], host=NOWHERE, controllers=[controller.url], drain_s=0) for task in (Trove, Guess)
@@ -458,7 +458,7 @@ async def test_a_controller_shows_its_fleet_and_its_sessions(visit):
     try:
         for server in servers:
             await server.start()
-        await until(lambda: len(controller.fleet.members) == 2)
+        await until(lambda: len(controller.fleet.servers) == 2)
         trove, guess = await opened(servers[0]), await opened(servers[1], "guess")
         page = await visit(controller)
         await expect(page.get_by_text("2 of 2048 sessions open on 2 servers.")).to_be_visible()
@@ -524,7 +524,7 @@ async def look_at_every_view(server, visit, scheme):
         await step(server, session_id, 1, "echo", text=name, word="w" * 300, number=1)
         await step(server, session_id, 2, "read", lines=90)
     crashed = await opened(server)
-    await server.pool.close_session(crashed)
+    await close_session(server.pool, crashed)
     done = await opened(server)
     await step(server, done, 1, "take", thing="treasure")
     page = await visit(server, color_scheme=scheme)

@@ -1,4 +1,4 @@
-"""The fleet's token: with it a server dials its controller, and nobody does anything else."""
+"""The link token: it permits a server to join a fleet, and nothing else."""
 
 import json
 import os
@@ -15,12 +15,12 @@ from websockets.exceptions import ConnectionClosedError, InvalidStatus
 
 from agentrl_env import EnvClient, ToolCall
 from agentrl_env.errors import Forbidden, ServeError, Unauthorized
-from agentrl_env.fleet.controller import Fleet
-from agentrl_env.fleet.serve import Controller
+from agentrl_env.fleet.controller import FleetService
+from agentrl_env.fleet.serve import ControllerServer
 from agentrl_env.server.auth import agent_token, is_link_token, link_token, session_of
 from agentrl_env.server.middleware import TOKEN_PREFIX
 from agentrl_env.server.serve import NOWHERE, EnvServer
-from tests.env.session.test_fork import Walk
+from tests.env.fleet.test_failover_sessions import Walk
 from tests.env.tasks import Quick
 
 TOKEN = "sesam"
@@ -64,13 +64,13 @@ def bearer(token):
 @pytest.fixture
 async def fleet():
     """A controller and a server that have different tokens; the server listens, too."""
-    front = Controller(Fleet(resume=True), port=0, token=TOKEN)
+    front = ControllerServer(FleetService(resume=True), port=0, token=TOKEN)
     server = EnvServer([Quick, Walk], port=0, drain_s=0.0, token=LINK, controllers=[front.url], oracle=True)
     async with running(front, server), EnvClient.connect(front.url, token=TOKEN) as operator:
         yield SimpleNamespace(front=front, server=server, operator=operator)
 
 
-async def test_a_server_needs_no_other_to_serve_a_fleet_and_its_sessions_go_on_elsewhere(fleet):
+async def test_link_token_suffices_for_a_server_and_for_failover(fleet):
     session = await fleet.operator.open("walk")
     await session.step(ToolCall.of("walk"))
     assert session.agent_token == agent_token(TOKEN, session.session_id)
@@ -82,7 +82,7 @@ async def test_a_server_needs_no_other_to_serve_a_fleet_and_its_sessions_go_on_e
 
 
 @pytest.mark.parametrize(("method", "path", "body"), CALLS)
-async def test_it_makes_no_call(fleet, method, path, body):
+async def test_link_token_permits_no_call(fleet, method, path, body):
     session = await fleet.operator.open("quick")
     async with httpx.AsyncClient(headers=bearer(LINK), trust_env=False) as holder:
         path = path.format(session.session_id)
@@ -96,7 +96,7 @@ async def test_it_makes_no_call(fleet, method, path, body):
 
 
 @pytest.mark.parametrize("shown", ["header", "subprotocol"])
-async def test_it_opens_no_socket_but_the_link(fleet, shown):
+async def test_link_token_opens_only_the_link(fleet, shown):
     name = TOKEN_PREFIX + urlsafe_b64encode(LINK.encode()).rstrip(b"=").decode()
     options = {"additional_headers": bearer(LINK)} if shown == "header" else {"subprotocols": [name]}
     for url, path, status in ((fleet.front.url, "/v1/ws", 403), (fleet.server.url, "/v1/ws", 401)):
@@ -114,7 +114,7 @@ async def heard(line):
             yield json.loads(await line.recv())
 
 
-async def test_over_the_link_it_is_asked_and_asks_nothing(fleet):
+async def test_calls_sent_over_a_link_are_rejected(fleet):
     session = await fleet.operator.open("quick")
     close = {"id": 1, "call": "close", "session_id": session.session_id}
     address = fleet.front.url.replace("http", "ws", 1) + "/v1/link"
@@ -128,14 +128,14 @@ async def test_over_the_link_it_is_asked_and_asks_nothing(fleet):
     assert (await fleet.operator.resume(session.session_id)).info.status == "running"
 
 
-async def test_a_server_on_its_own_refuses_it():
+async def test_server_without_a_fleet_rejects_the_link_token():
     server = EnvServer([Quick], port=0, drain_s=0.0, token=TOKEN)
     async with running(server), EnvClient.connect(server.url, token=LINK) as client:
-        with pytest.raises(Forbidden, match="may only bring a server into a fleet"):
+        with pytest.raises(Forbidden, match="only permits a server to join a fleet"):
             await client.open("quick")
 
 
-async def test_the_tokens_of_a_server_open_no_other_servers_door(fleet):
+async def test_tokens_of_the_fleet_are_invalid_on_its_servers(fleet):
     for token in (TOKEN, LINK, agent_token(LINK, "a.b"), agent_token(TOKEN, "a.b")):
         async with EnvClient.connect(fleet.server.url, token=token) as client:
             with pytest.raises(Unauthorized):
@@ -153,14 +153,14 @@ async def test_the_tokens_of_a_server_open_no_other_servers_door(fleet):
         agent_token(TOKEN, "link").removeprefix("agent."),
     ],
 )
-async def test_a_forged_one_is_a_strangers(fleet, forged):
+async def test_forged_link_token_is_rejected(fleet, forged):
     address = fleet.front.url.replace("http", "ws", 1) + "/v1/link"
     with pytest.raises(InvalidStatus) as refused:
         await connect(address, additional_headers=bearer(forged))
     assert refused.value.response.status_code == 401
 
 
-def test_it_is_derived_once_and_is_no_agents():
+def test_link_token_is_idempotent_and_no_agent_token():
     assert link_token(LINK) == LINK
     assert is_link_token(LINK)
     assert not is_link_token(TOKEN)
@@ -168,14 +168,14 @@ def test_it_is_derived_once_and_is_no_agents():
     assert LINK.removeprefix("link.") != agent_token(TOKEN, "link").rpartition(".")[2]
 
 
-def test_where_the_operators_is_needed_it_is_refused_in_one_sentence():
+def test_link_token_is_rejected_where_the_operator_token_is_required():
     with pytest.raises(ServeError, match="a controller needs the operator's"):
-        Controller(Fleet(), port=0, token=LINK)
+        ControllerServer(FleetService(), port=0, token=LINK)
     with pytest.raises(ServeError, match="give --controller, or a token of its own"):
         EnvServer([Quick], port=0, token=LINK)
 
 
-def test_the_command_prints_it():
+def test_command_prints_the_link_token():
     command = [sys.executable, "-m", "agentrl_env", "controller", "--print-link-token"]
     environment = {key: value for key, value in os.environ.items() if key != "AGENTRL_TOKEN"}
     known = {**environment, "AGENTRL_TOKEN": TOKEN}
@@ -184,5 +184,5 @@ def test_the_command_prints_it():
     without = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (without.returncode, without.stdout) == (1, "")
     assert without.stderr == (
-        "error: the fleet's token is made of the operator's; give --token or AGENTRL_TOKEN\n"
+        "error: the link token is derived from the operator's; give --token or AGENTRL_TOKEN\n"
     )

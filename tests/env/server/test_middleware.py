@@ -11,13 +11,13 @@ from websockets.exceptions import InvalidStatus
 from agentrl_env import EnvClient, Message, ToolCall
 from agentrl_env.client.http import HttpBackend
 from agentrl_env.errors import Forbidden, Unauthorized
-from agentrl_env.fleet.controller import Fleet
-from agentrl_env.fleet.serve import Controller
+from agentrl_env.fleet.controller import FleetService
+from agentrl_env.fleet.serve import ControllerServer
 from agentrl_env.server.auth import agent_token, session_of
 from agentrl_env.server.limits import Limits
 from agentrl_env.server.middleware import route_of
 from agentrl_env.server.serve import EnvServer
-from agentrl_env.wire import StepRequest
+from agentrl_env.wire import INFO, SessionRequest
 from tests.env.session.test_fork import Walk
 from tests.env.tasks import Quick, until
 
@@ -34,7 +34,7 @@ async def url(request):
         yield server.url
         await server.stop()
     else:
-        front = Controller(Fleet(), port=0, token=TOKEN)
+        front = ControllerServer(FleetService(), port=0, token=TOKEN)
         await front.start()
         options = {"drain_s": 0.0, "token": TOKEN, "oracle": True}
         server = EnvServer([Quick, Walk], host="none", controllers=[front.url], **options)
@@ -59,9 +59,8 @@ async def test_an_agent_steps_its_session_and_reads_how_it_stands(url):
         agent = HttpBackend(url, token=session.agent_token)
         assert (await agent.step(session.session_id, 1, NOTE)).seq == 1
         assert (await agent.step(session.session_id, 2, NOTE)).seq == 2  # over the WebSocket by now
-        (result,) = await agent.step_many([StepRequest(session_id=session.session_id, seq=3, message=NOTE)])
-        assert result.seq == 3
-        info = await agent.info(session.session_id)
+        assert (await agent.step(session.session_id, 3, NOTE)).seq == 3
+        info = await agent.call(INFO, SessionRequest(session_id=session.session_id))
         assert (info.turn, info.agent_token) == (3, None)
         await agent.aclose()
 

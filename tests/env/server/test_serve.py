@@ -98,7 +98,7 @@ async def test_a_hurried_stop_closes_what_is_open():
         await until(lambda: Slow.started.is_set())
         stopping = asyncio.create_task(server.stop())
         await until(lambda: server.pool.draining)
-        server.hurry()
+        server.stop_waiting()
         with pytest.raises(SessionEnded):
             await step
         await stopping

@@ -14,10 +14,10 @@ import pytest
 
 from agentrl_env import Done, EnvClient, Environment, ToolCall, tool
 from agentrl_env.errors import EnvironmentFailed, ServerDraining, SessionEnded
-from agentrl_env.session.capacity import Places
+from agentrl_env.session.capacity import Capacity
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.wire import OpenRequest
-from tests.env.tasks import Quick, Slow, until
+from tests.env.tasks import Quick, Slow, close_session, fork_session, until
 
 
 class Patient(Environment):
@@ -192,7 +192,7 @@ async def test_a_drain_lets_an_opening_under_way_open_its_session(slow):
     slow.blocker.set()
     session_id = (await opening).session_id
     assert await still_waits(drained)
-    await pool.close_session(session_id)
+    await close_session(pool, session_id)
     await drained
     await pool.aclose()
 
@@ -228,7 +228,7 @@ async def test_closing_refuses_a_fork_under_way_and_releases_what_it_began(slow)
     session_id = (await begin_opening(pool)).session_id
     slow.blocker.clear()
     slow.started.clear()
-    forking = asyncio.create_task(pool.fork(session_id))
+    forking = asyncio.create_task(fork_session(pool, session_id))
     await begun(slow)
     closing = asyncio.create_task(pool.aclose())
     with pytest.raises(ServerDraining):
@@ -240,7 +240,7 @@ async def test_closing_refuses_a_fork_under_way_and_releases_what_it_began(slow)
 
 
 async def test_a_session_that_opens_too_late_is_refused_even_where_it_could_not_be_stopped():
-    places, ready = Places(1, lambda: None), asyncio.Event()
+    places, ready = Capacity(1, lambda: None), asyncio.Event()
 
     async def open_anyway():
         with places.opening():
@@ -248,11 +248,11 @@ async def test_a_session_that_opens_too_late_is_refused_even_where_it_could_not_
                 await ready.wait()
             except asyncio.CancelledError:
                 await asyncio.sleep(0)
-            places.refuse_late()
+            places.check_open()
 
     opening = asyncio.create_task(open_anyway())
     await until(lambda: places.openings)
-    await places.end_openings()
+    await places.cancel_openings()
     with pytest.raises(ServerDraining):
         await opening
     assert places.openings == 0

@@ -13,11 +13,12 @@ from websockets.exceptions import InvalidStatus
 
 from agentrl_env import EnvClient, Message, ToolCall
 from agentrl_env.server import websocket as socket_module
+from agentrl_env.server.api import Api
+from agentrl_env.server.limits import Limits
 from agentrl_env.server.serve import EnvServer
-from agentrl_env.server.service import PoolService
+from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.server.websocket import CallSocket
 from agentrl_env.session.pool import SessionPool
-from agentrl_env.wire import OpenRequest
 from tests.env.session.test_fork import Walk
 from tests.env.tasks import Quick, Slow, until
 
@@ -337,7 +338,7 @@ async def test_a_slow_reader_stops_the_reading_of_its_calls(monkeypatch, name):
     pool = SessionPool([Quick])
     await pool.tasks()
     websocket = FakeWebSocket(*(call(n, "tasks") for n in range(100)))
-    serving = asyncio.create_task(CallSocket(PoolService(pool), websocket, 10**6).serve())
+    serving = asyncio.create_task(CallSocket(Api(pool, Metrics(), Limits()), websocket, 10**6).serve())
     await settled(lambda: websocket.taken)
     assert 1 <= websocket.taken <= 10
     assert websocket.sent == []
@@ -349,22 +350,6 @@ async def test_a_slow_reader_stops_the_reading_of_its_calls(monkeypatch, name):
     await pool.aclose()
 
 
-async def test_steps_that_never_wait_stop_at_a_slow_reader_too():
-    pool = SessionPool([Quick])
-    session_id = (await pool.open(OpenRequest(task="quick"))).session_id
-    websocket = FakeWebSocket(
-        *(call(n, "step", session_id=session_id, seq=1, message=NOTE) for n in range(50))
-    )
-    serving = asyncio.create_task(CallSocket(PoolService(pool), websocket, 10**6).serve())
-    await settled(lambda: websocket.taken)
-    assert websocket.taken == 1
-    websocket.hang_up()
-    websocket.reading.set()
-    await serving
-    assert len(websocket.sent) == 50
-    await pool.aclose()
-
-
 async def test_a_caller_that_is_gone_while_it_is_answered_ends_its_socket():
     class Gone(FakeWebSocket):
         async def send(self, message):
@@ -373,7 +358,7 @@ async def test_a_caller_that_is_gone_while_it_is_answered_ends_its_socket():
 
     pool = SessionPool([Quick])
     websocket = Gone(call(1, "tasks"), call(2, "info", session_id="x"))
-    await asyncio.wait_for(CallSocket(PoolService(pool), websocket, 10**6).serve(), 5)
+    await asyncio.wait_for(CallSocket(Api(pool, Metrics(), Limits()), websocket, 10**6).serve(), 5)
     await pool.aclose()
 
 
@@ -382,7 +367,7 @@ async def test_a_message_over_the_limit_is_refused_by_its_id():
     websocket = FakeWebSocket(call(7, "open", task="x" * 200), "x" * 300, call(8, "tasks"))
     websocket.reading.set()
     websocket.hang_up()
-    await CallSocket(PoolService(pool), websocket, 100).serve()
+    await CallSocket(Api(pool, Metrics(), Limits()), websocket, 100).serve()
     assert [(answer["id"], answer["error"]["type"]) for answer in websocket.sent[:2]] == [
         (7, "body_too_large"),
         (None, "body_too_large"),
@@ -416,7 +401,7 @@ def test_every_message_has_exactly_one_answer_and_none_is_a_bug(texts):
         pool = SessionPool([Quick], max_sessions=2)
         websocket = FakeWebSocket(*texts)
         websocket.reading.set()
-        socket = CallSocket(PoolService(pool), websocket, 10**6)
+        socket = CallSocket(Api(pool, Metrics(), Limits()), websocket, 10**6)
         serving = asyncio.create_task(socket.serve())
         await until(lambda: len(websocket.sent) == len(texts))
         websocket.hang_up()

@@ -5,7 +5,7 @@ import pytest
 from agentrl_env import Message, ToolCall, tool
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.wire import OpenRequest
-from tests.env.tasks import Quick
+from tests.env.tasks import Quick, close_session, play_step
 
 
 def says(name, **arguments):
@@ -37,16 +37,16 @@ class Long(Quick):
 async def test_of_an_ended_session_only_the_last_large_answers_are_kept(pool):
     session_id = await opened(pool)
     for seq in range(1, 6):
-        last = await pool.step(session_id, seq, says("say"))
-    assert len(list(pool.session(session_id).turns)) == 5
-    await pool.close_session(session_id)
-    assert [result.seq for _, result in pool.session(session_id).turns] == [4, 5]
-    assert await pool.step(session_id, 5, says("say")) == last
+        last = await play_step(pool, session_id, seq, says("say"))
+    assert len(list(pool.session(session_id).history)) == 5
+    await close_session(pool, session_id)
+    assert [result.seq for _, result in pool.session(session_id).history] == [4, 5]
+    assert await play_step(pool, session_id, 5, says("say")) == last
 
 
 async def test_of_an_ended_session_with_small_answers_all_are_kept(pool):
     session_id = await opened(pool)
     for seq in range(1, 6):
-        await pool.step(session_id, seq, says("note", text="x"))
-    await pool.close_session(session_id)
-    assert len(list(pool.session(session_id).turns)) == 5
+        await play_step(pool, session_id, seq, says("note", text="x"))
+    await close_session(pool, session_id)
+    assert len(list(pool.session(session_id).history)) == 5

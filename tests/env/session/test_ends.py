@@ -8,10 +8,10 @@ import threading
 import pytest
 
 from agentrl_env import Done, Environment, Session, SessionStatus, TaskSample, tool
-from agentrl_env.session.threads import Threads
+from agentrl_env.session.executor import ThreadPool
 from agentrl_env.types import Message, ToolCall
 
-THREADS = Threads()
+THREADS = ThreadPool()
 WITH = list(itertools.product([False, True], repeat=4))
 
 

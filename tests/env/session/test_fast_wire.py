@@ -1,10 +1,11 @@
-"""The quick readers and writers of steps say what the models of the wire say."""
+"""The fast path reads and writes steps like the models of the wire."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +13,8 @@ from pydantic import ValidationError
 
 from agentrl_env import Message, StepResult, ToolCall
 from agentrl_env.errors import InvalidRequest
-from agentrl_env.fast_wire import Said, StepItem, ToolAnswer, step_answer
-from agentrl_env.server.bodies import read_step
+from agentrl_env.fast_wire import FastMessage, FastStep, ToolAnswer, encode, encode_result
+from agentrl_env.server.api import read_step
 from agentrl_env.types import SessionStatus
 from agentrl_env.wire import StepBody, StepRequest
 
@@ -31,7 +32,7 @@ LEAVES = (
 )
 JSON = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | objects(inner), max_leaves=8)
 WORDS = st.text(st.characters(exclude_categories=()), max_size=8)
-"""Text as a process may hold it: with lone surrogates, which no JSON carries."""
+"""Text with lone surrogates, which JSON cannot carry."""
 
 
 CALLS = st.fixed_dictionaries(
@@ -89,22 +90,22 @@ def read_by_model(text: str) -> StepBody | None:
 
 
 @given(BODIES, st.booleans())
-def test_a_step_is_read_as_its_model_reads_it(body, ascii_only):
+def test_step_is_read_like_its_model(body, ascii_only):
     text = json.dumps(body, ensure_ascii=ascii_only)
     wanted = read_by_model(text)
     if wanted is None:
         with pytest.raises(InvalidRequest):
-            read_step(text)
+            read_step(text, "id")
         return
-    step = read_step(text)
+    step = read_step(text, "id")
     assert step.seq == wanted.seq
-    assert Message.model_validate_json(step.message.json()) == wanted.message
+    assert Message.model_validate_json(encode(step.message)) == wanted.message
 
 
 @given(st.binary(max_size=40) | st.builds(lambda body: json.dumps(body).encode()[:-1], BODIES))
-def test_what_is_no_json_is_refused_in_words(text):
+def test_malformed_json_is_an_invalid_request(text):
     with pytest.raises(InvalidRequest):
-        read_step(text)
+        read_step(text, "id")
 
 
 @given(
@@ -117,8 +118,8 @@ def test_what_is_no_json_is_refused_in_words(text):
         name=st.none() | WORDS,
     )
 )
-def test_a_message_is_written_as_its_model_writes_it_and_what_json_cannot_carry_is_replaced(message):
-    written = Said.of(message).json()
+def test_message_is_written_like_its_model_with_surrogates_replaced(message):
+    written = encode(message)
     replaced = json.dumps(message.model_dump(), ensure_ascii=False).encode("utf-8", "replace")
     assert json.loads(written) == json.loads(replaced)
 
@@ -132,8 +133,8 @@ def test_a_message_is_written_as_its_model_writes_it_and_what_json_cannot_carry_
     st.sampled_from(SessionStatus),
     st.dictionaries(st.text(max_size=4), st.floats(allow_nan=False, allow_infinity=False), max_size=2),
 )
-def test_an_answer_reads_as_the_result_that_it_is(messages, reward, status, metrics):
-    answer = step_answer("id", 3, messages, reward=reward, status=status, metrics=metrics, info={"a": [1]})
+def test_encoded_result_parses_as_a_step_result(messages, reward, status, metrics):
+    answer = encode_result("id", 3, messages, reward=reward, status=status, metrics=metrics, info={"a": [1]})
     result = StepResult.model_validate_json(answer)
     assert (result.session_id, result.seq, result.status, result.info) == ("id", 3, status, {"a": [1]})
     assert (result.reward, result.metrics) == (reward, metrics)
@@ -144,18 +145,21 @@ def test_an_answer_reads_as_the_result_that_it_is(messages, reward, status, metr
     assert b"\n" not in answer  # a controller splits batches at line breaks
 
 
-def test_an_item_of_a_batch_is_passed_on_as_it_came():
+def test_step_of_a_batch_survives_forwarding():
     step = StepRequest(session_id="a", seq=2, message=Message.assistant("x", ToolCall.of("f", n=1)))
-    assert StepRequest.model_validate_json(StepItem.of(step).json()) == step
+    fast = msgspec.json.decode(step.model_dump_json(), type=FastStep)
+    assert StepRequest.model_validate_json(encode(fast)) == step
+    assert StepRequest.model_validate_json(encode(step)) == step
 
 
-def test_of_an_answer_only_what_json_cannot_carry_is_replaced():
+def test_only_surrogates_of_a_result_are_replaced():
     messages = [Message(role="user", content="é"), ToolAnswer("ok", "\ud800")]
-    answer = step_answer("id", 1, messages, reward=0, status=SessionStatus.RUNNING, metrics={}, info={})
+    answer = encode_result("id", 1, messages, reward=0, status=SessionStatus.RUNNING, metrics={}, info={})
     first, second = StepResult.model_validate_json(answer).messages
     assert (first.content, second.content, second.tool_call_id) == ("é", "ok", "?")
 
 
-def test_numbers_of_any_size_in_a_part_of_a_message_are_carried():
+def test_large_integers_in_content_parts_are_preserved():
     message = Message(role="assistant", content=[{"type": "text", "n": 2**80}])
-    assert Message.model_validate_json(Said.of(message).json()) == message
+    fast = msgspec.convert(message.wire(), FastMessage)
+    assert Message.model_validate_json(encode(fast)) == message

@@ -22,12 +22,12 @@ from agentrl_env.errors import (
 )
 from agentrl_env.server.app import create_app
 from agentrl_env.server.serve import EnvServer
-from agentrl_env.server.service import PoolService
+from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.testing import Verdict, run_checks
-from agentrl_env.testing.checks.forking import fork as fork_check
-from agentrl_env.wire import OpenRequest
-from tests.env.tasks import Clock, Guess, until
+from agentrl_env.testing.checks import fork as fork_check
+from agentrl_env.wire import FORK, ForkRequest, OpenRequest
+from tests.env.tasks import Clock, Guess, fork_session, until
 
 
 class Walk(Environment):
@@ -290,7 +290,7 @@ async def test_what_cannot_be_forked_is_refused(connect):
         with pytest.raises(InvalidRequest):
             await session.fork(n)
     with pytest.raises(UnknownSession):
-        await client.backend.fork("nope", 1)
+        await client.backend.call(FORK, ForkRequest(session_id="nope"))
     await session.close()
     with pytest.raises(SessionEnded):
         await session.fork()
@@ -301,7 +301,7 @@ async def test_an_expired_session_cannot_be_forked(local):
     client = local(Walk, clock=clock, lease_s=60.0)
     session = await client.open("walk")
     clock.now += 61
-    await client.backend.expire_idle()
+    await client.backend.pool.expire_idle()
     with pytest.raises(SessionExpired):
         await session.fork()
 
@@ -323,7 +323,7 @@ async def test_forks_count_against_capacity_all_or_none(connect):
 async def test_a_draining_server_takes_no_forks(local):
     client = local(Walk)
     session = await client.open("walk")
-    drain = asyncio.create_task(client.backend.drain(5.0))
+    drain = asyncio.create_task(client.backend.pool.drain(5.0))
     await asyncio.sleep(0)
     with pytest.raises(ServerDraining):
         await session.fork()
@@ -339,7 +339,7 @@ async def test_forks_have_leases_of_their_own(local):
     clock.now += 40
     await session.step(walk(0))
     clock.now += 40
-    assert await client.backend.expire_idle() == 1
+    assert await client.backend.pool.expire_idle() == 1
     with pytest.raises(SessionExpired):
         await fork.step(walk(0))
     await session.step(walk(0))
@@ -350,9 +350,9 @@ async def test_the_same_fork_asked_for_again_gives_the_same_sessions(at_once):
     pool = SessionPool([Walk], max_sessions=3)
     session_id = (await pool.open(OpenRequest(task="walk"))).session_id
     if at_once:
-        asked = await asyncio.gather(*(pool.fork(session_id, 2, "mine") for _ in range(3)))
+        asked = await asyncio.gather(*(fork_session(pool, session_id, 2, "mine") for _ in range(3)))
     else:
-        asked = [await pool.fork(session_id, 2, "mine") for _ in range(3)]
+        asked = [await fork_session(pool, session_id, 2, "mine") for _ in range(3)]
     assert asked[0] == asked[1] == asked[2]
     assert pool.open_sessions == 3
     await pool.aclose()
@@ -362,11 +362,11 @@ async def test_whoever_asked_for_forks_and_left_gets_none():
     pool = SessionPool([SlowWalk])
     session_id = (await pool.open(OpenRequest(task="slow_walk"))).session_id
     SlowWalk.gate.clear()
-    fork = asyncio.create_task(pool.fork(session_id, 2))
+    fork = asyncio.create_task(fork_session(pool, session_id, 2))
     await until(lambda: len(SlowWalk.restoring) == 2)
     fork.cancel()
     await asyncio.wait((fork,))
-    await until(lambda: pool._slots.free == 1023)
+    await until(lambda: pool._capacity._free == 1023)
     assert (pool.open_sessions, len(SlowWalk.closed)) == (1, 2)
     await pool.aclose()
 
@@ -474,7 +474,7 @@ def test_a_snapshot_that_changes_the_episode_is_caught():
 
 async def test_over_the_wire_a_fork_is_created_or_refused_with_a_typed_error():
     pool = SessionPool([Walk, Guess])
-    transport = httpx.ASGITransport(create_app(PoolService(pool)))
+    transport = httpx.ASGITransport(create_app(pool, Metrics()))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         opened = [(await http.post("/v1/sessions", json={"task": task})).json() for task in ("walk", "guess")]
         walk_path, guess_path = (f"/v1/sessions/{info['session_id']}/fork" for info in opened)

@@ -16,10 +16,23 @@ from agentrl_env.errors import (
     UnknownSession,
     UnknownTask,
 )
+from agentrl_env.server.telemetry.metrics import Metrics
+from agentrl_env.server.telemetry.session_metrics import SessionMetrics
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.session.session_table import SessionTable
 from agentrl_env.wire import OpenRequest, StepRequest
-from tests.env.tasks import Clock, Guess, Quick, Slow, until
+from tests.env.tasks import (
+    Clock,
+    Guess,
+    Quick,
+    Slow,
+    ask_expert,
+    close_session,
+    play_many,
+    play_step,
+    session_info,
+    until,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -51,13 +64,13 @@ async def opened(pool, task="quick", **options):
 
 
 async def test_tasks_are_described(pools):
-    guess, quick = await pools(Guess, Quick).tasks()
+    guess, quick = (await pools(Guess, Quick).tasks()).tasks
     assert (guess.name, guess.max_turns, guess.splits["train"].num_samples) == ("guess", 8, None)
     assert quick.splits["test"].num_samples == 10
     assert quick.tools == Quick.tool_specs()
     assert quick.capabilities == ()
-    assert (await pools(Quick, Slow, oracle=True).tasks())[0].capabilities == ("expert",)
-    assert (await pools(Slow, oracle=True).tasks())[0].capabilities == ()
+    assert (await pools(Quick, Slow, oracle=True).tasks()).tasks[0].capabilities == ("expert",)
+    assert (await pools(Slow, oracle=True).tasks()).tasks[0].capabilities == ()
 
 
 def test_two_tasks_of_one_name_are_refused():
@@ -68,14 +81,14 @@ def test_two_tasks_of_one_name_are_refused():
 async def test_a_session_is_opened_stepped_looked_at_and_closed(pools):
     pool = pools(Quick)
     session_id = await opened(pool, index=4, seed=9)
-    result = await pool.step(session_id, 1, says("note", text="x"))
-    info = await pool.info(session_id)
+    result = await play_step(pool, session_id, 1, says("note", text="x"))
+    info = await session_info(pool, session_id)
     assert (info.turn, info.last, info.sample.index, info.sample.seed) == (1, result, 4, 9)
-    await pool.close_session(session_id)
-    await pool.close_session(session_id)
-    assert (await pool.info(session_id)).status is SessionStatus.CANCELLED
+    await close_session(pool, session_id)
+    await close_session(pool, session_id)
+    assert (await session_info(pool, session_id)).status is SessionStatus.CANCELLED
     with pytest.raises(SessionEnded):
-        await pool.step(session_id, 2, says("note", text="x"))
+        await play_step(pool, session_id, 2, says("note", text="x"))
 
 
 async def test_sessions_are_isolated(pools):
@@ -83,7 +96,7 @@ async def test_sessions_are_isolated(pools):
     ids = [await opened(pool, index=n, seed=1) for n in range(3)]
     for turn in range(1, 4):
         for session_id in ids:
-            result = await pool.step(session_id, turn, says("note", text="x"))
+            result = await play_step(pool, session_id, turn, says("note", text="x"))
             assert result.messages[0].content.split()[0] == str(turn)
 
 
@@ -94,10 +107,10 @@ async def test_unknown_names_are_refused(pools):
     with pytest.raises(UnknownSample):
         await opened(pool, split="dev")
     with pytest.raises(UnknownSession):
-        await pool.step("nope", 1, says("note", text="x"))
+        await play_step(pool, "nope", 1, says("note", text="x"))
     with pytest.raises(UnknownSession):
-        await pool.info("nope")
-    await pool.close_session("nope")
+        await session_info(pool, "nope")
+    await close_session(pool, "nope")
     assert pool.open_sessions == 0
 
 
@@ -114,7 +127,7 @@ async def test_a_full_pool_refuses_and_an_ended_session_makes_room(pools):
     with pytest.raises(ServerFull, match="all 1 sessions") as caught:
         await opened(pool)
     assert caught.value.details["retry_after"] == 1
-    await pool.step(session_id, 1, says("finish"))
+    await play_step(pool, session_id, 1, says("finish"))
     await opened(pool)
 
 
@@ -125,13 +138,13 @@ async def test_whoever_waits_is_served_first_come_first_served(pools):
     async def wait(name):
         session_id = await opened(pool, wait_s=5)
         order.append(name)
-        await pool.close_session(session_id)
+        await close_session(pool, session_id)
 
     waiting = [asyncio.create_task(wait(name)) for name in "abc"]
     await until(lambda: pool.gauges()["agentrl_sessions_waiting"] == 3)
     with pytest.raises(ServerFull):  # nobody jumps the queue
         await opened(pool)
-    await pool.close_session(first)
+    await close_session(pool, first)
     await asyncio.gather(*waiting)
     assert order == ["a", "b", "c"]
 
@@ -151,16 +164,16 @@ async def test_a_caller_that_goes_away_leaves_the_queue(pools):
     await until(lambda: pool.gauges()["agentrl_sessions_waiting"])
     waiting.cancel()
     await asyncio.wait((waiting,))
-    await pool.close_session(session_id)
+    await close_session(pool, session_id)
     await opened(pool)
 
 
 async def test_a_slot_is_free_only_when_the_environment_is_closed(pools):
     pool = pools(Slow, max_sessions=1)
     session_id = await opened(pool, "slow")
-    step = asyncio.create_task(pool.step(session_id, 1, says("block")))
+    step = asyncio.create_task(play_step(pool, session_id, 1, says("block")))
     await asyncio.to_thread(Slow.started.wait, 5)
-    closing = asyncio.create_task(pool.close_session(session_id))
+    closing = asyncio.create_task(close_session(pool, session_id))
     await asyncio.sleep(0.01)
     with pytest.raises(ServerFull):
         await opened(pool, "slow")
@@ -201,7 +214,7 @@ async def test_samples_that_cannot_be_read_are_the_environments_failure(pools):
 async def test_opening_again_under_one_name_gives_the_same_session(pools):
     pool = pools(Quick, Slow)
     first, second = await asyncio.gather(opened(pool, request_id="r1"), opened(pool, request_id="r1"))
-    await pool.step(first, 1, says("note", text="x"))
+    await play_step(pool, first, 1, says("note", text="x"))
     info = await pool.open(OpenRequest(task="quick", request_id="r1"))
     assert first == second == info.session_id
     assert info.turn == 1
@@ -214,15 +227,15 @@ async def test_an_idle_session_expires_and_its_environment_is_closed(pools):
     pool = pools(Slow, lease_s=10.0, clock=clock)
     idle, busy = await opened(pool, "slow"), await opened(pool, "slow")
     clock.now += 6
-    await pool.step(busy, 1, Message.assistant("hello"))
+    await play_step(pool, busy, 1, Message.assistant("hello"))
     clock.now += 6
     assert await pool.expire_idle() == 1
     assert len(Slow.closed) == 1
-    for call in (pool.step(idle, 1, says("wait")), pool.info(idle)):
+    for call in (play_step(pool, idle, 1, says("wait")), session_info(pool, idle)):
         with pytest.raises(SessionExpired):
             await call
-    await pool.close_session(idle)
-    assert (await pool.info(busy)).status is SessionStatus.RUNNING
+    await close_session(pool, idle)
+    assert (await session_info(pool, busy)).status is SessionStatus.RUNNING
     clock.now += 6
     assert await pool.expire_idle() == 1
     assert pool.open_sessions == 0
@@ -232,7 +245,7 @@ async def test_a_session_in_the_middle_of_a_step_does_not_expire(pools):
     clock = Clock()
     pool = pools(Slow, lease_s=10.0, clock=clock)
     session_id = await opened(pool, "slow")
-    steps = [asyncio.create_task(pool.step(session_id, 1, says("wait"))) for _ in range(2)]
+    steps = [asyncio.create_task(play_step(pool, session_id, 1, says("wait"))) for _ in range(2)]
     await asyncio.sleep(0.01)
     clock.now += 100
     assert await pool.expire_idle() == 0
@@ -248,7 +261,7 @@ async def test_leases_are_looked_after_in_the_background(pools):
     session_id = await opened(pool)
     await until(lambda: not pool.open_sessions)
     with pytest.raises(SessionExpired):
-        await pool.info(session_id)
+        await session_info(pool, session_id)
 
 
 class ClosesLate(Slow):
@@ -291,11 +304,11 @@ class Hangs(Slow):
 async def test_tools_that_never_return_take_no_thread_from_other_sessions(pools):
     pool = pools(Hangs, max_sessions=2)
     for _ in range(2):
-        result = await pool.step(await opened(pool, "hangs"), 1, says("hang"))
+        result = await play_step(pool, await opened(pool, "hangs"), 1, says("hang"))
         assert result.status is SessionStatus.FAILED_ENVIRONMENT
-        pool._slots.release()  # as once the closing has given up waiting
-    assert (await pool.info(await opened(pool, "hangs"))).status is SessionStatus.RUNNING
-    assert "agentrl_threads_abandoned 2" in pool.metrics.render(pool.gauges())
+        pool._capacity.release()  # as once the closing has given up waiting
+    assert (await session_info(pool, await opened(pool, "hangs"))).status is SessionStatus.RUNNING
+    assert pool.gauges()["agentrl_threads_abandoned"] == 2
     Slow.blocker.set()
 
 
@@ -303,21 +316,21 @@ async def test_ended_sessions_are_forgotten_after_a_while(pools):
     clock = Clock()
     pool = pools(Quick, clock=clock)
     session_id = await opened(pool, request_id="r")
-    result = await pool.step(session_id, 1, says("finish"))
-    assert await pool.step(session_id, 1, says("finish")) == result
+    result = await play_step(pool, session_id, 1, says("finish"))
+    assert await play_step(pool, session_id, 1, says("finish")) == result
     clock.now += 601
     await pool.expire_idle()
     with pytest.raises(UnknownSession):
-        await pool.step(session_id, 1, says("finish"))
+        await play_step(pool, session_id, 1, says("finish"))
     assert await opened(pool, request_id="r") != session_id
 
 
 async def test_only_so_many_ended_sessions_are_remembered():
     pool = SessionPool([Quick])
-    table = SessionTable(Clock(), kept_sessions=2)
+    table = SessionTable(Clock(), max_ended=2)
     ids = []
     for _ in range(3):
-        session = pool._session(Quick, await pool._catalog.sample(OpenRequest(task="quick")))
+        session = pool._session(Quick, await pool._tasks.sample(OpenRequest(task="quick")))
         table.add(session, None)
         table.retire(session.session_id)
         ids.append(session.session_id)
@@ -336,8 +349,8 @@ def item(session_id, seq, name="note", **arguments):
 async def test_a_batch_answers_in_order_and_one_bad_item_fails_alone(pools):
     pool = pools(Quick)
     a, b = await opened(pool), await opened(pool)
-    results = await pool.step_many(
-        [item(a, 1), item("nope", 1), item(b, 7), item(a, 2), item(b, 1, "crash"), item(a, 1)]
+    results = await play_many(
+        pool, [item(a, 1), item("nope", 1), item(b, 7), item(a, 2), item(b, 1, "crash"), item(a, 1)]
     )
     kinds = [type(r).__name__ for r in results]
     assert kinds == ["StepResult", "UnknownSession", "SeqConflict", "StepResult", "StepResult", "StepResult"]
@@ -349,7 +362,9 @@ async def test_a_batch_answers_in_order_and_one_bad_item_fails_alone(pools):
 async def test_slow_items_run_side_by_side_and_those_of_one_session_in_order(pools):
     pool = pools(Slow)
     a, b = await opened(pool, "slow"), await opened(pool, "slow")
-    batch = asyncio.create_task(pool.step_many([item(a, 1, "wait"), item(b, 1, "block"), item(a, 2, "wait")]))
+    batch = asyncio.create_task(
+        play_many(pool, [item(a, 1, "wait"), item(b, 1, "block"), item(a, 2, "wait")])
+    )
     await asyncio.sleep(0.01)
     Slow.gate.set()
     Slow.blocker.set()
@@ -361,20 +376,20 @@ async def test_a_batch_can_be_answered_before_its_slow_items_are_ready(pools):
     pool = pools(Slow, Quick)
     slow, quick = await opened(pool, "slow"), await opened(pool)
     batch = [item(slow, 1, "wait"), item(quick, 1), item(slow, 2, "end")]
-    pending, ready, also_pending = await pool.step_many(batch, wait_s=0.01)
+    pending, ready, also_pending = await play_many(pool, batch, wait_s=0.01)
     assert isinstance(pending, StepPending)
     assert isinstance(also_pending, StepPending)
     assert isinstance(ready, StepResult)
     Slow.gate.set()
-    again = await pool.step_many(batch)
+    again = await play_many(pool, batch)
     assert [r.messages[0].content.split()[0] for r in again] == ["waited", "1", "over"]
 
 
 async def test_the_expert_answers_only_where_the_pool_may_ask_it(pools):
     closed, open_ = pools(Quick), pools(Quick, oracle=True)
     with pytest.raises(NotSupported, match="--oracle"):
-        await closed.expert(await opened(closed))
-    message = await open_.expert(await opened(open_))
+        await ask_expert(closed, await opened(closed))
+    message = await ask_expert(open_, await opened(open_))
     assert message.tool_calls[0].function.name == "finish"
 
 
@@ -389,7 +404,7 @@ async def test_a_draining_pool_finishes_what_it_has_and_takes_nothing_new(pools)
     with pytest.raises(ServerDraining):
         await opened(pool)
     assert not drained.done()
-    await pool.step(session_id, 1, says("finish"))
+    await play_step(pool, session_id, 1, says("finish"))
     await drained
 
 
@@ -398,7 +413,7 @@ async def test_a_drain_closes_what_has_not_ended_by_its_deadline(pools):
     session_id = await opened(pool, "slow")
     await pool.drain(0.01)
     assert len(Slow.closed) == 1
-    assert (await pool.info(session_id)).status is SessionStatus.CANCELLED
+    assert (await session_info(pool, session_id)).status is SessionStatus.CANCELLED
 
 
 async def test_a_drain_can_be_hurried(pools):
@@ -406,7 +421,7 @@ async def test_a_drain_can_be_hurried(pools):
     await opened(pool, "slow")
     drained = asyncio.create_task(pool.drain(60))
     await asyncio.sleep(0)
-    pool.hurry()
+    pool.stop_waiting()
     await drained
     assert len(Slow.closed) == 1
 
@@ -451,15 +466,16 @@ async def test_a_startup_that_fails_is_a_typed_error_and_closing_goes_on(caplog)
 
 
 async def test_metrics_count_steps_and_ends(pools):
-    pool = pools(Quick)
+    metrics = Metrics()
+    pool = pools(Quick, observer=SessionMetrics(metrics))
     a, b = await opened(pool), await opened(pool)
-    await pool.step(a, 1, says("note", text="x"))
-    await pool.step(a, 1, says("note", text="x"))
-    await pool.step(a, 2, says("finish"))
-    text = pool.metrics.render(pool.gauges())
-    assert 'agentrl_steps_total{task="quick"} 2' in text
-    assert 'agentrl_sessions_ended_total{task="quick",status="completed"} 1' in text
-    assert "agentrl_sessions_open 1" in text
-    assert "agentrl_step_seconds_count 2" in text
-    assert 'agentrl_step_seconds_bucket{le="+Inf"} 2' in text
-    await pool.close_session(b)
+    await play_step(pool, a, 1, says("note", text="x"))
+    await play_step(pool, a, 1, says("note", text="x"))
+    await play_step(pool, a, 2, says("finish"))
+    text = metrics.render(pool.gauges()).decode()
+    assert 'agentrl_steps_total{task="quick"} 2.0' in text
+    assert 'agentrl_sessions_ended_total{status="completed",task="quick"} 1.0' in text
+    assert "agentrl_sessions_open 1.0" in text
+    assert "agentrl_step_seconds_count 2.0" in text
+    assert 'agentrl_step_seconds_bucket{le="+Inf"} 2.0' in text
+    await close_session(pool, b)

@@ -27,13 +27,13 @@ from agentrl_env.errors import (
     SessionEnded,
     SessionExpired,
 )
-from agentrl_env.session.history import KEPT_TURNS
-from agentrl_env.session.threads import Threads
+from agentrl_env.session.executor import ThreadPool
+from agentrl_env.session.history import MAX_TURNS
 from agentrl_env.tools import clean
 from agentrl_env.types import FunctionCall
 from tests.env.tasks import Clock, Guess, Quick, Slow
 
-THREADS = Threads()
+THREADS = ThreadPool()
 
 
 def make(environment, seed=1, data=None, **options):
@@ -186,7 +186,7 @@ async def test_a_failure_says_what_was_raised():
     assert result.info["error"] == {"type": "ZeroDivisionError", "message": "ZeroDivisionError: author bug"}
 
 
-@pytest.mark.parametrize("name", ["hurry", "hurry_async"])
+@pytest.mark.parametrize("name", ["stop_waiting", "hurry_async"])
 async def test_a_tool_over_its_deadline_ends_the_session_as_failed(name):
     session = await started(Slow)
     result = await session.step(says(name))
@@ -196,7 +196,7 @@ async def test_a_tool_over_its_deadline_ends_the_session_as_failed(name):
 
 async def test_close_waits_for_a_tool_that_outlived_its_deadline():
     session = await started(Slow)
-    await session.step(says("hurry"))
+    await session.step(says("stop_waiting"))
     await asyncio.sleep(0.01)
     assert Slow.closed == []
     Slow.blocker.set()
@@ -225,7 +225,7 @@ async def test_only_so_many_answers_are_kept():
         max_turns = 1000
 
     session = await started(Long)
-    for _ in range(KEPT_TURNS + 1):
+    for _ in range(MAX_TURNS + 1):
         await session.step(says("refuse"))
     assert (await session.step(says("refuse"), 2)).seq == 2
     with pytest.raises(SeqConflict, match="no longer kept"):
@@ -294,7 +294,7 @@ async def test_the_next_seq_waits_for_the_one_under_way():
     second = asyncio.create_task(session.step(says("wait"), 2))
     await asyncio.sleep(0.01)
     with pytest.raises(SeqConflict):
-        await session.step(says("wait"), 3)
+        await session.step(says("wait"), 4)
     Slow.gate.set()
     assert [(await first).seq, (await second).seq] == [1, 2]
     await session.close()

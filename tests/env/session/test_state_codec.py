@@ -1,4 +1,4 @@
-"""The codec of session state: what a snapshot may hold comes back, and hostile bytes do nothing."""
+"""The codec of session state: values round trip, and hostile bytes do nothing."""
 
 import base64
 import json
@@ -154,14 +154,14 @@ def facts(value):
 
 @settings(max_examples=400, deadline=None)
 @given(STATES)
-def test_a_state_is_decoded_as_it_was(state):
+def test_decode_inverts_encode(state):
     data = encode(state, Task)
     assert data.isascii()
     assert facts(decode(data, Task)) == facts(state)
 
 
 @pytest.mark.parametrize("kind", BIT_GENERATORS)
-def test_a_generator_continues_where_it_was(kind):
+def test_generator_continues(kind):
     rng = np.random.Generator(kind([7, 2**70]))
     rng.integers(10, dtype=np.uint32), rng.spawn(2), rng.normal(size=3)
     copy = decode(encode(rng))
@@ -171,32 +171,32 @@ def test_a_generator_continues_where_it_was(kind):
     assert children[0] == children[1]
 
 
-def test_a_generator_without_a_seed_sequence_continues_too():
+def test_generator_without_a_seed_sequence_continues():
     rng = np.random.Generator(np.random.Philox(key=3))
     assert decode(encode(rng)).integers(2**60) == rng.integers(2**60)
 
 
-def test_a_random_continues_after_a_gauss():
+def test_random_continues_after_gauss():
     rng = random.Random(5)
     rng.gauss()
     copy = decode(encode(rng))
     assert [copy.gauss(), copy.random()] == [rng.gauss(), rng.random()]
 
 
-def test_the_layout_of_an_array_is_its_order_alone():
+def test_array_is_decoded_in_order_and_writable():
     array = np.asfortranarray(np.arange(6).reshape(2, 3))[:, ::-1]
     copy = decode(encode(array))
     assert np.array_equal(copy, array)
     copy += 1  # it is writable
 
 
-def test_models_of_the_wire_are_state():
+def test_wire_models_are_supported():
     sample = TaskSample(task="x", data={"a": [1, None]})
     message = Message.assistant("hi", ToolCall.of("note", text="x"))
     assert decode(encode([sample, message])) == [sample, message]
 
 
-def test_no_code_of_a_dataclass_runs_when_it_is_decoded():
+def test_decoding_runs_no_code_of_a_dataclass():
     data = encode(Frozen("later"), Task).replace(b"later", b"never")
     assert decode(data, Task).name == "never"
 
@@ -238,7 +238,7 @@ def spot_with_more():
     [
         (lambda: {"walk": [1, (lambda: 1)]}, r"holds a function at state\['walk'\]\[1\]; it may hold None"),
         (threading.Lock, "holds a _thread.lock at state; it may hold"),
-        (lambda: Plain(), r"holds a tests\.env\.test_state_codec\.Plain at state"),
+        (lambda: Plain(), r"holds a tests\.env\.session\.test_state_codec\.Plain at state"),
         (lambda: Plain, "holds a type at state"),
         (lambda: Counter("a"), "holds a collections.Counter at state"),
         (lambda: Listed(), "Listed at state"),
@@ -253,18 +253,18 @@ def spot_with_more():
         (doubled, "holds more than 1000 values"),
     ],
 )
-def test_what_no_state_may_hold_is_named_with_its_place(state, words, monkeypatch):
+def test_unsupported_value_is_named_with_its_path(state, words, monkeypatch):
     monkeypatch.setattr(state_codec, "MAX_VALUES", 1000)
     with pytest.raises(StateError, match=rf"^snapshot\(\) of task 'task' .*{words}"):
         encode(state(), Task)
 
 
-def test_a_state_as_deep_as_it_may_be_is_decoded():
+def test_state_of_maximum_depth_is_decoded():
     state = nested(MAX_DEPTH)
     assert decode(encode(state)) == state
 
 
-def test_classes_of_another_package_are_no_state_of_this_task():
+def test_classes_of_another_package_are_rejected():
     data = encode(Spot(), Task)
     for bytes_ in (data, data.replace(b"test_state_codec:Spot", b"subprocess:Popen")):
         with pytest.raises(StateError, match="has no"):
@@ -388,7 +388,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("data", HOSTILE, ids=range(len(HOSTILE)))
-def test_malformed_bytes_raise_one_error(data):
+def test_malformed_bytes_raise_state_error(data):
     with pytest.raises(StateError):
         decode(data, Task)
 
@@ -410,7 +410,7 @@ JSON = st.recursive(
 
 @settings(max_examples=400, deadline=None)
 @given(st.binary() | JSON.map(lambda node: json.dumps(node).encode()))
-def test_any_bytes_are_a_state_or_the_one_error(data):
+def test_arbitrary_bytes_decode_or_raise_state_error(data):
     try:
         state = decode(data, Task)
     except StateError:
@@ -445,13 +445,13 @@ assert events
 """
 
 
-def test_hostile_bytes_import_nothing_and_run_nothing():
+def test_hostile_bytes_import_and_run_nothing():
     """Audit events stand for imports, compiled code, processes, files and sockets."""
     done = subprocess.run([sys.executable, "-c", AUDIT], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
-def test_not_finite_numbers_are_valid_json():
+def test_non_finite_numbers_are_valid_json():
     data = encode([math.nan, math.inf, -math.inf, -0.0])
     json.loads(data, parse_constant=pytest.fail)
     assert facts(decode(data)) == facts([math.nan, math.inf, -math.inf, -0.0])

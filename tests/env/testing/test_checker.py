@@ -1,9 +1,10 @@
-"""Each broken environment must be caught by the check that is there for it."""
+"""Each faulty environment must fail the check that covers its fault."""
 
 import asyncio
 import itertools
 import random
 import threading
+from collections import Counter
 from typing import ClassVar
 
 import pytest
@@ -19,11 +20,10 @@ from agentrl_env import (
     tool,
 )
 from agentrl_env.errors import DefinitionError, ServerUnreachable, TargetError, UnknownTask
-from agentrl_env.session.pool import SessionPool
-from agentrl_env.testing import Verdict, check_environment, run_checks
-from agentrl_env.testing import context as probe
+from agentrl_env.testing import Verdict, check_environment, context, run_checks
 from agentrl_env.testing.checks import CHECKS
 from agentrl_env.types import SessionStatus, TaskInfo, ToolSpec
+from tests.env.intercepted_client import InterceptedClient
 
 
 class Guess(Environment):
@@ -71,7 +71,7 @@ def failing(environment, **options):
     return {result.name: result.evidence for result in report_on(environment, **options).failures}
 
 
-def test_a_good_environment_passes_every_check():
+def test_valid_environment_passes_every_check():
     report = check_environment(Guess)
     assert report.ok
     assert verdicts(report) == {check.__name__: "pass" for check in CHECKS}
@@ -79,7 +79,7 @@ def test_a_good_environment_passes_every_check():
     assert report.summary() == f"guess: {len(CHECKS)} passed"
 
 
-def test_a_good_environment_of_async_and_blocking_methods_passes_too():
+def test_valid_environment_with_async_and_blocking_tools_passes():
     class Slow(Guess):
         blocking = True
 
@@ -91,7 +91,7 @@ def test_a_good_environment_of_async_and_blocking_methods_passes_too():
     assert report_on(Slow).ok
 
 
-def test_an_ignored_seed_is_caught_by_seed_replay():
+def test_ignored_seed_fails_seed_replay():
     class Unseeded(Guess):
         def reset(self, sample, rng):
             self.secret = random.randint(1, 20)
@@ -102,7 +102,7 @@ def test_an_ignored_seed_is_caught_by_seed_replay():
     assert "guess(n=" in evidence
 
 
-def test_a_seed_without_effect_is_a_warning():
+def test_seed_without_effect_warns():
     class Constant(Guess):
         def reset(self, sample, rng):
             self.secret = 7
@@ -113,7 +113,7 @@ def test_a_seed_without_effect_is_a_warning():
     assert report["seed_effect"].verdict is Verdict.WARN
 
 
-def test_the_seed_of_a_data_set_need_not_have_an_effect():
+def test_seed_effect_is_skipped_for_a_data_set():
     class Listed(Guess):
         @classmethod
         def samples(cls, split):
@@ -126,10 +126,10 @@ def test_the_seed_of_a_data_set_need_not_have_an_effect():
     report = report_on(Listed)
     assert report.ok
     assert report["seed_effect"].verdict is Verdict.SKIP
-    assert "none in both among 20 different ones" in report["samples"].evidence
+    assert "none in both splits among 20 different samples" in report["samples"].evidence
 
 
-def test_state_on_the_class_is_caught_by_isolation_alone():
+def test_state_on_the_class_fails_isolation_only():
     class Shared(Guess):
         def reset(self, sample, rng):
             type(self).secret = int(rng.integers(1, 21))
@@ -147,7 +147,7 @@ def test_state_on_the_class_is_caught_by_isolation_alone():
     assert "Keep the state of an episode on self" in found["isolation"]
 
 
-def test_state_that_outlives_a_session_is_caught_by_order():
+def test_state_that_outlives_a_session_fails_order():
     class Remembers(Guess):
         seen: ClassVar[set[int]] = set()
 
@@ -162,7 +162,7 @@ def test_state_that_outlives_a_session_is_caught_by_order():
     assert "order" not in failing(Guess, checks=only("order"))
 
 
-def test_a_crash_on_odd_arguments_is_caught_by_fuzz():
+def test_crash_on_odd_arguments_fails_fuzz():
     class Fragile(Guess):
         @tool
         def look(self, where: str, deep: bool = False):
@@ -174,7 +174,7 @@ def test_a_crash_on_odd_arguments_is_caught_by_fuzz():
     assert "look(where=" in found["fuzz"]
 
 
-def test_a_crash_on_an_integer_that_no_float_holds_is_caught_by_fuzz():
+def test_crash_on_integer_too_large_for_float_fails_fuzz():
     class Overflow(Guess):
         @tool
         def root(self, n: int):
@@ -184,7 +184,7 @@ def test_a_crash_on_an_integer_that_no_float_holds_is_caught_by_fuzz():
     assert "OverflowError" in failing(Overflow)["fuzz"]
 
 
-def test_a_crash_on_ordinary_calls_is_caught_by_random_play():
+def test_crash_on_valid_calls_fails_random_play():
     class Crashing(Guess):
         @tool
         def divide(self, n: int):
@@ -194,7 +194,7 @@ def test_a_crash_on_ordinary_calls_is_caught_by_random_play():
     assert "ZeroDivisionError" in failing(Crashing)["random_play"]
 
 
-def test_a_reset_that_crashes_fails_with_its_reason():
+def test_crash_in_reset_fails_with_its_reason():
     class Broken(Guess):
         def reset(self, sample, rng):
             raise FileNotFoundError("no data file here")
@@ -204,23 +204,23 @@ def test_a_reset_that_crashes_fails_with_its_reason():
     assert "reset() of sample train/0" in found["samples"]
 
 
-def test_a_silent_reset_is_caught_by_samples():
+def test_reset_without_a_message_fails_samples():
     class Silent(Guess):
         def reset(self, sample, rng):
             super().reset(sample, rng)
             return []
 
-    assert "opens without a word" in failing(Silent)["samples"]
+    assert "opens without text" in failing(Silent)["samples"]
 
 
-def test_a_turn_limit_beyond_all_bounds_is_caught_by_limits():
+def test_excessive_max_turns_fails_limits():
     class Endless(Guess):
         max_turns = 10**9
 
     assert "never ends" in failing(Endless, checks=only("limits"))["limits"]
 
 
-def test_a_tool_that_hangs_ends_its_check_and_skips_the_rest():
+def test_hanging_tool_fails_its_check_and_skips_the_rest():
     never = threading.Event()
 
     class Hanging(Guess):
@@ -228,29 +228,29 @@ def test_a_tool_that_hangs_ends_its_check_and_skips_the_rest():
 
         @tool
         def guess(self, n: int):
-            """Wait for ever."""
+            """Wait forever."""
             never.wait()
 
     report = report_on(Hanging, deadline=1.0, checks=only("random_play", "fuzz"))
     never.set()
     assert report["random_play"].verdict is Verdict.FAIL
-    assert "--deadline); it was at: turn " in report["random_play"].evidence
+    assert "--deadline sets a longer time); waited for: turn " in report["random_play"].evidence
     assert report["fuzz"].verdict is Verdict.SKIP
-    assert "random_play came to no end" in report["fuzz"].evidence
+    assert "random_play did not finish" in report["fuzz"].evidence
 
 
-def test_an_async_tool_that_hangs_ends_its_check():
+def test_hanging_async_tool_fails_its_check():
     class Hanging(Guess):
         @tool
         async def guess(self, n: int):
-            """Wait for ever."""
+            """Wait forever."""
             await asyncio.Event().wait()
 
     evidence = failing(Hanging, deadline=0.3, checks=only("random_play"))["random_play"]
-    assert "No end within 0.3 s" in evidence
+    assert "Not finished within 0.3 s" in evidence
 
 
-def test_code_that_blocks_the_event_loop_is_named_as_such():
+def test_blocked_event_loop_is_reported():
     blocked = threading.Event()
 
     class Blocking(Guess):
@@ -269,17 +269,17 @@ def test_code_that_blocks_the_event_loop_is_named_as_such():
     assert "blocks the event loop" in evidence
 
 
-def test_a_tool_over_its_own_deadline_is_caught_by_random_play():
+def test_tool_timeout_fails_random_play():
     class Late(Guess):
         @tool(timeout=0.02)
         async def wait(self):
-            """Wait for ever."""
+            """Wait forever."""
             await asyncio.Event().wait()
 
     assert "still running after 0.02 s" in failing(Late)["random_play"]
 
 
-def test_a_reward_that_is_no_number_is_caught():
+def test_nan_reward_fails_random_play():
     class NotANumber(Guess):
         @tool
         def guess(self, n: int):
@@ -289,7 +289,7 @@ def test_a_reward_that_is_no_number_is_caught():
     assert "reward must be a finite number" in failing(NotANumber)["random_play"]
 
 
-def test_an_answer_of_the_wrong_type_is_caught():
+def test_tool_result_of_wrong_type_fails_random_play():
     class Numbers(Guess):
         @tool
         def guess(self, n: int):
@@ -299,7 +299,7 @@ def test_an_answer_of_the_wrong_type_is_caught():
     assert "guess() returned int" in failing(Numbers)["random_play"]
 
 
-def test_samples_shared_by_train_and_test_are_caught():
+def test_samples_shared_by_train_and_test_fail_samples():
     class Leaky(Guess):
         @classmethod
         def samples(cls, split):
@@ -308,7 +308,7 @@ def test_samples_shared_by_train_and_test_are_caught():
     assert "train/9 and test/0 are the same problem" in failing(Leaky)["samples"]
 
 
-def test_an_expert_that_never_wins_is_caught_by_oracle():
+def test_expert_that_never_succeeds_fails_oracle():
     class Clueless(Guess):
         def expert(self, rng):
             return ToolCall.of("guess", n=0)
@@ -316,7 +316,7 @@ def test_an_expert_that_never_wins_is_caught_by_oracle():
     assert "solves 0 of 20" in failing(Clueless)["oracle"]
 
 
-def test_an_expert_that_often_slips_is_good_enough():
+def test_noisy_expert_passes_oracle():
     class Noisy(Guess):
         max_turns = 1
 
@@ -327,7 +327,7 @@ def test_an_expert_that_often_slips_is_good_enough():
     assert report["oracle"].verdict is Verdict.PASS
 
 
-def test_an_expert_with_an_invalid_call_is_caught_by_oracle():
+def test_invalid_call_of_the_expert_fails_oracle():
     class Typo(Guess):
         def expert(self, rng):
             return ToolCall.of("gues", n=self.secret)
@@ -335,7 +335,7 @@ def test_an_expert_with_an_invalid_call_is_caught_by_oracle():
     assert "The expert's own call is invalid: gues(n=" in failing(Typo)["oracle"]
 
 
-def test_an_expert_that_breaks_is_caught_by_oracle():
+def test_crash_in_expert_fails_oracle():
     class Breaks(Guess):
         def expert(self, rng):
             raise KeyError("map")
@@ -344,7 +344,7 @@ def test_an_expert_that_breaks_is_caught_by_oracle():
     assert "KeyError" in found["oracle"]
 
 
-def test_without_an_expert_the_oracle_check_is_skipped():
+def test_oracle_is_skipped_without_an_expert():
     report = report_on(Guess, checks=only("oracle"))
     assert report["oracle"].verdict is Verdict.PASS
 
@@ -356,14 +356,14 @@ def test_without_an_expert_the_oracle_check_is_skipped():
 
 
 @pytest.mark.parametrize(("room", "verdict"), [(1, Verdict.SKIP), (3, Verdict.PASS)])
-def test_a_server_with_little_room_is_checked_in_what_there_is(monkeypatch, room, verdict):
-    monkeypatch.setattr(probe, "WAIT", 0.0)
+def test_server_with_few_sessions_is_checked_within_its_capacity(monkeypatch, room, verdict):
+    monkeypatch.setattr(context, "WAIT", 0.0)
     (report,) = run_checks(lambda: EnvClient.local(Guess, max_sessions=room), deadline=20.0)
     assert report.ok, report.text()
     assert report["isolation"].verdict is verdict
 
 
-def test_missing_descriptions_are_a_warning():
+def test_missing_descriptions_warn():
     class Terse(Guess):
         @tool
         def guess(self, n: int):
@@ -374,7 +374,7 @@ def test_missing_descriptions_are_a_warning():
     assert "guess(), guess(n)" in report["schema"].evidence
 
 
-def test_a_task_that_chance_always_solves_is_a_warning():
+def test_task_that_random_calls_always_solve_warns():
     class Gift(Guess):
         @tool
         def guess(self, n: int):
@@ -385,7 +385,7 @@ def test_a_task_that_chance_always_solves_is_a_warning():
     assert report["random_play"].verdict is Verdict.WARN
 
 
-def test_a_pattern_that_nothing_fits_is_a_warning():
+def test_pattern_that_cannot_be_sampled_warns():
     from typing import Annotated
 
     from pydantic import Field
@@ -401,7 +401,7 @@ def test_a_pattern_that_nothing_fits_is_a_warning():
     assert "examples" in report["random_play"].evidence
 
 
-def test_refusals_by_tool_error_are_no_failure():
+def test_tool_errors_are_not_failures():
     class Strict(Guess):
         @tool
         def guess(self, n: int):
@@ -413,27 +413,31 @@ def test_refusals_by_tool_error_are_no_failure():
     assert report_on(Strict).ok
 
 
-class FaultyServer(SessionPool):
-    """A pool with one rule of the protocol broken, as a foreign server might."""
+class Faulty(InterceptedClient):
+    """A client of a server that breaks one rule of the protocol."""
 
-    def __init__(self, **faults):
-        super().__init__([Guess], oracle=True)
-        self.faults = faults
+    @classmethod
+    def with_faults(cls, **faults):
+        client = cls.local(Guess)
+        client.faults, client.turns, client.lock = faults, Counter(), asyncio.Lock()
+        return client
 
     async def tasks(self):
-        infos = await super().tasks()
-        return tuple(self.faults.get("describe", lambda info: info)(info) for info in infos)
+        describe = self.faults.get("describe", lambda info: info)
+        return {name: describe(info) for name, info in (await super().tasks()).items()}
 
-    async def step(self, session_id, seq, message):
+    async def step(self, session, play, message):
         if self.faults.get("forgets_seq"):
-            seq = None
-        if "answer" in self.faults:
-            return self.faults["answer"](await super().step(session_id, seq, message))
-        return await super().step(session_id, seq, message)
+            async with self.lock:
+                session.turn = self.turns[session.session_id]
+                self.turns[session.session_id] += 1
+                return await play(message)
+        result = await play(message)
+        return self.faults["answer"](result) if "answer" in self.faults else result
 
-    async def close_session(self, session_id):
+    async def close_session(self, session, close):
         if not self.faults.get("never_closes"):
-            await super().close_session(session_id)
+            await close()
 
 
 def only(*names):
@@ -441,21 +445,21 @@ def only(*names):
 
 
 def faults_found(**faults):
-    (report,) = run_checks(lambda: EnvClient(FaultyServer(**faults)), deadline=20.0)
+    (report,) = run_checks(lambda: Faulty.with_faults(**faults), deadline=20.0)
     return {result.name: result.evidence for result in report.failures}
 
 
-def test_the_faulty_server_without_a_fault_passes():
+def test_client_without_a_fault_passes():
     assert faults_found() == {}
 
 
-def test_steps_that_are_played_twice_are_caught_by_retry():
+def test_repeated_step_played_twice_fails_retry():
     found = faults_found(forgets_seq=True)
-    assert "seq 1, sent twice at once, had two answers" in found["retry"]
+    assert "seq 1, sent twice at once, had two results" in found["retry"]
 
 
-def test_sessions_that_stay_open_are_caught_by_close():
-    assert "still takes steps" in faults_found(never_closes=True)["close"]
+def test_session_that_stays_open_fails_close():
+    assert "still accepts steps" in faults_found(never_closes=True)["close"]
 
 
 def with_schema(schema, name="guess"):
@@ -466,21 +470,21 @@ def with_schema(schema, name="guess"):
     return describe
 
 
-def test_an_invalid_schema_is_caught_by_schema():
+def test_invalid_json_schema_fails_schema():
     bad = with_schema({"type": "object", "properties": {"n": {"type": "whole number"}}})
-    assert "no valid JSON Schema" in faults_found(describe=bad)["schema"]
+    assert "not a valid JSON Schema" in faults_found(describe=bad)["schema"]
 
 
-def test_a_schema_that_is_no_object_is_caught_by_schema():
+def test_schema_of_another_type_than_object_fails_schema():
     assert 'of type "object"' in faults_found(describe=with_schema({"type": "array"}))["schema"]
 
 
-def test_a_tool_name_that_model_apis_refuse_is_caught_by_schema():
+def test_invalid_tool_name_fails_schema():
     odd = with_schema({"type": "object"}, name="guess it!")
     assert "its name must be" in faults_found(describe=odd)["schema"]
 
 
-def test_a_missing_train_split_is_caught_by_samples():
+def test_missing_train_split_fails_samples():
     def describe(info):
         return info.model_copy(update={"splits": {}})
 
@@ -498,17 +502,17 @@ def test_a_missing_train_split_is_caught_by_samples():
         ({"truncated": False, "status": SessionStatus.TRUNCATED_TURNS}, "truncated is False"),
     ],
 )
-def test_results_that_contradict_themselves_are_caught_by_results(change, evidence):
+def test_inconsistent_result_fails_results(change, evidence):
     changed = faults_found(answer=lambda result: result.model_copy(update=change))
     assert evidence in changed["results"]
 
 
-def test_a_call_without_an_answer_is_caught():
+def test_call_without_an_answer_fails_random_play():
     changed = faults_found(answer=lambda result: result.model_copy(update={"messages": ()}))
     assert "got answers to []" in changed["random_play"]
 
 
-def test_an_answer_to_another_call_is_caught():
+def test_answer_to_another_call_fails_random_play():
     def answer(result):
         stray = Message(role="tool", tool_call_id="another", content="higher")
         return result.model_copy(update={"messages": (stray,)})
@@ -516,21 +520,21 @@ def test_an_answer_to_another_call_is_caught():
     assert "another" in faults_found(answer=answer)["random_play"]
 
 
-def test_an_episode_that_goes_on_past_its_limit_is_caught_by_limits():
+def test_episode_past_its_turn_limit_fails_limits():
     def describe(info):
         return info.model_copy(update={"max_turns": 5})
 
     assert "still runs after max_turns = 5" in faults_found(describe=describe)["limits"]
 
 
-def test_an_episode_cut_before_its_limit_is_caught_by_limits():
+def test_episode_truncated_before_its_turn_limit_fails_limits():
     def describe(info):
         return info.model_copy(update={"max_turns": 12})
 
-    assert "cut after 8 turns" in faults_found(describe=describe)["limits"]
+    assert "truncated after 8 turns" in faults_found(describe=describe)["limits"]
 
 
-def test_a_server_that_goes_away_ends_the_checks():
+def test_unreachable_server_skips_the_remaining_checks():
     steps = itertools.count()
 
     def answer(result):
@@ -538,12 +542,12 @@ def test_a_server_that_goes_away_ends_the_checks():
             raise ServerUnreachable("no server answers")
         return result
 
-    (report,) = run_checks(lambda: EnvClient(FaultyServer(answer=answer)), deadline=20.0)
+    (report,) = run_checks(lambda: Faulty.with_faults(answer=answer), deadline=20.0)
     assert [result.name for result in report.failures] == ["random_play"]
     assert report["fuzz"].verdict is Verdict.SKIP
 
 
-def test_check_environment_says_in_a_test_what_failed():
+def test_check_environment_raises_assertion_error_with_evidence():
     class Clueless(Guess):
         def expert(self, rng):
             return ToolCall.of("guess", n=0)
@@ -552,7 +556,7 @@ def test_check_environment_says_in_a_test_what_failed():
         check_environment(Clueless)
 
 
-def test_a_class_that_a_model_can_do_nothing_with_is_refused():
+def test_class_without_tools_is_rejected():
     class Empty(Environment):
         def reset(self, sample, rng):
             return "Hello"
@@ -561,12 +565,12 @@ def test_a_class_that_a_model_can_do_nothing_with_is_refused():
         check_environment(Empty)
 
 
-def test_an_unknown_task_is_refused():
+def test_unknown_task_is_rejected():
     with pytest.raises(UnknownTask, match="guess"):
         run_checks(Guess.local, task="chess")
 
 
-def test_a_task_of_plain_talk_is_checked_without_tools():
+def test_task_without_tools_passes():
     class Echo(Environment):
         """Say the word."""
 

@@ -1,4 +1,4 @@
-"""A task whose tools try what a container must not allow."""
+"""A task whose tools attempt what a container must not allow."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ class Probe(Environment):
 
     @tool
     def write(self, path: str, size: int = 1):
-        """Write a file of so many bytes."""
+        """Write a file of this size."""
         try:
             with open(path, "wb") as file:
                 for _ in range(size >> 20):
@@ -39,7 +39,7 @@ class Probe(Environment):
 
     @tool
     def identity(self):
-        """Say who runs this, and with which environment."""
+        """Return the user and the names of the environment variables."""
         return f"{os.getuid()}:{os.getgid()} " + " ".join(sorted(os.environ))
 
     @tool
@@ -60,7 +60,7 @@ class Probe(Environment):
 
     @tool
     def spawn(self, processes: int):
-        """Start processes and say how many there could be."""
+        """Start processes and return how many started."""
         running = []
         try:
             for _ in range(processes):

@@ -1,0 +1,42 @@
+"""Sessions in this process: the same calls without a network."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from pydantic import BaseModel
+
+from agentrl_env.errors import WireError
+from agentrl_env.session.pool import SessionPool
+from agentrl_env.types import Message, StepResult
+from agentrl_env.wire import Call, Error, OpenBatch, OpenBatchAnswer, OpenRequest, StepRequest
+
+
+class LocalBackend:
+    """The sessions of a pool; a ``SessionBackend``."""
+
+    def __init__(self, pool: SessionPool) -> None:
+        self.pool = pool
+
+    async def call(self, call: Call, request: BaseModel) -> Any:
+        """Make a call; return its answer."""
+        if isinstance(request, OpenBatch):
+            items = await asyncio.gather(*map(self._open, request.sessions))
+            return OpenBatchAnswer.model_construct(sessions=tuple(items))
+        return await getattr(self.pool, call.name)(request)
+
+    async def step(self, session_id: str, seq: int, message: Message) -> StepResult:
+        """Play one assistant message."""
+        request = StepRequest.model_construct(session_id=session_id, seq=seq, message=message)
+        return StepResult.model_validate_json(await self.pool.step(request))
+
+    async def aclose(self) -> None:
+        """Close every session."""
+        await self.pool.aclose()
+
+    async def _open(self, request: OpenRequest) -> Any:
+        try:
+            return await self.pool.open(request)
+        except WireError as error:
+            return Error.model_validate(error.wire())

@@ -1,0 +1,192 @@
+"""A synchronous client: ``EnvClient`` for scripts and notebooks.
+
+Example::
+
+    with EnvClient.connect_sync("http://127.0.0.1:8000") as client:
+        with client.open("guess", index=3) as session:
+            result = session.step(ToolCall.of("guess", n=7))
+
+The calls run on an event loop in a background thread, so they also work where an event loop is already
+running, as in a notebook. Inside a coroutine they block its loop: use ``EnvClient`` there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from agentrl_env.client.client import ClientSession, EnvClient
+from agentrl_env.client.loop_thread import LoopThread
+from agentrl_env.types import (
+    Message,
+    SessionInfo,
+    SessionStatus,
+    StepResult,
+    TaskInfo,
+    TaskSample,
+    ToolCall,
+    ToolSpec,
+)
+
+
+class SyncEnvClient:
+    """The methods of ``EnvClient`` as blocking calls. Nothing connects before the first call.
+
+    Args:
+        client: An unused client. It belongs to this object and is closed with it.
+    """
+
+    def __init__(self, client: EnvClient) -> None:
+        self._client = client
+        self._loop = LoopThread()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release connections and, with a local client, its sessions. Idempotent."""
+        try:
+            self._loop.run(self._client.aclose())
+        finally:
+            self._loop.stop()
+
+    def tasks(self) -> dict[str, TaskInfo]:
+        """Return the served tasks by name."""
+        return self._loop.run(self._client.tasks())
+
+    def open(
+        self,
+        task: str = "",
+        split: str = "train",
+        index: int | str | None = None,
+        seed: int | None = None,
+        sample: dict[str, Any] | None = None,
+        wait: float = 0.0,
+    ) -> SyncClientSession:
+        """Open a session. See ``EnvClient.open`` for the arguments."""
+        opening = self._client.open(task, split=split, index=index, seed=seed, sample=sample, wait=wait)
+        return SyncClientSession(self._loop.run(opening), self._loop)
+
+    def open_many(
+        self,
+        n: int,
+        task: str = "",
+        split: str = "train",
+        index: int | str | None = None,
+        seed: int | None = None,
+        sample: dict[str, Any] | None = None,
+        wait: float = 0.0,
+    ) -> list[SyncClientSession]:
+        """Open ``n`` sibling sessions of the same problem. See ``EnvClient.open_many`` for the arguments."""
+        opening = self._client.open_many(
+            n, task, split=split, index=index, seed=seed, sample=sample, wait=wait
+        )
+        return [SyncClientSession(session, self._loop) for session in self._loop.run(opening)]
+
+    def resume(self, session_id: str) -> SyncClientSession:
+        """Return a session that is already open, in its current state."""
+        return SyncClientSession(self._loop.run(self._client.resume(session_id)), self._loop)
+
+
+class SyncClientSession:
+    """The methods of ``ClientSession`` as blocking calls; returned by ``SyncEnvClient.open``.
+
+    Args:
+        session: The session.
+        loop: The event loop that the session belongs to.
+        client: A client to close together with the session.
+    """
+
+    def __init__(self, session: ClientSession, loop: LoopThread, client: SyncEnvClient | None = None) -> None:
+        self._session = session
+        self._loop = loop
+        self._client = client
+
+    @classmethod
+    def single(cls, client: EnvClient, task: str, **choice: Any) -> Self:
+        """Open the only session of an unused client, which is closed together with the session.
+
+        Args:
+            client: The client.
+            task: Name of the task.
+            choice: Further arguments of ``EnvClient.open``.
+        """
+        owner = SyncEnvClient(client)
+        try:
+            return cls(owner._loop.run(client.open(task, **choice)), owner._loop, owner)
+        except BaseException:
+            owner.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def info(self) -> SessionInfo:
+        """The session as it was opened or resumed."""
+        return self._session.info
+
+    @property
+    def session_id(self) -> str:
+        """The session's id."""
+        return self._session.session_id
+
+    @property
+    def agent_token(self) -> str | None:
+        """A token that is only good for stepping and reading this session, if the server issues one."""
+        return self._session.agent_token
+
+    @property
+    def sample(self) -> TaskSample:
+        """The problem of this session."""
+        return self._session.sample
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The opening messages of the episode."""
+        return self._session.messages
+
+    @property
+    def tools(self) -> tuple[ToolSpec, ...]:
+        """The tools that the model can call."""
+        return self._session.tools
+
+    @property
+    def turn(self) -> int:
+        """The number of steps taken."""
+        return self._session.turn
+
+    @property
+    def status(self) -> SessionStatus:
+        """The status after the last step."""
+        return self._session.status
+
+    @property
+    def last(self) -> StepResult | None:
+        """The result of the last step, or None before the first."""
+        return self._session.last
+
+    def step(self, message: Message | ToolCall | str) -> StepResult:
+        """Play one assistant message, given as a message, a tool call or text."""
+        return self._loop.run(self._session.step(message))
+
+    def expert(self) -> Message:
+        """Return the expert's next move without taking a step. Raises NotSupported."""
+        return self._loop.run(self._session.expert())
+
+    def fork(self, n: int = 1) -> list[SyncClientSession]:
+        """Return ``n`` new sessions in the state of this one. Raises NotSupported."""
+        return [SyncClientSession(fork, self._loop) for fork in self._loop.run(self._session.fork(n))]
+
+    def close(self) -> None:
+        """End the session. Idempotent."""
+        try:
+            self._loop.run(self._session.close())
+        finally:
+            if self._client is not None:
+                self._client.close()

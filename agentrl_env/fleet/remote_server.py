@@ -1,0 +1,242 @@
+"""One server of a fleet, as a controller sees it: its tasks, its sessions, and calls to it over its link."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from pydantic_core import from_json, to_json
+
+from agentrl_env.errors import InternalError, SessionLost, WireError, from_wire
+from agentrl_env.server.telemetry.tracing import traceparent
+from agentrl_env.types import TaskInfo
+from agentrl_env.wire import Beat, Hello, ServerSummary, SessionRow
+
+_ANSWER = re.compile(rb'\{"id":(\d+),"(result|error)":')
+
+
+@dataclass(slots=True)
+class _Call:
+    frame: bytes
+    answer: asyncio.Future[bytes] = field(repr=False)
+
+
+class Outbox:
+    """Frames to send over one link.
+
+    Calls wait here while the server reads slowly; a call whose caller is gone is not sent.
+    """
+
+    def __init__(self) -> None:
+        self.closed = False
+        """True once the link must end: the server is lost, or has opened another link."""
+        self._calls: OrderedDict[int, bytes] = OrderedDict()
+        self._notices: deque[bytes] = deque()
+        self._filled = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._calls) + len(self._notices)
+
+    def put_call(self, number: int, frame: bytes) -> None:
+        """Add a call."""
+        self._calls[number] = frame
+        self._filled.set()
+
+    def drop_call(self, number: int) -> None:
+        """Remove a call that has not been sent."""
+        self._calls.pop(number, None)
+
+    def put_notice(self, frame: bytes) -> None:
+        """Add a frame that is not a call; it is sent before all calls."""
+        self._notices.append(frame)
+        self._filled.set()
+
+    def close(self) -> None:
+        """End the link."""
+        self.closed = True
+        self._filled.set()
+
+    async def take(self) -> bytes | None:
+        """Return the next frame, once there is one; None where the link must end."""
+        while not (self.closed or self._calls or self._notices):
+            self._filled.clear()
+            await self._filled.wait()
+        if self.closed:
+            return None
+        return self._notices.popleft() if self._notices else self._calls.popitem(last=False)[1]
+
+
+class RemoteServer:
+    """A server of the fleet. It outlives its links: calls under way are sent again over the next one.
+
+    Sending a call twice is safe: openings and forks carry a ``request_id`` and steps a ``seq``, and the
+    other calls are idempotent.
+
+    Args:
+        hello: first frame of the server.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, hello: Hello, clock: Callable[[], float] = time.monotonic) -> None:
+        self.server_id = hello.server_id
+        self.tasks: dict[str, TaskInfo] = {}
+        self.sessions: dict[str, SessionRow] = {}
+        self.held: Counter[tuple[str, str]] = Counter()
+        """Number of open sessions by task and client."""
+        self.opening = 0
+        """Number of places that are reserved for openings under way."""
+        self.full = False
+        """True from an answer ``server_full`` until the next heartbeat."""
+        self.draining = False
+        self.leaving = False
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, _Call] = {}
+        self._outbox: Outbox | None = None
+        self._lost: Callable[[], WireError] | None = None
+        self.greet(hello)
+
+    def greet(self, hello: Hello) -> None:
+        """Apply the first frame of a link."""
+        self.tasks = {task.name: task for task in hello.tasks}
+        self.capacity = hello.capacity
+        self.place, self.version = hello.place, hello.version
+        self.draining = hello.draining
+        self.sessions = {row.session_id: row for row in hello.sessions}
+        self.held = Counter((row.task, row.client) for row in hello.sessions)
+        self.full = False
+        self.seen = self._clock()
+
+    @property
+    def linked(self) -> bool:
+        """True while there is a link."""
+        return self._outbox is not None
+
+    @property
+    def load(self) -> float:
+        """Share of the capacity that is taken or reserved."""
+        return (len(self.sessions) + self.opening) / self.capacity
+
+    def has_room(self, task: str) -> bool:
+        """Return whether a session of a task may be placed here."""
+        ready = self.linked and not (self.full or self.draining or self.leaving)
+        return ready and task in self.tasks and self.load < 1
+
+    def summary(self) -> ServerSummary:
+        """Return the server's row in ``GET /v1/fleet``."""
+        return ServerSummary(
+            server_id=self.server_id,
+            place=self.place,
+            tasks=tuple(self.tasks),
+            capacity=self.capacity,
+            open=len(self.sessions),
+            waiting=self.opening,
+            draining=self.draining,
+            heard_s=self._clock() - self.seen,
+            version=self.version,
+        )
+
+    def link(self, outbox: Outbox) -> None:
+        """Use a new link, first for the calls without an answer; the previous link ends."""
+        if self._outbox is not None:
+            self._outbox.close()
+        self._outbox = outbox
+        for number, call in self._calls.items():
+            outbox.put_call(number, call.frame)
+
+    def unlink(self, outbox: Outbox) -> None:
+        """Handle a broken link; where it is the current one, calls wait for the next."""
+        if self._outbox is outbox:
+            self._outbox = None
+
+    def cut(self) -> None:
+        """End the current link, on which the server does not answer."""
+        if self._outbox is not None:
+            self._outbox.close()
+            self._outbox = None
+
+    def hear_beat(self, beat: Beat) -> None:
+        """Apply a heartbeat."""
+        self.seen = self._clock()
+        for row in beat.opened:
+            if row.session_id not in self.sessions:
+                self.sessions[row.session_id] = row
+                self.held[row.task, row.client] += 1
+        for session_id in beat.ended:
+            self.forget(session_id)
+        self.full = False
+        self.draining, self.leaving = beat.draining, beat.leaving
+
+    def forget(self, session_id: str) -> None:
+        """Remove a session that has ended."""
+        ended = self.sessions.pop(session_id, None)
+        if ended is not None:
+            decrement(self.held, (ended.task, ended.client))
+
+    def hear_answer(self, frame: bytes) -> None:
+        """Pass an answer to its caller. Raises ValueError where the frame is no answer."""
+        self.seen = self._clock()
+        match = _ANSWER.match(frame)
+        if match is None:
+            raise ValueError("not an answer")
+        call = self._calls.get(int(match[1]))
+        if call is None or call.answer.done():
+            return
+        body = frame[match.end() : -1]
+        if match[2] == b"result":
+            call.answer.set_result(body)
+        else:
+            error = from_wire({"error": from_json(body)})
+            call.answer.set_exception(error or InternalError("a server answered a malformed error"))
+
+    async def call(self, name: str, request: bytes) -> bytes:
+        """Make a call; return its result as JSON.
+
+        Args:
+            name: row of ``wire.CALLS``, or ``adopt``.
+            request: arguments, as a JSON object with at least one field.
+
+        Raises the WireError that the server answers, SessionLost where the server is lost.
+        """
+        if self._lost is not None:
+            raise self._lost()
+        number = next(self._numbers)
+        span = traceparent()
+        trace = b"" if span is None else b'"traceparent":%b,' % to_json(span)
+        frame = b'{"id":%d,"call":"%b",%b%b' % (number, name.encode(), trace, request[1:])
+        call = self._calls[number] = _Call(frame, asyncio.get_running_loop().create_future())
+        if self._outbox is not None:
+            self._outbox.put_call(number, frame)
+        try:
+            return await call.answer
+        finally:
+            del self._calls[number]
+            if self._outbox is not None:
+                self._outbox.drop_call(number)
+
+    def lose(self, reason: str) -> None:
+        """Fail all calls, now and later, with SessionLost, and end the link."""
+        self._lost = partial(SessionLost, reason, server=self.server_id)
+        self.cut()
+        self.sessions.clear()
+        self.held.clear()
+        self.fail_calls(self._lost)
+
+    def fail_calls(self, error: Callable[[], WireError]) -> None:
+        """Answer each call under way with a new error."""
+        for call in self._calls.values():
+            if not call.answer.done():
+                call.answer.set_exception(error())
+
+
+def decrement(counts: Counter[tuple[str, str]], key: tuple[str, str]) -> None:
+    """Decrement a count; zeros are removed, because clients choose their names freely."""
+    counts[key] -= 1
+    if counts[key] <= 0:
+        del counts[key]

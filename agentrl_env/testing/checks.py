@@ -1,0 +1,465 @@
+"""The conformance checks: the contract of an environment, one function for each rule.
+
+A check takes a ``CheckContext`` and returns a ``CheckOutcome``; the first line of its docstring is the
+question in the report. ``agentrl_env.testing.checker`` runs ``CHECKS`` in order, each under a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections.abc import Iterator
+from itertools import zip_longest
+
+import numpy as np
+from jsonschema import Draft202012Validator, SchemaError
+
+from agentrl_env.client.client import ClientSession
+from agentrl_env.errors import SeqConflict, ServerFull, SessionEnded, UnknownSample, WireError
+from agentrl_env.testing.context import CheckContext
+from agentrl_env.testing.fuzz import FuzzCase, fuzz_cases
+from agentrl_env.testing.report import CheckOutcome, failed, passed, skipped, warned
+from agentrl_env.testing.rollouts import (
+    ExpertPolicy,
+    MixedPolicy,
+    Policy,
+    RandomPolicy,
+    ReplayPolicy,
+    Rollout,
+    describe,
+)
+from agentrl_env.types import TRUNCATED, FunctionSpec, Message, SessionStatus, StepResult, ToolCall
+
+EXPERT_EPISODES = 20
+EXPERT_SUCCESS = 0.2
+"""Minimum success rate of an expert. Experts may be noisy on purpose, but one that fails more often
+says little about the task."""
+ENDLESS_INDEX = 10**6
+"""An index that every endless split must have."""
+INVALID_TURN = Message.assistant(None, ToolCall.of("no_such_tool"))
+"""A turn without effect in every environment."""
+MAX_TURNS = 10_000
+
+
+# The description: tools and samples
+
+
+async def schema(context: CheckContext) -> CheckOutcome:
+    """Do the tools have valid JSON Schemas, and names that model APIs accept?"""
+    functions = [tool.function for tool in context.task.tools]
+    if not functions:
+        return warned("The task has no tools: a model can only send text.")
+    names = [function.name for function in functions]
+    for function in functions:
+        if problem := _schema_problem(function):
+            return failed(f"Tool {function.name!r}: {problem}")
+    if len(set(names)) < len(names):
+        return failed(f"Two tools have the same name: {', '.join(sorted(names))}.")
+    if missing := list(_missing_descriptions(context)):
+        return warned(f"No description: {', '.join(missing)}. Models rely on descriptions.")
+    return passed(f"Valid names and schemas: {', '.join(names)}.")
+
+
+def _schema_problem(function: FunctionSpec) -> str | None:
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", function.name):
+        return "its name must be 1 to 64 letters, digits, '_' or '-'."
+    try:
+        Draft202012Validator.check_schema(function.parameters)
+    except SchemaError as error:
+        return f"its parameters are not a valid JSON Schema: {error.message}."
+    if function.parameters.get("type") != "object":
+        return 'its parameters must be a JSON Schema of type "object".'
+    return None
+
+
+def _missing_descriptions(context: CheckContext) -> Iterator[str]:
+    if not context.task.description.strip():
+        yield "the task"
+    for tool in context.task.tools:
+        if not tool.function.description.strip():
+            yield f"{tool.function.name}()"
+        for name, part in tool.function.parameters.get("properties", {}).items():
+            if isinstance(part, dict) and not part.get("description") and "$ref" not in part:
+                yield f"{tool.function.name}({name})"
+
+
+async def samples(context: CheckContext) -> CheckOutcome:
+    """Can all splits be opened, are unknown samples rejected, and are train and test disjoint?"""
+    if "train" not in context.task.splits:
+        return failed("There is no split named 'train'.")
+    for split in context.task.splits:
+        if problem := await _split_problem(context, split):
+            return failed(problem)
+    try:
+        await context.open(0, split="no_such_split")
+        return failed("The unknown split 'no_such_split' was opened.")
+    except UnknownSample:
+        pass
+    sizes = ", ".join(f"{split} {_format_size(context.size(split))}" for split in context.task.splits)
+    if "test" not in context.task.splits:
+        return warned(f"There is no split named 'test' for evaluation ({sizes}).")
+    seen = {split: await _problem_keys(context, split) for split in ("train", "test")}
+    if shared := seen["train"].keys() & seen["test"].keys():
+        key = min(shared)
+        both = f"train/{seen['train'][key]} and test/{seen['test'][key]}"
+        return failed(f"The samples {both} are the same problem: {key[:120]}")
+    compared = sum(len(keys) for keys in seen.values())
+    return passed(f"{sizes}; none in both splits among {compared} different samples compared.")
+
+
+def _format_size(size: int | None) -> str:
+    return "endless" if size is None else f"{size:,}"
+
+
+async def _split_problem(context: CheckContext, split: str) -> str | None:
+    size = context.size(split)
+    if size == 0:
+        return f"The split {split!r} has no samples."
+    for index in (0, ENDLESS_INDEX if size is None else size - 1):
+        session = await context.open(index, split=split)
+        if not any(message.content for message in session.messages):
+            return f"Sample {split}/{index} opens without text: reset() must return a message."
+        await session.close()
+    for index in (-1,) if size is None else (size, size + 1000, -1):
+        try:
+            await context.open(index, split=split)
+        except UnknownSample:
+            continue
+        return f"Index {index} of split {split!r} ({_format_size(size)} samples) was opened."
+    return None
+
+
+async def _problem_keys(context: CheckContext, split: str) -> dict[str, int]:
+    """Return a key for the problem of up to 200 samples (their data, else their seed), and the index."""
+    found: dict[str, int] = {}
+    for index in context.while_time(context.indices(200, split)):
+        session = await context.open(index, split=split)
+        key = session.sample.data or {"seed": session.sample.seed}
+        found[json.dumps(key, sort_keys=True)] = index
+        await session.close()
+    return found
+
+
+# The protocol: limits, numbering, closing, results
+
+
+async def limits(context: CheckContext) -> CheckOutcome:
+    """Does an episode of invalid turns end at max_turns, truncated, and reject further steps?"""
+    limit = context.task.max_turns
+    if limit > MAX_TURNS:
+        return failed(f"max_turns is {limit:,}; above {MAX_TURNS:,} an episode never ends in practice.")
+    session = await context.open(context.indices(1)[0])
+    for turn in range(1, limit + 1):
+        context.doing = f"turn {turn} of an episode that should end after {limit}"
+        result = await session.step(INVALID_TURN)
+        if result.final:
+            break
+    if not result.final:
+        return failed(f"The episode still runs after max_turns = {limit} turns.")
+    if result.status is SessionStatus.TRUNCATED_TURNS and turn < limit:
+        return failed(f"The episode was truncated after {turn} turns, max_turns is {limit}.")
+    if result.status not in TRUNCATED:
+        return failed(f"After {turn} invalid turns the status is {result.status}, not truncated.")
+    if not result.truncated or result.terminated:
+        return failed(f"At its limit an episode must be truncated and not terminated: {result}")
+    try:
+        await session.step(INVALID_TURN)
+    except WireError as error:
+        return passed(f"Ended as {result.status} at turn {turn}; a further step is rejected ({error.type}).")
+    return failed(f"Turn {turn + 1} was played after the episode had ended at turn {turn}.")
+
+
+async def retry(context: CheckContext) -> CheckOutcome:
+    """Does a repeated step return the stored result, and is a gap in the numbering rejected?"""
+    index = context.indices(1)[0]
+    message = (await context.play(RandomPolicy(0), index)).actions[0]
+    session = await context.open(index)
+    twin = await context.client.resume(session.session_id)
+    context.doing = "one step, sent twice at the same time"
+    first, second = await asyncio.gather(session.step(message), twin.step(message))
+    if first != second:
+        return failed(f"seq 1, sent twice at once, had two results: {first} and {second}")
+    twin.turn = 0
+    again = await twin.step(message)
+    turn = (await context.client.resume(session.session_id)).turn
+    if again != first or turn != 1:
+        return failed(f"seq 1, sent three times, made {turn} turns: {first}, then {again}")
+    twin.turn = 8
+    try:
+        await twin.step(message)
+    except (SeqConflict, SessionEnded) as error:
+        return passed(f"seq 1, sent three times, was one turn; seq 9 was rejected ({error.type}).")
+    return failed("seq 9 was accepted after seq 1.")
+
+
+async def close(context: CheckContext) -> CheckOutcome:
+    """Can a session be closed twice, and does it reject steps afterwards?"""
+    session = await context.open(context.indices(1)[0])
+    await session.step(INVALID_TURN)
+    twins = [await context.client.resume(session.session_id) for _ in range(2)]
+    for twin in twins:  # a closed ClientSession does not send a second request
+        context.doing = "close() of a session"
+        await twin.close()
+    try:
+        await session.step(INVALID_TURN)
+    except WireError as error:
+        return passed(f"Closed twice without an error; a step afterwards is rejected ({error.type}).")
+    return failed("A closed session still accepts steps.")
+
+
+async def results(context: CheckContext) -> CheckOutcome:
+    """Are rewards and metrics finite numbers, and do status and flags agree?"""
+    turns = 0
+    for rollout in context.rollouts:
+        for turn in rollout.turns:
+            turns += 1
+            if problem := _result_problem(turn.result):
+                return failed(f"{rollout.name}, {describe(turn.action)}: {problem}")
+    returns = [sum(t.result.reward for t in rollout.turns) for rollout in context.rollouts]
+    span = f"from {min(returns):g} to {max(returns):g}" if returns else "none"
+    return passed(f"{turns} results of {len(returns)} episodes; episode rewards {span}.")
+
+
+def _result_problem(result: StepResult) -> str | None:
+    for name, value in {"reward": result.reward, **result.metrics}.items():
+        if not math.isfinite(value):
+            return f"{name} is {value}"
+    if result.terminated != (result.status is SessionStatus.COMPLETED):
+        return f"terminated is {result.terminated} and the status {result.status}"
+    limited = result.status in TRUNCATED
+    if result.truncated and not limited and result.status is SessionStatus.RUNNING:
+        return "truncated, and still running"
+    if limited and not result.truncated:
+        return f"the status is {result.status} and truncated is False"
+    return None
+
+
+# The episodes: robust, reproducible, isolated, solvable
+
+
+async def random_play(context: CheckContext) -> CheckOutcome:
+    """Does the environment survive valid calls, and answer each of them?"""
+    turns, by_chance = 0, []
+    for index in context.while_time(context.indices(10)):
+        policies: list[Policy] = [RandomPolicy(index)]
+        for policy in [*policies, MixedPolicy(index)] if context.has_expert else policies:
+            rollout = await context.play(policy, index)
+            turns += len(rollout.turns)
+            if isinstance(policy, RandomPolicy):
+                by_chance.append(rollout.success)
+            if rollout.failure:
+                return failed(f"{rollout.name}: {rollout.failure}")
+            for turn in rollout.turns:
+                if problem := _answer_problem(turn.action, turn.result):
+                    return failed(f"{rollout.name}: {problem}")
+    if len(by_chance) >= 5 and all(by_chance):
+        return warned(f"Random calls solve all of {len(by_chance)} episodes; the task may be trivial.")
+    return passed(f"{turns} turns; random calls solve {sum(by_chance)} of {len(by_chance)} episodes.")
+
+
+def _answer_problem(action: Message, result: StepResult) -> str | None:
+    """Return the calls without an answer; each call needs exactly one, in order."""
+    if result.status is SessionStatus.FAILED_ENVIRONMENT:
+        return None
+    called = [call.id for call in action.tool_calls or ()]
+    answered = [message.tool_call_id for message in result.messages if message.role == "tool"]
+    if called != answered:
+        return f"{describe(action)}: calls {called} got answers to {answered}"
+    if not result.messages and not result.final:
+        return f"{describe(action)} got no message back"
+    return None
+
+
+def _explorers(context: CheckContext, seed: int) -> list[Policy]:
+    """Return a random policy, and the expert if there is one, which reaches later states."""
+    return [RandomPolicy(seed), *([ExpertPolicy()] if context.has_expert else [])]
+
+
+async def seed_replay(context: CheckContext) -> CheckOutcome:
+    """Do the same sample, seed and actions give the same episode twice?"""
+    count = 0
+    for index in context.while_time(context.indices(6), least=1):
+        for policy in _explorers(context, index):
+            first = await context.play(policy, index, seed=index + 1)
+            second = await context.play(ReplayPolicy(first.actions), index, seed=index + 1)
+            count += 1
+            if difference := first.difference(second):
+                return failed(
+                    f"{first.name}, played twice, differs in {difference}. "
+                    "Draw every random choice from the rng passed to reset()."
+                )
+    return passed(f"{count} episodes were identical when played again.")
+
+
+async def seed_effect(context: CheckContext) -> CheckOutcome:
+    """Do different seeds give different problems, unless the problems come from a data set?"""
+    for policy in [*_explorers(context, 0), RandomPolicy(1)]:
+        first = await context.play(policy, index=None, seed=0)
+        if first.sample.data:
+            return skipped("Problems come from a data set; the seed need not change them.")
+        for seed in context.while_time(range(1, 13)):
+            other = await context.play(ReplayPolicy(first.actions), index=None, seed=seed)
+            if first.difference(other):
+                return passed(f"Seeds 0 and {seed} give different episodes.")
+    return warned("Every seed gave the same episode; is the rng passed to reset() used?")
+
+
+async def order(context: CheckContext) -> CheckOutcome:
+    """Is an episode the same after other episodes, or does state leak between them?"""
+    count = 0
+    for index in context.while_time(context.indices(3), least=1):
+        for policy in _explorers(context, index):
+            before = await context.play(policy, index, seed=index + 1)
+            for other in context.indices(4):
+                await context.play(RandomPolicy(other), other, seed=other + 2)
+                count += 1
+            after = await context.play(ReplayPolicy(before.actions), index, seed=index + 1)
+            if difference := before.difference(after):
+                return failed(
+                    f"{before.name}, played again after {count} others, differs in {difference}. "
+                    "Some state outlives a session: a class attribute, a global, a file."
+                )
+    return passed(f"Episodes were identical after {count} others in between.")
+
+
+async def isolation(context: CheckContext) -> CheckOutcome:
+    """Do concurrent sessions give the same results as sequential ones?"""
+    alone: list[Rollout] = []
+    for index in context.while_time(context.indices(4), least=1):
+        for policy in _explorers(context, index):
+            alone.append(await context.play(policy, index, seed=index + 1))
+    expected = [rollout for rollout in alone for _ in range(2)]
+    concurrent = await context.play_interleaved(
+        [(ReplayPolicy(r.actions), int(r.sample.index or 0), r.sample.seed) for r in expected]
+    )
+    if len(concurrent) < 2:
+        return skipped("The server has no capacity for two sessions at the same time.")
+    for one, other in zip(expected, concurrent, strict=False):
+        if difference := one.difference(other):
+            return failed(
+                f"{one.name}, played among {len(concurrent)} concurrent sessions, differs in {difference}. "
+                "Keep the state of an episode on self, set in reset()."
+            )
+    return passed(f"{len(concurrent)} concurrent sessions gave the same results as sequential ones.")
+
+
+async def fork(context: CheckContext) -> CheckOutcome:
+    """Do forks continue like the original, independently of it and of each other?"""
+    if "fork" not in context.task.capabilities:
+        return skipped("The task does not support forks: it has no snapshot() and restore().")
+    count = 0
+    for index in context.while_time(context.indices(4), least=1):
+        for policy in _explorers(context, index):
+            whole = await context.play(policy, index, seed=index + 1)
+            for turn in sorted({0, len(whole.turns) // 2, max(len(whole.turns) - 1, 0)}):
+                try:
+                    problem = await _fork_problem(context, whole, turn)
+                except ServerFull:
+                    return skipped("The server has no capacity for three sessions at the same time.")
+                if problem:
+                    return failed(
+                        f"{whole.name}, forked after turn {turn}: {problem} snapshot() must hold all that "
+                        "later turns depend on, the random generator too; restore() must only set it on self."
+                    )
+                count += 2
+    return passed(f"{count} forks gave the results of their originals.")
+
+
+async def _fork_problem(context: CheckContext, whole: Rollout, turn: int) -> str | None:
+    """Replay an episode, fork it twice after a turn, and return what differs afterwards.
+
+    The first fork plays different actions before the others continue, so that shared state shows.
+    """
+    index, seed = whole.sample.index, whole.sample.seed
+    original = await context.open(index, seed)
+    prefix = Rollout(sample=original.sample, opening=original.messages)
+    await context.play_on(original, ReplayPolicy(whole.actions[:turn]), prefix)
+    stray, twin = await context.fork(original, 2)
+    for session in (stray, twin):
+        if (session.turn, session.status, session.messages) != (turn, original.status, original.messages):
+            return f"the fork is at turn {session.turn}, {session.status}."
+    await context.play_on(stray, RandomPolicy(seed + turn), prefix.copy())
+    for name, session in (("the fork", twin), ("the original", original)):
+        played = prefix.copy()
+        await context.play_on(session, ReplayPolicy(whole.actions), played)
+        await session.close()
+        if difference := whole.difference(played):
+            return f"{name} differs from the episode without forks in {difference}."
+    await stray.close()
+    return None
+
+
+async def fuzz(context: CheckContext) -> CheckOutcome:
+    """Does the environment survive odd messages (broken JSON, wrong types, unknown tools, strange text)?"""
+    rng = np.random.default_rng(0)
+    cases = list(fuzz_cases(context.task.tools, rng))
+    rng.shuffle(cases)
+    session, sent, rejected = None, 0, 0
+    for case in context.while_time(cases, least=20):
+        session = await _running_session(context, session, sent, rng)
+        context.doing = describe(case.message)
+        result = await session.step(case.message)
+        sent += 1
+        rejected += result.metrics.get("invalid_calls", 0) > 0
+        if problem := _fuzz_problem(case, result):
+            return failed(f"{case.label}: {problem}")
+    return passed(f"{sent} of {len(cases)} odd messages sent, {rejected} rejected, no failure.")
+
+
+async def _running_session(
+    context: CheckContext, session: ClientSession | None, count: int, rng: np.random.Generator
+) -> ClientSession:
+    """Return a running session, sometimes after a move of the expert to reach later states."""
+    if session is not None and not session.status.final and context.has_expert and rng.random() < 0.3:
+        context.doing = f"the expert's move in turn {session.turn + 1}"
+        await session.step(await session.expert())
+    if session is None or session.status.final:
+        indices = context.indices(8)
+        session = await context.open(indices[count % len(indices)])
+    return session
+
+
+def _fuzz_problem(case: FuzzCase, result: StepResult) -> str | None:
+    if result.status is SessionStatus.FAILED_ENVIRONMENT:
+        error = result.info.get("error")
+        reason = error.get("message") if isinstance(error, dict) else error
+        return f"{describe(case.message)} broke the environment: {reason}"
+    if case.invalid and not result.metrics.get("invalid_calls", 1.0):
+        return f"{describe(case.message)} does not fit the schema but was accepted"
+    return _answer_problem(case.message, result)
+
+
+async def oracle(context: CheckContext) -> CheckOutcome:
+    """Does the expert reach the goal, so that the task is known to be solvable?"""
+    if not context.has_expert:
+        return skipped("No expert is available: the task has none, or the server lacks --oracle.")
+    played = []
+    for split, index in context.while_time(_expert_plan(context), least=4):
+        rollout = await context.play(ExpertPolicy(), index, split=split)
+        played.append(rollout)
+        if rollout.failure:
+            return failed(f"{rollout.name}: {rollout.failure}")
+        for turn in rollout.turns:
+            if turn.result.metrics.get("invalid_calls"):
+                return failed(f"The expert's own call is invalid: {describe(turn.action)}")
+    wins = sum(rollout.success for rollout in played)
+    rate = f"The expert solves {wins} of {len(played)} episodes"
+    if wins < EXPERT_SUCCESS * len(played):
+        return failed(f"{rate}; at least {EXPERT_SUCCESS:.0%} are needed to trust task and reward.")
+    return passed(f"{rate}.")
+
+
+def _expert_plan(context: CheckContext) -> list[tuple[str, int]]:
+    splits = [split for split in ("train", "test") if split in context.task.splits] or ["train"]
+    share = EXPERT_EPISODES // len(splits)
+    by_split = [[(split, index) for index in context.indices(share, split)] for split in splits]
+    return [plan for plans in zip_longest(*by_split) for plan in plans if plan is not None]
+
+
+CHECKS = (
+    schema, samples, random_play, limits, retry, close, seed_replay, seed_effect, order, isolation,
+    fork, fuzz, oracle, results,
+)  # fmt: skip
+"""All checks, in the order they run."""

@@ -1,0 +1,163 @@
+import asyncio
+import threading
+
+import pytest
+
+from agentrl_env import EnvClient, Message, SessionStatus, SyncEnvClient, ToolCall
+from agentrl_env.errors import (
+    CallTimeout,
+    NotSupported,
+    ServerUnreachable,
+    SessionEnded,
+    UnknownSample,
+    UnknownTask,
+)
+from agentrl_env.launch.process import ServerProcess
+from tests.env.tasks import Guess, Quick, Slow
+
+TASKS = "tests/env/tasks.py"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with ServerProcess(f"{TASKS}:Guess", f"{TASKS}:Quick", token="s3cret", oracle=True) as server:
+        yield server
+
+
+@pytest.fixture(params=["local", "remote"])
+def client(request):
+    if request.param == "local":
+        client = EnvClient.local_sync(Guess, Quick)
+    else:
+        server = request.getfixturevalue("server")
+        client = EnvClient.connect_sync(server.url, token=server.token)
+    with client:
+        yield client
+
+
+def play(client):
+    with client.open("guess", seed=7, split="test") as session:
+        while not session.status.final:
+            result = session.step(session.expert())
+    return result
+
+
+def client_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "agentrl-env-client"]
+
+
+def test_episode_is_played_to_its_end(client):
+    assert set(client.tasks()) == {"guess", "quick"}
+    result = play(client)
+    assert (result.reward, result.terminated) == (1.0, True)
+
+
+def test_works_inside_a_running_event_loop(client):
+    async def notebook_cell():
+        return play(client)
+
+    assert asyncio.run(notebook_cell()).terminated
+
+
+def test_session_has_the_attributes_of_the_async_one(client):
+    with client.open("quick", index=3) as session:
+        assert session.messages[0] == Message(role="system", content="Be quick.")
+        assert (session.sample.index, session.tools) == (3, Quick.tool_specs())
+        assert (session.turn, session.status, session.last) == (0, SessionStatus.RUNNING, None)
+        assert session.session_id == session.info.session_id
+        assert session.agent_token == session.info.agent_token
+        result = session.step("hello")
+        assert (session.turn, session.last) == (1, result)
+
+
+def test_sessions_are_resumed(client):
+    with client.open("quick") as session:
+        session.step(ToolCall.of("note", text="a"))
+        again = client.resume(session.session_id)
+        assert (again.turn, again.last) == (1, session.last)
+        assert again.step(ToolCall.of("note", text="b")).messages[0].content.startswith("2 ")
+
+
+def test_close_is_idempotent(client):
+    session = client.open("quick")
+    session.close()
+    session.close()
+    assert session.status is SessionStatus.CANCELLED
+    with pytest.raises(SessionEnded):
+        session.step("hello")
+
+
+def test_errors_are_raised_in_the_calling_thread(client):
+    with pytest.raises(UnknownTask):
+        client.open("chess")
+    with pytest.raises(UnknownSample):
+        client.open("quick", index=99)
+    with client.open("guess") as session, pytest.raises(NotSupported):
+        session.fork()
+
+
+def test_sessions_are_forked():
+    from tests.fuzz.tasks import Fuzzed
+
+    with EnvClient.local_sync(Fuzzed) as client, client.open("fuzzed") as session:
+        session.step(ToolCall.of("take"))
+        first, second = session.fork(2)
+        assert first.turn == second.turn == 1
+        assert first.step(ToolCall.of("take")).messages[0].content.startswith("2")
+        assert second.step(ToolCall.of("take")).messages[0].content.startswith("2")
+
+
+def test_nothing_connects_before_the_first_call():
+    with EnvClient.connect_sync("http://127.0.0.1:9", timeout=0.5) as client:
+        assert isinstance(client, SyncEnvClient)
+        with pytest.raises((ServerUnreachable, CallTimeout)):
+            client.tasks()
+
+
+def test_close_ends_the_sessions_and_the_thread():
+    Slow.prepare()
+    before = client_threads()
+    client = EnvClient.local_sync(Slow)
+    client.open("slow")
+    assert len(client_threads()) == len(before) + 1
+    client.close()
+    client.close()
+    assert len(Slow.closed) == 1
+    assert client_threads() == before
+
+
+def test_environment_session_is_one_episode():
+    with Guess.session(seed=7, split="test") as session:
+        assert session.messages[0].content.startswith("I picked a number")
+        assert (session.sample.seed, session.sample.split) == (7, "test")
+        assert session.step(ToolCall.of("guess", n=0)).messages[0].content == "higher"
+        assert session.step(session.expert()).terminated
+    with Quick.session(index=4) as session:
+        assert session.sample.data["n"] == 4
+    with Quick.session(sample={"own": True}) as session:
+        assert session.sample.data == {"own": True}
+
+
+def test_environment_session_works_inside_a_running_event_loop():
+    async def notebook_cell():
+        with Guess.session(seed=7) as session:
+            return session.step(session.expert())
+
+    assert asyncio.run(notebook_cell()).terminated
+
+
+def test_environment_session_releases_everything_when_closed():
+    Slow.prepare()
+    before = client_threads()
+    session = Slow.session()
+    session.close()
+    session.close()
+    assert len(Slow.closed) == 1
+    assert client_threads() == before
+
+
+def test_environment_session_releases_everything_if_it_cannot_be_opened():
+    before = client_threads()
+    with pytest.raises(UnknownSample):
+        Quick.session(index=99)
+    assert client_threads() == before

@@ -1,0 +1,50 @@
+import asyncio
+
+import pytest
+
+from agentrl_env.errors import ServerDraining, ServerFull
+from agentrl_env.session.capacity import Capacity
+
+
+def capacity(total=1):
+    return Capacity(total, lambda: None)
+
+
+async def test_places_are_counted_and_released():
+    places = capacity()
+    await places.take()
+    for wait_s in (0.0, 0.01):
+        with pytest.raises(ServerFull):
+            await places.take(wait_s=wait_s)
+    places.release()
+    await places.take()
+
+
+async def test_several_places_are_taken_together_or_not_at_all():
+    places = capacity(2)
+    with pytest.raises(ServerFull):
+        await places.take(3)
+    await places.take(2)
+
+
+async def test_place_given_to_a_cancelled_waiter_is_passed_on():
+    places = capacity()
+    await places.take()
+    first, second = (asyncio.create_task(places.take(wait_s=5)) for _ in range(2))
+    await asyncio.sleep(0)
+    places.release()  # to the first, which is cancelled before it wakes
+    first.cancel()
+    await second
+    assert places.waiting == 0
+
+
+async def test_refusal_reaches_waiting_and_later_openings():
+    places = capacity()
+    await places.take()
+    waiting = asyncio.create_task(places.take(wait_s=5))
+    await asyncio.sleep(0)
+    places.refuse_new()
+    with pytest.raises(ServerDraining):
+        await waiting
+    with pytest.raises(ServerDraining):
+        await places.take(wait_s=5)

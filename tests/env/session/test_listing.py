@@ -1,0 +1,235 @@
+"""What an operator asks of a server: its sessions in pages, transcripts, the fleet; and the page's files."""
+
+import httpx
+import pytest
+from websockets.asyncio.client import connect
+
+from agentrl_env import Message, ToolCall
+from agentrl_env.errors import InvalidRequest
+from agentrl_env.server.auth import agent_token
+from agentrl_env.server.dashboard import FILES
+from agentrl_env.server.serve import EnvServer
+from agentrl_env.session.history import MAX_TURNS
+from agentrl_env.session.listing import merge_lists
+from agentrl_env.session.pool import SessionPool
+from agentrl_env.wire import FleetInfo, OpenRequest, SessionQuery, TranscriptRequest
+from tests.env.tasks import Clock, Guess, Quick, close_session, play_step
+
+
+class Talk(Quick):
+    """Quick, for as long as one likes."""
+
+    max_turns = 10_000
+
+    def respond(self, text):
+        return f"heard {text}"
+
+
+@pytest.fixture
+async def pool():
+    pool = SessionPool((Talk, Guess), max_sessions=500, clock=Clock())
+    yield pool
+    await pool.aclose()
+
+
+@pytest.fixture
+def service(pool):
+    return pool
+
+
+async def opened(pool, task="talk", **fields):
+    pool._clock.now += 1
+    return (await pool.open(OpenRequest(task=task, **fields))).session_id
+
+
+async def listed(service, **query):
+    return await service.sessions(SessionQuery(**query))
+
+
+async def told(service, session_id, after=None):
+    return await service.transcript(TranscriptRequest(session_id=session_id, after=after))
+
+
+def ids(answer):
+    return [row.session_id for row in answer.sessions]
+
+
+async def test_sessions_are_listed_newest_first_in_pages_that_miss_and_repeat_none(pool, service):
+    expected = [await opened(pool) for _ in range(25)][::-1]
+    first = await listed(service, limit=10)
+    assert first.total == 25
+    await opened(pool)  # a newer one does not shift the pages after
+    second = await listed(service, limit=10, after=first.next)
+    await close_session(pool, expected[3])  # nor does one that ends
+    third = await listed(service, limit=10, after=second.next)
+    assert ids(first) + ids(second) + ids(third) == expected
+    assert third.next is None
+
+
+async def test_sessions_that_began_at_the_same_moment_are_all_listed(pool, service):
+    same = {(await pool.open(OpenRequest(task="talk"))).session_id for _ in range(7)}
+    found, after = set(), None
+    while True:
+        page = await listed(service, limit=2, after=after)
+        found |= set(ids(page))
+        after = page.next
+        if after is None:
+            break
+    assert found == same
+
+
+async def test_a_list_is_of_one_task_or_one_status(pool, service):
+    guess, talk = await opened(pool, "guess"), await opened(pool)
+    await play_step(pool, talk, 1, Message.assistant(None, ToolCall.of("finish")))
+    assert ids(await listed(service, task="guess")) == [guess]
+    assert ids(await listed(service, status="completed")) == [talk]
+    assert (await listed(service, status="expired")).total == 0
+
+
+async def test_a_row_says_how_a_session_stands(pool, service):
+    session_id = await opened(pool, split="test", index=3, seed=7)
+    await play_step(pool, session_id, 1, Message.assistant(None, ToolCall.of("gain", amount=0.25)))
+    pool._clock.now += 5
+    (row,) = (await listed(service)).sessions
+    assert (row.task, row.split, row.index, row.seed, row.status) == ("talk", "test", 3, 7, "running")
+    assert (row.turn, row.reward, row.age_s, row.idle_s) == (1, 0.25, 5, 5)
+    assert row.server == pool.server_id
+
+
+@pytest.mark.parametrize("after", ["", "x/y", "nothing"])
+async def test_a_place_in_the_list_that_was_never_given_is_refused(service, after):
+    with pytest.raises(InvalidRequest, match="previous page"):
+        await service.sessions(SessionQuery(after=after))
+
+
+async def test_lists_of_several_servers_are_merged_to_the_same_pages():
+    clock = Clock()
+    pools = [SessionPool((Talk,), clock=clock) for _ in range(3)]
+    services = [pool for pool in pools]
+    for service in services:
+        service._epoch = 0.0
+    expected = [await opened(pools[n % 3]) for n in range(20)][::-1]
+    found, after = [], None
+    while True:
+        query = SessionQuery(limit=6, after=after)
+        page = merge_lists([await listed(s, limit=6, after=after) for s in services], query)
+        assert page.total == 20
+        found += ids(page)
+        after = page.next
+        if after is None:
+            break
+    assert found == expected
+    for pool in pools:
+        await pool.aclose()
+
+
+async def test_a_transcript_says_what_was_said_and_what_came_back(pool, service):
+    session_id = await opened(pool)
+    said = [Message.assistant("hello"), Message.assistant(None, ToolCall.of("gain"))]
+    results = [await play_step(pool, session_id, seq, message) for seq, message in enumerate(said, 1)]
+    whole = await told(service, session_id)
+    assert [turn.message for turn in whole.turns] == said
+    assert [turn.result for turn in whole.turns] == results
+    assert [message.role for message in whole.messages] == ["system", "user"]
+    assert whole.tools
+    assert (whole.turn, whole.reward, whole.status) == (2, 0.5, "running")
+    later = await told(service, session_id, after=1)
+    assert [turn.result.seq for turn in later.turns] == [2]
+    assert later.messages == later.tools == ()
+
+
+async def test_a_transcript_keeps_the_last_turns_only(pool, service):
+    session_id = await opened(pool)
+    for seq in range(1, MAX_TURNS + 11):
+        await play_step(pool, session_id, seq, Message.assistant("again"))
+    turns = (await told(service, session_id)).turns
+    assert [turn.result.seq for turn in turns] == list(range(11, MAX_TURNS + 11))
+
+
+async def test_an_expired_session_can_still_be_read(pool, service):
+    session_id = await opened(pool)
+    await play_step(pool, session_id, 1, Message.assistant("hello"))
+    pool._clock.now += 10_000
+    await pool.expire_idle()
+    answer = await told(service, session_id)
+    assert (answer.status, len(answer.turns)) == ("expired", 1)
+
+
+@pytest.fixture
+async def server():
+    server = EnvServer([Talk], port=0, token="secret", drain_s=0)
+    await server.start()
+    yield server
+    await server.stop()
+
+
+async def test_http_answers_operators_alone(server):
+    session_id = await opened_at(server)
+    paths = ["/v1/fleet", "/v1/sessions", f"/v1/sessions/{session_id}/transcript"]
+    async with httpx.AsyncClient(base_url=server.url) as http:
+        for path in paths:
+            assert (await http.get(path)).status_code == 401
+            assert (await http.get(path, headers=bearer("secret"))).status_code == 200
+            agent = await http.get(path, headers=bearer(agent_token("secret", session_id)))
+            assert agent.status_code == 403
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/sessions?limit=0", "/v1/sessions?status=well", "/v1/sessions?after=x", "TRANSCRIPT?after=-1"],
+)
+async def test_a_query_that_means_nothing_is_refused(server, path):
+    path = path.replace("TRANSCRIPT", f"/v1/sessions/{await opened_at(server)}/transcript")
+    async with httpx.AsyncClient(base_url=server.url, headers=bearer("secret")) as http:
+        answer = await http.get(path)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (422, "invalid_request")
+
+
+async def test_the_transcript_of_an_unknown_session_is_not_found(server):
+    async with httpx.AsyncClient(base_url=server.url, headers=bearer("secret")) as http:
+        answer = await http.get("/v1/sessions/nobody/transcript")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (404, "unknown_session")
+
+
+async def test_a_server_is_a_fleet_of_itself(server):
+    await opened_at(server)
+    async with httpx.AsyncClient(base_url=server.url, headers=bearer("secret")) as http:
+        fleet = FleetInfo.model_validate_json((await http.get("/v1/fleet")).content)
+    (own,) = fleet.servers
+    assert (fleet.kind, own.server_id, own.tasks) == ("server", server.pool.server_id, ("talk",))
+    assert (own.open, own.capacity, own.draining) == (1, 1024, False)
+    assert own.version
+
+
+async def test_the_socket_takes_the_same_calls(server):
+    session_id = await opened_at(server)
+    url = server.url.replace("http", "ws") + "/v1/ws"
+    async with connect(url, additional_headers=bearer("secret")) as socket:
+        await socket.send('{"id":1,"call":"sessions","limit":5}')
+        assert session_id in await socket.recv()
+        await socket.send(f'{{"id":2,"call":"transcript","session_id":"{session_id}"}}')
+        assert '"turns":[]' in await socket.recv()
+
+
+async def test_the_shell_needs_no_token_and_lets_nothing_else_run(server):
+    async with httpx.AsyncClient(base_url=server.url) as http:
+        for path in FILES:
+            answer = await http.get(path)
+            assert answer.status_code == 200
+            policy = answer.headers["content-security-policy"]
+            assert policy.startswith("default-src 'self';")
+            assert "unsafe" not in policy
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            again = await http.get(path, headers={"if-none-match": answer.headers["etag"]})
+            assert (again.status_code, again.content) == (304, b"")
+        assert (await http.get("/")).headers["content-type"].startswith("text/html")
+        for path in ("/page/../gate.py", "/page/shell.py", "/page/"):
+            assert (await http.get(path)).status_code in (401, 404)
+
+
+async def opened_at(server):
+    return (await server.pool.open(OpenRequest(task="talk"))).session_id
+
+
+def bearer(token):
+    return {"authorization": f"Bearer {token}"}
