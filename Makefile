@@ -10,7 +10,7 @@ TEST_PROCESSES ?= 2
 # The first of quickstart, quickstart-2, quickstart-3 ... that is not taken.
 NAME ?= $(shell name=quickstart; i=2; while [ -e runs/$$name ]; do name=quickstart-$$i; i=$$((i+1)); done; echo $$name)
 
-.PHONY: setup train test slow docker vllm ray faults fuzz chaos soak lint bench clean
+.PHONY: setup train test slow docker vllm ray faults fuzz chaos soak lint bench docs clean
 
 setup: $(VENV)/.train $(VENV)/.dev  ## install everything that development needs
 
@@ -78,5 +78,12 @@ lint: $(VENV)/.dev  ## style and types
 bench: $(VENV)/.bench  ## figures, each beside a peer's and its ceiling
 	$(BIN)/python -m tests.benchmarks $(ARGS)
 
+docs: $(VENV)/.docs  ## the documentation, into site/; a broken link or a missing docstring fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+
+$(VENV)/.docs: $(VENV)/.dev
+	$(PIP) install -c constraints.txt -e '.[train,dev,docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM)
+	rm -rf $(VENV) $(VLLM) site

@@ -1,0 +1,147 @@
+"""Build hooks: generated tables of settings, and a warning for each public name without a docstring.
+
+Warnings end a strict build.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from functools import cache
+from inspect import cleandoc
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from agentrl_env.__main__ import app
+from agentrl_env.wire import CALLS
+from agentrl_train.runtime.config.reference import reference
+
+log = logging.getLogger("mkdocs.hooks.docs")
+ROOT = Path(__file__).parent.parent
+MARKER = re.compile(r"<!-- generated: (\w+) ?(\w*) -->")
+DIRECTIVE = re.compile(r"^::: (\S+)", re.MULTILINE)
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Fill in the generated parts of a page, and check the docstrings of what it refers to."""
+    for name in DIRECTIVE.findall(markdown):
+        for missing in without_docstring(name):
+            log.warning("%s: %s has no docstring", page.file.src_uri, missing)
+    return MARKER.sub(lambda match: GENERATED[match[1]](match[2]), markdown)
+
+
+def without_docstring(name: str) -> Iterator[str]:
+    """Yield the public names at or below ``name`` that have no docstring.
+
+    Fields of a model are exempt: their section of the class's docstring, or their type, describes them.
+    """
+    root, _, inner = name.partition(".")
+    try:
+        found = _package(root)[inner] if inner else _package(root)
+    except KeyError:
+        return  # mkdocstrings reports it
+    yield from _undocumented(found)
+
+
+@cache
+def _package(name: str) -> Any:
+    import griffe  # not needed by the tests of the generated parts
+
+    return griffe.GriffeLoader(search_paths=[str(ROOT)]).load(name)
+
+
+def _undocumented(found: Any) -> Iterator[str]:
+    if not found.has_docstring:
+        yield found.path
+    for name, member in found.members.items():
+        if name.startswith("_") or member.is_alias:
+            continue
+        if member.is_class or member.is_function or "property" in member.labels:
+            yield from _undocumented(member)
+
+
+def command_options(name: str) -> str:
+    """Return the options of a command of ``agentrl-env`` as a table."""
+    group = typer.main.get_command(app)
+    command = group.commands[name]  # type: ignore[attr-defined]
+    rows = ["| option | default | meaning |", "|---|---|---|"]
+    for option in command.params:
+        if option.param_type_name != "option" or option.name == "help":
+            continue
+        value = f" {option.metavar}" if option.metavar else ""
+        spelled = f"`{', '.join([*option.opts, *option.secondary_opts])}{value}`"
+        default = option.show_default if isinstance(option.show_default, str) else option.default
+        shown = "" if default in (None, False, []) or option.required else f"`{default}`"
+        env = f" Environment variable: `{option.envvar}`." if option.envvar else ""
+        rows.append(f"| {_cell(spelled)} | {shown} | {_cell(option.help or '')}{env} |")
+    return "\n".join(rows)
+
+
+def caller_limits(_: str) -> str:
+    """Return the limits of ``--caller-limit`` as a table."""
+    from agentrl_env.server.limits import Limits
+
+    meanings = dict(re.findall(r"^ {4}(\w+): ((?:.|\n {5,})+)", cleandoc(Limits.__doc__ or ""), re.MULTILINE))
+    rows = ["| name | default | meaning |", "|---|---|---|"]
+    for name, field in Limits.model_fields.items():
+        rows.append(f"| `{name}` | `{field.default}` | {_cell(meanings.get(name, ''))} |")
+    return "\n".join(rows)
+
+
+def calls(_: str) -> str:
+    """Return the calls of the wire as a table."""
+    rows = ["| call | route | request | answer | agent token | |", "|---|---|---|---|---|---|"]
+    for call in CALLS.values():
+        model = call.body or call.query
+        request, answer = (f"`{kind.__name__}`" if kind else "" for kind in (model, call.answer))
+        agent = "yes" if call.agent else ""
+        route = f"`{call.method} {call.path}`"
+        rows.append(f"| `{call.name}` | {route} | {request} | {answer} | {agent} | {call.summary} |")
+    return "\n".join(rows)
+
+
+def run_settings(_: str) -> str:
+    """Return every setting of a run, one table for each section."""
+    rows: list[str] = []
+    for line in reference().splitlines():
+        setting, meaning = re.match(r"(?:# )?(.*?) *(?:# (.*))?$", line).groups()  # type: ignore[union-attr]
+        if setting.startswith("["):
+            rows += ["", f"### {setting.strip('[]')}", "", meaning or "", ""]
+            rows += ["| setting | default | meaning |", "|---|---|---|"]
+        elif setting:
+            key, _, value = setting.partition(" =")
+            default = f"`{value.strip()}`" if value.strip() else ""
+            rows.append(f"| `{key}` | {default} | {_cell(meaning or '')} |")
+    return "\n".join(rows)
+
+
+def fleet_keys(_: str) -> str:
+    """Return the keys of the file of ``agentrl-env up`` as a table."""
+    from agentrl_env.fleet.config import ControllerConfig, TaskConfig
+    from agentrl_env.launch.docker import ContainerLimits
+
+    rows = ["| key | default |", "|---|---|"]
+    sections = {"controller": ControllerConfig, "tasks": TaskConfig, "tasks.limits": ContainerLimits}
+    for section, model in sections.items():
+        for key, field in model.model_fields.items():
+            default = field.get_default(call_default_factory=True)
+            shown = "" if field.is_required() or default is None else f"`{default}`"
+            if key != "limits":
+                rows.append(f"| `{section}.{key}` | {'required' if field.is_required() else shown} |")
+    return "\n".join(rows)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", r"\|")
+
+
+GENERATED = {
+    "command": command_options,
+    "limits": caller_limits,
+    "calls": calls,
+    "settings": run_settings,
+    "fleet": fleet_keys,
+}

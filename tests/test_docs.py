@@ -1,0 +1,239 @@
+"""The README and the documentation: every code block runs or is parsed by its real reader."""
+
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+
+import agentrl_env
+from agentrl_env import sandbox, testing
+from agentrl_env.__main__ import app as environment_app
+from agentrl_env.fleet.config import read_fleet_config
+from agentrl_env.launch.process import ServerProcess
+from agentrl_env.wire import CALLS, Frame, OpenBatch, OpenRequest, StepBody
+from agentrl_train.__main__ import app as train_app
+from agentrl_train.runtime.config import RunConfig, load_config
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+URL, TOKEN = "http://127.0.0.1:8000", "SECRET"
+FILE_ENDINGS = {"py", "toml", "jsonl", "json", "html"}
+SECTIONS = {name for name in RunConfig.model_fields if name != "environments"}
+COMMANDS = {
+    "agentrl-env": typer.main.get_command(environment_app),
+    "agentrl-train": typer.main.get_command(train_app),
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced code block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    title: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text(encoding="utf-8")
+    for match in FENCE.finditer(text):
+        yield Block(page, text[: match.start()].count("\n") + 1, match[1], match[2] or "", match[3])
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+
+
+def of(language: str) -> Any:
+    return pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == language], ids=str)
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Serve the environment of the tutorial and an example at a free port."""
+    folder = tmp_path_factory.mktemp("docs") / "guess"
+    folder.mkdir()
+    first = next(b for b in blocks(ROOT / "docs/tutorials/environment.md") if b.language == "python")
+    (folder / "environment.py").write_text(first.text)
+    with ServerProcess(str(folder), str(ROOT / "environments/household"), token=TOKEN) as running:
+        yield running.url
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if any(b.language == "python" for b in blocks(p))], ids=name
+)
+def test_python_blocks_of_a_page_run_in_order(
+    page: Path, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("AGENTRL_ALLOW_UNSAFE_SANDBOX", "1")  # only where there is no other sandbox
+    module = ModuleType("documented")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for block in blocks(page):
+        if block.language == "python":
+            text = "\n" * block.line + block.text.replace(URL, server)
+            exec(compile(text, str(page), "exec"), vars(module))
+
+
+@of("json")
+def test_json_block_is_a_request_of_the_wire(block: Block) -> None:
+    value = json.loads(block.text)
+    if "call" in value:
+        call = CALLS[Frame.model_validate(value).call]
+        call.request.model_validate(value)
+        return
+    models = [model for model in (OpenRequest, OpenBatch, StepBody) if set(value) <= set(model.model_fields)]
+    assert models
+    models[0].model_validate(value)
+
+
+@of("toml")
+def test_toml_block_is_read_by_its_command(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("environments", "examples"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    (tmp_path / "token.txt").write_text(TOKEN)
+    file = tmp_path / (block.title or "file.toml")
+    file.write_text(block.text)
+    keys = tomllib.loads(block.text)
+    if "run" in keys:
+        load_config(file)
+    elif "tasks" in keys:
+        read_fleet_config(file)
+    else:
+        command = file.stem
+        context = COMMANDS["agentrl-env"].commands[command].make_context(command, ["--config", str(file)])
+        assert {key.replace("-", "_") for key in keys} <= set(context.params)
+
+
+@of("sh")
+def test_command_lines_have_known_commands_and_options(block: Block) -> None:
+    lines = block.text.replace("\\\n", " ").splitlines()
+    for line in lines:
+        words = shlex.split(line.replace("$PWD/.venv-vllm/bin/python", sys.executable), comments=True)
+        if words:
+            check_command(words)
+
+
+def check_command(words: list[str]) -> None:
+    program, *arguments = words
+    if program == "make":
+        check_make(arguments)
+    elif program == "torchrun":
+        at = arguments.index("-m")
+        assert arguments[at + 1] == "agentrl_train"
+        check_command(["agentrl-train", *arguments[at + 2 :]])
+    elif program in COMMANDS:
+        check_options(program, *arguments)
+    else:
+        assert program == "docker"
+
+
+def check_options(program: str, command_name: str, *arguments: str) -> None:
+    """Parse a command line as the command does, without running callbacks."""
+    command = COMMANDS[program].commands[command_name]
+    given, rest, _ = command.make_parser(command.context_class(command)).parse_args(list(arguments))
+    assert not rest
+    for parameter in command.params:
+        if parameter.required:
+            assert given.get(parameter.name) is not None, f"{command_name} needs {parameter.name}"
+    if "overrides" in {parameter.name for parameter in command.params} and given["config"] != "CONFIG.toml":
+        load_config(ROOT / given["config"], given.get("overrides") or [])
+
+
+def check_make(arguments: list[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for argument in arguments:
+        variable, equals, value = argument.partition("=")
+        if not equals:
+            assert re.search(rf"^{argument}:", makefile, re.MULTILINE), f"no target {argument}"
+            continue
+        assert f"$({variable})" in makefile
+        if arguments[0] == "train":
+            check_options(
+                "agentrl-train", "run", str(ROOT / "examples/quickstart/train.toml"), *shlex.split(value)
+            )
+
+
+def test_every_block_has_a_language_that_is_checked() -> None:
+    assert {block.language for block in BLOCKS} <= {"python", "json", "toml", "sh", "text"}
+    assert all(page.read_text().count("\n```") % 2 == 0 for page in PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_named_settings_exist(page: Path) -> None:
+    for path in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?: = [^`]*)?`", page.read_text()):
+        section, *keys = path.split(".")
+        if section in SECTIONS and keys[-1] not in FILE_ENDINGS:
+            assert_is_setting(path, RunConfig, [section, *keys])
+
+
+def assert_is_setting(path: str, model: Any, keys: list[str]) -> None:
+    for key in keys:
+        assert key in model.model_fields, f"no setting {path}"
+        kind = model.model_fields[key].annotation
+        model = next((k for k in (kind, *getattr(kind, "__args__", ())) if hasattr(k, "model_fields")), None)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_named_files_exist(page: Path) -> None:
+    text = page.read_text()
+    for path in re.findall(
+        r"`((?:agentrl_env|agentrl_train|tests|environments|examples|docs)/[^` ]*)`", text
+    ):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("page", PAGES[:2], ids=name)
+def test_links_of_files_outside_the_site_lead_to_files(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        assert target.startswith("https:") or (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_generated_parts_have_content(page: Path) -> None:
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs/hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    for kind, argument in hooks.MARKER.findall(page.read_text()):
+        assert len(hooks.GENERATED[kind](argument).splitlines()) > 2
+
+
+def test_reference_has_every_public_name() -> None:
+    reference = "".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
+    for package in (agentrl_env, sandbox, testing):
+        for public in set(package.__all__) - {"__version__"}:
+            found = getattr(package, public)
+            if isinstance(found, type) or callable(found):
+                documented = (f"::: {found.__module__}.{found.__name__}\n", f"::: {found.__module__}\n")
+                assert any(directive in reference for directive in documented), public
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("mkdocs"), reason="needs the extra [docs]")
+def test_site_builds_strictly(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
