@@ -115,7 +115,7 @@ def test_image_refuses_to_serve_without_a_token(client, probe):
         assert container.wait(timeout=60)["StatusCode"] == 1
         assert container.logs().decode().strip() == (
             "error: refusing to serve on 0.0.0.0 without a token; give --token (or AGENTRL_TOKEN), "
-            "or --insecure if everybody who can reach it may use it"
+            "or --insecure to admit every caller that can reach it"
         )
     finally:
         container.remove(force=True)
