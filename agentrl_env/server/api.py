@@ -107,9 +107,12 @@ class Api:
     async def _answer_batch(self, text: bytes | str) -> bytes:
         """Step a batch; malformed items are answered with their error, the others are played."""
         try:
-            return await self.answer(STEP_MANY, decode_batch(text))
+            batch = decode_batch(text)
         except UNREADABLE:
-            raw = _json(text)
+            return await self._answer_malformed_batch(_json(text))
+        return await self.answer(STEP_MANY, batch)
+
+    async def _answer_malformed_batch(self, raw: Any) -> bytes:
         items = raw.get("steps") if isinstance(raw, dict) else None
         if not isinstance(items, list):
             raise InvalidRequest('the body must be {"steps": [...]}')

@@ -356,3 +356,20 @@ def test_no_body_is_a_bug_in_the_server(requests, garbage):
         await pool.aclose()
 
     asyncio.run(run())
+
+
+class RaisingPool(SessionPool):
+    batches = 0
+
+    async def step_many(self, request):
+        self.batches += 1
+        raise ValueError("a bug")
+
+
+async def test_bug_in_a_batch_is_answered_once_and_not_replayed():
+    pool = RaisingPool([Quick])
+    transport = httpx.ASGITransport(create_app(pool, Metrics()), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        answer = await http.post("/v1/step", json={"steps": []})
+    assert (answer.status_code, pool.batches) == (500, 1)
+    await pool.aclose()
