@@ -255,7 +255,9 @@ class ReplicaSupervisor:
                 break
             logger.warning("engine %s was lost and is started again: %s", self.name, reason)
             self.restarts += 1
-        self._future_engine().set_exception(EngineError(f"engine {self.name} is given up: {reason}"))
+        given_up = self._future_engine()
+        given_up.set_exception(EngineError(f"engine {self.name} is given up: {reason}"))
+        given_up.exception()  # retrieved: it is no error that no request is waiting
 
     async def _start(self, process: EngineLink) -> None:
         await process.start(within_s=self._start_s)

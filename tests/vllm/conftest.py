@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,15 +17,17 @@ from tests.engine_contract import MAX_CONTEXT, POLICIES, STOP, Subject, contract
 PYTHON = Path(__file__).parents[2] / ".venv-vllm/bin/python"
 START_S = 240.0
 """An engine starts in 10 s on a quiet machine, and in minutes on a busy one."""
+PROBE = """\
+import sys
+from vllm import LLM, SamplingParams
 
-
-@pytest.fixture(scope="session")
-def python() -> str:
-    """Return the interpreter that has vLLM."""
-    chosen = Path(os.environ.get("VLLM_PYTHON", PYTHON))
-    if not chosen.exists():
-        pytest.skip("vLLM is not installed here: run `make vllm`")
-    return str(chosen)
+engine = LLM(
+    sys.argv[1], dtype="float32", skip_tokenizer_init=True, enforce_eager=True, max_model_len=128,
+    max_num_seqs=4, kv_cache_memory_bytes=2**26,
+)
+engine.generate([{"prompt_token_ids": [5, 6, 7]}], SamplingParams(max_tokens=4, detokenize=False))
+"""
+"""A program that uses vLLM alone, and nothing of this project."""
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +36,26 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vllm") / "model"
     contract_model(0).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def python(model_folder: Path) -> str:
+    """Return the interpreter that has vLLM; skip where vLLM alone does not run on this machine."""
+    chosen = Path(os.environ.get("VLLM_PYTHON", PYTHON))
+    if not chosen.exists():
+        pytest.skip("vLLM is not installed here: run `make vllm`")
+    options = ServingOptions(model="", stop_token_ids=[], max_sessions=1, max_context=1)
+    probe = subprocess.run(
+        [chosen, "-c", PROBE, model_folder],
+        env={**os.environ, **options.environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if probe.returncode != 0:
+        said = probe.stderr.strip().splitlines()
+        pytest.skip(f"vLLM does not run on this machine (exit {probe.returncode}): {said[-1:]}")
+    return str(chosen)
 
 
 @pytest.fixture(scope="session")
