@@ -25,6 +25,7 @@ from agentrl_env.wire import StepRequest
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 """Errors of a decoder of these structures; the models then read the text, or say what is wrong."""
 _UNWRITABLE = (ValueError, OverflowError, RecursionError, TypeError)
+_RUNNING = SessionStatus.RUNNING  # looking up or hashing an enum's member is slow
 _ENCODE = msgspec.json.Encoder().encode
 _Seq = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 # ``model_dump_json`` without the detour through a str.
@@ -122,26 +123,19 @@ def encode_result(
     session_id: str,
     seq: int,
     messages: Sequence[ToolAnswer | Message],
-    *,
     reward: float,
     status: SessionStatus,
     metrics: dict[str, float],
     info: dict[str, Any],
 ) -> bytes:
     """Return a ``StepResult`` as JSON."""
-    return encode(
-        _Result(
-            session_id,
-            seq,
-            [message if isinstance(message, ToolAnswer) else Raw(encode(message)) for message in messages],
-            reward,
-            status is SessionStatus.COMPLETED,
-            status in TRUNCATED,
-            status,
-            metrics,
-            info,
-        )
+    parts = [message if isinstance(message, ToolAnswer) else Raw(encode(message)) for message in messages]
+    running = status is _RUNNING
+    terminated, truncated = (
+        not running and status is SessionStatus.COMPLETED,
+        not running and status in TRUNCATED,
     )
+    return encode(_Result(session_id, seq, parts, reward, terminated, truncated, status, metrics, info))
 
 
 def _encode_leniently(value: object) -> bytes:

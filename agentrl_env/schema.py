@@ -33,6 +33,7 @@ class Arguments:
         self._where = f"{owner}.{function.__name__}"
         self.summary, described = parse_docstring(inspect.getdoc(function) or "")
         self._adapter = self._build(function, described)
+        self._validate: Callable[..., dict[str, Any]] = self._adapter.validator.validate_json
         self.schema = _plain(self._json_schema())
         self.schema.setdefault("properties", {})
         self._names = ", ".join(self.schema["properties"]) or "none"
@@ -44,7 +45,7 @@ class Arguments:
         says. Blank text stands for no arguments.
         """
         try:
-            return self._adapter.validate_json(text if text.strip() else "{}", strict=True)
+            return self._validate(text if text.strip() else "{}", strict=True)
         except ValidationError as error:
             raise ArgumentError(self._explain(error)) from None
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
@@ -26,7 +26,7 @@ SUCCESS_REWARD = 1.0 - 1e-9
 F = TypeVar("F", bound=Callable[..., Any])
 Content = str | Message | list[Message]
 Invoke = Callable[..., Awaitable[Any]]
-"""Runs author code: ``await invoke(function, timeout_or_None, *args, **kwargs)``."""
+"""Runs author code: ``await invoke(name, call_without_arguments, timeout_or_None)``."""
 _MARK = "__agentrl_tool__"
 AUTHOR_ERRORS = (Exception, SystemExit)
 
@@ -121,13 +121,7 @@ class Toolset:
         )
 
 
-def tool_name(function: Callable[..., Any]) -> str:
-    """Return the tool name of a method; the method's own name where it is not a tool."""
-    options: _Options | None = getattr(function, _MARK, None)
-    return function.__name__ if options is None else options.name
-
-
-@functools.cache
+@cache
 def toolset(environment: type) -> Toolset:
     """Return the tools of an environment class. Raises DefinitionError."""
     return Toolset(environment)
@@ -164,7 +158,7 @@ class StepBuilder:
         calls: Sequence[AnyToolCall] = self.message.tool_calls or ()
         if not calls:
             try:
-                value = await invoke(environment.respond, None, _text(self.message))
+                value = await invoke("respond", partial(environment.respond, _text(self.message)), None)
             except ToolError as error:
                 value = str(error)
             self.messages += as_messages(self._take(value), "respond()")
@@ -175,7 +169,8 @@ class StepBuilder:
                 continue
             tool, arguments = call
             try:
-                value = await invoke(getattr(environment, tool.attribute), tool.timeout, **arguments)
+                method = partial(getattr(environment, tool.attribute), **arguments)
+                value = await invoke(tool.name, method, tool.timeout)
             except ToolError as error:
                 self.messages.append(ToolAnswer(clean(str(error)), request.id))
                 continue
@@ -207,15 +202,7 @@ class StepBuilder:
 
     def result_json(self, session_id: str, seq: int, status: SessionStatus) -> bytes:
         """Return the StepResult as JSON."""
-        return encode_result(
-            session_id,
-            seq,
-            self.messages,
-            reward=self.reward,
-            status=status,
-            metrics=self.metrics,
-            info=self.info,
-        )
+        return encode_result(session_id, seq, self.messages, self.reward, status, self.metrics, self.info)
 
     def _parse(self, environment: Environment, request: AnyToolCall) -> tuple[Tool, dict[str, Any]] | None:
         """Return the tool and the arguments of a call; None where it is answered with an error."""

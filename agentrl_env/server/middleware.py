@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import re
 from base64 import urlsafe_b64decode
 from collections.abc import Iterable
 from functools import lru_cache
@@ -20,7 +18,6 @@ from agentrl_env.errors import (
     BodyTooLarge,
     Forbidden,
     RateLimited,
-    RequestTimeout,
     Unauthorized,
     WireError,
 )
@@ -50,7 +47,7 @@ _PUBLIC = frozenset({"/health", "/ready", *FILES})
 _ROUTES = frozenset(
     {*_PUBLIC, "/metrics", "/openapi.json", SOCKET_PATH, *(call.path for call in CALLS.values())}
 )
-_OF_SESSION = re.compile(r"(/v1/sessions/)[^/]+(/\w+)?$")
+_SESSIONS = "/v1/sessions/"
 _METHODS = frozenset({"GET", "POST", "DELETE", "HEAD", "PUT", "PATCH", "OPTIONS"})
 _SAFE_METHODS = frozenset({"GET", "HEAD"})
 _STAMPED = ("http.response.start", "websocket.accept", "websocket.http.response.start")
@@ -137,7 +134,9 @@ class AccessMiddleware:
         who = self._authenticate(headers.get(b"authorization", b""))
         if who.session_id is not None:
             name = who.session_id
-        who.check_token(_agent_may(scope["method"], path, who.session_id))
+            who.check_token(_agent_may(scope["method"], path, who.session_id))
+        else:
+            who.check_token(agent_may=False)
         if self._token is None and scope["method"] not in _SAFE_METHODS and not _same_origin(headers):
             # The page could not read the answer, but the call would be made.
             raise Forbidden("this server takes no calls from web pages of other origins; give it a --token")
@@ -179,25 +178,17 @@ class AccessMiddleware:
         return who
 
     def _limited(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> Receive:
-        """Return a ``receive`` that limits size and duration of the body. Raises BodyTooLarge."""
+        """Return a ``receive`` that limits the size of the body. Raises BodyTooLarge."""
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > self._limits.max_body_bytes:
             raise BodyTooLarge(self._too_large())
-        if scope["method"] in _SAFE_METHODS or (not length and b"transfer-encoding" not in headers):
-            return receive
-        loop = asyncio.get_running_loop()
-        deadline, size, more = loop.time() + self._limits.body_s, 0, True
+        if scope["method"] in _SAFE_METHODS or b"transfer-encoding" not in headers:
+            return receive  # the server reads as many bytes as the header says
+        size = 0
 
         async def limited() -> Message:
-            nonlocal size, more
-            if not more:
-                return await receive()
-            try:
-                async with asyncio.timeout_at(deadline):
-                    message = await receive()
-            except TimeoutError:
-                raise RequestTimeout(f"the body did not arrive within {self._limits.body_s:g} s") from None
-            more = message.get("more_body", False)
+            nonlocal size
+            message = await receive()
             size += len(message.get("body", b""))
             if size > self._limits.max_body_bytes:
                 raise BodyTooLarge(self._too_large())
@@ -229,13 +220,19 @@ class AccessMiddleware:
 
 def route_of(path: str) -> str:
     """Return the route of a path, ``other`` for an unknown one, so that callers cannot make up labels."""
-    route = path if path in _ROUTES else _OF_SESSION.sub(r"\1{id}\2", path)
-    return route if route in _ROUTES else "other"
+    if path in _ROUTES:
+        return path
+    if path.startswith(_SESSIONS):
+        session_id, slash, call = path.removeprefix(_SESSIONS).partition("/")
+        route = f"{_SESSIONS}{{id}}{slash}{call}"
+        if session_id and route in _ROUTES:
+            return route
+    return "other"
 
 
-def _agent_may(method: str, path: str, session_id: str | None) -> bool:
+def _agent_may(method: str, path: str, session_id: str) -> bool:
     """Return whether an agent token permits a request; the items of a batch are checked later."""
-    own = path.replace(session_id, "{id}") if session_id else path
+    own = path.replace(session_id, "{id}")
     return any(call.agent and (call.method, call.path) == (method, own) for call in CALLS.values())
 
 

@@ -90,7 +90,7 @@ class EnvServer:
             lease_s=lease_s,
             oracle=oracle,
             threads=threads,
-            observer=SessionMetrics(self.metrics, slow_step_s),
+            observer=SessionMetrics(self.metrics, slow_step_s, tracing=tracing is not None),
         )
         self._limits = limits or Limits()
         self._app = create_app(self.pool, self.metrics, token=own, limits=self._limits, tracing=tracing)

@@ -38,10 +38,10 @@ class _Server(uvicorn.Server):
 
 
 class _HttpProtocol(HttpToolsProtocol):
-    """Uvicorn's HTTP protocol with a size limit and deadlines for headers.
+    """Uvicorn's HTTP protocol with a size limit for headers, and deadlines for headers and body.
 
     Args:
-        limits: ``max_header_bytes``, ``head_s`` and ``idle_s``.
+        limits: ``max_header_bytes``, ``head_s``, ``body_s`` and ``idle_s``.
         options: of uvicorn.
     """
 
@@ -69,12 +69,14 @@ class _HttpProtocol(HttpToolsProtocol):
         if not self._reading_head and not self._reading_body:
             self._reading_head, self._head_bytes = True, 0
             self._stop_timer()
-            late = RequestTimeout(f"the headers did not arrive within {self._limits.head_s:g} s")
-            self._timer = self.loop.call_later(self._limits.head_s, self._refuse, late)
         self._head_bytes += len(data)
         super().data_received(data)
-        if (self._reading_head or self._reading_body) and self._head_bytes > self._limits.max_header_bytes:
+        if not self._reading_head and not self._reading_body:
+            return
+        if self._head_bytes > self._limits.max_header_bytes:
             self._refuse_headers()
+        elif self._timer is None and self.transport.get_protocol() is self:
+            self._start_timer()
 
     def on_headers_complete(self) -> None:
         self._reading_head, self._reading_body = False, True
@@ -92,8 +94,17 @@ class _HttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._reading_body = False
+        self._stop_timer()
         if not self._refused:
             super().on_message_complete()
+
+    def _start_timer(self) -> None:
+        """Refuse the request where its headers, or its body, do not arrive in time."""
+        part, within_s = "headers", self._limits.head_s
+        if self._reading_body:
+            part, within_s = "body", self._limits.body_s
+        late = RequestTimeout(f"the {part} did not arrive within {within_s:g} s")
+        self._timer = self.loop.call_later(within_s, self._refuse, late)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

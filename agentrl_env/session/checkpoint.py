@@ -77,7 +77,7 @@ async def take_checkpoint(
         timeout = environment.tool_timeout
         try:
             state = await executor.run(environment.snapshot, timeout)
-            encoded: bytes = await executor.run(encode, timeout, state, type(environment))
+            encoded: bytes = await executor.run(lambda: encode(state, type(environment)), timeout)
         except StateError as error:
             raise EnvironmentFailed(str(error)) from error
         except AUTHOR_ERRORS as error:

@@ -21,6 +21,7 @@ from functools import cache, partial
 from typing import Any
 
 from agentrl_env.errors import AUTHOR_ERRORS
+from agentrl_env.tools import TimeLimitReached
 
 SCALE_EVERY_S = 0.002
 """Interval in which the pool looks whether waiting jobs need more threads."""
@@ -298,29 +299,49 @@ class Executor:
     Args:
         blocking: whether plain functions run on threads; else they run on the event loop.
         threads: these threads.
+        on_tool: called with the name and the seconds of each tool call.
     """
 
-    def __init__(self, *, blocking: bool, threads: ThreadPool) -> None:
+    def __init__(
+        self, *, blocking: bool, threads: ThreadPool, on_tool: Callable[[str, float], None] | None = None
+    ) -> None:
         self._blocking = blocking
         self._threads = threads
+        self._on_tool = on_tool
         self._job: _Job | None = None
         self._awaitable: asyncio.Future[Any] | None = None
 
-    async def run(self, function: Callable[..., Any], timeout: float, /, *args: Any, **kwargs: Any) -> Any:
-        """Return what ``function`` returns, awaited where that is awaitable.
+    async def run(self, call: Callable[[], Any], timeout: float) -> Any:
+        """Return what ``call`` returns, awaited where that is awaitable.
 
-        Raises AuthorTimeout after ``timeout`` seconds, else anything that the function raises.
+        Raises AuthorTimeout after ``timeout`` seconds, else anything that the call raises.
         """
-        if self._blocking and not _is_async(function):
-            job = self._job = self._threads.submit(partial(function, *args, **kwargs), timeout)
-            value, error = await job.answer
-            if error is not None:
-                raise error
-        else:
-            value = function(*args, **kwargs)
-        if isinstance(value, str) or not inspect.isawaitable(value):
-            return value
-        return await self._awaited(value, timeout)
+        return await self.run_tool("", call, timeout, math.inf)
+
+    async def run_tool(self, name: str, call: Callable[[], Any], timeout: float, time_left: float) -> Any:
+        """Do what ``run`` does, for the tool ``name``, and report it to ``on_tool``.
+
+        Raises TimeLimitReached after ``time_left`` seconds, where those are less than ``timeout``.
+        """
+        begin, limit = time.perf_counter(), timeout if timeout < time_left else time_left
+        try:
+            if self._blocking and not _is_async(call):
+                job = self._job = self._threads.submit(call, limit)
+                value, error = await job.answer
+                if error is not None:
+                    raise error
+            else:
+                value = call()
+            if isinstance(value, str) or not inspect.isawaitable(value):
+                return value
+            return await self._awaited(value, limit)
+        except AuthorTimeout as error:
+            if time_left < timeout:
+                raise TimeLimitReached from None
+            raise AuthorTimeout(f"{name}(): {error}" if name else str(error)) from None
+        finally:
+            if name and self._on_tool is not None:
+                self._on_tool(name, time.perf_counter() - begin)
 
     async def settle(self, timeout: float) -> None:
         """Wait until the last call has ended, even past its deadline; at most ``timeout`` seconds."""
@@ -354,6 +375,8 @@ class Executor:
 
 def _is_async(function: Callable[..., Any]) -> bool:
     """Return whether a function is a coroutine function; cached for methods, since the check takes 1 us."""
+    if isinstance(function, partial):
+        function = function.func
     method = getattr(function, "__func__", None)
     return inspect.iscoroutinefunction(function) if method is None else _is_async_method(method)
 

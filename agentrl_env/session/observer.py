@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Coroutine
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -25,14 +24,18 @@ class Observer(Protocol):
         """Observe a session that has ended, ``seconds`` after it began."""
 
     def traced(
-        self, name: str, work: Coroutine[Any, Any, T], session: Session | None
+        self, name: str, work: Coroutine[Any, Any, T], session: Session | None, tool: str = ""
     ) -> Coroutine[Any, Any, T]:
-        """Return ``work``, run under a trace span where tracing is on."""
+        """Return ``work``, run under a trace span where tracing is on.
 
-    def tool_span(self, session: Session, name: str) -> AbstractContextManager[object] | None:
-        """Return the trace span of a tool call; None where tracing is off."""
+        Args:
+            name: of the span.
+            work: what it covers.
+            session: its session, where it has one.
+            tool: the tool that it calls, if any.
+        """
 
-    def tool_ran(self, session: Session, name: str, seconds: float) -> None:
+    def tool_ran(self, task: str, name: str, seconds: float) -> None:
         """Observe a call of a tool, or of ``respond``."""
 
     def stepped(self, session: Session, result: StepBuilder, seconds: float) -> None:
@@ -47,14 +50,11 @@ class _NoObserver:
         return
 
     def traced(
-        self, name: str, work: Coroutine[Any, Any, T], session: Session | None
+        self, name: str, work: Coroutine[Any, Any, T], session: Session | None, tool: str = ""
     ) -> Coroutine[Any, Any, T]:
         return work
 
-    def tool_span(self, session: Session, name: str) -> AbstractContextManager[object] | None:
-        return None
-
-    def tool_ran(self, session: Session, name: str, seconds: float) -> None:
+    def tool_ran(self, task: str, name: str, seconds: float) -> None:
         return
 
     def stepped(self, session: Session, result: StepBuilder, seconds: float) -> None:

@@ -422,7 +422,7 @@ class SessionPool:
             batch.pending += 1
             submitted.add_done_callback(partial(self._finish, batch, position, entry))
 
-    def _finish(self, batch: _Batch, position: int, entry: Entry, task: asyncio.Task[bytes]) -> None:
+    def _finish(self, batch: _Batch, position: int, entry: Entry, task: asyncio.Future[bytes]) -> None:
         session = entry.session
         try:
             batch.answers[position] = session.outcome(task)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agentrl_env.dataset import Dataset
@@ -134,7 +135,7 @@ class Tasks:
 
     async def _run(self, environment: type[Environment], function: Callable[..., Any], *args: Any) -> Any:
         """Run author code that belongs to no session."""
-        return await self._executor(environment).run(function, environment.reset_timeout, *args)
+        return await self._executor(environment).run(partial(function, *args), environment.reset_timeout)
 
     def _executor(self, environment: type[Environment]) -> Executor:
         return Executor(blocking=environment.blocking, threads=self._threads)

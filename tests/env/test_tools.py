@@ -304,8 +304,8 @@ def test_other_return_values_are_refused(value):
         tool_messages(value, "id7", "f")
 
 
-async def call(function, timeout, /, *args, **kw):
-    return function(*args, **kw)
+async def call(name, call, timeout):
+    return call()
 
 
 async def play(*calls, text=None, call=call):
@@ -355,7 +355,7 @@ async def test_a_turn_without_a_call_is_answered_by_respond():
 
 
 async def test_when_the_time_is_over_the_rest_is_answered_as_not_executed():
-    async def over(function, timeout, /, *args, **kw):
+    async def over(name, call, timeout):
         raise TimeLimitReached
 
     with pytest.raises(TimeLimitReached):
@@ -364,7 +364,7 @@ async def test_when_the_time_is_over_the_rest_is_answered_as_not_executed():
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "1", None])
 async def test_a_reward_must_be_a_finite_number(value):
-    async def give(function, timeout, /, *args, **kw):
+    async def give(name, call, timeout):
         return Reply("x", reward=value)
 
     with pytest.raises(DefinitionError, match="reward must be a finite number"):

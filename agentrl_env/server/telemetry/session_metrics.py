@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl_env.server.telemetry.metrics import Metrics
-from agentrl_env.server.telemetry.tracing import Span, annotate, is_tracing, span, spanned
+from agentrl_env.server.telemetry.tracing import annotate, spanned
 
 if TYPE_CHECKING:
     from agentrl_env.session import Session
@@ -26,11 +26,13 @@ class SessionMetrics:
     Args:
         metrics: counters of the process.
         slow_step_s: steps that take longer are logged as warnings.
+        tracing: whether calls may be traced.
     """
 
-    def __init__(self, metrics: Metrics, slow_step_s: float = SLOW_STEP_S) -> None:
+    def __init__(self, metrics: Metrics, slow_step_s: float = SLOW_STEP_S, *, tracing: bool = False) -> None:
         self._metrics = metrics
         self._slow_step_s = slow_step_s
+        self._tracing = tracing
 
     def opened(self, session: Session, client: str) -> None:
         """Observe a session that has opened."""
@@ -50,20 +52,19 @@ class SessionMetrics:
             logger.info("session ended", extra=_where(session, client=client, **facts))
 
     def traced(
-        self, name: str, work: Coroutine[Any, Any, T], session: Session | None
+        self, name: str, work: Coroutine[Any, Any, T], session: Session | None, tool: str = ""
     ) -> Coroutine[Any, Any, T]:
         """Return ``work``, run under a trace span where tracing is on."""
-        if not is_tracing():
+        if not self._tracing:
             return work
-        return spanned(name, work, **({} if session is None else _attributes(session)))
+        attributes = {"tool": tool} if tool else {}
+        if session is not None:
+            attributes |= {"session_id": session.session_id, "task": session.sample.task}
+        return spanned(name, work, **attributes)
 
-    def tool_span(self, session: Session, name: str) -> Span | None:
-        """Return the trace span of a tool call; None where tracing is off."""
-        return span("tool", tool=name, **_attributes(session)) if is_tracing() else None
-
-    def tool_ran(self, session: Session, name: str, seconds: float) -> None:
+    def tool_ran(self, task: str, name: str, seconds: float) -> None:
         """Observe a call of a tool."""
-        self._metrics.tool_ran(session.sample.task, name, seconds)
+        self._metrics.tool_ran(task, name, seconds)
 
     def stepped(self, session: Session, result: StepBuilder, seconds: float) -> None:
         """Observe a step that has been taken."""
@@ -79,10 +80,6 @@ class SessionMetrics:
             *_, (message, answer) = session.history
             texts = {"message": message.wire(), "answer": [item.wire() for item in answer.messages]}
             messages.debug("step", extra=_where(session, seq=answer.seq, **texts))
-
-
-def _attributes(session: Session) -> dict[str, str]:
-    return {"session_id": session.session_id, "task": session.sample.task}
 
 
 def _where(session: Session, **facts: object) -> dict[str, dict[str, object]]:

@@ -34,11 +34,6 @@ def spanned(name: str, work: Coroutine[Any, Any, T], /, **attributes: str) -> Co
     return work if _active.get() is None else _under(span(name, **attributes), work)
 
 
-def is_tracing() -> bool:
-    """Return whether tracing is on for the running task."""
-    return _active.get() is not None
-
-
 async def _under(entered: Span, work: Coroutine[Any, Any, T]) -> T:
     with entered:
         return await work
