@@ -5,8 +5,16 @@ import sys
 import threading
 from pathlib import Path
 
-from agentrl_env import EnvClient, ToolCall
+from agentrl_env import Done, EnvClient, Environment, ToolCall
 from agentrl_env.server.serve import EnvServer
+from agentrl_train.actor import Actor, Episode
+from agentrl_train.chat import ChatFormat
+from agentrl_train.engine.torch import TorchEngine
+from agentrl_train.learner import Learner
+from agentrl_train.runtime.config import AdvantageSection, EngineSection, RolloutSection, TrainSection
+from agentrl_train.runtime.trainer import StepTrainer
+from agentrl_train.weights import Publisher
+from tests.conftest import make_model, make_tokenizer
 from tests.env.tasks import Guess
 
 ROOT = Path(__file__).parent.parent
@@ -44,7 +52,7 @@ async def entered_by_a_step(url: str) -> set[str]:
     return files
 
 
-async def test_step_over_the_network_enters_at_most_23_files() -> None:
+async def test_step_over_the_network_enters_at_most_22_files() -> None:
     server = EnvServer([Guess], port=0, drain_s=0.0)
     await server.start()
     try:
@@ -53,4 +61,55 @@ async def test_step_over_the_network_enters_at_most_23_files() -> None:
         await server.stop()
     print(f"{len(files)} files: {', '.join(sorted(files))}")
     assert "agentrl_env/session/session.py" in files
-    assert len(files) <= 23, sorted(files)
+    assert len(files) <= 22, sorted(files)
+
+
+class Echo(Environment):
+    """Say anything; the reward is a function of the text."""
+
+    def reset(self, sample, rng):
+        return "Say something."
+
+    def respond(self, text):
+        return Done("thanks", reward=float(sum(map(ord, text)) % 2))
+
+
+async def sampled_trained_and_published(folder: Path) -> tuple[set[str], dict[str, float]]:
+    chat, model = ChatFormat(make_tokenizer()), make_model()
+    with EnteredFiles("agentrl_train") as files:  # the engine's thread must start under the profiler
+        engine = TorchEngine(
+            {"current": model}, stop_token_ids=chat.stop_token_ids, max_sequences=8, max_context=512
+        )
+    settings = EngineSection(max_new_tokens=8, max_context=512)
+    trainer = StepTrainer(
+        learner=Learner(make_model(), learning_rate=1e-3),
+        publisher=Publisher(engine),
+        advantage=AdvantageSection(),
+        train=TrainSection(),
+        max_context=512,
+        bad_batches=folder,
+    )
+    async with EnvClient.local(Echo) as client:
+        slots = asyncio.Semaphore(8)
+        actor = Actor(
+            engine=engine,
+            chat=chat,
+            clients={"echo": client},
+            sampling=settings,
+            rollout=RolloutSection(),
+            slots=slots,
+        )
+        episode = Episode(task="echo", split="train", index=0, seed=0, draw_seed=(0,))
+        with EnteredFiles("agentrl_train") as more:
+            group, _ = await actor.group(episode, size=8, group_id=0, admitted_version=0)
+            metrics = await asyncio.to_thread(trainer.step, [group], policy_version=1)
+    await engine.close()
+    return files | more, metrics
+
+
+async def test_token_enters_at_most_17_files_from_its_sampling_to_its_publication(tmp_path: Path) -> None:
+    files, metrics = await sampled_trained_and_published(tmp_path)
+    print(f"{len(files)} files: {', '.join(sorted(files))}")
+    assert metrics["grad_norm"] > 0
+    assert {"agentrl_train/actor.py", "agentrl_train/loss.py", "agentrl_train/weights.py"} <= files
+    assert len(files) <= 17, sorted(files)
