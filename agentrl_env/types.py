@@ -17,7 +17,7 @@ import operator
 from collections.abc import Mapping
 from enum import StrEnum
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -54,8 +54,10 @@ class Message(_Frozen):
     """One chat message in OpenAI format; ``content`` is text, a list of content parts, or null."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
-    tool_calls: tuple[ToolCall, ...] | None = Field(default=None, exclude_if=_absent)
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[tuple[ToolCall, ...], Field(fail_fast=True)] | None = Field(
+        default=None, exclude_if=_absent
+    )
     tool_call_id: str | None = Field(default=None, exclude_if=_absent)
     name: str | None = Field(default=None, exclude_if=_absent)
 

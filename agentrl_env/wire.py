@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from agentrl_env import errors as e
 from agentrl_env.types import Message, SessionInfo, SessionStatus, StepResult, TaskInfo, TaskSample, ToolSpec
@@ -69,7 +69,7 @@ class OpenRequest(_Model):
 class OpenBatch(_Model):
     """Body of ``POST /v1/sessions`` that opens many sessions."""
 
-    sessions: list[OpenRequest]
+    sessions: Annotated[list[OpenRequest], FailFast()]
 
 
 class StepBody(_Model):
@@ -92,7 +92,7 @@ class StepBatch(_Model):
     error for each item that is still running; repeating its ``seq`` waits for it.
     """
 
-    steps: list[StepRequest]
+    steps: Annotated[list[StepRequest], FailFast()]
     wait_s: float | None = Field(default=None, ge=0, allow_inf_nan=False)
 
 

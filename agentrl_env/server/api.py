@@ -13,7 +13,7 @@ import msgspec
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json, to_json
 
-from agentrl_env.errors import Forbidden, InvalidRequest, WireError
+from agentrl_env.errors import BodyTooLarge, Forbidden, InvalidRequest, WireError
 from agentrl_env.fast_wire import (
     UNREADABLE,
     FastBatch,
@@ -27,9 +27,11 @@ from agentrl_env.server.auth import agent_token, caller
 from agentrl_env.server.limits import Limits
 from agentrl_env.server.service import Service
 from agentrl_env.server.telemetry.metrics import Metrics
+from agentrl_env.types import SessionInfo, StepResult
 from agentrl_env.wire import (
     CALLS,
     FORK,
+    INFO,
     OPEN,
     OPEN_MANY,
     STEP,
@@ -44,6 +46,18 @@ from agentrl_env.wire import (
 )
 
 M = TypeVar("M", bound=BaseModel)
+
+_HIDDEN: dict[type[BaseModel], Any] = {
+    StepResult: {"metrics": True, "info": True},
+    SessionInfo: {
+        "sample": {"data": True, "seed": True},
+        "last": {"metrics": True, "info": True},
+        "info": True,
+    },
+}
+"""Fields that answers to an agent token leave out: they may give the solution away."""
+MAX_MALFORMED = 64
+"""Steps of a batch that may be malformed; with more, none is played."""
 
 
 class Api:
@@ -69,9 +83,14 @@ class Api:
         self._admit(call, getattr(request, "session_id", None))
         if call is STEP:
             self._check_message(request)
-            return await self.service.step(request)
+            return _seen_by_caller(await self.service.step(request), StepResult)
         if call is STEP_MANY:
-            return encode_items("results", await self._step_many(request))
+            results = await self._step_many(request)
+            if caller.get().session_id is not None:
+                results = [
+                    one if isinstance(one, WireError) else _seen_by_caller(one, StepResult) for one in results
+                ]
+            return encode_items("results", results)
         if call is OPEN_MANY:
             return encode_items("sessions", await self._open_many(request.sessions))
         if call is OPEN:
@@ -79,6 +98,8 @@ class Api:
         if call is FORK:
             self._check_fork(request)
         answer = _to_json(await getattr(self.service, call.name)(request))
+        if call is INFO:
+            return _seen_by_caller(answer, SessionInfo)
         return self._with_tokens(answer) if call is FORK else answer
 
     async def answer_json(self, call: Call, text: bytes | str, session_id: str | None = None) -> bytes:
@@ -89,6 +110,7 @@ class Api:
             text: HTTP body, or WebSocket frame.
             session_id: session of the HTTP path; None where the text names it.
         """
+        self.check_size(text)
         if call is STEP:
             return await self.answer(call, read_step(text, session_id))
         if call is STEP_MANY:
@@ -99,6 +121,15 @@ class Api:
             return await self.answer(call, read(call.request, text))
         fields = dict(read(call.body, text)) if call.body is not None else {}
         return await self.answer(call, call.request.model_construct(**fields, session_id=session_id))
+
+    def check_size(self, text: bytes | str) -> None:
+        """Raise BodyTooLarge or InvalidRequest where a call's JSON is too large to be parsed."""
+        if self._limits is None:
+            return
+        agent = caller.get().session_id is not None
+        if len(text) > self._limits.max_bytes(agent=agent):
+            raise BodyTooLarge(f"the call is over the limit of {self._limits.max_bytes(agent=agent)} bytes")
+        self._limits.check_values(text, agent=agent)
 
     def count(self, error: WireError) -> None:
         """Count an error that is answered."""
@@ -118,11 +149,15 @@ class Api:
             raise InvalidRequest('the body must be {"steps": [...]}')
         wait_s = validate(StepBatch, {**raw, "steps": []}).wait_s
         steps: list[StepRequest | WireError] = []
+        malformed = 0
         for item in items:
             try:
                 steps.append(validate(StepRequest, item))
             except InvalidRequest as error:
                 steps.append(error)
+                malformed += 1
+                if malformed > MAX_MALFORMED:
+                    raise InvalidRequest(f"over {MAX_MALFORMED} malformed steps: {error.message}") from error
         self._admit(STEP_MANY, None)
         good = StepBatch.model_construct(
             steps=[step for step in steps if not isinstance(step, WireError)], wait_s=wait_s
@@ -216,6 +251,13 @@ class Api:
         for info in fields.get("sessions", (fields,)):
             info["agent_token"] = agent_token(self._token, info["session_id"])
         return to_json(fields)
+
+
+def _seen_by_caller(answer: bytes, model: type[BaseModel]) -> bytes:
+    """Return an answer as JSON; for an agent token, without what the model does not see of the episode."""
+    if caller.get().session_id is None:
+        return answer
+    return model.model_validate_json(answer).model_dump_json(exclude=_HIDDEN[model]).encode()
 
 
 def read(model: type[M], text: bytes | str) -> M:

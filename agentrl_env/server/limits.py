@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,11 @@ MAX_BUCKETS = 10_000
 """Number of clients whose rates are kept; the least recent are dropped first."""
 
 
+OPERATOR_FACTOR = 16
+# Possessive, with an optional end: no text takes more than one pass.
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+
+
 class Limits(BaseModel):
     """The limits of a server or controller.
 
@@ -23,6 +29,8 @@ class Limits(BaseModel):
         max_body_bytes: size of a request body, and of a WebSocket message.
         max_depth: nesting of JSON in a request. The parser itself stops at 200, also in the arguments of a
             tool call, where the error goes to the model.
+        max_values: values in the JSON of a call with an agent token, where each object, list and item counts;
+            16 times as many in any other call.
         max_message_chars: size of one assistant message: its text, and the names and arguments of its calls.
         max_tool_calls: calls in one assistant message.
         max_batch_steps: items of one ``POST /v1/step``.
@@ -41,6 +49,7 @@ class Limits(BaseModel):
 
     max_body_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
     max_depth: int = Field(default=64, ge=4, le=150)
+    max_values: int = Field(default=65_536, ge=64)
     max_message_chars: int = Field(default=1_000_000, ge=1)
     max_tool_calls: int = Field(default=128, ge=1)
     max_batch_steps: int = Field(default=16_384, ge=1)
@@ -69,6 +78,22 @@ class Limits(BaseModel):
             first = error.errors(include_url=False)[0]
             name = str(first["loc"][0])
             raise ServeError(f"--caller-limit {name}={given[name]}: {first['msg']}") from error
+
+    def max_bytes(self, *, agent: bool) -> int:
+        """Return the size limit of a request body, and of a WebSocket message."""
+        return min(self.max_body_bytes, 8 * self.max_message_chars) if agent else self.max_body_bytes
+
+    def check_values(self, text: bytes | str, *, agent: bool) -> None:
+        """Raise InvalidRequest where JSON text holds too many values; called before it is parsed."""
+        limit = self.max_values if agent else OPERATOR_FACTOR * self.max_values
+        if len(text) <= limit:
+            return
+        data = text.encode("utf-8", "replace") if isinstance(text, str) else text
+        if _separators(data) <= limit:
+            return
+        strings = (data.count(b'"') - data.count(b'\\"')) // 2
+        if strings > 2 * limit or _separators(_STRING.sub(b"", data)) > limit:
+            raise InvalidRequest(f"JSON of more than {limit} values")
 
     def check_message(self, message: AssistantMessage) -> None:
         """Raise InvalidRequest where an assistant message is over a limit."""
@@ -103,6 +128,11 @@ class Limits(BaseModel):
                     item = list(item.values())
                 pending += [(inner, depth + 1) for inner in item]
         return size
+
+
+def _separators(data: bytes) -> int:
+    """Return an upper bound on the number of values in JSON text."""
+    return data.count(b",") + data.count(b"[") + data.count(b"{")
 
 
 class Rates:

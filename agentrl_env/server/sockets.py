@@ -9,7 +9,7 @@ import math
 import os
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from pydantic_core import to_json
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from agentrl_env.errors import HeadersTooLarge, RequestTimeout, ServeError, WireError
+from agentrl_env.errors import HeadersTooLarge, InvalidRequest, RequestTimeout, ServeError, WireError
 from agentrl_env.server.limits import Limits
 
 _UNIX = "unix:"
@@ -84,8 +84,15 @@ class _HttpProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self._limits.max_header_bytes:
             self._refuse_headers()
+        elif self.parser.should_upgrade() and _has_body(self.headers):
+            # After the upgrade nobody would read it, and the handshake would never end.
+            self._refuse(InvalidRequest("a request that upgrades the connection has no body"))
         if not self._refused:
             super().on_headers_complete()
+
+    def handle_websocket_upgrade(self) -> None:
+        if not self._refused:
+            super().handle_websocket_upgrade()
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
@@ -131,6 +138,13 @@ class _HttpProtocol(HttpToolsProtocol):
         # Closing with unread bytes would be a reset, which can overtake the answer.
         self.transport.write_eof()
         self.loop.call_later(LINGER_S, self.transport.abort)
+
+
+def _has_body(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
+        for name, value in headers
+    )
 
 
 class Listener:

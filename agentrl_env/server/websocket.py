@@ -124,6 +124,11 @@ class CallSocket:
             return
         frame: Any
         try:
+            self._api.check_size(text)
+        except WireError as error:
+            await self._send_error(_leading_id(text), error)
+            return
+        try:
             frame = _decode_step_frame(text)
             work = partial(self._api.answer, STEP if isinstance(frame, FastStep) else STEP_MANY, frame)
         except UNREADABLE:

@@ -4,10 +4,12 @@ import asyncio
 import json
 import resource
 
+import httpx
 import pytest
 from websockets.asyncio.client import connect
 
 from agentrl_env import Done, EnvClient, Environment, Message, ToolCall, tool
+from agentrl_env.errors import InvalidRequest
 from agentrl_env.server.limits import Limits
 from agentrl_env.server.serve import EnvServer
 from tests.env.tasks import Quick, Slow, until
@@ -228,3 +230,53 @@ async def test_disconnect_in_a_request_logs_no_error(server):
         peer.close()
     await served_meanwhile(server)
     assert server.metrics.errors["internal_error"] == 0
+
+
+@pytest.mark.parametrize("body", [b"content-length: 1", b"transfer-encoding: chunked"])
+async def test_upgrade_with_a_body_is_refused_and_the_connection_closed(server, body):
+    peer = await Peer.meet(
+        server,
+        b"GET /v1/ws HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+        b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n%b\r\n\r\n" % body,
+    )
+    assert b"has no body" in await peer.rest()
+    peer.close()
+
+
+MANY = 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("path", "head", "item", "tail"),
+    [
+        ("/v1/step", '{"steps":[', "0", "]}"),
+        ("/v1/step", '{"steps":[', '{"session_id":"a"}', "]}"),
+        ("/v1/sessions", '{"sessions":[', "0", "]}"),
+        ("/v1/sessions", '{"task":"quick","sample":{"a":[', "1", "]}}"),
+        ("/v1/sessions/{id}/step", '{"seq":1,"message":{"role":"assistant","content":[', "{}", "]}}"),
+        ("/v1/sessions/{id}/step", '{"seq":1,"message":{"role":"assistant","tool_calls":[', "1", "]}}"),
+    ],
+)
+async def test_body_of_millions_of_values_is_refused_in_one_line(server, path, head, item, tail):
+    async with EnvClient.connect(server.url) as client:
+        session = await client.open("quick")
+        body = head + ",".join([item] * (MANY // len(item))) + tail
+        async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=60) as raw:
+            answer = await raw.post(path.replace("{id}", session.session_id), content=body)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (422, "invalid_request")
+        assert len(answer.content) < 300
+        assert (await session.step(NOTE)).seq == 1
+
+
+async def test_agents_message_has_a_lower_limit_of_values_that_text_does_not_count_towards():
+    server = EnvServer([Quick], port=0, drain_s=0.0, token="open sesame")
+    await server.start()
+    async with EnvClient.connect(server.url, token="open sesame") as operator:
+        session = await operator.open("quick")
+        async with EnvClient.connect(server.url, token=session.agent_token) as agent:
+            mine = await agent.resume(session.session_id)
+            commas = Message.assistant(None, ToolCall.of("note", text=",[{" * 100_000))
+            assert (await mine.step(commas)).seq == 1
+            with pytest.raises(InvalidRequest, match="more than 65536 values"):
+                await mine.step(Message(role="assistant", content=[{}] * 70_000))
+    await server.stop()

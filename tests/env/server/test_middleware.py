@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import httpx
 import pytest
@@ -240,3 +241,27 @@ async def test_with_a_token_a_server_may_be_called_by_any_name():
     async with raw(server.url, TOKEN) as http:
         assert (await http.get("/v1/tasks", headers={"host": "tasks.example"})).status_code == 200
     await server.stop()
+
+
+async def test_agent_token_shows_no_sample_data_seed_or_metrics(url):
+    async with EnvClient.connect(url, token=TOKEN) as operator:
+        session = await operator.open("walk", sample={"solution": "a secret"}, seed=987654)
+        own = f"/v1/sessions/{session.session_id}"
+        socket_url = url.replace("http", "ws", 1) + "/v1/ws"
+        headers = {"authorization": f"Bearer {session.agent_token}"}
+        async with raw(url, session.agent_token) as agent:
+            texts = [
+                (await agent.post(f"{own}/step", json=step(session.session_id))).text,
+                (await agent.post("/v1/step", json={"steps": [step(session.session_id, 2)]})).text,
+                (await agent.get(own)).text,
+            ]
+        async with connect(socket_url, additional_headers=headers) as socket:
+            for call in ({"call": "step", **step(session.session_id, 3)}, {"call": "info"}):
+                await socket.send(json.dumps({"id": 1, "session_id": session.session_id, **call}))
+                texts.append(await socket.recv())
+        for text in texts:
+            assert '"reward"' in text
+            assert not re.search('solution|secret|987654|seed|metrics|"info"', text), text
+        assert set(json.loads(texts[2])["sample"]) == {"task", "split", "index"}
+        whole = await operator.resume(session.session_id)
+        assert (whole.sample.seed, whole.sample.data) == (987654, {"solution": "a secret"})
