@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -72,6 +72,87 @@ Traces = Annotated[
     bool | None,
     logs_option(help="Export OpenTelemetry spans.", show_default="if OTEL_EXPORTER_OTLP_ENDPOINT is set"),
 ]
+Targets = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="TARGET...",
+        show_default=False,
+        help="Folders with an environment.py, file.py:Class or module:Class.",
+    ),
+]
+StopWithStdin = Annotated[
+    bool,
+    listening_option(
+        "--stop-with-stdin",
+        help="Stop when standard input closes, for example because the parent process died.",
+    ),
+]
+MaxSessions = Annotated[int, sessions_option(min=1, metavar="N", help="The maximum number of open sessions.")]
+Lease = Annotated[float, sessions_option(metavar="SECONDS", help="The time that a session may be idle.")]
+Drain = Annotated[
+    float,
+    sessions_option(metavar="SECONDS", help="The time that open sessions get when the server stops."),
+]
+Oracle = Annotated[bool, sessions_option("--oracle", help="Let clients ask the task's expert.")]
+WorkerCount = Annotated[
+    int,
+    fleet_option(min=1, metavar="N", help="Serve with this many processes, which share the sessions."),
+]
+Controllers = Annotated[
+    list[str] | None,
+    fleet_option(
+        metavar="URL",
+        help="Connect to this controller; the token may then be the one that controller "
+        "--print-link-token prints. Repeat it for each controller of the fleet. "
+        "With --host none the server is reachable only through them.",
+    ),
+]
+ResumeWorkers = Annotated[
+    bool,
+    fleet_option(
+        "--resume",
+        help="With --workers: resume the sessions of a dead worker on another, for tasks that can fork.",
+    ),
+]
+SlowStep = Annotated[float, logs_option(metavar="SECONDS", help="Log a warning for steps that take longer.")]
+Queue = Annotated[
+    float,
+    sessions_option(metavar="SECONDS", help="The minimum time that a new session waits for capacity."),
+]
+TaskLimits = Annotated[
+    list[str] | None,
+    sessions_option(
+        metavar="TASK=N", help="The maximum number of a task's sessions in the fleet. Repeatable."
+    ),
+]
+ClientLimit = Annotated[
+    int | None,
+    sessions_option(min=1, metavar="N", help="The maximum number of one client's sessions."),
+]
+PrintLinkToken = Annotated[
+    bool,
+    security_option(
+        "--print-link-token",
+        help="Print the token that lets servers connect and permits nothing else, and exit.",
+    ),
+]
+RedisUrl = Annotated[
+    str | None,
+    fleet_option(
+        metavar="URL", envvar="AGENTRL_REDIS", help="The Redis server that the fleet's controllers share."
+    ),
+]
+FleetName = Annotated[str, fleet_option(metavar="NAME", help="The fleet's name in a shared Redis server.")]
+LostAfter = Annotated[
+    float,
+    fleet_option(min=1, metavar="SECONDS", help="The silence after which a server counts as dead."),
+]
+ResumeServers = Annotated[
+    bool,
+    fleet_option(
+        "--resume", help="Resume the sessions of a dead server on another, for tasks that can fork."
+    ),
+]
 
 
 def client_of(target: str, token: str | None, timeout: float = 120.0) -> Callable[[], EnvClient]:
@@ -89,8 +170,7 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
     Keys are the names of options and arguments, with dashes or underscores. Paths are relative to the
     file's folder.
 
-    Raises:
-        AgentRLError: the file cannot be read, or a key or value is invalid.
+    Raises AgentRLError if the file cannot be read, or a key or value is invalid.
     """
     if file is None:
         return None
@@ -106,7 +186,8 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
         if name == "token":
             raise AgentRLError(f"{file}: {key} is a secret; use token_file or the variable AGENTRL_TOKEN")
         if name not in parameters:
-            raise AgentRLError(f"{file}: unknown option {key!r}{_suggestion(name, parameters)}")
+            nearest = difflib.get_close_matches(name, parameters, n=1, cutoff=0.0)
+            raise AgentRLError(f"{file}: unknown option {key!r}; did you mean {nearest[0]!r}?")
         if name in defaults:
             raise AgentRLError(f"{file}: {key} is given twice")
         defaults[name] = _converted(context, parameters[name], value, f"{file}: {key}")
@@ -135,12 +216,12 @@ Config = Annotated[
 def resolve_token(context: typer.Context, token: str | None, token_file: Path | None) -> str | None:
     """Return the token: of the command line, else of AGENTRL_TOKEN, else of the configuration file.
 
-    Raises:
-        AgentRLError: the command line has both options, or the file cannot be read or is empty.
+    Raises AgentRLError if the command line has both options, or the file cannot be read or is empty.
     """
     if token_file is None:
         return token
-    on_command_line = [_is_on_command_line(context, name) for name in ("token", "token_file")]
+    sources = [context.get_parameter_source(name) for name in ("token", "token_file")]
+    on_command_line = [source is not None and source.name == "COMMANDLINE" for source in sources]
     if all(on_command_line):
         raise AgentRLError("give --token or --token-file, not both")
     if token and not on_command_line[1]:
@@ -152,16 +233,6 @@ def resolve_token(context: typer.Context, token: str | None, token_file: Path | 
     if not content:
         raise AgentRLError(f"{token_file} is empty; it must contain the token")
     return content
-
-
-def _is_on_command_line(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
-def _suggestion(name: str, known: Mapping[str, object]) -> str:
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def _converted(context: typer.Context, parameter: Any, value: Any, where: str) -> Any:

@@ -50,17 +50,8 @@ def play(
 ) -> StepResult | None:
     """Play one episode and return its last result, or None if the player left before its end.
 
-    Args:
-        client: An unused client; it is closed at the end.
-        lines: Takes a prompt and returns the next line of input, or None at the end of input.
-        console: The console to print to.
-        task: Name of the task; None if there is only one.
-        split: Split of the dataset.
-        index: Index of the sample; None picks one.
-        seed: Seed of the episode.
-
-    Raises:
-        AgentRLError: The session could not be opened, or was lost.
+    ``client`` is unused, and closed at the end. ``lines`` takes a prompt and returns the next line, or None
+    at the end of input. Raises AgentRLError if the session could not be opened, or was lost.
     """
     with SyncEnvClient(client) as sync:
         info = select_task(sync.tasks(), task)
@@ -77,8 +68,7 @@ def parse_line(line: str, tools: Sequence[ToolSpec], call_id: str = "call_0") ->
     Accepted forms: ``guess n=7``, ``guess 7``, ``guess {"n": 7}``, ``guess(n=7)``, ``say some text``,
     ``{"name": "guess", "arguments": {"n": 7}}``. Without tools, every line is text.
 
-    Raises:
-        UnreadableLine: The line has none of these forms.
+    Raises UnreadableLine if the line has none of these forms.
     """
     line = line.strip()
     if line.startswith("say ") or not tools:

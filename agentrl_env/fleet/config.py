@@ -6,7 +6,7 @@ import os
 import re
 import tomllib
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -80,11 +80,9 @@ class TaskConfig(BaseModel):
         """The image's name; ``agentrl-NAME:latest`` if it is built from a target."""
         return self.image or f"agentrl-{self.name}:latest"
 
-    def arguments(self) -> list[str]:
-        """Return the equivalent options of ``agentrl-env serve``."""
-        numbers = {"--max-sessions": self.max_sessions, "--lease": self.lease, "--drain": self.drain}
-        options = [word for key, value in numbers.items() for word in (key, f"{value:g}")]
-        return [*options, "--oracle"] if self.oracle else options
+    def serve_options(self) -> dict[str, Any]:
+        """Return the options of ``ServeOptions`` that concern sessions."""
+        return self.model_dump(include={"max_sessions", "lease", "drain", "oracle"})
 
 
 class FleetConfig(BaseModel):
@@ -112,8 +110,7 @@ class FleetConfig(BaseModel):
 def read_fleet_config(file: Path) -> FleetConfig:
     """Read a fleet's file; targets are relative to its folder.
 
-    Raises:
-        LaunchError: the file cannot be read or is invalid; the message names the key.
+    Raises LaunchError if the file cannot be read or is invalid; the message names the key.
     """
     try:
         config = FleetConfig.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))

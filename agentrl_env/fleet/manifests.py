@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl_env.fleet.config import FleetConfig, TaskConfig
+from agentrl_env.fleet.config import FleetConfig
+from agentrl_env.launch.docker import ContainerLimits
 from agentrl_env.launch.image_context import PORT, USER
+from agentrl_env.launch.process import ServeOptions
 
-_CONTROLLER_PORT = 8100
+_CONTROLLER, _CONTROLLER_PORT = "controller", 8100
 _ENTRY = "/opt/agentrl/bin/agentrl-env"
-_OPERATOR, _LINK = "token", "link"
-"""The keys of the secret; servers see only the second."""
 _LINK_VARIABLE = "AGENTRL_LINK_TOKEN"
 _GRACE_S = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Workload:
+    """The controller, or the servers of one task; ``secret`` is the key of its token in the secret."""
+
+    name: str
+    image: str
+    arguments: list[str]
+    limits: ContainerLimits
+    secret: str
+    port: int
+    entrypoint: list[str] | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    replicas: int = 1
+    grace_s: float = _GRACE_S
 
 
 def kubernetes(config: FleetConfig) -> str:
@@ -24,21 +41,19 @@ def kubernetes(config: FleetConfig) -> str:
     the controller, and the output of ``agentrl-env controller --print-link-token`` under the key ``link``
     for the servers.
     """
-    selector = {"app.kubernetes.io/part-of": config.name, "app.kubernetes.io/component": "controller"}
-    documents = [
-        _deployment(config, "controller", 1, _controller_container(config), _GRACE_S),
-        {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": _metadata(config, "controller"),
-            "spec": {
-                "selector": selector,
-                "ports": [{"name": "http", "port": _CONTROLLER_PORT, "targetPort": "http"}],
-            },
+    controller, *servers = _workloads(config, f"{config.name}-{_CONTROLLER}")
+    metadata = _metadata(config, _CONTROLLER)
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata,
+        "spec": {
+            "selector": metadata["labels"],
+            "ports": [{"name": "http", "port": _CONTROLLER_PORT, "targetPort": "http"}],
         },
-        *(_task_deployment(config, task) for task in config.tasks),
-        _network_policy(config),
-    ]
+    }
+    deployments = [_deployment(config, server) for server in servers]
+    documents = [_deployment(config, controller), service, *deployments, _network_policy(config)]
     return "---\n".join(_yaml(document) for document in documents)
 
 
@@ -49,59 +64,67 @@ def compose(config: FleetConfig) -> str:
     variable; ``AGENTRL_LINK_TOKEN`` holds the output of ``agentrl-env controller --print-link-token`` for
     the servers.
     """
-    token = {"AGENTRL_TOKEN": f"${{{config.controller.token_env}:?set the token of the fleet}}"}
+    controller, *servers = _workloads(config, _CONTROLLER)
     hint = "set it to what agentrl-env controller --print-link-token prints"
-    link = {"AGENTRL_TOKEN": f"${{{_LINK_VARIABLE}:?{hint}}}"}
+    link = f"${{{_LINK_VARIABLE}:?{hint}}}"
     services = {
-        "controller": {
-            **_confinement(config.tasks[0]),
-            "image": _controller_image(config),
-            "entrypoint": [_ENTRY],
-            "command": _controller_arguments(config),
-            "environment": token,
+        _CONTROLLER: {
+            **_service(controller, f"${{{config.controller.token_env}:?set the token of the fleet}}"),
             "ports": [f"{config.controller.host}:{config.controller.port}:{_CONTROLLER_PORT}"],
             "networks": ["fleet", "outside"],
-            "healthcheck": _health_check(_CONTROLLER_PORT),
         }
     }
-    for task in config.tasks:
-        services[task.name] = {
-            **_confinement(task),
-            "image": task.image_name,
-            "command": _serve_arguments(task, f"http://controller:{_CONTROLLER_PORT}"),
-            "environment": {**task.environment, **link},
+    for server in servers:
+        limits = {"cpus": f"{server.limits.cpus:g}", "memory": str(server.limits.memory)}
+        services[server.name] = {
+            **_service(server, link),
             "networks": ["fleet"],
-            "depends_on": {"controller": {"condition": "service_healthy"}},
-            "deploy": {
-                "replicas": task.replicas,
-                "resources": {"limits": {"cpus": f"{task.limits.cpus:g}", "memory": str(task.limits.memory)}},
-            },
-            "healthcheck": _health_check(PORT),
-            "stop_grace_period": f"{task.drain + _GRACE_S:g}s",
+            "depends_on": {_CONTROLLER: {"condition": "service_healthy"}},
+            "deploy": {"replicas": server.replicas, "resources": {"limits": limits}},
+            "stop_grace_period": f"{server.grace_s:g}s",
         }
-    networks = {"fleet": {"internal": True}, "outside": {}}
-    return _yaml({"services": services, "networks": networks})
+    return _yaml({"services": services, "networks": {"fleet": {"internal": True}, "outside": {}}})
 
 
-def _controller_image(config: FleetConfig) -> str:
-    return config.controller.image or config.tasks[0].image_name
+def _workloads(config: FleetConfig, host: str) -> list[_Workload]:
+    """Return the controller and the servers, which reach it at ``host``."""
+    settings, first = config.controller, config.tasks[0]
+    arguments = [_CONTROLLER, "--host", "0.0.0.0", "--port", str(_CONTROLLER_PORT)]
+    arguments += ["--queue", f"{settings.queue:g}", *(["--redis", settings.redis] if settings.redis else [])]
+    arguments += ["--resume"] if settings.resume else []
+    controller = _Workload(
+        name=_CONTROLLER,
+        image=settings.image or first.image_name,
+        arguments=arguments,
+        limits=first.limits.model_copy(update={"cpus": 1.0, "memory": 1 << 30}),
+        secret="token",
+        port=_CONTROLLER_PORT,
+        entrypoint=[_ENTRY],
+    )
+    # The options follow those of the image, which keep the server listening for health checks.
+    link = ["--controller", f"http://{host}:{_CONTROLLER_PORT}"]
+    servers = [
+        _Workload(
+            name=task.name,
+            image=task.image_name,
+            arguments=[*link, *ServeOptions(**task.serve_options()).session_arguments()],
+            limits=task.limits,
+            secret="link",
+            port=PORT,
+            environment=task.environment,
+            replicas=task.replicas,
+            grace_s=task.drain + _GRACE_S,
+        )
+        for task in config.tasks
+    ]
+    return [controller, *servers]
 
 
-def _controller_arguments(config: FleetConfig) -> list[str]:
-    settings = config.controller
-    arguments = ["controller", "--host", "0.0.0.0", "--port", str(_CONTROLLER_PORT)]
-    arguments += ["--queue", f"{settings.queue:g}"]
-    arguments += ["--redis", settings.redis] if settings.redis else []
-    return [*arguments, "--resume"] if settings.resume else arguments
-
-
-def _serve_arguments(task: TaskConfig, controller: str) -> list[str]:
-    """Return the arguments after the image's own, which keep the server listening for health checks."""
-    return ["--controller", controller, *task.arguments()]
-
-
-def _confinement(task: TaskConfig) -> dict[str, Any]:
-    limits = task.limits
+def _service(work: _Workload, token: str) -> dict[str, Any]:
+    """Return a confined service of Compose."""
+    limits = work.limits
+    url = f"http://127.0.0.1:{work.port}/health"
+    code = f"import urllib.request as u; u.urlopen('{url}', timeout=2)"
     return {
         "user": USER,
         "read_only": True,
@@ -112,17 +135,17 @@ def _confinement(task: TaskConfig) -> dict[str, Any]:
         "ulimits": {"nofile": {"soft": limits.files, "hard": limits.files}, "core": 0},
         "init": True,
         "restart": "unless-stopped",
-    }
-
-
-def _health_check(port: int) -> dict[str, Any]:
-    code = f"import urllib.request as u; u.urlopen('http://127.0.0.1:{port}/health', timeout=2)"
-    return {
-        "test": ["CMD", "/opt/agentrl/bin/python", "-c", code],
-        "interval": "5s",
-        "timeout": "5s",
-        "retries": 3,
-        "start_period": "60s",
+        "image": work.image,
+        **({"entrypoint": work.entrypoint} if work.entrypoint else {}),
+        "command": work.arguments,
+        "environment": {**work.environment, "AGENTRL_TOKEN": token},
+        "healthcheck": {
+            "test": ["CMD", "/opt/agentrl/bin/python", "-c", code],
+            "interval": "5s",
+            "timeout": "5s",
+            "retries": 3,
+            "start_period": "60s",
+        },
     }
 
 
@@ -131,31 +154,28 @@ def _metadata(config: FleetConfig, component: str) -> dict[str, Any]:
     return {"name": f"{config.name}-{component}", "labels": labels}
 
 
-def _deployment(
-    config: FleetConfig, component: str, replicas: int, container: dict[str, Any], grace_s: float
-) -> dict[str, Any]:
-    metadata = _metadata(config, component)
+def _deployment(config: FleetConfig, work: _Workload) -> dict[str, Any]:
+    metadata = _metadata(config, work.name)
     user = int(USER.partition(":")[0])
-    tmp = next((task for task in config.tasks if task.name == component), config.tasks[0]).limits.tmp
     pod = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": int(grace_s),
+        "terminationGracePeriodSeconds": int(work.grace_s),
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": user,
             "runAsGroup": user,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "containers": [container],
-        "volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": str(tmp)}}],
+        "containers": [_container(config, work)],
+        "volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": str(work.limits.tmp)}}],
     }
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
         "metadata": metadata,
         "spec": {
-            "replicas": replicas,
+            "replicas": work.replicas,
             "selector": {"matchLabels": metadata["labels"]},
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
             "template": {"metadata": {"labels": metadata["labels"]}, "spec": pod},
@@ -163,58 +183,19 @@ def _deployment(
     }
 
 
-def _controller_container(config: FleetConfig) -> dict[str, Any]:
-    limits = {"cpu": "1", "memory": str(1 << 30)}
-    arguments = _controller_arguments(config)
-    return {
-        **_container(
-            config,
-            "controller",
-            _controller_image(config),
-            arguments,
-            {},
-            limits,
-            _CONTROLLER_PORT,
-            _OPERATOR,
-        ),
-        "command": [_ENTRY],
-    }
-
-
-def _task_deployment(config: FleetConfig, task: TaskConfig) -> dict[str, Any]:
-    limits = {"cpu": f"{task.limits.cpus:g}", "memory": str(task.limits.memory)}
-    arguments = _serve_arguments(task, _controller_url(config))
-    container = _container(
-        config, task.name, task.image_name, arguments, task.environment, limits, PORT, _LINK
-    )
-    return _deployment(config, task.name, task.replicas, container, task.drain + _GRACE_S)
-
-
-def _controller_url(config: FleetConfig) -> str:
-    return f"http://{config.name}-controller:{_CONTROLLER_PORT}"
-
-
-def _container(
-    config: FleetConfig,
-    name: str,
-    image: str,
-    arguments: list[str],
-    environment: dict[str, str],
-    limits: dict[str, str],
-    port: int,
-    token: str,
-) -> dict[str, Any]:
-    secret = {"secretKeyRef": {"name": f"{config.name}-token", "key": token}}
+def _container(config: FleetConfig, work: _Workload) -> dict[str, Any]:
+    secret = {"secretKeyRef": {"name": f"{config.name}-token", "key": work.secret}}
+    limits = {"cpu": f"{work.limits.cpus:g}", "memory": str(work.limits.memory)}
     health = {"httpGet": {"path": "/health", "port": "http"}}
     return {
-        "name": name,
-        "image": image,
-        "args": arguments,
+        "name": work.name,
+        "image": work.image,
+        "args": work.arguments,
         "env": [
             {"name": "AGENTRL_TOKEN", "valueFrom": secret},
-            *({"name": key, "value": value} for key, value in environment.items()),
+            *({"name": key, "value": value} for key, value in work.environment.items()),
         ],
-        "ports": [{"name": "http", "containerPort": port}],
+        "ports": [{"name": "http", "containerPort": work.port}],
         "resources": {"limits": limits, "requests": limits},
         "startupProbe": {**health, "periodSeconds": 2, "failureThreshold": 60},
         "readinessProbe": {**health, "periodSeconds": 5},
@@ -225,6 +206,7 @@ def _container(
             "capabilities": {"drop": ["ALL"]},
         },
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+        **({"command": work.entrypoint} if work.entrypoint else {}),
     }
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.routing import WebSocketRoute
 
 from agentrl_env.errors import ServeError
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.link_endpoint import link_endpoint
-from agentrl_env.fleet.supervisor import Workers
+from agentrl_env.fleet.supervisor import START_S, Replica, Supervisor
+from agentrl_env.launch.process import ServerHandle, ServerProcess
 from agentrl_env.server.app import create_app
 from agentrl_env.server.auth import is_link_token, link_token
 from agentrl_env.server.limits import Limits
@@ -21,7 +24,10 @@ from agentrl_env.server.serve import print_now, run_until_stopped
 from agentrl_env.server.sockets import Listener
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.server.telemetry.tracing import Tracing
+from agentrl_env.session.pool import place_of
 from agentrl_env.wire import LINK_PATH
+
+logger = logging.getLogger("agentrl_env")
 
 STOP_S = 3.0
 """Seconds that a stopping controller waits for answers; then callers may ask another controller."""
@@ -70,6 +76,11 @@ class ControllerServer:
         self._app.router.routes.append(WebSocketRoute(LINK_PATH, link_endpoint(fleet.registry)))
 
     @property
+    def local_url(self) -> str:
+        """The address as a process of this machine connects to it."""
+        return re.sub(r"//(0\.0\.0\.0|\[::\]):", "//127.0.0.1:", self.url)
+
+    @property
     def announcement(self) -> str:
         """The line that announces that the controller is ready, with its address."""
         return f"controlling a fleet at {self.url}"
@@ -98,6 +109,8 @@ class ControllerServer:
 class WorkerServer:
     """Tasks served by several processes of this machine, behind one address.
 
+    The processes connect to a controller in this process, with a token that permits nothing else.
+
     Args:
         targets: as on the command line.
         workers: number of processes.
@@ -119,44 +132,70 @@ class WorkerServer:
     ) -> None:
         self._fleet = FleetService(queue_s=0.0, adoption_s=ADOPTION_S, resume=resume)
         self._controller = ControllerServer(self._fleet, **options)
-        self._number, self._drain_s = workers, drain_s
-        self._workers = Workers(
-            workers,
-            self._fleet,
-            arguments=[*arguments, "--", *targets],
-            controller=_reachable(self._controller.url),
+        self._drain_s = drain_s
+        make = partial(
+            ServerProcess,
+            *targets,
+            controllers=[self._controller.local_url],
             token=link_token(options.get("token") or secrets.token_urlsafe()),
-            drain_s=drain_s,
+            drain=drain_s,
+            arguments=arguments,
+            forward_output=True,
+            start_timeout=START_S,
+        )
+        self._supervisor = Supervisor(
+            [Replica(name=f"worker {number}", make=make) for number in range(workers)],
+            report=logger.warning,
+            on_end=self._remove,
+            poll_s=0.1,
         )
 
     @property
     def announcement(self) -> str:
         """The line that announces that the server is ready, with its address."""
-        tasks = {task for server in self._fleet.servers.values() for task in server.tasks}
-        return f"serving {', '.join(sorted(tasks))} at {self._controller.url} with {self._number} workers"
+        tasks = ", ".join(sorted({task for server in self._fleet.servers.values() for task in server.tasks}))
+        return f"serving {tasks} at {self._controller.url} with {len(self._supervisor.replicas)} workers"
 
     async def start(self) -> None:
-        """Return once every worker serves."""
+        """Return once every worker serves. Raises ServeError if one ends at once."""
         await self._controller.start()
-        await self._workers.start()
+        try:
+            await self._supervisor.start()
+        except ServeError as error:
+            await self._stop_workers(0.0)
+            raise ServeError("a worker ended at once; its error is above") from error
 
     async def stop(self) -> None:
         """Drain, then stop; idempotent."""
         self._fleet.draining = True
-        await self._workers.stop(self._drain_s)
+        await self._stop_workers(self._drain_s)
         await self._controller.stop()
 
     def stop_waiting(self) -> None:
         """End a drain without waiting for open sessions."""
-        self._workers.stop_waiting()
+        self._supervisor.stop_waiting()
+
+    async def _stop_workers(self, drain_s: float) -> None:
+        stopping = asyncio.create_task(self._supervisor.stop())
+        if drain_s <= 0:
+            await asyncio.sleep(0)
+            self.stop_waiting()
+        await stopping
+
+    async def _remove(self, server: ServerHandle) -> None:
+        """Remove an ended worker from the fleet, instead of waiting until its silence is noticed."""
+        assert isinstance(server, ServerProcess)
+        place = place_of(server.pid or 0)
+        for remote in list(self._fleet.servers.values()):
+            if remote.place == place:
+                await self._fleet.registry.lose(remote.server_id, "its process ended")
 
 
-def control(fleet: FleetService, announce: Callable[[str], None] | None = None, **options: Any) -> None:
+def control(fleet: FleetService, **options: Any) -> None:
     """Run a controller until SIGINT or SIGTERM.
 
     Args:
         fleet: the servers and their sessions.
-        announce: receives the line that announces that the controller is ready; prints it by default.
         options: of ``ControllerServer``.
 
     Raises ServeError.
@@ -164,25 +203,14 @@ def control(fleet: FleetService, announce: Callable[[str], None] | None = None, 
     if fleet.resumes and not options.get("token"):
         reason = "a controller with --resume needs a token, with which servers authenticate checkpoints"
         raise ServeError(f"{reason}; use --token or AGENTRL_TOKEN")
-    run_until_stopped(ControllerServer(fleet, **options), announce or print_now)
+    run_until_stopped(ControllerServer(fleet, **options), print_now)
 
 
-def serve_with_workers(
-    targets: Sequence[str], announce: Callable[[str], None] | None = None, **options: Any
-) -> None:
+def serve_with_workers(targets: Sequence[str], **options: Any) -> None:
     """Serve tasks with several processes until SIGINT or SIGTERM: the first drains, a second one stops.
 
     Args:
         targets: as on the command line.
-        announce: receives the line that announces that the server is ready; prints it by default.
         options: of ``WorkerServer``.
     """
-    run_until_stopped(WorkerServer(targets, **options), announce or print_now)
-
-
-def _reachable(url: str) -> str:
-    """Return an address as a process of this machine connects to it."""
-    parts = urlsplit(url)
-    if parts.hostname in ("0.0.0.0", "::"):
-        return f"{parts.scheme}://127.0.0.1:{parts.port}"
-    return url
+    run_until_stopped(WorkerServer(targets, **options), print_now)

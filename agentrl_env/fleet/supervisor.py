@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, TypeVar
 
-from agentrl_env.errors import AgentRLError, ServeError
-from agentrl_env.fleet.controller import FleetService
-from agentrl_env.launch.process import ServerHandle, ServerProcess
-from agentrl_env.session.pool import place_of
+from agentrl_env.errors import AgentRLError
+from agentrl_env.launch.process import ServerHandle
 
-logger = logging.getLogger("agentrl_env")
 T = TypeVar("T")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
@@ -165,77 +161,3 @@ class Supervisor:
 
 def _is_running(server: ServerHandle) -> bool:
     return server.running
-
-
-class Workers:
-    """The processes of ``agentrl-env serve --workers N``, connected to the controller of this process.
-
-    Args:
-        number: how many processes.
-        fleet: the controller's sessions; it learns at once that a worker has ended.
-        arguments: arguments of ``agentrl-env serve``, including the targets.
-        controller: the controller's URL.
-        token: the workers' token for it, from ``link_token``.
-        drain_s: seconds that open sessions get when the workers stop.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        fleet: FleetService,
-        *,
-        arguments: Sequence[str],
-        controller: str,
-        token: str,
-        drain_s: float,
-    ) -> None:
-        self._fleet = fleet
-
-        def make() -> ServerProcess:
-            return ServerProcess(
-                controllers=[controller],
-                token=token,
-                drain=drain_s,
-                arguments=arguments,
-                forward_output=True,
-                start_timeout=START_S,
-            )
-
-        self._supervisor = Supervisor(
-            [Replica(name=f"worker {n}", make=make) for n in range(number)],
-            report=logger.warning,
-            on_end=self._remove,
-            poll_s=0.1,
-        )
-
-    async def start(self) -> None:
-        """Return once every worker serves. Raises ServeError if one ends at once."""
-        try:
-            await self._supervisor.start()
-        except ServeError as error:
-            await self.stop(0.0)
-            raise ServeError("a worker ended at once; its error is above") from error
-
-    async def stop(self, drain_s: float) -> None:
-        """Drain and stop the workers; idempotent.
-
-        Args:
-            drain_s: 0 ends open sessions at once.
-        """
-        stopping = asyncio.create_task(self._supervisor.stop())
-        if drain_s <= 0:
-            await asyncio.sleep(0)
-            self.stop_waiting()
-        await stopping
-
-    def stop_waiting(self) -> None:
-        """Cut the drain of a concurrent ``stop`` short."""
-        self._supervisor.stop_waiting()
-
-    async def _remove(self, server: ServerHandle) -> None:
-        """Remove an ended worker from the fleet, instead of waiting until its silence is noticed."""
-        assert isinstance(server, ServerProcess)
-        place = place_of(server.pid or 0)
-        for remote in list(self._fleet.servers.values()):
-            if remote.place == place:
-                await self._fleet.registry.lose(remote.server_id, "its process ended")

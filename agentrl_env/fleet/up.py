@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from rich.console import Console
@@ -22,6 +21,7 @@ from agentrl_env.launch.docker import DockerServer
 from agentrl_env.launch.image import build_image
 from agentrl_env.launch.process import ServerHandle, ServerProcess
 from agentrl_env.server.auth import link_token
+from agentrl_env.server.serve import print_now, run_until_stopped
 
 _REFRESH_S = 0.5
 
@@ -53,6 +53,12 @@ class LocalFleet:
         ]
         self.supervisor = Supervisor(replicas, report=report)
 
+    @property
+    def announcement(self) -> str:
+        """The line that announces that the fleet is ready, with its address."""
+        servers = ", ".join(f"{task.name} x{task.replicas}" for task in self._config.tasks)
+        return f"fleet {self._config.name} at {self.url}: {servers}"
+
     async def start(self) -> None:
         """Return once every server has joined the fleet. Raises AgentRLError if one cannot start."""
         await self._controller.start()
@@ -65,6 +71,10 @@ class LocalFleet:
             await self.supervisor.stop()
         finally:
             await self._controller.stop()
+
+    def stop_waiting(self) -> None:
+        """Cut the drain of a concurrent ``stop`` short."""
+        self.supervisor.stop_waiting()
 
     async def roll(self) -> None:
         """Replace the servers one by one; each new server serves before the old one drains."""
@@ -99,83 +109,61 @@ class LocalFleet:
     def _make_server(self, task: TaskConfig) -> ServerHandle:
         options = {
             "token": self._link_token,
-            "controllers": [self.url.replace("//0.0.0.0:", "//127.0.0.1:")],
+            "controllers": [self._controller.local_url],
             "start_timeout": START_S,
-            "max_sessions": task.max_sessions,
-            "lease": task.lease,
-            "drain": task.drain,
-            "oracle": task.oracle,
             "environment": task.environment,
+            **task.serve_options(),
         }
         if task.kind == "process":
-            return ServerProcess(str(task.target), **options)  # type: ignore[arg-type]
-        return DockerServer(
-            image=task.image_name,
-            network=task.network,
-            limits=task.limits,
-            **options,  # type: ignore[arg-type]
-        )
+            return ServerProcess(str(task.target), **options)
+        return DockerServer(image=task.image_name, network=task.network, limits=task.limits, **options)
+
+
+class _ForegroundFleet(LocalFleet):
+    """The fleet of the command line: SIGHUP replaces its servers, and a terminal shows its table."""
+
+    _tasks: Sequence[asyncio.Task[None]] = ()
+
+    async def start(self) -> None:
+        requested = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, requested.set)
+        try:
+            await super().start()
+        except BaseException:
+            await self.stop()
+            raise
+        self._tasks = [
+            asyncio.create_task(self._roll_on_request(requested)),
+            asyncio.create_task(self._show_table()),
+        ]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await super().stop()
+
+    async def _roll_on_request(self, requested: asyncio.Event) -> None:
+        while True:
+            await requested.wait()
+            requested.clear()
+            try:
+                await self.roll()
+            except Exception as error:  # the next request may succeed
+                self.supervisor.report(f"not all servers were replaced: {error}")
+
+    async def _show_table(self) -> None:
+        console = Console()
+        if console.is_terminal:
+            with Live(self.table(), console=console, auto_refresh=False) as live:
+                while True:
+                    await asyncio.sleep(_REFRESH_S)
+                    live.update(self.table(), refresh=True)
 
 
 def up(config: FleetConfig) -> None:
     """Run a fleet until Ctrl-C or SIGTERM; SIGHUP replaces its servers one by one.
 
-    Raises:
-        AgentRLError: the fleet cannot start; everything that had started is stopped.
+    Raises AgentRLError if the fleet cannot start; everything that had started is stopped.
     """
-    asyncio.run(_up(config))
-
-
-async def _up(config: FleetConfig) -> None:
-    stop, rolling = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-    fleet = LocalFleet(config, report=partial(print, file=sys.stderr, flush=True))
-
-    def on_signal() -> None:
-        if stop.is_set():
-            fleet.supervisor.stop_waiting()
-        stop.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
-    loop.add_signal_handler(signal.SIGHUP, rolling.set)
-    stopping = asyncio.create_task(stop.wait())
-    starting = asyncio.create_task(fleet.start())
-    try:
-        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if starting.done():
-            starting.result()
-            servers = ", ".join(f"{task.name} x{task.replicas}" for task in config.tasks)
-            print(f"fleet {config.name} at {fleet.url}: {servers}", flush=True)
-            roller = asyncio.create_task(_roll_on_request(fleet, rolling))
-            await _show_table(fleet, stopping)
-            roller.cancel()
-            await asyncio.gather(roller, return_exceptions=True)
-    finally:
-        starting.cancel()
-        stopping.cancel()
-        await asyncio.gather(starting, stopping, return_exceptions=True)
-        await fleet.stop()
-
-
-async def _show_table(fleet: LocalFleet, stopping: asyncio.Task[bool]) -> None:
-    """Show the fleet's table on a terminal until the fleet stops."""
-    console = Console()
-    if not console.is_terminal:
-        await stopping
-        return
-    with Live(fleet.table(), console=console, auto_refresh=False) as live:
-        while not stopping.done():
-            await asyncio.wait((stopping,), timeout=_REFRESH_S)
-            live.update(fleet.table(), refresh=True)
-
-
-async def _roll_on_request(fleet: LocalFleet, requested: asyncio.Event) -> None:
-    while True:
-        await requested.wait()
-        requested.clear()
-        try:
-            await fleet.roll()
-        except Exception as error:  # the next request may succeed
-            with contextlib.suppress(OSError, ValueError):
-                print(f"not all servers were replaced: {error}", file=sys.stderr, flush=True)
+    run_until_stopped(_ForegroundFleet(config, report=partial(print, file=sys.stderr, flush=True)), print_now)

@@ -35,7 +35,7 @@ from gymnasium.vector.utils import batch_space
 
 from agentrl_env.client.client import EnvClient
 from agentrl_env.errors import AgentRLError, SessionLost, UnknownSession
-from agentrl_env.gym.episode import FAILURES, EpisodeRunner, TaskEnv, Transition, open_arguments
+from agentrl_env.gym.env import FAILURES, EpisodeRunner, TaskEnv, Transition, open_arguments
 from agentrl_env.gym.spaces import ChatMessage, Conversation, ToolCallSpace
 
 T = TypeVar("T")
@@ -71,14 +71,8 @@ class GymVectorEnv(TaskEnv, VectorEnv[Conversations, Sequence[Any], npt.NDArray[
 
     Args:
         num_envs: The number of environments.
-        url: Address of a server. Give either this or ``client``.
-        task: Name of the task; optional if there is only one.
-        client: A callable that returns an EnvClient, such as ``Guess.local``, or an unused EnvClient.
-        token: The server's token.
-        split: The split that samples come from, unless ``reset`` names one.
+        url, task, client, token, split, render_mode, wait: As for ``GymEnv``.
         autoreset_mode: An AutoresetMode or its value: "Disabled", "NextStep", "SameStep".
-        render_mode: With ``"ansi"``, ``render()`` returns the conversations as text.
-        wait: Seconds to wait for free sessions on a full server.
     """
 
     def __init__(
@@ -227,8 +221,14 @@ class GymVectorEnv(TaskEnv, VectorEnv[Conversations, Sequence[Any], npt.NDArray[
 
     async def _step(self, actions: Iterable[Any]) -> Steps:
         async with self._exclusive("step"):
-            each = self._action_list(actions)
-            self._check_running()
+            each = [actions] if isinstance(actions, str | bytes | Mapping) else list(actions)
+            if len(each) != self.num_envs:
+                n = self.num_envs
+                raise ValueError(f"Give one action for each of {n} environments, not {len(each)}.")
+            ended = [i for i in np.flatnonzero(~self.running).tolist() if i not in self._autoresets]
+            if ended:
+                reset = "reset all, or these with options={'reset_mask': ...}"
+                raise ResetNeeded(f"No episode is running in {ended}: {reset}.")
             resets, self._autoresets = self._autoresets, {}
             try:
                 results = await _gather(self._turn(i, action, resets) for i, action in enumerate(each))
@@ -245,19 +245,6 @@ class GymVectorEnv(TaskEnv, VectorEnv[Conversations, Sequence[Any], npt.NDArray[
                 np.array([result.terminated for result in results], dtype=np.bool_),
                 np.array([result.truncated for result in results], dtype=np.bool_),
                 stack_infos([result.info for result in results]),
-            )
-
-    def _action_list(self, actions: Iterable[Any]) -> list[Any]:
-        each = [actions] if isinstance(actions, str | bytes | Mapping) else list(actions)
-        if len(each) != self.num_envs:
-            raise ValueError(f"Give one action for each of {self.num_envs} environments, not {len(each)}.")
-        return each
-
-    def _check_running(self) -> None:
-        ended = [i for i in np.flatnonzero(~self.running).tolist() if i not in self._autoresets]
-        if ended:
-            raise ResetNeeded(
-                f"No episode is running in {ended}: reset all, or these with options={{'reset_mask': ...}}."
             )
 
     async def _turn(self, i: int, action: Any, resets: Mapping[int, AgentRLError | None]) -> Transition:

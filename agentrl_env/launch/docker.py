@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -20,7 +19,7 @@ from agentrl_env.errors import LaunchError, ServeError
 from agentrl_env.launch import docker_sidecar
 from agentrl_env.launch.image import build_image
 from agentrl_env.launch.image_context import PORT, USER
-from agentrl_env.launch.process import healthy
+from agentrl_env.launch.process import ServeOptions, ServerHandle, healthy, wait_until_ready
 from agentrl_env.sandbox.docker_daemon import (
     FOLDER,
     OWNER,
@@ -35,7 +34,6 @@ from agentrl_env.sandbox.docker_daemon import (
 from agentrl_env.sandbox.orphans import process_identity
 from agentrl_env.sandbox.sandbox import parse_size
 
-_POLL_S = 0.05
 _TAIL = 10
 _INSIDE = "/run/agentrl"
 _SOCKET = "server.sock"
@@ -63,7 +61,7 @@ class ContainerLimits(BaseModel):
         return parse_size(value) if isinstance(value, str) else value
 
 
-class DockerServer:
+class DockerServer(ServerHandle):
     """A task served from a confined container, on a free port of this machine.
 
     Example::
@@ -72,27 +70,18 @@ class DockerServer:
             client = EnvClient.connect(server.url, token=server.token)
 
     The container has no network: the server listens on a socket in a folder of this machine, and a sidecar
-    process forwards connections from ``url`` (loopback) to it. Files are read-only except in /tmp, the user
-    has no capabilities, and the environment holds only the given variables. If this process dies, the
-    sidecar removes the container; if that fails too, the next start on this machine removes it.
+    process forwards connections from ``url`` (loopback) to it, and from the server to its controllers.
+    Files are read-only except in /tmp, the user has no capabilities, and the environment holds only the
+    given variables. If this process dies, the sidecar removes the container; if that fails too, the next
+    start on this machine removes it.
 
     Args:
         target: a target; its image is built on the first start.
         image: an existing image; give either ``target`` or ``image``.
         network: "none", or a Docker network for the container ("bridge" reaches what this machine
-            reaches); the server's port is then published on loopback.
+            reaches); the server's port is then published on loopback, with a random token by default.
         limits: resource limits.
-        environment: the environment variables.
-        token: the token of callers; random by default if there is a network. With controllers, the
-            server's token for them, for which one from ``link_token`` is enough.
-        max_sessions: maximum number of open sessions.
-        lease: seconds a session may be idle.
-        drain: seconds that open sessions get to end when the server stops.
-        oracle: whether clients may call ``expert``.
-        start_timeout: seconds until the server must answer.
-        arguments: further options of ``agentrl-env serve``.
-        controllers: ``http://HOST:PORT`` of controllers to connect to; the server then has no address of
-            its own. Without a network it reaches them through sockets that the sidecar forwards.
+        options: of ``ServeOptions``.
     """
 
     def __init__(
@@ -102,28 +91,15 @@ class DockerServer:
         image: str | None = None,
         network: str = "none",
         limits: ContainerLimits | None = None,
-        environment: Mapping[str, str] | None = None,
-        token: str | None = None,
-        max_sessions: int = 1024,
-        lease: float = 900.0,
-        drain: float = 0.0,
-        oracle: bool = False,
-        start_timeout: float = 60.0,
-        arguments: Sequence[str] = (),
-        controllers: Sequence[str] = (),
+        **options: Any,
     ) -> None:
         if (target is None) == (image is None):
             raise LaunchError("a DockerServer needs a target or an image, and not both")
-        reachable = network != "none" and not controllers
-        self.token = token or (uuid.uuid4().hex if reachable else None)
-        self.url = ""
-        """URL of the server, once it is started."""
+        self._options = ServeOptions(**options)
+        reachable = network != "none" and not self._options.controllers
+        self.token = self._options.token or (uuid.uuid4().hex if reachable else None)
         self._target, self._image, self._network = target, image, network
-        self._controllers = list(controllers)
-        self._limits, self._environment = limits or ContainerLimits(), dict(environment or {})
-        self._arguments = ["--max-sessions", str(max_sessions), "--lease", str(lease), "--drain", str(drain)]
-        self._arguments += [*(["--oracle"] if oracle else []), *arguments]
-        self._drain, self._start_timeout = drain, start_timeout
+        self._limits = limits or ContainerLimits()
         self._client: Any = None
         self._container: Any = None
         self._folder: Path | None = None
@@ -143,13 +119,7 @@ class DockerServer:
         return self._state().get("Running", False) is True
 
     def start(self) -> Self:
-        """Start the container and return once the server in it answers ``/health``.
-
-        Raises:
-            TargetError: there is no such task.
-            LaunchError: no daemon, no image, or the daemon refuses.
-            ServeError: the server ended or did not answer in time; the message has the end of its output.
-        """
+        """Start the container; see ``ServerHandle.start``. Raises LaunchError too: no daemon or image."""
         if self._container is not None:
             if self.running:
                 return self
@@ -162,11 +132,11 @@ class DockerServer:
             remove_orphans(self._client)
             self._pull_if_missing(self._image)
             self._start(self._image)
-            self._wait_until_ready(time.monotonic() + self._start_timeout)
+            wait_until_ready(self, self._answers, self._options.start_timeout, "the server in the container")
+            if self._folder is not None:
+                (self._folder / "socket").chmod(0o711)  # the socket exists; nothing else may be written
         except BaseException:
-            self._drain, drain = 0.0, self._drain
-            self.stop()
-            self._drain = drain
+            self._stop(5.0)
             raise
         return self
 
@@ -176,11 +146,17 @@ class DockerServer:
         Args:
             timeout: seconds after the drain until the server is killed.
         """
+        self._stop(self._options.drain + timeout)
+
+    def _stop(self, seconds: float) -> None:
         container, client = self._container, self._client
         try:
             if container is not None:
+                import docker
+
                 with daemon_errors(f"cannot stop the container {container.name}"):
-                    _stop(container, self._drain + timeout)
+                    with contextlib.suppress(docker.errors.NotFound):
+                        container.stop(timeout=math.ceil(seconds))
                     self._output = _logs(container)
                     remove(container)
         except BaseException:
@@ -216,12 +192,6 @@ class DockerServer:
             return f"it printed nothing; exit code {state.get('ExitCode')}"
         return lines[-1].removeprefix("error: ") + "".join(f"\n  | {line}" for line in lines[-_TAIL:-1])
 
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(self, *exc: object) -> None:
-        self.stop()
-
     def _pull_if_missing(self, image: str) -> None:
         import docker
 
@@ -239,10 +209,10 @@ class DockerServer:
     def _start(self, image: str) -> None:
         run = uuid.uuid4().hex
         labels = {RUN: run, OWNER: process_identity()}
-        options = self._options()
-        address = ["--host", "0.0.0.0", "--port", str(PORT)]
+        options = self._confinement()
+        host = "0.0.0.0"
         routes: list[tuple[str, str]] = []
-        dialled = self._controllers
+        dialled = list(self._options.controllers)
         if self._network == "none":
             self._folder = make_folder()
             labels[FOLDER] = str(self._folder)
@@ -258,31 +228,27 @@ class DockerServer:
             else:
                 inner.chmod(0o777)  # for the server's socket; the outer folder is private
                 routes = [("127.0.0.1:0", f"unix:{inner}/{_SOCKET}")]
-                address = ["--host", f"unix:{_INSIDE}/{_SOCKET}"]
+                host = f"unix:{_INSIDE}/{_SOCKET}"
         elif not dialled:
             options["ports"] = {f"{PORT}/tcp": ("127.0.0.1", None)}
-        if dialled:
-            address = ["--host", "none"]
-            for controller in dialled:
-                address += ["--controller", controller]
         port = self._start_sidecar(f"{RUN}={run}", routes)
         token = {} if self.token is None else {"AGENTRL_TOKEN": self.token}
         with daemon_errors(f"cannot start a container of {image}"):
             self._container = self._client.containers.create(
                 image,
-                [*address, *self._arguments],
+                self._options.command_line(host, PORT, dialled),
                 name=f"agentrl-{run[:12]}",
                 labels=labels,
-                environment={**self._environment, **token},
+                environment={**self._options.environment, **token},
                 **options,
             )
             self._container.start()
             if "ports" in options:
                 self._container.reload()
                 port = int(self._container.ports[f"{PORT}/tcp"][0]["HostPort"])
-        self.url = "" if self._controllers else f"http://127.0.0.1:{port}"
+        self.url = "" if dialled else f"http://127.0.0.1:{port}"
 
-    def _options(self) -> dict[str, Any]:
+    def _confinement(self) -> dict[str, Any]:
         from docker.types import LogConfig, Ulimit
 
         limits = self._limits
@@ -329,19 +295,6 @@ class DockerServer:
             sidecar.kill()
             sidecar.wait()
 
-    def _wait_until_ready(self, deadline: float) -> None:
-        while not self._answers():
-            if not self.running:
-                raise ServeError(f"the server in the container ended: {self.end_reason()}")
-            if time.monotonic() > deadline:
-                raise ServeError(
-                    f"the server in the container did not answer within {self._start_timeout:g} s: "
-                    f"{self.end_reason()}"
-                )
-            time.sleep(_POLL_S)
-        if self._folder is not None:
-            (self._folder / "socket").chmod(0o711)  # the socket exists; nothing else may be written
-
     def _answers(self) -> bool:
         return healthy(self.url) if self.url else _SERVING.search(self.output()) is not None
 
@@ -352,13 +305,6 @@ class DockerServer:
         except LaunchError:  # it is gone, or the daemon is
             return {}
         return dict(self._container.attrs["State"])
-
-
-def _stop(container: Any, seconds: float) -> None:
-    import docker
-
-    with contextlib.suppress(docker.errors.NotFound):
-        container.stop(timeout=int(seconds + 0.999))
 
 
 def _logs(container: Any) -> str:

@@ -11,108 +11,51 @@ import os
 import shutil
 import sys
 import time
+from functools import partial
 
 _POLL_S = 0.5
+_CHUNK = 1 << 18
 _REMOVAL_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 4.0)
 """Pauses before each removal: a container that was being created when the parent died appears late."""
 
 
-class _Pipe(asyncio.Protocol):
-    """One side of a forwarded connection; its data goes to the other side, with back pressure."""
-
-    def __init__(self) -> None:
-        self.transport: asyncio.Transport | None = None
-        self.other: _Pipe | None = None
-
-    @property
-    def _target(self) -> asyncio.Transport | None:
-        return self.other.transport if self.other is not None else None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport  # type: ignore[assignment]
-
-    def close(self) -> None:
-        if self.transport is not None:
-            self.transport.close()
-
-    def data_received(self, data: bytes) -> None:
-        if self._target is not None:
-            self._target.write(data)
-
-    def eof_received(self) -> bool:
-        if self._target is not None and self._target.can_write_eof():
-            self._target.write_eof()
-            return True
-        return False
-
-    def pause_writing(self) -> None:
-        if self._target is not None:
-            self._target.pause_reading()
-
-    def resume_writing(self) -> None:
-        if self._target is not None:
-            self._target.resume_reading()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self.other is not None:
-            self.other.close()
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copy one direction of a connection, with back pressure, and its end."""
+    while data := await reader.read(_CHUNK):
+        writer.write(data)
+        await writer.drain()
+    if writer.can_write_eof():
+        writer.write_eof()
 
 
-class _Front(_Pipe):
-    """An accepted connection; it is forwarded to the address ``back``."""
-
-    def __init__(self, back: str) -> None:
-        super().__init__()
-        self._back = back
-        self._early = bytearray()
-        self._connecting: asyncio.Task[None] | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        assert self.transport is not None
-        self.transport.pause_reading()
-        self._connecting = asyncio.create_task(self._connect())
-
-    def data_received(self, data: bytes) -> None:
-        if self.other is None:
-            self._early += data  # uvloop reads once more after a pause
+async def _serve(back: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Forward an accepted connection to the address ``back``, until both directions or one fails."""
+    writers = [writer]
+    try:
+        if back.startswith("unix:"):
+            answers, requests = await asyncio.open_unix_connection(back.removeprefix("unix:"))
         else:
-            super().data_received(data)
-
-    async def _connect(self) -> None:
-        assert self.transport is not None
-        try:
-            _, back = await _connect(self._back)
-        except OSError:  # the server has not started, or has ended
-            self.transport.abort()
-            return
-        self.other, back.other = back, self
-        if back.transport is not None and self._early:
-            back.transport.write(bytes(self._early))
-        if self.transport.is_closing():
-            back.close()
-        else:
-            self.transport.resume_reading()
-
-
-async def _connect(address: str) -> tuple[asyncio.BaseTransport, _Pipe]:
-    loop = asyncio.get_running_loop()
-    if address.startswith("unix:"):
-        return await loop.create_unix_connection(_Pipe, address.removeprefix("unix:"))
-    host, _, port = address.rpartition(":")
-    return await loop.create_connection(_Pipe, host, int(port))
+            host, _, port = back.rpartition(":")
+            answers, requests = await asyncio.open_connection(host, int(port))
+        writers.append(requests)
+        await asyncio.gather(_copy(reader, requests), _copy(answers, writer))
+    except (OSError, RuntimeError, asyncio.CancelledError):  # no server yet, or a side is gone
+        writer.transport.abort()
+    finally:
+        for each in writers:
+            each.close()
 
 
 async def _listen(address: str, back: str) -> tuple[asyncio.Server, int]:
     """Return the listening server and its port; the port of a Unix socket is 0."""
-    loop = asyncio.get_running_loop()
+    serve = partial(_serve, back)
     if address.startswith("unix:"):
         path = address.removeprefix("unix:")
-        server = await loop.create_unix_server(lambda: _Front(back), path, backlog=2048)
+        server = await asyncio.start_unix_server(serve, path, backlog=2048)
         os.chmod(path, 0o666)  # its folder restricts access
         return server, 0
     host, _, port = address.rpartition(":")
-    server = await loop.create_server(lambda: _Front(back), host, int(port), backlog=2048)
+    server = await asyncio.start_server(serve, host, int(port), backlog=2048)
     return server, int(server.sockets[0].getsockname()[1])
 
 

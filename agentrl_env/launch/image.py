@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -87,41 +87,25 @@ def build_image(
         with tempfile.TemporaryFile() as file:
             context.write(file)
             file.seek(0)
-            unnamed = _build(client, file, target, report, network=network, settings=index_settings())
+            options = {"custom_context": True, "network_mode": network, "buildargs": index_settings()}
+            unnamed = _build(client, file, target, report, **options)
         task = _task_name(client, unnamed, files.target, target)
         name = tag or f"agentrl-{task}:latest"
         labels = {"tasks": task, "protocol": str(PROTOCOL_VERSION), "version": own_version()}
         label = " ".join(f"org.agentrl.{key}={json.dumps(value)}" for key, value in labels.items())
         dockerfile = io.BytesIO(f"FROM {unnamed}\nLABEL {label}\n".encode())
-        named = _build(client, dockerfile, target, report, tag=name, custom_context=False)
+        named = _build(client, dockerfile, target, report, tag=name)
         return Image(name=name, id=named, task=task)
     finally:
         client.close()
 
 
 def _build(
-    client: Any,
-    context: IO[bytes],
-    target: str,
-    report: Callable[[str], None],
-    *,
-    tag: str | None = None,
-    custom_context: bool = True,
-    network: str | None = None,
-    settings: Mapping[str, str] | None = None,
+    client: Any, context: IO[bytes], target: str, report: Callable[[str], None], **options: Any
 ) -> str:
-    """Build an image from a context, or from a Dockerfile alone, and return its id."""
+    """Build an image and return its id."""
     with daemon_errors(f"{target}: the image was not built"):
-        events = client.api.build(
-            fileobj=context,
-            custom_context=custom_context,
-            tag=tag,
-            rm=True,
-            forcerm=True,
-            decode=True,
-            network_mode=network,
-            buildargs=settings,
-        )
+        events = client.api.build(fileobj=context, rm=True, forcerm=True, decode=True, **options)
         return _follow(events, target, report)
 
 
@@ -136,7 +120,8 @@ def _follow(events: Iterable[dict[str, Any]], target: str, report: Callable[[str
                 f"{target}: the image was not built; the failed step is {step or 'the start'}{log}"
             )
         built = event.get("aux", {}).get("ID", built)
-        for line in filter(None, map(_clean, event.get("stream", "").splitlines())):
+        text = re.sub(r"\x1b\[[0-9;]*m", "", event.get("stream", ""))
+        for line in filter(None, map(str.rstrip, text.splitlines())):
             report(line)
             if found := re.match(r"Step \d+/\d+ : (.*)", line):
                 step = found.group(1)
@@ -148,10 +133,6 @@ def _follow(events: Iterable[dict[str, Any]], target: str, report: Callable[[str
             f"{target}: the image was not built; the Docker daemon ended the build without an error"
         )
     return built
-
-
-def _clean(line: str) -> str:
-    return re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip()
 
 
 def _task_name(client: Any, image: str, inside: str, target: str) -> str:

@@ -79,15 +79,7 @@ class TaskFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildContext:
-    """The inputs of an image build.
-
-    Args:
-        task: the task's files.
-        base: an image with Python 3.11 or newer.
-        requirements: pip requirements in addition to the task's requirements.txt.
-        wheelhouse: folder with every required wheel; pip then uses no package index.
-        ca: PEM file with certificates that pip trusts during the build.
-    """
+    """The inputs of an image build, as for ``build_image``."""
 
     task: TaskFiles
     base: str

@@ -12,62 +12,114 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 import httpx
 
+from agentrl_env.client.loop_thread import LoopThread
 from agentrl_env.errors import ServeError
 
 if TYPE_CHECKING:
     from agentrl_env.environment import Environment
     from agentrl_env.server.serve import EnvServer
 
-_LISTENING = re.compile(rb"^serving .* at (http://\S+)$", flags=re.MULTILINE)
-_CONNECTED = re.compile(rb"^serving ", flags=re.MULTILINE)
-_POLL_S = 0.02
+_LISTENING = re.compile(rb"serving .* at (http://\S+)$")
+_CONNECTED = re.compile(rb"serving ")
+_POLL_S = 0.05
 _READ_BYTES = 1 << 20
 
 
-class ServerHandle(Protocol):
-    """A server that can be started, observed and stopped.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """Options that ``ServerProcess`` and ``DockerServer`` share.
 
-    ``ServerProcess``, ``ServerThread`` and ``DockerServer`` implement it.
+    Args:
+        token: the token of callers; with controllers, the server's token for them, for which one from
+            ``link_token`` is enough.
+        max_sessions: maximum number of open sessions.
+        lease: seconds a session may be idle.
+        drain: seconds that open sessions get to end when the server stops.
+        oracle: whether clients may call ``expert``.
+        start_timeout: seconds until the server must answer.
+        controllers: ``http://HOST:PORT`` of controllers to connect to; the server then has no address of
+            its own.
+        environment: environment variables of the server.
+        arguments: further options of ``agentrl-env serve``.
     """
 
+    token: str | None = None
+    max_sessions: int = 1024
+    lease: float = 900.0
+    drain: float = 0.0
+    oracle: bool = False
+    start_timeout: float = 60.0
+    controllers: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    arguments: Sequence[str] = ()
+
+    def command_line(self, host: str, port: int, controllers: Sequence[str]) -> list[str]:
+        """Return the options of ``agentrl-env serve``: an address, or controllers; without the token."""
+        options = ["--host", "none"] if controllers else ["--host", host, "--port", str(port)]
+        for controller in controllers:
+            options += ["--controller", controller]
+        return [*options, *self.session_arguments(), *self.arguments]
+
+    def session_arguments(self) -> list[str]:
+        """Return the options of ``agentrl-env serve`` that concern sessions."""
+        options = ["--max-sessions", str(self.max_sessions), "--lease", str(self.lease)]
+        return [*options, "--drain", str(self.drain), *(["--oracle"] if self.oracle else [])]
+
+
+class ServerHandle(ABC):
+    """A server that is started, observed and stopped from this process; usable in a ``with`` block."""
+
     token: str | None
-    url: str
+    url: str = ""
+    """URL of the server, once it is started; empty if only controllers reach it."""
 
     @property
+    @abstractmethod
     def running(self) -> bool:
         """True if the server runs."""
 
+    @abstractmethod
     def start(self) -> Self:
-        """Return once the server answers. Raises ServeError with the end of its output otherwise."""
+        """Return once the server answers; does nothing if it runs.
 
+        Raises:
+            TargetError: there is no such task.
+            ServeError: the server ended or did not answer in time; the message has the end of its output.
+        """
+
+    @abstractmethod
     def stop(self) -> None:
         """Drain and stop the server and its child processes; idempotent."""
 
+    @abstractmethod
     def stop_waiting(self) -> None:
         """Cut the drain of a concurrent ``stop`` short."""
 
     def output(self) -> str:
-        """Return what the server has printed."""
+        """Return what the server has printed since it started; empty if this process prints it."""
+        return ""
 
+    @abstractmethod
     def end_reason(self) -> str:
         """Return why the server ended: the end of its output, and its exit code."""
 
     def __enter__(self) -> Self:
-        """Start the server."""
+        return self.start()
 
     def __exit__(self, *exc: object) -> None:
-        """Stop the server."""
+        self.stop()
 
 
-class ServerProcess:
+class ServerProcess(ServerHandle):
     """``agentrl-env serve`` as a child process, on a free port by default.
 
     Example::
@@ -83,18 +135,10 @@ class ServerProcess:
         targets: what to serve, as on the command line.
         host: the address to bind.
         port: the port to bind; 0 selects a free one.
-        token: the token of callers; with controllers, the server's token for them.
-        max_sessions: maximum number of open sessions.
-        lease: seconds a session may be idle.
-        drain: seconds that open sessions get to end when the server stops.
-        oracle: whether clients may call ``expert``.
-        start_timeout: seconds until the server must answer.
         log: file that the server's output is appended to; a temporary one by default.
         forward_output: print the server's standard output on this process's and share its standard error,
             instead of logging them; output that cannot be written is dropped.
-        controllers: URLs of controllers to connect to; the server then has no address of its own.
-        environment: additional environment variables of the server.
-        arguments: further options of ``agentrl-env serve``.
+        options: of ``ServeOptions``; ``environment`` adds to this process's.
     """
 
     def __init__(
@@ -102,33 +146,19 @@ class ServerProcess:
         *targets: str,
         host: str = "127.0.0.1",
         port: int = 0,
-        token: str | None = None,
-        max_sessions: int = 1024,
-        lease: float = 900.0,
-        drain: float = 0.0,
-        oracle: bool = False,
-        start_timeout: float = 60.0,
         log: Path | None = None,
         forward_output: bool = False,
-        controllers: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
-        arguments: Sequence[str] = (),
+        **options: Any,
     ) -> None:
-        self.token = token
-        self.url = ""
-        """URL of the server, once it is started."""
-        address = ["--host", "none"] if controllers else ["--host", host, "--port", str(port)]
-        for controller in controllers:
-            address += ["--controller", controller]
-        options = [*address, "--max-sessions", str(max_sessions), "--lease", str(lease)]
-        options += ["--drain", str(drain), "--stop-with-stdin", *(["--oracle"] if oracle else []), *arguments]
-        self._arguments = [*options, *(["--", *targets] if targets else [])]
+        self._options = ServeOptions(**options)
+        self.token, controllers = self._options.token, self._options.controllers
+        self._arguments = ["--stop-with-stdin", *self._options.command_line(host, port, controllers)]
+        self._arguments += ["--", *targets] if targets else []
         self._pattern = _CONNECTED if controllers else _LISTENING
-        self._environment = dict(environment or {})
-        self._start_timeout, self._drain = start_timeout, drain
         self._log_path, self._forward_output = log, forward_output
         self._log: IO[Any] | None = None
-        self._log_begin = 0
+        self._log_begin = self._log_end = 0
+        self._partial_line = b""
         self._announced: re.Match[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -143,16 +173,14 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> Self:
-        """Start the server and return once it answers ``/health``.
-
-        Raises:
-            ServeError: the server ended or did not answer in time; the message has its last output line.
-        """
+        """Start the server; see ``ServerHandle.start``."""
         if self.running:
             return self
-        self._announced = None
-        self._log = None if self._forward_output else self._open_log()
-        environment = {**os.environ, **self._environment, "PYTHONUNBUFFERED": "1"}
+        self._announced, self._partial_line = None, b""
+        if not self._forward_output:
+            self._log = self._log_path.open("a+b") if self._log_path else tempfile.TemporaryFile()  # noqa: SIM115
+            self._log_begin = self._log_end = self._log.seek(0, os.SEEK_END)
+        environment = {**os.environ, **self._options.environment, "PYTHONUNBUFFERED": "1"}
         environment.pop("AGENTRL_TOKEN", None)
         if self.token is not None:
             environment["AGENTRL_TOKEN"] = self.token
@@ -167,7 +195,7 @@ class ServerProcess:
         if self._process.stdout is not None:
             threading.Thread(target=self._forward, args=(self._process.stdout,), daemon=True).start()
         try:
-            self._wait_until_ready(time.monotonic() + self._start_timeout)
+            wait_until_ready(self, self._answers, self._options.start_timeout, "the server")
         except BaseException:
             self.stop()
             raise
@@ -179,12 +207,12 @@ class ServerProcess:
         Args:
             timeout: seconds after the drain until the server is killed.
         """
-        process = self._process
-        if process is not None:
-            _signal(process, signal.SIGTERM)
+        if (process := self._process) is not None:
+            self.stop_waiting()  # the first signal starts the drain
             with contextlib.suppress(subprocess.TimeoutExpired):  # killed below
-                process.wait(self._drain + timeout)
-            _kill_group(process)
+                process.wait(self._options.drain + timeout)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             if process.stdin is not None:
                 process.stdin.close()
@@ -195,8 +223,8 @@ class ServerProcess:
 
     def stop_waiting(self) -> None:
         """Cut the drain of a concurrent ``stop`` short."""
-        if (process := self._process) is not None:
-            _signal(process, signal.SIGTERM)  # the second one
+        if (process := self._process) is not None and process.poll() is None:
+            process.send_signal(signal.SIGTERM)
 
     def output(self) -> str:
         """Return what the server has printed since it started, at most the last megabyte."""
@@ -206,55 +234,23 @@ class ServerProcess:
         return os.pread(self._log.fileno(), _READ_BYTES, begin).decode(errors="replace")
 
     def end_reason(self) -> str:
-        """Return the server's last output line and its exit code."""
+        """Return the server's last output line, and its exit code if it has ended."""
         code = self._process.poll() if self._process is not None else None
-        printed = "" if self._forward_output else f"{last_line(self.output())}; "
-        return f"{printed}exit code {code}"
+        lines = [line for line in self.output().splitlines() if line.strip()] or ["it printed nothing"]
+        reason = [] if self._forward_output else [lines[-1].removeprefix("error: ")]
+        return "; ".join([*reason, *([] if code is None else [f"exit code {code}"])])
 
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(self, *exc: object) -> None:
-        self.stop()
-
-    def _open_log(self) -> IO[Any]:
-        if self._log_path is None:
-            self._log_begin = 0
-            return tempfile.TemporaryFile()
-        file = self._log_path.open("a+b")
-        self._log_begin = file.seek(0, os.SEEK_END)
-        return file
-
-    def _wait_until_ready(self, deadline: float) -> None:
-        position = self._log_begin
-        while True:
-            ended = not self.running
-            position = self._scan_log(position)
-            if self._announced is not None:
-                if self._pattern is _CONNECTED:
-                    return
-                self.url = self._announced[1].decode()
-                if healthy(self.url):
-                    return
-            if ended:
-                raise ServeError(f"the server ended at once: {last_line(self.output())}")
-            if time.monotonic() > deadline:
-                last = last_line(self.output())
-                raise ServeError(f"the server did not answer within {self._start_timeout:g} s: {last}")
-            time.sleep(_POLL_S)
-
-    def _scan_log(self, begin: int) -> int:
-        """Search the log for the line that announces the server; return where to continue next time."""
-        while self._log is not None and (chunk := os.pread(self._log.fileno(), _READ_BYTES, begin)):
-            whole_lines = chunk.rfind(b"\n") + 1
-            if not whole_lines and len(chunk) < _READ_BYTES:
-                break  # the line is incomplete
-            end = whole_lines or len(chunk)
-            if found := self._pattern.search(chunk, 0, end):
-                self._announced = found
-                return begin
-            begin += end
-        return begin
+    def _answers(self) -> bool:
+        """Return whether the server has announced itself and answers."""
+        while self._log is not None and (chunk := os.pread(self._log.fileno(), _READ_BYTES, self._log_end)):
+            self._log_end += len(chunk)
+            *lines, self._partial_line = (self._partial_line + chunk).split(b"\n")
+            for line in lines:
+                self._announced = self._announced or self._pattern.match(line)
+        if self._announced is None or self._options.controllers:
+            return self._announced is not None
+        self.url = self._announced[1].decode()
+        return healthy(self.url)
 
     def _forward(self, output: IO[bytes]) -> None:
         """Print the server's output, apart from its announcement."""
@@ -268,7 +264,7 @@ class ServerProcess:
                     sys.stdout.flush()
 
 
-class ServerThread:
+class ServerThread(ServerHandle):
     """A server on a thread of this process, without isolation; targets may be classes.
 
     ``Environment.local()`` runs the same code path without HTTP.
@@ -288,75 +284,67 @@ class ServerThread:
         **options: Any,
     ) -> None:
         self.token = token
-        self.url = ""
-        """URL of the server, once it is started."""
         self._targets = targets
         self._options = {"port": 0, "token": token, "drain_s": drain, **options}
-        self._thread: threading.Thread | None = None
-        self._running: tuple[asyncio.AbstractEventLoop, asyncio.Event, EnvServer] | None = None
+        self._thread = LoopThread("agentrl-env-server")
+        self._serving: tuple[asyncio.AbstractEventLoop, EnvServer] | None = None
 
     @property
     def running(self) -> bool:
-        """True if the thread runs."""
-        return self._thread is not None and self._thread.is_alive()
+        """True until ``stop`` returns."""
+        return self._serving is not None
 
     def start(self) -> Self:
-        """Return once the server answers. Raises TargetError, ServeError."""
-        if not self.running:
-            ready: Future[str] = Future()
-            self._thread = threading.Thread(target=self._run, args=(ready,), daemon=True)
-            self._thread.start()
-            self.url = ready.result()
+        """Start the server; see ``ServerHandle.start``."""
+        if self._serving is None:
+            try:
+                self._serving = self._thread.run(self._serve())
+            except BaseException:
+                self._thread.stop()
+                raise
+            self.url = self._serving[1].url
         return self
 
     def stop(self) -> None:
         """Drain and stop the server; idempotent."""
-        if self._running is not None:
-            loop, stop, _ = self._running
-            loop.call_soon_threadsafe(stop.set)
-        if self._thread is not None:
-            self._thread.join()
-        self._thread = self._running = None
+        if self._serving is not None:
+            try:
+                self._thread.run(self._serving[1].stop())
+            finally:
+                self._thread.stop()
+                self._serving = None
 
     def stop_waiting(self) -> None:
         """Cut the drain of a concurrent ``stop`` short."""
-        if self._running is not None:
-            loop, _, server = self._running
-            loop.call_soon_threadsafe(server.stop_waiting)
-
-    def output(self) -> str:
-        """Return nothing: this process prints the server's output."""
-        return ""
+        if (serving := self._serving) is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                serving[0].call_soon_threadsafe(serving[1].stop_waiting)
 
     def end_reason(self) -> str:
         """Return that the thread ended."""
         return "its thread ended"
 
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(self, *exc: object) -> None:
-        self.stop()
-
-    def _run(self, ready: Future[str]) -> None:
-        try:
-            asyncio.run(self._serve(ready))
-        except BaseException as error:
-            if ready.done():
-                raise
-            ready.set_exception(error if isinstance(error, Exception) else ServeError(str(error)))
-
-    async def _serve(self, ready: Future[str]) -> None:
+    async def _serve(self) -> tuple[asyncio.AbstractEventLoop, EnvServer]:
         from agentrl_env.server.serve import EnvServer  # users of ServerProcess need no web framework
 
-        server, stop = EnvServer(self._targets, **self._options), asyncio.Event()
+        server = EnvServer(self._targets, **self._options)
         try:
             await server.start()
-            self._running = (asyncio.get_running_loop(), stop, server)
-            ready.set_result(server.url)
-            await stop.wait()
-        finally:
+        except BaseException:
             await server.stop()
+            raise
+        return asyncio.get_running_loop(), server
+
+
+def wait_until_ready(server: ServerHandle, answers: Callable[[], bool], timeout: float, name: str) -> None:
+    """Return once ``answers()`` is true. Raises ServeError if the server ends, or at the timeout."""
+    deadline = time.monotonic() + timeout
+    while not answers():
+        if not server.running:
+            raise ServeError(f"{name} ended: {server.end_reason()}")
+        if time.monotonic() > deadline:
+            raise ServeError(f"{name} did not answer within {timeout:g} s: {server.end_reason()}")
+        time.sleep(_POLL_S)
 
 
 def healthy(url: str) -> bool:
@@ -365,20 +353,3 @@ def healthy(url: str) -> bool:
         return httpx.get(f"{url}/health", timeout=2.0, trust_env=False).status_code == 200
     except httpx.TransportError:
         return False
-
-
-def last_line(output: str) -> str:
-    """Return the last line of a server's output, without ``error: ``."""
-    lines = [line for line in output.splitlines() if line.strip()]
-    return lines[-1].removeprefix("error: ") if lines else "it printed nothing"
-
-
-def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    if process.poll() is None:
-        process.send_signal(number)
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill the remaining processes of the child's process group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)

@@ -56,12 +56,8 @@ _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 class BubblewrapSandbox(Sandbox):
     """A sandbox of Linux namespaces; see ``Sandbox``.
 
-    Args:
-        limits: resource limits.
-        image: a folder that becomes the root file system; by default the host's ``/usr`` is visible.
-
-    Raises:
-        SandboxFailed: the sandbox does not start; the message contains the error output.
+    ``image`` is a folder that becomes the root file system; by default the host's ``/usr`` is visible.
+    Raises SandboxFailed if the sandbox does not start; the message contains the error output.
     """
 
     def __init__(self, limits: SandboxLimits, *, image: Path | None = None) -> None:
@@ -94,7 +90,7 @@ class BubblewrapSandbox(Sandbox):
         return self._finish.alive and self._process.poll() is None
 
     def write(self, path: str, data: str | bytes) -> None:
-        """Write a file; see ``Sandbox.write``."""
+        """See ``Sandbox.write``."""
         self._operate({"op": "write", "path": absolute(path)}, as_bytes(data), 0)
 
     def write_all(self, files: Mapping[str, str | bytes]) -> None:
@@ -187,8 +183,7 @@ class BubblewrapSandbox(Sandbox):
         self, request: dict[str, Any], stdin: bytes, out: Stream, err: Stream, timeout: float
     ) -> tuple[KilledBy | None, dict[str, Any]]:
         """Send a request and return its answer; the answer is empty if the sandbox has died."""
-        if not self._finish.alive:
-            raise SandboxFailed("the sandbox is closed")
+        self._check_open()
         request["rlimits"] = self._rlimits()
         with contextlib.ExitStack() as stack:
             read_out, write_out = os.pipe()
@@ -196,9 +191,11 @@ class BubblewrapSandbox(Sandbox):
             for descriptor in (read_out, read_err):
                 stack.callback(os.close, descriptor)
                 os.set_blocking(descriptor, False)
-            given = (_input(stdin), write_out, write_err)
+            source = _memory_file("stdin", stdin) if stdin else os.open(os.devnull, os.O_RDONLY)
+            given = [source, write_out, write_err]
             try:
-                _send(self._control, request, given)
+                data = json.dumps(request).encode() + b"\n"
+                self._control.sendall(data[socket.send_fds(self._control, [data], given) :])
             except OSError as error:
                 raise SandboxFailed(f"the sandbox is dead: {error}") from None
             finally:
@@ -231,18 +228,8 @@ def _unavailable() -> str:
     for name, package in (("bwrap", "bubblewrap"), ("unshare", "util-linux")):
         if shutil.which(name) is None:
             return f"{name} is not installed; install the package {package}"
-    trial = SandboxLimits(
-        memory=64 << 20,
-        disk=1 << 20,
-        pids=8,
-        cpus=1.0,
-        timeout=1.0,
-        max_output=1,
-        network=False,
-        background=False,
-    )
     try:
-        BubblewrapSandbox(trial).close()
+        BubblewrapSandbox(SandboxLimits(memory=64 << 20, disk=1 << 20, pids=8)).close()
     except (SandboxFailed, OSError) as error:
         return str(error)
     return ""
@@ -337,27 +324,11 @@ def _memory_file(name: str, data: bytes) -> int:
     return file
 
 
-def _input(data: bytes) -> int:
-    """Return a descriptor for reading ``data``."""
-    return _memory_file("stdin", data) if data else os.open(os.devnull, os.O_RDONLY)
-
-
-def _send(control: socket.socket, request: dict[str, Any], descriptors: tuple[int, ...]) -> None:
-    data = json.dumps(request).encode() + b"\n"
-    sent = socket.send_fds(control, [data], list(descriptors))
-    control.sendall(data[sent:])
-
-
 def _line(control: socket.socket) -> dict[str, Any]:
     """Return the next answer; empty if the sandbox has ended or the answer is malformed."""
-    data = b""
     try:
-        while not data.endswith(b"\n") and len(data) < _MAX_ANSWER:
-            piece = control.recv(4096)
-            if not piece:
-                return {}
-            data += piece
-        answer = json.loads(data)
+        with control.makefile("rb") as file:
+            answer = json.loads(file.readline(_MAX_ANSWER))
     except (OSError, ValueError):
         return {}
     return answer if isinstance(answer, dict) else {}

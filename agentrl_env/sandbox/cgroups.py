@@ -19,13 +19,7 @@ _SETTLE_S = 2.0
 class Group:
     """The cgroups of one sandbox: one folder per controller (version 1), or one for all (version 2).
 
-    Args:
-        bases: controller -> parent folder, as returned by ``find``.
-        limits: the sandbox's limits.
-        extra_pids: processes allowed beyond ``limits.pids``.
-
-    Raises:
-        OSError: a cgroup cannot be created.
+    ``bases`` comes from ``find``; ``extra_pids`` processes are allowed beyond ``limits.pids``.
     """
 
     def __init__(self, bases: Mapping[str, Path], limits: SandboxLimits, *, extra_pids: int) -> None:

@@ -57,15 +57,9 @@ class DockerSandbox(Sandbox):
     """A container without network or capabilities, writable only in ``HOME`` and ``/tmp``; see ``Sandbox``.
 
     The container's first process reads a stream that this process holds open, so the container ends with
-    this process and removes itself. ``HOME`` and ``/tmp`` get half of ``disk`` each.
-
-    Args:
-        limits: resource limits.
-        image: name of a local image that has a shell.
-
-    Raises:
-        SandboxUnavailable: no daemon answers, or the image is missing.
-        SandboxFailed: the container does not start.
+    this process and removes itself. ``HOME`` and ``/tmp`` get half of ``disk`` each. ``image`` is the name of
+    a local image that has a shell. Raises SandboxUnavailable if no daemon answers or the image is missing,
+    SandboxFailed if the container does not start.
     """
 
     def __init__(self, limits: SandboxLimits, *, image: str) -> None:
@@ -122,10 +116,6 @@ class DockerSandbox(Sandbox):
         """Extract a snapshot in this fresh sandbox."""
         self._copy(["tar", "-xf", "-", "-C", "/"], state, 0)
 
-    def close(self) -> None:
-        """Remove the container; see ``Sandbox.close``."""
-        self._finish()
-
     def _execute(self, execution: Execution) -> ExitState:
         if any("\0" in argument for argument in execution.arguments):
             return ExitState(code=126, failed="cannot run it: embedded null byte")
@@ -151,8 +141,7 @@ class DockerSandbox(Sandbox):
 
     def _exec(self, execution: Execution) -> ExitState:
         """Run a command until it ends or exceeds a limit."""
-        if not self._finish.alive:
-            raise SandboxFailed("the sandbox is closed")
+        self._check_open()
         keep = "yes" if self.limits.background else ""
         with _failures("the sandbox does not run a command"):
             made = self._api.exec_create(
@@ -328,14 +317,10 @@ def _end(pid: int, client: Any, container: str, lifelines: list[Any]) -> None:
 @contextlib.contextmanager
 def _failures(action: str) -> Any:
     """Convert the daemon's errors and timeouts to SandboxFailed."""
-    import docker
-    import requests
-
     try:
-        yield
+        with docker_daemon.daemon_errors(action):
+            yield
     except LaunchError as error:
+        raise SandboxFailed(str(error)) from error
+    except OSError as error:
         raise SandboxFailed(f"{action}: {error}") from error
-    except (docker.errors.DockerException, requests.RequestException, OSError) as error:
-        raise SandboxFailed(
-            f"{action}: Docker says: {getattr(error, 'explanation', None) or error}"
-        ) from error

@@ -25,11 +25,7 @@ FOLDER_PREFIX = "agentrl-"
 def connect(timeout: float = 60.0) -> Any:
     """Return a ``docker.DockerClient`` for the daemon at DOCKER_HOST.
 
-    Args:
-        timeout: seconds that a call may be silent.
-
-    Raises:
-        LaunchError: the SDK is not installed, or no daemon answers.
+    A call may be silent for ``timeout`` seconds. Raises LaunchError without SDK or daemon.
     """
     try:
         import docker
@@ -55,10 +51,7 @@ def connect(timeout: float = 60.0) -> Any:
 def remove_orphans(client: Any) -> list[str]:
     """Remove containers whose owners have ended, and their folders; return the containers' names.
 
-    Containers of another machine or boot are removed only if they have stopped.
-
-    Raises:
-        LaunchError: the daemon refuses.
+    Containers of another machine or boot are removed only if they have stopped. Raises LaunchError.
     """
     removed = []
     with daemon_errors("cannot remove orphaned containers"):

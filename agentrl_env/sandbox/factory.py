@@ -80,39 +80,28 @@ def open_sandbox(
 
 def _make(kind: Kind, image: str | None, limits: SandboxLimits, allow_unsafe: bool) -> Sandbox:
     folder = Path(image) if image and image.startswith("/") else None
-    match kind:
-        case "docker":
-            if image is None or folder:
-                raise SandboxUnavailable("a container sandbox needs image='name:tag'")
-            return docker.DockerSandbox(limits, image=image)
-        case "bubblewrap":
-            if image and not folder:
-                raise SandboxUnavailable(f"bubblewrap's image is a folder's absolute path, not {image!r}")
+    container = image if image and not folder else None
+    if kind == "docker" and not container:
+        raise SandboxUnavailable("a container sandbox needs image='name:tag'")
+    if kind == "bubblewrap" and container:
+        raise SandboxUnavailable(f"bubblewrap's image is a folder's absolute path, not {image!r}")
+    reasons = ["kind='unsafe' runs a task's commands without a sandbox"] if kind == "unsafe" else []
+    try:
+        if container and kind in ("docker", "auto"):
+            return docker.DockerSandbox(limits, image=container)
+    except SandboxUnavailable as error:
+        if kind == "docker":
+            raise
+        reasons.append(str(error))
+    try:
+        if kind in ("bubblewrap", "auto"):
             bubblewrap.check_available()
             return bubblewrap.BubblewrapSandbox(limits, image=folder)
-        case "unsafe":
-            if not allow_unsafe:
-                raise SandboxUnavailable(_refusal("kind='unsafe' runs a task's commands without a sandbox"))
-            return UnsafeSandbox(limits)
-    return _best(image, folder, limits, allow_unsafe)
-
-
-def _best(image: str | None, folder: Path | None, limits: SandboxLimits, allow_unsafe: bool) -> Sandbox:
-    reasons = []
-    if image and not folder:
-        try:
-            return docker.DockerSandbox(limits, image=image)
-        except SandboxUnavailable as error:
-            reasons.append(str(error))
-    try:
-        bubblewrap.check_available()
-        return bubblewrap.BubblewrapSandbox(limits, image=folder)
     except SandboxUnavailable as error:
+        if kind == "bubblewrap":
+            raise
         reasons.append(str(error))
     if allow_unsafe:
         return UnsafeSandbox(limits)
-    raise SandboxUnavailable(_refusal("; ".join(reasons)))
-
-
-def _refusal(reason: str) -> str:
-    return f"{reason}. To run commands as the server's own user, without any protection, set {ALLOW_UNSAFE}=1"
+    refusal = "To run commands as the server's own user, without any protection, set"
+    raise SandboxUnavailable(f"{'; '.join(reasons)}. {refusal} {ALLOW_UNSAFE}=1")

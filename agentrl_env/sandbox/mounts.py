@@ -43,20 +43,14 @@ def shell(image: Path | None) -> str:
 def command(limits: SandboxLimits, image: Path | None, *, seccomp: int | None, source: int) -> list[str]:
     """Return the arguments that start a sandbox.
 
-    Args:
-        limits: the sandbox's limits.
-        image: a folder that becomes the root file system, instead of the host's ``/usr``.
-        seccomp: descriptor of the system call filter.
-        source: descriptor of the supervisor's code.
-
-    Raises:
-        SandboxUnavailable: the sandbox has no Python for the supervisor.
+    ``seccomp`` and ``source`` are descriptors of the system call filter and of the supervisor's code. Raises
+    SandboxUnavailable if the sandbox has no Python for the supervisor.
     """
     lower, upper = (image, "root") if image else (Path("/usr/local"), "local")
     python, prefix = _python(image)
     script = _script(limits, lower, upper, etc=image is None)
     supervise = [python, "-I", "-S", "-c", f"exec(open({source}).read())"]
-    view = _image_view() if image else _host_view(limits, prefix)
+    view = ["--bind", f"{_MOUNT}/merged", "/"] if image else _host_view(limits, prefix)
     options = ["--unshare-all", *(["--share-net"] if limits.network else [])]
     options += ["--unshare-user", "--disable-userns", "--uid", str(UID), "--gid", str(UID)]
     options += ["--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox", "--clearenv"]
@@ -119,10 +113,6 @@ def _host_view(limits: SandboxLimits, prefix: str | None) -> list[str]:
     for name in (*_ETC, *(_ETC_NETWORK if limits.network else ())):
         view += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     return view + (["--ro-bind", prefix, prefix] if prefix else [])
-
-
-def _image_view() -> list[str]:
-    return ["--bind", f"{_MOUNT}/merged", "/"]
 
 
 @functools.cache

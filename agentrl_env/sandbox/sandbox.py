@@ -11,6 +11,7 @@ import select
 import tarfile
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,8 +44,7 @@ def parse_size(size: int | str) -> int:
 
     Units are powers of 1024, in upper or lower case.
 
-    Raises:
-        ValueError: the text is not a size.
+    Raises ValueError if the text is not a size.
     """
     if isinstance(size, int):
         return size
@@ -56,27 +56,16 @@ def parse_size(size: int | str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """Resource limits of one sandbox.
-
-    Args:
-        memory: bytes of RAM for all processes together, including files, which lie in RAM.
-        disk: bytes for all files together.
-        pids: maximum number of processes and threads.
-        cpus: CPU time per second, in processors.
-        timeout: default seconds that a command may run.
-        max_output: default bytes kept of each of a command's stdout and stderr.
-        network: whether the sandbox has a network.
-        background: whether processes that a command leaves behind keep running; else they are killed.
-    """
+    """Resource limits of one sandbox; the fields are arguments of ``open_sandbox``."""
 
     memory: int
     disk: int
     pids: int
-    cpus: float
-    timeout: float
-    max_output: int
-    network: bool
-    background: bool
+    cpus: float = 1.0
+    timeout: float = 20.0
+    max_output: int = 16_384
+    network: bool = False
+    background: bool = False
 
     def __post_init__(self) -> None:
         if self.disk <= 0 or self.disk + OVERHEAD > self.memory:
@@ -172,15 +161,17 @@ class Sandbox(ABC):
     """
 
     _shell = "/bin/sh"
+    _finish: weakref.finalize[..., Sandbox]
+    """Releases everything when the sandbox is closed or collected, or at exit."""
 
     def __init__(self, limits: SandboxLimits) -> None:
         self.limits = limits
         self._lock = threading.Lock()
 
     @property
-    @abstractmethod
     def alive(self) -> bool:
         """True if the sandbox can run commands."""
+        return self._finish.alive
 
     def run(
         self,
@@ -202,8 +193,7 @@ class Sandbox(ABC):
             env: additional environment variables.
             max_output: bytes kept of each stream; the sandbox's limit by default.
 
-        Raises:
-            SandboxFailed: the sandbox is closed or dead, or its backend does not answer.
+        Raises SandboxFailed if the sandbox is closed or dead, or its backend does not answer.
         """
         timeout, max_output = timeout or self.limits.timeout, max_output or self.limits.max_output
         out, err = Stream(max_output), Stream(max_output)
@@ -254,9 +244,10 @@ class Sandbox(ABC):
             SandboxFailed: see ``run``.
         """
 
-    @abstractmethod
     def write_all(self, files: Mapping[str, str | bytes]) -> None:
         """Write many files, path -> content; faster than single writes. Raises as ``write``."""
+        for path, data in files.items():
+            self.write(path, data)
 
     @abstractmethod
     def read(self, path: str, limit: int = MAX_FILE) -> bytes:
@@ -275,9 +266,13 @@ class Sandbox(ABC):
     def restore(self, state: bytes) -> None:
         """Restore the files of ``snapshot`` in a fresh sandbox of the same kind. Raises SandboxFailed."""
 
-    @abstractmethod
     def close(self) -> None:
         """Kill every process and delete every file. Idempotent and thread-safe."""
+        self._finish()
+
+    def _check_open(self) -> None:
+        if not self._finish.alive:
+            raise SandboxFailed("the sandbox is closed")
 
     @abstractmethod
     def _execute(self, execution: Execution) -> ExitState:
@@ -299,8 +294,7 @@ def argument_list(command: Command, shell: str) -> list[str]:
 def absolute(path: str) -> str:
     """Return the normalized absolute path in a sandbox; relative paths start at ``HOME``.
 
-    Raises:
-        ValueError: the path is empty or contains a NUL.
+    Raises ValueError if the path is empty or contains a NUL.
     """
     if not path or "\0" in path:
         raise ValueError(f"path {path!r} names no file")
@@ -339,8 +333,7 @@ def collect(
         timeout: seconds until ``kill`` is called.
         kill: ends the command; called at most once.
 
-    Raises:
-        SandboxFailed: the command does not end after it was killed.
+    Raises SandboxFailed if the command does not end after it was killed.
     """
     poll, open_outputs = select.poll(), dict(outputs)
     for descriptor in (*outputs, ended):

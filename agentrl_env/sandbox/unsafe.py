@@ -12,7 +12,6 @@ import tarfile
 import tempfile
 import threading
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
 
 from agentrl_env.errors import SandboxFailed
@@ -25,6 +24,7 @@ from agentrl_env.sandbox.sandbox import (
     ExitState,
     Sandbox,
     SandboxLimits,
+    Stream,
     absolute,
     as_bytes,
     collect,
@@ -48,22 +48,12 @@ class UnsafeSandbox(Sandbox):
         self._running: list[subprocess.Popen[bytes]] = []
         self._finish = weakref.finalize(self, _end, os.getpid(), self._folder, self._running)
 
-    @property
-    def alive(self) -> bool:
-        """See ``Sandbox.alive``."""
-        return self._finish.alive
-
     def write(self, path: str, data: str | bytes) -> None:
         """Write a file; see ``Sandbox.write``."""
         with self._lock:
             file = self._inside(path)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(as_bytes(data))
-
-    def write_all(self, files: Mapping[str, str | bytes]) -> None:
-        """Write many files; see ``Sandbox.write_all``."""
-        for path, data in files.items():
-            self.write(path, data)
 
     def read(self, path: str, limit: int = MAX_FILE) -> bytes:
         """Return a file's content; see ``Sandbox.read``."""
@@ -86,18 +76,10 @@ class UnsafeSandbox(Sandbox):
         with self._lock, tarfile.open(fileobj=io.BytesIO(state)) as tar:
             tar.extractall(self._inside("."), filter="data")
 
-    def close(self) -> None:
-        """Kill running commands and delete the folder; see ``Sandbox.close``."""
-        self._finish()
-
     def _execute(self, execution: Execution) -> ExitState:
-        limited = f'ulimit -c 0; ulimit -v {self.limits.memory >> 10}; exec "$@"'
-        arguments = ["/bin/sh", "-c", limited, "sh", *execution.arguments]
-        environment = {**BASE_ENVIRONMENT, "HOME": str(self._folder), **execution.env}
         try:
-            folder = self._inside(execution.cwd)
-            with self._started(arguments, execution.stdin, folder, environment) as (process, ended):
-                outputs = {process.stdout.fileno(): execution.out, process.stderr.fileno(): execution.err}
+            with contextlib.ExitStack() as stack:
+                process, outputs, ended = self._start(execution, stack)
                 killed_by = collect(outputs, ended, timeout=execution.timeout, kill=lambda: _kill(process))
                 code = process.wait()
                 if killed_by or not self.limits.background:
@@ -108,57 +90,59 @@ class UnsafeSandbox(Sandbox):
             code=code if code >= 0 else None, signal=-code if code < 0 else None, killed_by=killed_by
         )
 
+    def _start(
+        self, execution: Execution, stack: contextlib.ExitStack
+    ) -> tuple[subprocess.Popen[bytes], dict[int, Stream], int]:
+        """Start a command; return it, its outputs, and a descriptor that becomes readable when it ends."""
+        folder = self._inside(execution.cwd)
+        ended, writable = os.pipe()
+        stack.callback(os.close, ended)
+        last = stack.enter_context(os.fdopen(writable, "wb"))
+        limited = f'ulimit -c 0; ulimit -v {self.limits.memory >> 10}; exec "$@"'
+        with tempfile.TemporaryFile() as source:
+            source.write(execution.stdin)
+            source.seek(0)
+            process = subprocess.Popen(
+                ["/bin/sh", "-c", limited, "sh", *execution.arguments],
+                stdin=source,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=folder,
+                env={**BASE_ENVIRONMENT, "HOME": str(self._folder), **execution.env},
+                start_new_session=True,
+            )
+        self._running.append(process)
+
+        def watch() -> None:
+            process.wait()
+            last.close()
+
+        def clean_up() -> None:
+            background = self.limits.background
+            if process.poll() is None or not background:
+                _kill(process)
+            watcher.join()
+            self._running[:] = [old for old in self._running if background and _lives(old)]
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        stack.callback(clean_up)
+        outputs = {}
+        for pipe, stream in ((process.stdout, execution.out), (process.stderr, execution.err)):
+            assert pipe is not None
+            stack.enter_context(pipe)
+            os.set_blocking(pipe.fileno(), False)
+            outputs[pipe.fileno()] = stream
+        return process, outputs, ended
+
     def _inside(self, path: str) -> Path:
         """Return a path on this machine. Raises PermissionError if it is outside the folder."""
-        if not self._finish.alive:
-            raise SandboxFailed("the sandbox is closed")
+        self._check_open()
         inner = os.path.relpath(absolute(path), HOME)
         file = (self._folder / inner).resolve()
         if file != self._folder and self._folder not in file.parents:
             raise PermissionError(f"{path} is not below {HOME}")
         return file
-
-    @contextlib.contextmanager
-    def _started(self, arguments, stdin, folder, environment):  # type: ignore[no-untyped-def]
-        """Start a process; yield it, and a descriptor that becomes readable when it ends."""
-        ended, last = os.pipe()
-        try:
-            with tempfile.TemporaryFile() as source:
-                source.write(stdin)
-                source.seek(0)
-                process = subprocess.Popen(
-                    arguments,
-                    stdin=source,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    cwd=folder,
-                    env=environment,
-                    start_new_session=True,
-                )
-        except BaseException:
-            os.close(ended)
-            os.close(last)
-            raise
-        self._running.append(process)
-
-        def watch() -> None:
-            process.wait()
-            os.close(last)
-
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
-        try:
-            with process.stdout, process.stderr:  # type: ignore[union-attr]
-                for stream in (process.stdout, process.stderr):
-                    os.set_blocking(stream.fileno(), False)  # type: ignore[union-attr]
-                yield process, ended
-        finally:
-            if process.poll() is None or not self.limits.background:
-                _kill(process)
-            watcher.join()
-            os.close(ended)
-            background = self.limits.background
-            self._running[:] = [old for old in self._running if background and _lives(old)]
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -17,7 +17,6 @@ from agentrl_env.server.loader import load_target
 from agentrl_env.testing.checks import CHECKS
 from agentrl_env.testing.context import CLOSE_TIMEOUT, CheckContext
 from agentrl_env.testing.report import CheckOutcome, CheckResult, Report, failed, skipped, warned
-from agentrl_env.types import TaskInfo
 
 Check = Callable[[CheckContext], Awaitable[CheckOutcome]]
 DEADLINE = 60.0
@@ -76,7 +75,8 @@ def run_checks(
     client = connect()
     try:
         reports = []
-        for info in loop.run(_tasks(client, task), deadline):
+        tasks = loop.run(client.tasks(), deadline)
+        for info in tasks.values() if task is None else [select_task(tasks, task)]:
             context = CheckContext(client=client, task=info, deadline=deadline)
             results = []
             for result in _run_checks(loop, context, checks):
@@ -85,21 +85,12 @@ def run_checks(
             reports.append(Report(task=info.name, results=tuple(results)))
         return reports
     finally:
-        _close(loop, client, min(CLOSE_TIMEOUT, deadline))
-
-
-def _close(loop: LoopThread, client: EnvClient, timeout: float) -> None:
-    """Close the client, but do not wait for an environment that blocks the loop."""
-    try:
-        loop.run(client.aclose(), timeout)
-    except (TimeoutError, AgentRLError) as error:
-        logger.warning("the client could not be closed: %s", error)
-    loop.stop(timeout)
-
-
-async def _tasks(client: EnvClient, task: str | None) -> list[TaskInfo]:
-    tasks = await client.tasks()
-    return list(tasks.values()) if task is None else [select_task(tasks, task)]
+        timeout = min(CLOSE_TIMEOUT, deadline)  # an environment may block the loop
+        try:
+            loop.run(client.aclose(), timeout)
+        except (TimeoutError, AgentRLError) as error:
+            logger.warning("the client could not be closed: %s", error)
+        loop.stop(timeout)
 
 
 def _run_checks(loop: LoopThread, context: CheckContext, checks: tuple[Check, ...]) -> Iterator[CheckResult]:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from itertools import zip_longest
 
 import numpy as np
@@ -18,18 +18,18 @@ from jsonschema import Draft202012Validator, SchemaError
 
 from agentrl_env.client.client import ClientSession
 from agentrl_env.errors import SeqConflict, ServerFull, SessionEnded, UnknownSample, WireError
-from agentrl_env.testing.context import CheckContext
-from agentrl_env.testing.fuzz import FuzzCase, fuzz_cases
-from agentrl_env.testing.report import CheckOutcome, failed, passed, skipped, warned
-from agentrl_env.testing.rollouts import (
-    ExpertPolicy,
-    MixedPolicy,
+from agentrl_env.testing.context import (
+    CheckContext,
     Policy,
-    RandomPolicy,
-    ReplayPolicy,
     Rollout,
     describe,
+    expert_policy,
+    mixed_policy,
+    random_policy,
+    replay_policy,
 )
+from agentrl_env.testing.fuzz import FuzzCase, fuzz_cases
+from agentrl_env.testing.report import CheckOutcome, failed, passed, skipped, warned
 from agentrl_env.types import TRUNCATED, FunctionSpec, Message, SessionStatus, StepResult, ToolCall
 
 EXPERT_EPISODES = 20
@@ -174,7 +174,7 @@ async def limits(context: CheckContext) -> CheckOutcome:
 async def retry(context: CheckContext) -> CheckOutcome:
     """Does a repeated step return the stored result, and is a gap in the numbering rejected?"""
     index = context.indices(1)[0]
-    message = (await context.play(RandomPolicy(0), index)).actions[0]
+    message = (await context.play(random_policy(0), index)).actions[0]
     session = await context.open(index)
     twin = await context.client.resume(session.session_id)
     context.doing = "one step, sent twice at the same time"
@@ -243,12 +243,12 @@ async def random_play(context: CheckContext) -> CheckOutcome:
     """Does the environment survive valid calls, and answer each of them?"""
     turns, by_chance = 0, []
     for index in context.while_time(context.indices(10)):
-        policies: list[Policy] = [RandomPolicy(index)]
-        for policy in [*policies, MixedPolicy(index)] if context.has_expert else policies:
-            rollout = await context.play(policy, index)
+        rollouts = [await context.play(random_policy(index), index)]
+        by_chance.append(rollouts[0].success)
+        if context.has_expert:
+            rollouts.append(await context.play(mixed_policy(index), index))
+        for rollout in rollouts:
             turns += len(rollout.turns)
-            if isinstance(policy, RandomPolicy):
-                by_chance.append(rollout.success)
             if rollout.failure:
                 return failed(f"{rollout.name}: {rollout.failure}")
             for turn in rollout.turns:
@@ -274,33 +274,37 @@ def _answer_problem(action: Message, result: StepResult) -> str | None:
 
 def _explorers(context: CheckContext, seed: int) -> list[Policy]:
     """Return a random policy, and the expert if there is one, which reaches later states."""
-    return [RandomPolicy(seed), *([ExpertPolicy()] if context.has_expert else [])]
+    return [random_policy(seed), *([expert_policy] if context.has_expert else [])]
+
+
+async def _explored(context: CheckContext, count: int) -> AsyncIterator[Rollout]:
+    """Yield episodes of up to ``count`` samples, each played by all explorers."""
+    for index in context.while_time(context.indices(count), least=1):
+        for policy in _explorers(context, index):
+            yield await context.play(policy, index, seed=index + 1)
 
 
 async def seed_replay(context: CheckContext) -> CheckOutcome:
     """Do the same sample, seed and actions give the same episode twice?"""
     count = 0
-    for index in context.while_time(context.indices(6), least=1):
-        for policy in _explorers(context, index):
-            first = await context.play(policy, index, seed=index + 1)
-            second = await context.play(ReplayPolicy(first.actions), index, seed=index + 1)
-            count += 1
-            if difference := first.difference(second):
-                return failed(
-                    f"{first.name}, played twice, differs in {difference}. "
-                    "Draw every random choice from the rng passed to reset()."
-                )
+    async for first in _explored(context, 6):
+        count += 1
+        if difference := first.difference(await context.replay(first)):
+            return failed(
+                f"{first.name}, played twice, differs in {difference}. "
+                "Draw every random choice from the rng passed to reset()."
+            )
     return passed(f"{count} episodes were identical when played again.")
 
 
 async def seed_effect(context: CheckContext) -> CheckOutcome:
     """Do different seeds give different problems, unless the problems come from a data set?"""
-    for policy in [*_explorers(context, 0), RandomPolicy(1)]:
+    for policy in [*_explorers(context, 0), random_policy(1)]:
         first = await context.play(policy, index=None, seed=0)
         if first.sample.data:
             return skipped("Problems come from a data set; the seed need not change them.")
         for seed in context.while_time(range(1, 13)):
-            other = await context.play(ReplayPolicy(first.actions), index=None, seed=seed)
+            other = await context.play(replay_policy(first.actions), index=None, seed=seed)
             if first.difference(other):
                 return passed(f"Seeds 0 and {seed} give different episodes.")
     return warned("Every seed gave the same episode; is the rng passed to reset() used?")
@@ -309,31 +313,22 @@ async def seed_effect(context: CheckContext) -> CheckOutcome:
 async def order(context: CheckContext) -> CheckOutcome:
     """Is an episode the same after other episodes, or does state leak between them?"""
     count = 0
-    for index in context.while_time(context.indices(3), least=1):
-        for policy in _explorers(context, index):
-            before = await context.play(policy, index, seed=index + 1)
-            for other in context.indices(4):
-                await context.play(RandomPolicy(other), other, seed=other + 2)
-                count += 1
-            after = await context.play(ReplayPolicy(before.actions), index, seed=index + 1)
-            if difference := before.difference(after):
-                return failed(
-                    f"{before.name}, played again after {count} others, differs in {difference}. "
-                    "Some state outlives a session: a class attribute, a global, a file."
-                )
+    async for before in _explored(context, 3):
+        for other in context.indices(4):
+            await context.play(random_policy(other), other, seed=other + 2)
+            count += 1
+        if difference := before.difference(await context.replay(before)):
+            return failed(
+                f"{before.name}, played again after {count} others, differs in {difference}. "
+                "Some state outlives a session: a class attribute, a global, a file."
+            )
     return passed(f"Episodes were identical after {count} others in between.")
 
 
 async def isolation(context: CheckContext) -> CheckOutcome:
     """Do concurrent sessions give the same results as sequential ones?"""
-    alone: list[Rollout] = []
-    for index in context.while_time(context.indices(4), least=1):
-        for policy in _explorers(context, index):
-            alone.append(await context.play(policy, index, seed=index + 1))
-    expected = [rollout for rollout in alone for _ in range(2)]
-    concurrent = await context.play_interleaved(
-        [(ReplayPolicy(r.actions), int(r.sample.index or 0), r.sample.seed) for r in expected]
-    )
+    expected = [rollout async for alone in _explored(context, 4) for rollout in (alone, alone)]
+    concurrent = await context.replay_interleaved(expected)
     if len(concurrent) < 2:
         return skipped("The server has no capacity for two sessions at the same time.")
     for one, other in zip(expected, concurrent, strict=False):
@@ -350,20 +345,18 @@ async def fork(context: CheckContext) -> CheckOutcome:
     if "fork" not in context.task.capabilities:
         return skipped("The task does not support forks: it has no snapshot() and restore().")
     count = 0
-    for index in context.while_time(context.indices(4), least=1):
-        for policy in _explorers(context, index):
-            whole = await context.play(policy, index, seed=index + 1)
-            for turn in sorted({0, len(whole.turns) // 2, max(len(whole.turns) - 1, 0)}):
-                try:
-                    problem = await _fork_problem(context, whole, turn)
-                except ServerFull:
-                    return skipped("The server has no capacity for three sessions at the same time.")
-                if problem:
-                    return failed(
-                        f"{whole.name}, forked after turn {turn}: {problem} snapshot() must hold all that "
-                        "later turns depend on, the random generator too; restore() must only set it on self."
-                    )
-                count += 2
+    async for whole in _explored(context, 4):
+        for turn in sorted({0, len(whole.turns) // 2, max(len(whole.turns) - 1, 0)}):
+            try:
+                problem = await _fork_problem(context, whole, turn)
+            except ServerFull:
+                return skipped("The server has no capacity for three sessions at the same time.")
+            if problem:
+                return failed(
+                    f"{whole.name}, forked after turn {turn}: {problem} snapshot() must hold all that "
+                    "later turns depend on, the random generator too; restore() must only set it on self."
+                )
+            count += 2
     return passed(f"{count} forks gave the results of their originals.")
 
 
@@ -375,15 +368,15 @@ async def _fork_problem(context: CheckContext, whole: Rollout, turn: int) -> str
     index, seed = whole.sample.index, whole.sample.seed
     original = await context.open(index, seed)
     prefix = Rollout(sample=original.sample, opening=original.messages)
-    await context.play_on(original, ReplayPolicy(whole.actions[:turn]), prefix)
+    await context.play_on(original, replay_policy(whole.actions[:turn]), prefix)
     stray, twin = await context.fork(original, 2)
     for session in (stray, twin):
         if (session.turn, session.status, session.messages) != (turn, original.status, original.messages):
             return f"the fork is at turn {session.turn}, {session.status}."
-    await context.play_on(stray, RandomPolicy(seed + turn), prefix.copy())
+    await context.play_on(stray, random_policy(seed + turn), prefix.copy())
     for name, session in (("the fork", twin), ("the original", original)):
         played = prefix.copy()
-        await context.play_on(session, ReplayPolicy(whole.actions), played)
+        await context.play_on(session, replay_policy(whole.actions), played)
         await session.close()
         if difference := whole.difference(played):
             return f"{name} differs from the episode without forks in {difference}."
@@ -437,7 +430,7 @@ async def oracle(context: CheckContext) -> CheckOutcome:
         return skipped("No expert is available: the task has none, or the server lacks --oracle.")
     played = []
     for split, index in context.while_time(_expert_plan(context), least=4):
-        rollout = await context.play(ExpertPolicy(), index, split=split)
+        rollout = await context.play(expert_policy, index, split=split)
         played.append(rollout)
         if rollout.failure:
             return failed(f"{rollout.name}: {rollout.failure}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
@@ -94,21 +95,9 @@ class Report(BaseModel):
         return "\n".join([self.summary(), *lines])
 
 
-def passed(evidence: str) -> CheckOutcome:
-    """Return a pass."""
-    return CheckOutcome(verdict=Verdict.PASS, evidence=evidence)
+def _outcome(verdict: Verdict, evidence: str) -> CheckOutcome:
+    return CheckOutcome(verdict=verdict, evidence=evidence)
 
 
-def warned(evidence: str) -> CheckOutcome:
-    """Return a warning."""
-    return CheckOutcome(verdict=Verdict.WARN, evidence=evidence)
-
-
-def failed(evidence: str) -> CheckOutcome:
-    """Return a failure."""
-    return CheckOutcome(verdict=Verdict.FAIL, evidence=evidence)
-
-
-def skipped(evidence: str) -> CheckOutcome:
-    """Return a skip."""
-    return CheckOutcome(verdict=Verdict.SKIP, evidence=evidence)
+passed, warned, failed, skipped = (partial(_outcome, verdict) for verdict in Verdict)
+"""Each returns the outcome with its verdict, from a sentence of evidence."""

@@ -209,14 +209,14 @@ async def test_workers_end_with_a_killed_parent():
         until_dead(pids)
 
 
-async def test_stop_drains_and_a_second_signal_hurries():
+async def test_stop_drains_and_a_second_signal_ends_the_drain():
     with serving("--workers", "2", "--drain", "60") as (process, url):
         async with EnvClient.connect(url, timeout=30) as client:
             found = await workers_of(client)
             process.send_signal(signal.SIGTERM)
             for pid, session in found.items():
                 assert await ask(session) == pid
-            process.send_signal(signal.SIGTERM)  # hurries
+            process.send_signal(signal.SIGTERM)  # ends the drain
             assert process.wait(30) == 0
             until_dead(found)
 

@@ -294,13 +294,13 @@ def test_close_is_idempotent_and_reset_reconnects(env):
     assert env.reset(seed=1) == first
 
 
-def test_connects_on_first_use():
+def test_connection_is_made_on_first_use():
     env = GymEnv("http://127.0.0.1:9", "guess")
     env.close()
 
 
 @pytest.mark.parametrize("used", [False, True])
-def test_pickle_before_and_after_use(used, env, server):
+def test_pickled_environment_works_before_and_after_use(used, env, server):
     remote = GymEnv(server.url, "guess", token=server.token)
     if used:
         env.reset(seed=1)
@@ -338,7 +338,7 @@ env.close()
     assert ran.stderr == ""
 
 
-def test_works_inside_a_running_event_loop(env):
+def test_environment_works_inside_a_running_event_loop(env):
     async def notebook_cell():
         env.reset(seed=1)
         return env.step(call(1))[0][-1]["content"]
@@ -346,7 +346,7 @@ def test_works_inside_a_running_event_loop(env):
     assert asyncio.run(notebook_cell()) in ("higher", "lower", "Correct!")
 
 
-def test_works_in_gymnasiums_async_vector_env(server):
+def test_environment_works_in_gymnasiums_async_vector_env(server):
     class_path = f"{Path(__file__).parent}"
     code = f"""
 import gymnasium

@@ -215,7 +215,7 @@ def test_local_and_remote_episodes_are_identical(server, make):
 
 
 @pytest.mark.parametrize("where", ["local", "remote"])
-def test_256_concurrent_sessions(where, server, make):
+def test_256_sessions_run_concurrently(where, server, make):
     remote = {"url": server.url, "token": server.token, "task": "pick"}
     env = make(256, **(remote if where == "remote" else {}))
     conversations, infos = env.reset(seed=0)
@@ -242,7 +242,7 @@ def test_steps_of_one_call_are_concurrent(make):
     assert env.step([call(0)] * 100)[1].tolist() == [0.0] * 100
 
 
-def test_result_types(make):
+def test_results_have_the_types_of_gymnasium(make):
     env = make(2)
     assert isinstance(env, VectorEnv)
     conversations, _ = env.reset(seed=0)
@@ -306,7 +306,7 @@ def test_make_vec_defaults_to_disabled_autoreset():
     env.close()
 
 
-def test_environment_gym_vec():
+def test_gym_vec_of_an_environment_class_is_a_vector_env():
     env = Pick.gym_vec(3, autoreset_mode="SameStep", split="test")
     assert isinstance(env, GymVectorEnv)
     assert (env.num_envs, env.autoreset_mode) == (3, AutoresetMode.SAME_STEP)
@@ -339,7 +339,7 @@ def test_int_seed_gives_environment_i_seed_plus_i(make):
 
 
 @pytest.mark.parametrize("form", [list, tuple, np.array])
-def test_list_of_seeds(form, make):
+def test_list_gives_each_environment_its_seed(form, make):
     env = make(3)
     assert env.reset(seed=form([5, 3, 5]))[1]["seed"].tolist() == [5, 3, 5]
 
@@ -416,7 +416,7 @@ def test_invalid_reset_mask_is_rejected(mask, error, make):
     assert env.running.all()
 
 
-def test_options_for_all_or_for_each(make):
+def test_options_apply_to_all_or_to_each(make):
     env = make(3, Pages, split="test")
     assert words(env.reset(options={"index": 2})[0]) == ["test2"] * 3
     assert words(env.reset(options={"index": [0, 0, 4]})[0]) == ["test0", "test0", "test4"]
@@ -667,7 +667,7 @@ def test_close_ignores_an_unreachable_server(make):
     assert not env.running.any()
 
 
-def test_reset_after_a_server_restart():
+def test_reset_works_after_a_server_restart():
     server = ServerProcess(f"{__file__}:Pick", port=free_port())
     with server:
         env = GymVectorEnv(2, client=lambda: EnvClient(HttpBackend(server.url, patience=0.1)))
@@ -691,7 +691,7 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def test_server_with_exactly_enough_sessions(make):
+def test_server_with_exactly_enough_sessions_suffices(make):
     env = make(4, client=lambda: Pick.local(max_sessions=4))
     for _ in range(3):
         env.reset(seed=0)
@@ -732,7 +732,7 @@ def test_environments_share_one_client_and_one_task_request(make):
     assert (len(made), len(asked)) == (1, 1)
 
 
-def test_connects_on_first_use():
+def test_connection_is_made_on_first_use():
     env = GymVectorEnv(2, "http://127.0.0.1:9", "pick")
     assert env.render() is None
     env.close()
@@ -766,7 +766,7 @@ def test_close_closes_the_sessions(server):
 
 
 @pytest.mark.parametrize("used", [False, True])
-def test_pickle_before_and_after_use(used, server, make):
+def test_pickled_environment_works_before_and_after_use(used, server, make):
     env = make(2, url=server.url, token=server.token, task="pick", autoreset_mode="SameStep")
     env.reset(seed=1)
     if used:
@@ -844,7 +844,7 @@ def test_coroutines_equal_the_methods(server, make):
     assert_same(asyncio.run(trainer()), (other.reset(seed=3), other.step([call(1), call(2), call(3)])))
 
 
-def test_works_inside_a_running_event_loop(make):
+def test_environment_works_inside_a_running_event_loop(make):
     env = make(2)
 
     async def notebook_cell():

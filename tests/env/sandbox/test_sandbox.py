@@ -172,13 +172,13 @@ class TestLimits:
         assert own.alive
         assert len(processes(own)) == 2
 
-    def test_timeout(self, own):
+    def test_command_is_killed_at_its_timeout(self, own):
         done = own.run("trap '' TERM; echo begun; sleep 1000 & sleep 1000", timeout=0.3)
         assert (done.timed_out, done.killed_by, done.stdout, done.code) == (True, "timeout", "begun\n", None)
         assert "(killed: it ran longer than 0.3 s)" in done.text
 
     @pytest.mark.parametrize("command", ["yes", "cat /dev/zero", "cat /dev/urandom >&2", "yes & yes >&2"])
-    def test_endless_output(self, own, command):
+    def test_command_with_endless_output_is_killed(self, own, command):
         done = own.run(command, timeout=60.0)
         assert done.killed_by == "output"
         assert 1000 < max(len(done.stdout), len(done.stderr)) <= own.limits.max_output
@@ -189,21 +189,21 @@ class TestLimits:
         assert (done.code, done.truncated, len(done.stdout), done.stderr) == (0, True, 100, "end\n")
         assert "the first 100 bytes are shown" in done.text
 
-    def test_memory(self, own):
+    def test_command_that_exceeds_memory_is_killed(self, own):
         done = own.run("python3 -c 'x = bytearray(10**9)'")
         assert done.code != 0
         if cgroups.find():
             assert done.killed_by == "memory"
             assert "out of memory, the limit is 64 MiB" in done.text
 
-    def test_memory_of_many_processes_together(self, own):
+    def test_memory_of_all_processes_is_limited_together(self, own):
         if not cgroups.find():
             pytest.skip("no cgroups can be created here: the memory limit is per process")
         hog = "python3 -c 'import time; x = bytearray(20 << 20); time.sleep(100)'"
         done = own.run(f"for i in 1 2 3 4 5 6 7 8; do {hog} & done; wait -n; echo $?")
         assert done.killed_by == "memory"
 
-    def test_processes(self, own):
+    def test_number_of_processes_is_limited(self, own):
         done = own.run(":(){ :|:& };:")
         assert "fork" in done.stderr or done.code == 0
         assert len(processes(own)) == 2
@@ -216,17 +216,17 @@ class TestLimits:
         assert "can't start new thread" in own.run(["python3", "-c", code]).stderr
 
     @pytest.mark.parametrize("place", [".", "/tmp", "/dev/shm", "/usr/local/bin", "/"])
-    def test_disk(self, own, place):
+    def test_size_of_all_files_is_limited(self, own, place):
         done = own.run(f"dd if=/dev/zero of={place}/big bs=1M")
         assert "No space left on device" in done.stderr
         with pytest.raises(OSError, match="No space left"):
             own.write("more", b"x" * (1 << 20))
         own.run(f"rm -f {place}/big more")
 
-    def test_number_of_files(self, own):
+    def test_number_of_files_is_limited(self, own):
         assert "No space left" in own.run("mkdir d; cd d; seq 100000 | xargs touch; rm -rf ../d").stderr
 
-    def test_processors(self):
+    def test_processor_time_is_limited(self):
         if "cpu" not in cgroups.find():
             pytest.skip("no cpu cgroups can be created here")
         burn = "import time\nend = time.time() + 1\nwhile time.time() < end: pass\nprint(time.process_time())"
