@@ -1,4 +1,4 @@
-"""Step 1 of 9: dataset -> TaskSample. Chooses the problem of an episode, and its seed."""
+"""Step 1 of 9: dataset -> TaskSample. Selects the problem and the seed of an episode."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Samples(Protocol):
 
 
 class EndlessSamples:
-    """Endless samples without data: the seed alone determines the problem."""
+    """Endless samples without data: the seed determines the problem."""
 
     def __getitem__(self, index: int, /) -> dict[str, Any]:
         """Return the empty data of any sample."""
@@ -35,14 +35,14 @@ class EndlessSamples:
 
 
 def stable_seed(*parts: object) -> int:
-    """Return a seed that is a hash of ``parts``, the same in every process."""
+    """Return a seed derived from a hash of ``parts``, the same in every process."""
     text = json.dumps(parts, sort_keys=True, default=str)
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest) >> (64 - SEED_BITS)
 
 
 class Dataset:
-    """The splits of one environment class, each read once."""
+    """The splits of one environment class, each loaded once."""
 
     def __init__(self, environment: type[Environment]) -> None:
         self._environment = environment
@@ -65,7 +65,7 @@ class Dataset:
         return self._splits[name]
 
     def info(self) -> dict[str, SplitInfo]:
-        """Return the size of every split; None where it is endless."""
+        """Return the size of every split; None for an endless one."""
         return {name: SplitInfo(num_samples=_length(self.split(name))) for name in self._environment.splits}
 
     def sample(
@@ -75,12 +75,18 @@ class Dataset:
         seed: int | None = None,
         data: Mapping[str, Any] | None = None,
     ) -> TaskSample:
-        """Choose one sample.
+        """Return one sample.
 
-        Without ``index`` the seed picks one, at random where both are missing. Without ``seed`` it is a
-        hash of (task, split, index), so that siblings have the same problem. ``data`` replaces the
-        dataset's. Raises UnknownSample, and DefinitionError where the data is
-        not JSON.
+        Args:
+            split: Split of the dataset.
+            index: Index of the sample; by default the seed picks one, at random without a seed.
+            seed: Seed of the episode; by default a hash of (task, split, index), so that siblings have the
+                same problem.
+            data: Data to use instead of the dataset's.
+
+        Raises:
+            UnknownSample: There is no such split or index.
+            DefinitionError: The data is not JSON.
         """
         samples = self.split(split)
         if data is not None:

@@ -1,4 +1,4 @@
-"""The one class a task's author subclasses."""
+"""``Environment``, the base class of all tasks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class Environment(ABC):
-    """A task: one instance lives for one session, its ``@tool`` methods are what the model can do.
+    """Base class of a task: each session has its own instance, whose ``@tool`` methods are the model's tools.
 
     Methods may be plain or ``async``. Plain ones run on a thread, unless ``blocking`` is False.
     Tools return ``str | Message | list[Message] | Reply | Done``; raising ``ToolError`` answers the
-    model, any other exception ends the session as ``failed_environment``.
+    model; any other exception ends the session as ``failed_environment``.
     """
 
     name: ClassVar[str]
@@ -35,13 +35,13 @@ class Environment(ABC):
     max_turns: ClassVar[int] = 20
     """Turns until the episode is truncated."""
     max_seconds: ClassVar[float | None] = None
-    """Seconds until the episode is truncated, thinking time included."""
+    """Seconds until the episode is truncated, including the time between steps."""
     tool_timeout: ClassVar[float] = 30.0
     """Seconds one tool call (or ``respond``, ``score``, ``expert``) may take."""
     reset_timeout: ClassVar[float] = 60.0
     """Seconds ``reset`` may take, and ``close``."""
     blocking: ClassVar[bool] = True
-    """True if plain methods may block; False runs them on the event loop: quick pure Python."""
+    """True if plain methods may block; False runs them on the event loop, for quick pure Python."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -51,7 +51,7 @@ class Environment(ABC):
 
     @abstractmethod
     def reset(self, sample: TaskSample, rng: np.random.Generator) -> Any:
-        """Begin the episode and return what the model is told: ``str | Message | list[Message]``."""
+        """Start the episode and return its opening messages: ``str | Message | list[Message]``."""
 
     def respond(self, text: str) -> Any:
         """Answer an assistant turn without a tool call; same return values as a tool."""
@@ -59,11 +59,11 @@ class Environment(ABC):
         return Reply(f"Call one of the tools: {names}.", metrics={"invalid_calls": 1.0})
 
     def close(self) -> Any:
-        """Release what the session holds; called exactly once."""
+        """Release the resources of the session; called exactly once."""
         return None
 
     def score(self) -> Any:
-        """Return named metrics of the whole episode, at its end; ``success`` decides success."""
+        """Return metrics of the whole episode at its end; ``success`` overrides the default criterion."""
         return {}
 
     def expert(self, rng: np.random.Generator) -> Any:
@@ -73,58 +73,58 @@ class Environment(ABC):
     def snapshot(self) -> Any:
         """Return the state of the episode between two turns: any value that can be deep-copied.
 
-        With ``restore`` it lets a session be forked. It must hold all that later turns depend on,
-        the random generator too where they draw from it, and nothing that several sessions cannot
-        share (a connection, a process): hold what such a thing is made from instead. It must not
-        change the episode, which goes on. The SDK copies the value at once, one for each fork, so
-        most tasks can write ``return vars(self)``. Same deadline as a tool.
+        Defining ``snapshot`` and ``restore`` makes sessions forkable. The state must contain everything
+        that later turns depend on, including the random generator if they use it, and nothing that
+        sessions cannot share, such as a connection or a process: store its parameters instead.
+        ``snapshot`` must not change the episode, which continues. The SDK copies the value immediately,
+        once for each fork, so most tasks can write ``return vars(self)``. Has the timeout of a tool.
 
-        Where a controller continues the sessions of dead servers elsewhere (``--resume``), it is called
+        If a controller continues the sessions of dead servers elsewhere (``--resume``), it is called
         after every step, and the value is encoded as plain data (``agentrl_env.session.state_codec``):
         None, bool, int, float, str, bytes, list, tuple, set, frozenset, dict, deque, NumPy arrays, scalars
         and generators, ``random.Random``, the models of ``agentrl_env.types``, and dataclasses, pydantic
         models and enums that the task's package defines at the top level of a module. They are decoded
-        without calling ``__init__``. A session whose state holds anything else, or takes more than 1 MiB,
-        ends with its server.
+        without calling ``__init__``. A session whose state contains anything else, or exceeds 1 MiB, is
+        lost with its server.
         """
         raise NotSupported(f"task {self.name!r} has no snapshot")
 
     def restore(self, state: Any) -> Any:
-        """Continue from what ``snapshot`` returned; called on a new instance instead of ``reset``.
+        """Restore the state returned by ``snapshot``; called on a new instance instead of ``reset``.
 
-        ``state`` is this instance's own copy: ``vars(self).update(state)`` undoes
-        ``return vars(self)``. The return value is not used. Same deadline as ``reset``.
+        ``state`` is this instance's own copy: ``vars(self).update(state)`` is the inverse of
+        ``return vars(self)``. The return value is ignored. Has the timeout of ``reset``.
         """
         raise NotSupported(f"task {self.name!r} has no snapshot")
 
     @classmethod
     def samples(cls, split: str) -> Samples:
-        """Return the samples of a split: indexable, lazy, of dicts. Endless and empty by default."""
+        """Return the samples of a split, an indexable collection of dicts; by default endless and empty."""
         return EndlessSamples()
 
     @classmethod
     def startup(cls) -> Any:
-        """Open what all sessions of a process share (a database server, an index)."""
+        """Open resources that all sessions of a process share, such as a database server or an index."""
         return None
 
     @classmethod
     def shutdown(cls) -> Any:
-        """Release what ``startup`` opened."""
+        """Release the resources that ``startup`` opened."""
         return None
 
     @classmethod
     def tool_specs(cls) -> tuple[ToolSpec, ...]:
-        """Return the tools as a model is told about them."""
+        """Return the tool definitions for the model."""
         return toolset(cls).specs
 
     @classmethod
     def description(cls) -> str:
-        """Return what the task is about: the class's docstring."""
+        """Return the description of the task: the docstring of the class."""
         return inspect.cleandoc(cls.__doc__ or "")
 
     @classmethod
     def overrides(cls, method: str) -> bool:
-        """Return whether the author wrote ``method``, rather than inheriting the default."""
+        """Return whether the task overrides the default ``method``."""
         return inspect.getattr_static(cls, method) is not vars(Environment)[method]
 
     @classmethod

@@ -1,41 +1,41 @@
-"""Every error of this package, drawn as a tree.
+"""The hierarchy of all errors of this package.
 
 AgentRLError
-├── ToolError                 raised by a tool: a message to the model, the turn is spent
-├── DefinitionError           an Environment class that cannot work as written
+├── ToolError                 raised by a tool to answer the model; the turn counts
+├── DefinitionError           an invalid Environment class
 ├── TargetError               a TARGET that cannot be loaded
 ├── ServeError                a server that cannot start (port in use, no token, ...)
-├── LaunchError               an image, a container or a fleet that cannot be made as asked
-├── SandboxUnavailable        a task wants a sandbox and this machine offers none
-├── SandboxFailed             a sandbox broke, which is not what a command in it did
+├── LaunchError               an image, a container or a fleet that cannot be created
+├── SandboxUnavailable        a task requires a sandbox and this machine supports none
+├── SandboxFailed             an infrastructure failure of a sandbox, not of a command in it
 ├── StateError                a session's state that cannot be encoded or decoded
-├── ServerUnreachable         nobody answers at the URL
-├── CallTimeout               the server is there, the answer did not come in time
-├── ProtocolError             the peer speaks something else
+├── ServerUnreachable         no server answers at the URL
+├── CallTimeout               the server did not answer in time
+├── ProtocolError             the peer uses another protocol
 └── WireError                 crosses the wire: a ``type`` and one fixed HTTP status
 ├── InvalidRequest        422  malformed body or argument
 ├── Unauthorized          401  token missing or wrong
-├── Forbidden             403  an agent token where it needs the operator's, or another session's
+├── Forbidden             403  the token does not permit this call
 ├── UnknownRoute          404  no such path
 ├── MethodNotAllowed      405  no such method on this path
-├── UnknownTask           404  no such task here
+├── UnknownTask           404  no such task on this server
 ├── UnknownSample         404  no such split or index
 ├── UnknownSession        404  never existed, or ended too long ago
 ├── RequestTimeout        408  the request did not arrive in time
 ├── SeqConflict           409  a gap in the numbering of steps
 ├── SessionEnded          409  a new step in a session that has ended
 ├── SessionExpired        410  idle past its lease
-├── SessionLost           410  its server died or left; what it last did is unknown
+├── SessionLost           410  its server died or left; the outcome of its last step is unknown
 ├── BodyTooLarge          413  over the size limit
 ├── HeadersTooLarge       431  over the limit of the headers
-├── StepPending           425  in a batch: not ready yet, ask again with the same seq
-├── RateLimited           429  more requests than the client may make, with ``Retry-After``
-├── NotSupported          501  the task or the server does not offer it
-├── EnvironmentFailed     500  the author's code broke outside a step (reset, expert)
+├── StepPending           425  in a batch: still running, to be repeated with the same seq
+├── RateLimited           429  too many requests of the client, with ``Retry-After``
+├── NotSupported          501  the task or the server does not support the call
+├── EnvironmentFailed     500  an exception in author code outside a step (reset, expert)
 ├── InternalError         500  a bug in the server
 ├── ServerFull            503  no free session, with ``Retry-After``
-├── ServerDraining        503  shutting down, takes no new sessions
-└── StateUnavailable      503  what the controllers of a fleet share cannot be reached
+├── ServerDraining        503  shutting down, accepts no new sessions
+└── StateUnavailable      503  the shared state of a fleet's controllers cannot be reached
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class AgentRLError(Exception):
 
 
 class ToolError(AgentRLError):
-    """Raise it in a tool to tell the model what it did wrong; the text is the tool's answer."""
+    """Raised by a tool to report a mistake to the model; the text is the tool's answer."""
 
 
 class DefinitionError(AgentRLError):
-    """An Environment class cannot work as written; the message says what to change."""
+    """An Environment class is invalid; the message names the change to make."""
 
 
 class TargetError(AgentRLError):
@@ -63,31 +63,31 @@ class TargetError(AgentRLError):
 
 
 class ServeError(AgentRLError):
-    """A server cannot start as asked."""
+    """A server cannot start as configured."""
 
 
 class LaunchError(AgentRLError):
-    """An image, a container or a fleet of servers cannot be made as asked."""
+    """An image, a container or a fleet of servers cannot be created as configured."""
 
 
 class SandboxUnavailable(AgentRLError):
-    """A task wants a sandbox and this machine offers none; the message says what to install or allow."""
+    """A task requires a sandbox and this machine supports none; the message names what is missing."""
 
 
 class SandboxFailed(AgentRLError):
-    """A sandbox broke or is closed: an infrastructure failure, not what a command in it did."""
+    """A sandbox failed or is closed: an infrastructure failure, not one of a command in it."""
 
 
 class StateError(AgentRLError):
-    """The state of a session holds what no snapshot may hold, or bytes that should encode one do not."""
+    """The state of a session cannot be encoded, or bytes do not encode a valid state."""
 
 
 class ServerUnreachable(AgentRLError):
-    """Nobody answers at the URL."""
+    """No server answers at the URL."""
 
 
 class CallTimeout(AgentRLError):
-    """The server did not answer within the caller's deadline."""
+    """The server did not answer within the caller's timeout."""
 
 
 class ProtocolError(AgentRLError):
@@ -125,7 +125,7 @@ class Unauthorized(WireError):
 
 
 class Forbidden(WireError):
-    """The token is good, but not for this call."""
+    """The token is valid, but does not permit this call."""
 
     type = "forbidden"
     status = 403
@@ -160,14 +160,14 @@ class UnknownSample(WireError):
 
 
 class UnknownSession(WireError):
-    """The session never existed, or ended so long ago that it is forgotten."""
+    """The session never existed, or ended so long ago that the server has removed it."""
 
     type = "unknown_session"
     status = 404
 
 
 class RequestTimeout(WireError):
-    """The request did not arrive whole in time."""
+    """The request was not received completely in time."""
 
     type = "request_timeout"
     status = 408
@@ -188,14 +188,14 @@ class SessionEnded(WireError):
 
 
 class SessionExpired(WireError):
-    """The session was idle past its lease and everything it held is released."""
+    """The session was idle past its lease and its resources are released."""
 
     type = "session_expired"
     status = 410
 
 
 class SessionLost(WireError):
-    """The server that held the session died or left; a step under way may have happened or not."""
+    """The server of the session died or left; a running step may have been applied or not."""
 
     type = "session_lost"
     status = 410
@@ -223,21 +223,21 @@ class StepPending(WireError):
 
 
 class RateLimited(WireError):
-    """The client makes more requests than it may; ``retry_after`` is how many seconds to wait."""
+    """The client exceeds its rate limit; ``retry_after`` is the number of seconds to wait."""
 
     type = "rate_limited"
     status = 429
 
 
 class NotSupported(WireError):
-    """The task, or the server as it was started, does not offer this call."""
+    """The task, or the server as configured, does not support this call."""
 
     type = "not_supported"
     status = 501
 
 
 class EnvironmentFailed(WireError):
-    """The author's code broke outside a step, so there is no result to put it in."""
+    """Author code raised an exception outside a step, so that there is no result to carry it."""
 
     type = "environment_failed"
     status = 500
@@ -251,21 +251,21 @@ class InternalError(WireError):
 
 
 class ServerFull(WireError):
-    """Every session of the server is taken."""
+    """The server has no free session."""
 
     type = "server_full"
     status = 503
 
 
 class ServerDraining(WireError):
-    """The server is shutting down and takes no new sessions."""
+    """The server is shutting down and accepts no new sessions."""
 
     type = "server_draining"
     status = 503
 
 
 class StateUnavailable(WireError):
-    """The shared state of a fleet's controllers cannot be reached; open sessions go on."""
+    """The shared state of a fleet's controllers cannot be reached; open sessions continue."""
 
     type = "state_unavailable"
     status = 503

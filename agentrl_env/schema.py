@@ -1,4 +1,4 @@
-"""From a method's signature and docstring to a JSON Schema, and arguments checked against it."""
+"""Derives JSON Schemas from method signatures and docstrings, and validates arguments against them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _MAX_ECHO = 80
 
 
 class ArgumentError(Exception):
-    """The model's arguments do not fit; the text is one line that the model can read."""
+    """The arguments from the model are invalid; the text is one line for the model."""
 
 
 class Arguments:
-    """The arguments of one tool: their JSON Schema, and how to read them."""
+    """The arguments of one tool: their JSON Schema and their parser."""
 
     def __init__(self, function: Callable[..., Any], owner: str) -> None:
         self._where = f"{owner}.{function.__name__}"
@@ -41,8 +41,8 @@ class Arguments:
     def parse(self, text: str) -> dict[str, Any]:
         """Return keyword arguments from the JSON text of a call. Raises ArgumentError.
 
-        Types are strict (``"7"`` is not an integer), so that what is accepted is what the schema
-        says. Blank text stands for no arguments.
+        Validation is strict (``"7"`` is not an integer), so that it accepts exactly what the schema
+        permits. Blank text means no arguments.
         """
         try:
             return self._validate(text if text.strip() else "{}", strict=True)
@@ -123,7 +123,7 @@ class Arguments:
 
 
 def echo(value: Any) -> str:
-    """Return a short, printable, ASCII form of something a model sent."""
+    """Return a short, printable ASCII form of a value from a model."""
     text = json.dumps(value, default=str)
     return text if len(text) <= _MAX_ECHO else text[: _MAX_ECHO - 3] + "..."
 
@@ -152,12 +152,12 @@ def parse_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _continues(line: str, current: str) -> bool:
-    """True if an indented line belongs to the entry above it: deeper than entries are."""
+    """Return whether an indented line continues the entry above it: it is indented deeper than entries."""
     return bool(current) and len(line) - len(line.lstrip()) > 4
 
 
 def _described(annotation: Any, description: str) -> Any:
-    # A description the author wrote in Field(...) wins: pydantic merges the outermost last.
+    # A description in the author's Field(...) takes precedence; pydantic merges the outermost last.
     for extra in getattr(annotation, "__metadata__", ()):
         if getattr(extra, "description", None):
             return annotation
@@ -172,7 +172,7 @@ def _json_default(value: Any) -> dict[str, Any]:
 
 
 def _plain(schema: dict[str, Any]) -> dict[str, Any]:
-    """Drop pydantic's generated titles: noise in a prompt. A property named title stays."""
+    """Return the schema without generated titles, which are noise in a prompt."""
     schema = {key: value for key, value in schema.items() if key != "title"}
     for key, value in schema.items():
         if key in _SUBSCHEMA_MAPS:

@@ -1,7 +1,7 @@
-"""The words environments, servers and trainers speak in.
+"""Data models shared by environments, servers and trainers.
 
-Everything here crosses a wire, so it is a frozen pydantic model in OpenAI chat format. Messages only: no
-token id is ever seen in this package.
+All of them cross a wire, so they are frozen pydantic models in OpenAI chat format. They carry messages only:
+no token id is ever seen in this package.
 
 Example, one turn of a session::
 
@@ -31,14 +31,14 @@ _absent = partial(operator.is_, None)
 
 
 class FunctionCall(_Frozen):
-    """The function part of a tool call; ``arguments`` is the JSON text exactly as the model wrote it."""
+    """The function part of a tool call; ``arguments`` is the unparsed JSON text from the model."""
 
     name: str
     arguments: str = "{}"
 
 
 class ToolCall(_Frozen):
-    """One call of one tool, as an assistant message carries it."""
+    """One call of one tool in an assistant message."""
 
     id: str
     type: Literal["function"] = "function"
@@ -67,7 +67,7 @@ class Message(_Frozen):
         return cls(role="assistant", content=content, tool_calls=calls or None)
 
     def wire(self) -> dict[str, Any]:
-        """Return the OpenAI chat form, absent fields left out, ``content`` always there."""
+        """Return the OpenAI chat form: absent fields are omitted, except ``content``."""
         return self.model_dump()
 
 
@@ -80,14 +80,14 @@ class FunctionSpec(_Frozen):
 
 
 class ToolSpec(_Frozen):
-    """A tool as the model is told about it, in OpenAI format."""
+    """The definition of a tool in OpenAI format."""
 
     type: Literal["function"] = "function"
     function: FunctionSpec
 
 
 class TaskSample(_Frozen):
-    """One problem of one task: which one it is (``task, split, index``), its seed and its data."""
+    """One problem of one task: its identity (``task, split, index``), seed and data."""
 
     task: str
     split: str = "train"
@@ -97,7 +97,7 @@ class TaskSample(_Frozen):
 
 
 class SplitInfo(_Frozen):
-    """How many samples a split has; null means that it never ends."""
+    """Number of samples in a split; null if it is endless."""
 
     num_samples: int | None = None
 
@@ -114,17 +114,17 @@ class TaskInfo(_Frozen):
 
 
 class SessionStatus(StrEnum):
-    """How a session stands; everything but RUNNING is final."""
+    """Status of a session; all but RUNNING are final."""
 
     RUNNING = "running"
     COMPLETED = "completed"
-    """The task ended: goal reached or failed for good (``terminated``)."""
+    """The task ended, in success or failure (``terminated``)."""
     TRUNCATED_TURNS = "truncated_turns"
     """The turn limit was reached (``truncated``)."""
     TRUNCATED_TIME = "truncated_time"
     """The session's time limit was reached (``truncated``)."""
     FAILED_ENVIRONMENT = "failed_environment"
-    """The environment broke; the reward means nothing and must not be trained on."""
+    """The environment failed; the reward is meaningless and must not be trained on."""
     CANCELLED = "cancelled"
     """Closed by the client before its end."""
     EXPIRED = "expired"
@@ -140,7 +140,7 @@ TRUNCATED = (SessionStatus.TRUNCATED_TURNS, SessionStatus.TRUNCATED_TIME)
 
 
 class StepResult(_Frozen):
-    """The environment's answer to one assistant message; ``reward`` is this step's alone."""
+    """The environment's answer to one assistant message; ``reward`` is the reward of this step only."""
 
     session_id: str
     seq: int
@@ -159,7 +159,7 @@ class StepResult(_Frozen):
 
 
 class SessionInfo(_Frozen):
-    """A session as it was opened, or as it stands now (``GET /v1/sessions/{id}``)."""
+    """State of a session, when it was opened or now (``GET /v1/sessions/{id}``)."""
 
     session_id: str
     task: str
@@ -173,5 +173,5 @@ class SessionInfo(_Frozen):
     last: StepResult | None = None
     info: Mapping[str, Any] = Field(default_factory=dict)
     agent_token: str | None = Field(default=None, exclude_if=_absent)
-    """May step this session and read how it stands, and no more; in the answer that opened it alone,
-    where the server has a token."""
+    """Token that permits only to step and read this session; present only in the answer that opened it,
+    if the server requires a token."""

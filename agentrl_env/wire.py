@@ -19,14 +19,14 @@ from agentrl_env.types import Message, SessionInfo, SessionStatus, StepResult, T
 PROTOCOL_VERSION = 1
 PROTOCOL_HEADER = "x-agentrl-protocol"
 SOCKET_HEADER = "x-agentrl-socket"
-"""Response header with the path of the WebSocket that takes the same calls."""
+"""Response header with the path of the WebSocket that accepts the same calls."""
 SOCKET_PATH = "/v1/ws"
 SOCKET_PROTOCOL = "agentrl.v1"
 """WebSocket subprotocol of ``/v1/ws``."""
 LINK_PATH = "/v1/link"
-"""WebSocket endpoint of a controller, where servers connect; calls travel from the controller."""
+"""WebSocket endpoint of a controller to which servers connect; the controller sends the calls."""
 SEED_BITS = 53
-"""Seeds stay below 2**53, so that every JSON reader keeps them exact."""
+"""Seeds are below 2**53, so that every JSON parser represents them exactly."""
 _INT64 = 2**63
 
 
@@ -51,7 +51,7 @@ class OpenRequest(_Model):
     """Body of ``POST /v1/sessions``."""
 
     task: str = ""
-    """Optional where the server has one task only."""
+    """Optional if the server has a single task."""
     split: str = "train"
     index: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | str | None = None
     seed: int | None = Field(default=None, ge=0, lt=_INT64)
@@ -232,9 +232,9 @@ class Transcript(_Model):
     reward: float
     """Sum of the rewards so far."""
     messages: tuple[Message, ...] = ()
-    """The opening messages, where requested."""
+    """The opening messages, if requested."""
     tools: tuple[ToolSpec, ...] = ()
-    """The tools, where the opening messages are requested."""
+    """The tools, if the opening messages are requested."""
     turns: tuple[TranscriptTurn, ...] = ()
 
 
@@ -268,10 +268,10 @@ class FleetInfo(_Model):
 
 
 def siblings(request: OpenRequest, n: int) -> list[OpenRequest]:
-    """Return ``n`` requests of the same problem, each with an idempotency key of its own."""
+    """Return ``n`` requests for the same problem, each with its own idempotency key."""
     update: dict[str, Any] = {"n": None}
     if request.index is None and request.seed is None and request.sample is None:
-        update["seed"] = secrets.randbits(SEED_BITS)  # or each sibling would get another problem
+        update["seed"] = secrets.randbits(SEED_BITS)  # otherwise each sibling would get another problem
     key = request.request_id
     return [
         request.model_copy(update={**update, "request_id": key and f"{key}/{number}"}) for number in range(n)
@@ -451,7 +451,7 @@ class Frame(_Model):
 
 
 class SessionRow(_Model):
-    """One open session, as its server reports it to a controller."""
+    """One open session, as reported by its server to a controller."""
 
     session_id: str
     task: str
@@ -479,14 +479,14 @@ class Beat(_Model):
     ended: tuple[str, ...] = ()
     draining: bool = False
     leaving: bool = False
-    """The server shuts down in order and holds no session any more."""
+    """True if the server is shutting down gracefully and has no open session."""
 
 
 class Welcome(_Model):
     """Answer of a controller to a hello: ``{"welcome": {...}}``, or ``{"lost": true}``.
 
-    ``lost`` means that the server was away for too long and its sessions are reported lost: it ends them
-    and connects again under another id.
+    ``lost`` means that the server was disconnected for too long and its sessions are reported lost: it ends
+    them and reconnects with another id.
     """
 
     beat_s: float

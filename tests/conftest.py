@@ -1,4 +1,4 @@
-"""What several folders need: a tiny model and a tiny tokenizer, both made on the spot."""
+"""Fixtures of several folders: a tiny random model and a tiny tokenizer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-# How long an example takes says something about the machine, and nothing about the code.
-settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("unhurried")
+# The duration of an example depends on the machine rather than on the code.
+settings.register_profile("no_deadline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no_deadline")
 
 CHAT_TEMPLATE = """\
 {%- if tools %}<|im_start|>system
@@ -32,7 +32,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer, so that any text can be written in it."""
+    """Return a byte-level tokenizer, which can encode any text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -70,7 +70,7 @@ def make_model(seed: int = 0, vocabulary: int = 261) -> Qwen3ForCausalLM:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Let a report hold text alone that crosses between processes; some tests log what UTF-8 cannot carry."""
+    """Replace lone surrogates, which some tests log, so that reports can be sent between processes."""
     report = yield
     report.sections = [(name, text.encode("utf-8", "replace").decode()) for name, text in report.sections]
     return report

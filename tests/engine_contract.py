@@ -1,4 +1,4 @@
-"""What every engine must do, told once: a folder's tests subclass ``EngineContract`` for their own engine."""
+"""Tests of the behaviour that every engine has: subclasses of ``EngineContract`` run them on an engine."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def _reference(seed: int) -> Qwen3ForCausalLM:
 
 
 class ServingEngine(MeasuredEngine, WeightSync, Protocol):
-    """What a run needs of an engine."""
+    """The interfaces of an engine that a run needs."""
 
 
 @dataclass
 class Subject:
-    """An engine under test, and which weights each of its policies holds."""
+    """An engine under test, with the weights of each of its policies."""
 
     engine: ServingEngine
     tolerance: float
@@ -108,9 +108,9 @@ async def sampled(engine: MeasuredEngine, count: float) -> None:
 
 
 class EngineContract:
-    """Subclasses give the fixture ``subject``: an engine that stops at token 2 and holds 512 tokens."""
+    """Subclasses define the fixture ``subject``: an engine that stops at token 2 and holds 512 tokens."""
 
-    async def test_each_list_has_an_entry_a_token_and_the_end_is_named(self, subject: Subject) -> None:
+    async def test_completion_has_one_entry_per_token_and_a_finish_reason(self, subject: Subject) -> None:
         done = await asyncio.gather(
             *(subject.generate(prompt(n), key=f"lists {n}", max_new_tokens=40, seed=n) for n in range(12))
         )
@@ -124,7 +124,7 @@ class EngineContract:
         assert {completion.policy for completion in done} == {"current"}
 
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
-    async def test_logprobs_are_those_of_the_model_over_the_turns_of_many_sessions(
+    async def test_logprobs_match_the_model_across_turns_and_sessions(
         self, subject: Subject, temperature: float
     ) -> None:
         async def session(number: int) -> float:
@@ -142,7 +142,7 @@ class EngineContract:
 
         assert max(await asyncio.gather(*(session(n) for n in range(9)))) < subject.tolerance
 
-    async def test_temperature_zero_takes_the_likeliest_token(self, subject: Subject) -> None:
+    async def test_temperature_zero_is_greedy(self, subject: Subject) -> None:
         context = prompt(3)
         greedy, other = await asyncio.gather(
             subject.generate(context, key="greedy", temperature=0.0),
@@ -156,7 +156,7 @@ class EngineContract:
         assert subject.difference(context, greedy) < subject.tolerance
         assert subject.difference(context, other) < subject.tolerance
 
-    async def test_a_draw_depends_on_its_seed_and_not_on_its_neighbours(self, subject: Subject) -> None:
+    async def test_sampling_depends_on_the_seed_and_not_on_the_batch(self, subject: Subject) -> None:
         async def draw(key: str, number: int) -> Sequence[int]:
             done = await subject.generate(
                 prompt(number), key=f"{key} {number}", max_new_tokens=12, seed=number
@@ -166,7 +166,7 @@ class EngineContract:
         alone = [await draw("alone", n) for n in range(6)]
         assert alone == await asyncio.gather(*(draw("together", n) for n in range(6)))
 
-    async def test_new_weights_are_in_force_when_publish_returns(self, subject: Subject) -> None:
+    async def test_new_weights_are_in_use_when_publish_returns(self, subject: Subject) -> None:
         context = prompt(1, 40)
         first = await subject.generate(context, key="grows", seed=1)
         context = [*context, *first.token_ids, *prompt(2, 5)]
@@ -175,7 +175,9 @@ class EngineContract:
         assert set(done.versions) == {version}
         assert subject.difference(context, done) < subject.tolerance
 
-    async def test_weights_change_in_the_middle_and_every_token_says_by_which(self, subject: Subject) -> None:
+    async def test_tokens_carry_their_version_when_weights_change_during_generation(
+        self, subject: Subject
+    ) -> None:
         running = [
             asyncio.create_task(subject.generate(prompt(n), key=f"long {n}", max_new_tokens=490, seed=n))
             for n in range(8)
@@ -189,7 +191,7 @@ class EngineContract:
             assert list(completion.versions) == sorted(completion.versions)
             assert subject.difference(prompt(number), completion) < subject.tolerance
 
-    async def test_policies_hold_their_own_weights(self, subject: Subject) -> None:
+    async def test_policies_have_their_own_weights(self, subject: Subject) -> None:
         both = await subject.publish(seed=version_seed(subject))
         newer = await subject.publish(version_seed(subject), "current")
         stale = await subject.generate(prompt(1), key="cross", policy="stale", seed=1)
@@ -200,18 +202,16 @@ class EngineContract:
         assert subject.difference(prompt(1), current) < subject.tolerance
 
     @pytest.mark.parametrize("length", [0, MAX_CONTEXT - 5, MAX_CONTEXT + 1])
-    async def test_a_context_without_room_is_refused(self, subject: Subject, length: int) -> None:
+    async def test_context_without_room_is_rejected(self, subject: Subject, length: int) -> None:
         with pytest.raises(EngineError, match="no room"):
             await subject.generate(prompt(1, length), key="long")
 
-    async def test_a_full_context_is_used_to_its_last_token(self, subject: Subject) -> None:
+    async def test_generation_fills_the_context_to_its_last_token(self, subject: Subject) -> None:
         context = prompt(1, MAX_CONTEXT - 6)
         done = await subject.generate(context, key="full", seed=1)
         assert subject.difference(context, done) < subject.tolerance
 
-    async def test_releasing_a_session_is_idempotent_and_ends_nothing_of_others(
-        self, subject: Subject
-    ) -> None:
+    async def test_release_is_idempotent_and_does_not_affect_other_sessions(self, subject: Subject) -> None:
         running = asyncio.create_task(subject.generate(prompt(1), key="other", max_new_tokens=60, seed=1))
         for key in ("never seen", "never seen", "lists 1"):
             subject.engine.release(key)
@@ -219,7 +219,7 @@ class EngineContract:
         assert again.token_ids
         assert (await running).token_ids
 
-    async def test_a_cancelled_call_is_taken_back(self, subject: Subject) -> None:
+    async def test_cancelled_call_stops_generating(self, subject: Subject) -> None:
         before = subject.engine.statistics()["sampled_tokens"]
         long = [
             asyncio.create_task(
@@ -235,7 +235,7 @@ class EngineContract:
         done = await subject.generate(prompt(2), key="after", max_new_tokens=2, seed=1)
         assert len(done.token_ids) <= 2
 
-    async def test_it_counts_what_it_does(self, subject: Subject) -> None:
+    async def test_statistics_count_tokens_and_busy_time(self, subject: Subject) -> None:
         before = subject.engine.statistics()
         done = await subject.generate(prompt(77, 30), key="counted", seed=1)
         await sampled(subject.engine, before["sampled_tokens"] + len(done.token_ids))
@@ -245,5 +245,5 @@ class EngineContract:
 
 
 def version_seed(subject: Subject) -> int:
-    """Return a seed of weights that were not published yet."""
+    """Return a seed of weights that have not been published."""
     return subject.version + 1

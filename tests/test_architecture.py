@@ -168,7 +168,7 @@ def test_docstring_of_a_step_names_its_number(number: int, path: str) -> None:
     assert docstring.startswith(f"Step {number} of 9")
 
 
-def test_no_other_module_claims_to_be_a_step() -> None:
+def test_only_steps_number_themselves() -> None:
     claiming = [p for p in SOURCES if (ast.get_docstring(ast.parse(p.read_text())) or "").startswith("Step ")]
     steps = {relative(path) for path in claiming}
     assert steps - set(STEPS.values()) <= {"agentrl_train/loss.py", "agentrl_train/chat.py"}
@@ -187,7 +187,7 @@ def test_imports_have_no_cycle() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def test_files_and_functions_keep_their_size() -> None:
+def test_files_and_functions_are_within_their_size_limits() -> None:
     large = []
     for path in SOURCES + TASKS + EXAMPLES:
         text = path.read_text()
@@ -205,7 +205,7 @@ def test_module_names_describe_their_content() -> None:
     assert [relative(p) for p in SOURCES + TASKS if BANNED_NAMES & set(re.split(r"[/_.]", relative(p)))] == []
 
 
-def test_nothing_is_left_unfinished() -> None:
+def test_no_unfinished_work_is_marked() -> None:
     marks = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError)\b|except (Exception|BaseException)?:\s*pass")
     assert {relative(p): found for p in SOURCES if (found := marks.findall(p.read_text()))} == {}
 

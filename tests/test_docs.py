@@ -86,7 +86,7 @@ def test_python_blocks_of_a_page_run_in_order(
     page: Path, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("AGENTRL_ALLOW_UNSAFE_SANDBOX", "1")  # only where there is no other sandbox
+    monkeypatch.setenv("AGENTRL_ALLOW_UNSAFE_SANDBOX", "1")  # only without another sandbox
     module = ModuleType("documented")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for block in blocks(page):
@@ -108,7 +108,7 @@ def test_json_block_is_a_request_of_the_wire(block: Block) -> None:
 
 
 @of("toml")
-def test_toml_block_is_read_by_its_command(
+def test_toml_block_is_parsed_by_its_command(
     block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for folder in ("environments", "examples"):
@@ -206,7 +206,7 @@ def test_named_files_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES[:2], ids=name)
-def test_links_of_files_outside_the_site_lead_to_files(page: Path) -> None:
+def test_links_of_files_outside_the_site_resolve(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         assert target.startswith("https:") or (page.parent / target).exists(), target
 

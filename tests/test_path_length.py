@@ -1,4 +1,4 @@
-"""Number of the project's files that one step and one token enter, counted by the interpreter's profiler."""
+"""Counts the project's files that one step and one token enter, with the interpreter's profiler."""
 
 import asyncio
 import sys

@@ -1,8 +1,8 @@
 """Household: search a house for a thing and bring it to a place.
 
 Level 1 has one thing in the house and names it in one word. Level 2 adds look-alikes. Level 3 names the
-place by another thing that has to be found as well. At every level most things lie where they usually
-do, which the task does not reveal: a policy that learns it finds things sooner.
+place by another thing that has to be found as well. At every level most things lie at a usual place
+that the task does not reveal: a policy that learns these places finds things sooner.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Shop: search for an article, look at the offers, buy one that is within the budget.
 
 At level 1 an offer says in words whether it is within the budget. Level 2 gives prices, and cheaper
-offers of the wrong colour. Level 3 adds shipping and ratings. Each kind of article has a seller who usually
-has the right offer, which the task does not reveal.
+offers of the wrong colour. Level 3 adds shipping and ratings. Each kind of article has a usual seller with
+the right offer, which the task does not reveal.
 """
 
 from __future__ import annotations

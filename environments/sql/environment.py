@@ -1,6 +1,6 @@
 """SQL: answer a question about a store by querying its databases; the SQL runs on real SQLite.
 
-Level 1 looks up one number by name, without naming the department's database: usually it is the one that
+Level 1 asks for one number by name without naming the department's database, which is usually the one that
 suits the thing. Level 2 asks for counts, sums and extremes under a condition. Level 3 joins orders with
 goods.
 """
@@ -255,7 +255,7 @@ def _department(thing):
 
 
 def _file(thing, goods, rng):
-    """Choose the department of a thing, and move the thing if it is not the usual one."""
+    """Choose the department of a thing, and move the thing there if it is not the usual one."""
     own = _department(thing)
     other = str(rng.choice([department for department in goods if department != own]))
     if rng.random() < ORDER:

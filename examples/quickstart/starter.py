@@ -1,10 +1,10 @@
-"""Make the quickstart's starter policy: a small model that has watched clumsy experts play.
+"""Create the quickstart's starter policy: a small model trained on episodes of noisy experts.
 
     python examples/quickstart/starter.py --output examples/quickstart/starter
 
-Nothing is downloaded. Experts who slip and search at random play the level-1 tasks; a tokenizer is trained on
-what they say; a random Qwen3 model imitates them. It ends up as good as they are, which leaves the rest to
-reinforcement learning. About ten minutes on one free core.
+Nothing is downloaded. Noisy experts that search at random play the level-1 tasks; a tokenizer is trained on
+their messages, and a random Qwen3 model is trained to imitate them. It becomes as good as they are and leaves
+the rest to reinforcement learning. Takes about ten minutes on one free core.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 
 def clumsy(name: str) -> type[Environment]:
-    """Return a starter task whose expert slips and does not know where things are."""
+    """Return a starter task with a noisy expert, which does not know the locations."""
     task = load_target(str(ENVIRONMENTS / name))
     return type(task.__name__, (task,), {"name": name, "expert_noise": EXPERT_NOISE[name]})
 
@@ -43,8 +43,8 @@ def clumsy(name: str) -> type[Environment]:
 def new_tokenizer(texts: Sequence[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE in which a word is one token, in prose as in JSON.
 
-    The usual pattern makes " fridge" and "fridge" two tokens; here blanks stay outside the words, so that a
-    word copied from a sentence into a call is the same token. Without ``texts`` nothing is merged.
+    The usual pattern makes " fridge" and "fridge" two tokens; here blanks are separate from words, so that a
+    word copied from a sentence into a call is the same token. Without ``texts`` there are no merges.
     """
     words = Regex(r" ?[A-Z]{2,} ?|\w+|[^\w]+")
     tokenizer = Tokenizer(models.BPE())
@@ -111,7 +111,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCausa
 
 
 async def make(arguments: argparse.Namespace) -> None:
-    """Play, train the tokenizer, imitate, save."""
+    """Play episodes, train the tokenizer and the model, and save both."""
     clients = {name: EnvClient.local(clumsy(name), max_sessions=arguments.traces) for name in EXPERT_NOISE}
     sources = {name: TaskSource(task=name) for name in clients}
     letters = ChatFormat(new_tokenizer([], vocab_size=0))
@@ -152,7 +152,7 @@ def _report(step: int, metrics: dict[str, float]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the command line and make the starter."""
+    """Parse the command line and create the starter policy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--output", type=Path, default=HERE / "starter")
     parser.add_argument("--traces", type=int, default=5000, help="expert episodes a task")

@@ -1,1 +1,1 @@
-"""Figures, each beside a peer's in the same run and its ceiling: ``make bench``. Nothing here is a test."""
+"""Benchmarks, not tests (``make bench``): each figure is next to a peer's in the same run and its ceiling."""

@@ -7,7 +7,7 @@ import os
 
 PARTS = ("serving", "engine", "learner", "overlap", "longtail", "trl", "sandbox")
 APART = ("vllm",)
-"""Parts that need what `make bench` does not install."""
+"""Parts with requirements that `make bench` does not install."""
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""Sampled tokens a second of the torch engine beside Hugging Face ``generate`` on the same model.
+"""Sampled tokens a second of the torch engine and of Hugging Face ``generate`` with the same model.
 
-Two loads. *One turn*: every prompt at once, all completions of one length; this is where ``generate`` is at
-its best. *Five turns*: sessions whose completions differ in length, with a reply between two turns;
-``generate`` has to prefill the whole history each turn and waits for the longest row.
+There are two loads. *One turn*: all prompts at once with completions of equal length, the best case of
+``generate``. *Five turns*: sessions with completions of different lengths and a reply after each turn;
+``generate`` has to prefill the whole history in each turn and waits for the longest row.
 
-The ceiling is the same model's forward pass alone at the full batch, without sampling or bookkeeping.
+The ceiling is the model's forward pass at the full batch size, without sampling or bookkeeping.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def make_model() -> Qwen3ForCausalLM:
 
 
 def lengths(sessions: int) -> np.ndarray:
-    """Return how many tokens each session says each turn, [sessions, turns]."""
+    """Return the number of tokens of each session and turn, [sessions, turns]."""
     return np.random.default_rng(0).integers(8, 2 * NEW - 8, size=(sessions, TURNS))
 
 
@@ -84,7 +84,7 @@ def ours(sessions: int, *, turns: int, said: np.ndarray) -> float:
 
 @torch.inference_mode()
 def huggingface(sessions: int, *, turns: int, said: np.ndarray) -> float:
-    """Return the same of ``generate``, all sessions in one batch, turn by turn."""
+    """Return the sampled tokens a second of ``generate``, with all sessions in one batch, turn by turn."""
     model = make_model()
 
     def play() -> int:

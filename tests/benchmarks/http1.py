@@ -1,6 +1,6 @@
-"""A small HTTP/1.1 client for the benchmark: constant work per request, so that the servers are measured.
+"""A small HTTP/1.1 client for benchmarks with constant work per request, so that they measure the servers.
 
-General clients search their pool on every request; with thousands waiting that takes most of the time.
+General clients search their pool on every request, which dominates with thousands of waiting requests.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Connection(asyncio.Protocol):
         self._body_at = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Remember where to write."""
+        """Store the transport."""
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """Gather an answer; hand it over once it is whole."""
+        """Buffer an answer; deliver it when it is complete."""
         self._buffer += data
         try:
             if self._status or self._read_head():
@@ -54,16 +54,16 @@ class Connection(asyncio.Protocol):
             self._fail(ProtocolError("the answer is not HTTP/1.1"))
 
     def eof_received(self) -> None:
-        """Take an answer without a length as ended by the end of the connection."""
+        """Complete an answer without a length at the end of the connection."""
         if self._status and self._length is None and not self._chunked:
             self._deliver(bytes(self._buffer[self._body_at :]))
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Tell whoever waits."""
+        """Fail the pending request."""
         self._fail(error or ConnectionResetError("the server closed the connection"))
 
     def request(self, data: bytes) -> asyncio.Future[HttpResponse]:
-        """Send a request; the future gives its answer, or ConnectionError."""
+        """Send a request; return a future of its answer, which may raise ConnectionError."""
         self._answer = asyncio.get_running_loop().create_future()
         self._status, self._body_at = 0, 0
         if self.closed or self._transport is None:
@@ -73,7 +73,7 @@ class Connection(asyncio.Protocol):
         return self._answer
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.closed = True
         if self._transport is not None:
             self._transport.abort()
@@ -84,7 +84,7 @@ class Connection(asyncio.Protocol):
             return False
         first, *lines = bytes(self._buffer[:end]).split(b"\r\n")
         status = int(first.split(b" ", 2)[1])
-        if status < 200:  # an interim answer: the real one follows
+        if status < 200:  # an interim answer, followed by the final one
             del self._buffer[: end + 4]
             return self._read_head()
         self._status, self._body_at = status, end + 4
@@ -125,7 +125,7 @@ class Connection(asyncio.Protocol):
 
 
 class Http1Client:
-    """Requests to one server, over at most ``max_connections`` connections of one event loop."""
+    """Sends requests to one server over at most ``max_connections`` connections of one event loop."""
 
     def __init__(self, url: str, *, headers: Mapping[str, str], max_connections: int) -> None:
         parts = urlsplit(url)
@@ -144,8 +144,8 @@ class Http1Client:
     async def request(self, method: str, path: str, body: bytes = b"", *, timeout: float) -> HttpResponse:
         """Send one request and return its answer.
 
-        Raises TimeoutError after ``timeout`` seconds, OSError where there is no connection or it
-        broke, ProtocolError where the answer is not HTTP, ServerUnreachable after ``aclose``.
+        Raises TimeoutError after ``timeout`` seconds, OSError if the connection fails,
+        ProtocolError if the answer is not HTTP, ServerUnreachable after ``aclose``.
         """
         if self._closed:
             raise ServerUnreachable("this client is closed")
@@ -155,7 +155,7 @@ class Http1Client:
             return await self._exchange(data)
 
     async def aclose(self) -> None:
-        """Hang up every connection; whoever still waits for an answer gets a ConnectionError."""
+        """Close all connections; pending requests raise ConnectionError."""
         self._closed = True
         for connection in list(self._connections):
             connection.close()
@@ -167,7 +167,7 @@ class Http1Client:
         try:
             answer = await connection.request(data)
         except BaseException:
-            connection.close()  # a late answer must not meet the next request
+            connection.close()  # a late answer must not be taken for that of the next request
             raise
         if not connection.closed:
             self._free.append(connection)
@@ -194,12 +194,12 @@ class Http1Client:
 
 
 def _dechunk(buffer: bytearray, at: int) -> bytes | None:
-    """Return a chunked body; None where it is not whole yet."""
+    """Return a chunked body; None if it is incomplete."""
     body = bytearray()
     while (end := buffer.find(b"\r\n", at)) >= 0:
         size = int(bytes(buffer[at:end]).split(b";")[0], 16)
         if size == 0:
-            # Trailers end with an empty line; without any it follows at once.
+            # Trailers end with an empty line, which follows immediately if there are none.
             return bytes(body) if buffer.find(b"\r\n\r\n", end) >= 0 else None
         if len(buffer) < end + 2 + size + 2:
             return None

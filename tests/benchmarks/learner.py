@@ -1,10 +1,10 @@
-"""The learner's trained tokens a second and its share of what the device can multiply (MFU).
+"""The learner's trained tokens a second and model FLOPs utilization (MFU).
 
 Random weights, no download: models of 0.5 and 1.5 billion parameters on a GPU, a tiny one on a CPU, where the
-figures prove the code path and nothing else. Rows are packed; half of the tokens are sampled ones, in turns.
-Useful work a token: 6 operations a body parameter, attention over the tokens before it, and 6 a head weight
-for sampled tokens alone; what is computed a second time to save memory does not count. The ceiling is a large
-matrix product on the same device in the same run.
+figures only exercise the code path. Rows are packed; half of the tokens are sampled ones, in turns. Useful
+work per token: 6 operations per body parameter, attention over the preceding tokens, and for sampled tokens 6
+per head weight; recomputation to save memory does not count. The ceiling is a large matrix product on the
+same device in the same run.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def make_model(size: str, *, device: str) -> Qwen2ForCausalLM:
 
 
 def sequences(count: int, *, longest: int, vocabulary: int) -> list[TokenSequence]:
-    """Return episodes of turns: a stretch that was read, then one as long that was sampled."""
+    """Return episodes of turns: prompt tokens followed by as many sampled tokens."""
     rng = np.random.default_rng(0)
     made = []
     for number in range(count):
@@ -103,7 +103,7 @@ def ceiling(device: str, dtype: torch.dtype) -> float:
 
 
 def moment(device: str) -> float:
-    """Return the time once the device has done all that it was given."""
+    """Return the time after the device has finished all pending work."""
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -138,10 +138,10 @@ def measure(size: str, variant: str, *, device: str, quick: bool) -> dict[str, f
 
 
 def run(*, quick: bool = False) -> None:
-    """Print a row for each model and each way to train it."""
+    """Print a row for each model and each method of training."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        torch.set_num_threads(1)  # two would spin against whatever else runs
+        torch.set_num_threads(1)  # two threads would compete with other processes
     most = ceiling(device, torch.bfloat16 if device == "cuda" else torch.float32)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU, one thread"
     table = Table(title=f"learner on {name}; a large matrix product: {most / 1e12:.2f} TFLOP/s")

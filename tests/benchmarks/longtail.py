@@ -1,16 +1,16 @@
-"""Asynchronous against synchronous training at equal samples where the environment's latency has a long tail.
+"""Asynchronous and synchronous training at equal samples, with a long-tailed latency of the environment.
 
 The quick start's policy learns the shop of ``longtail_task``, whose calls wait for Pareto-distributed times.
 Every run trains the same samples, in the same steps; staleness, loss and seed differ. Synchronous runs wait
-for the slowest episode of each step, asynchronous ones play on meanwhile. Runs of a thread each go two at a
-time: they wait most of the time, and more would wait for processors as well.
+for the slowest episode of each step, asynchronous ones continue to play meanwhile. Runs have one thread each
+and go two at a time: they wait most of the time, and more would also wait for processors.
 
 *Speed* is trained tokens a second over all steps but the first. The ceiling of the ratio is a loop that never
 waits for an environment: the synchronous run's seconds over those in which its engine or its trainer worked,
-whichever is longer, on processors of which each could use its own.
+whichever is longer, with a processor for each.
 
 *Reward* is the share of training episodes that succeed, over the last quarter of the samples, so that no
-evaluation has to wait for the slow environment; below it, along samples and along time.
+evaluation has to wait for the slow environment; further tables show it by samples and by time.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ Record = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What one kind of run is told; every seed makes one run of it."""
+    """The settings of one kind of run, which is repeated for every seed."""
 
     staleness: int
     loss: str
 
     @property
     def name(self) -> str:
-        """How tables call it."""
+        """The name in tables."""
         return "synchronous" if self.staleness == 0 else f"staleness {self.staleness}"
 
 
 def train(folder: Path, setting: Setting, *, seed: int, steps: int) -> list[dict[str, float]]:
-    """Make one run and return its steps' records."""
+    """Train one run and return the records of its steps."""
     name = f"{setting.staleness}-{setting.loss}-{seed}"
     options = [
         *SETTINGS,
@@ -96,7 +96,7 @@ def success(record: Record) -> float:
 
 
 def seconds(records: Sequence[Record]) -> float:
-    """Return how long all steps but the first took."""
+    """Return the duration of all steps but the first."""
     return sum(record["step_seconds"] for record in records[1:])
 
 
@@ -106,7 +106,7 @@ def speed(records: Sequence[Record]) -> float:
 
 
 def idle(records: Sequence[Record], who: str) -> float:
-    """Return the share of the time that the trainer or the engine stood idle."""
+    """Return the share of the time that the trainer or the engine was idle."""
     return sum(record[f"{who}_idle"] * record["step_seconds"] for record in records[1:]) / seconds(records)
 
 
@@ -116,7 +116,7 @@ def last_quarter(records: Sequence[Record]) -> float:
 
 
 def after(records: Sequence[Record], limit_s: float) -> float | None:
-    """Return the success around some seconds after the first step, None if the run was over before."""
+    """Return the success at ``limit_s`` seconds after the first step, None if the run ended earlier."""
     elapsed, near = 0.0, None
     for earlier, record in pairwise(records):
         elapsed += record["step_seconds"]
@@ -127,7 +127,7 @@ def after(records: Sequence[Record], limit_s: float) -> float | None:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return a mean, and its standard deviation where there is one."""
+    """Return the mean, with the standard deviation of several values."""
     return f"{fmean(values):.1%}" + (f" ± {stdev(values):.1%}" if len(values) > 1 else "")
 
 
@@ -143,7 +143,7 @@ def run(*, quick: bool) -> None:
 def collect(
     folder: Path, settings: Sequence[Setting], *, seeds: int, steps: int
 ) -> dict[Setting, list[list[dict[str, float]]]]:
-    """Make every run, seed by seed, ``AT_A_TIME`` side by side."""
+    """Train all runs, seed by seed, ``AT_A_TIME`` concurrently."""
     runs: dict[Setting, list[list[dict[str, float]]]] = {setting: [] for setting in settings}
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         for seed in range(seeds):
@@ -190,7 +190,7 @@ def _speeds(runs: Mapping[Setting, Sequence[Sequence[Record]]]) -> Table:
 
 
 def _curves(runs: Mapping[Setting, Sequence[Sequence[Record]]]) -> Table:
-    """Compare along samples, each quarter of them, and along time, at the ends of the fastest's quarters."""
+    """Compare by samples, per quarter, and by time, at the ends of the quarters of the fastest run."""
     fastest = min(fmean(seconds(one) for one in repeats) for repeats in runs.values())
     marks = [fastest * part / 4 for part in (1, 2, 3, 4)]
     table = Table(title="success of training episodes: by quarter of the samples, and after some seconds")
@@ -202,7 +202,7 @@ def _curves(runs: Mapping[Setting, Sequence[Sequence[Record]]]) -> Table:
             fmean(success(record) for one in repeats for record in one[part * size : (part + 1) * size])
             for part in range(4)
         ]
-        # The fastest run may end a moment before the mean of its kind.
+        # The fastest run may end shortly before the mean of its kind.
         timed = [
             [value for one in repeats if (value := after(one, 0.97 * mark)) is not None] for mark in marks
         ]

@@ -1,8 +1,8 @@
-"""A shop that answers late: most calls within half a second, a few after ten.
+"""A shop with slow calls: most take up to half a second, a few more than ten.
 
 Each call waits for a Pareto-distributed time, ``SHORTEST_S (1 - u) ** (-1 / SHAPE)``, at most ``LONGEST_S``.
-An episode's waits are drawn from its seed, so that everybody who plays it waits as long. Waiting takes no
-processor time.
+An episode's waits are drawn from its seed, so that they are equal in all runs. Waiting takes no processor
+time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Asynchronous against synchronous training at equal samples, on the quick start's own configuration.
+"""Asynchronous and synchronous training at equal samples, with the configuration of the quick start.
 
 The same groups are played and trained twice: with ``max_staleness = 0`` and as configured. Trained tokens a
-second are those of sampled tokens in the loss. The ceiling of the ratio is what perfect overlap of the
-synchronous run's two phases would give, ``(T_play + T_train) / max(T_play, T_train)``, on processors of which
-each phase could use one alone.
+second are those of sampled tokens in the loss. The ceiling of the ratio is that of a perfect overlap of the
+synchronous run's two phases, ``(T_play + T_train) / max(T_play, T_train)``, with a processor for each
+phase.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CONFIG = Path(__file__).parents[2] / "examples/quickstart/train.toml"
 
 
 def train(folder: Path, name: str, *, steps: int, settings: list[str]) -> list[dict[str, float]]:
-    """Run some steps and return their records but the first, which holds the warm-up."""
+    """Run some steps and return their records except the first, which includes the warm-up."""
     options = [f"run.folder={folder}", f"run.name={name}", f"run.steps={steps}", "eval.samples=0"]
     options += ["metrics.tensorboard=false", "metrics.trajectories=0", *settings]
     command = [sys.executable, "-m", "agentrl_train", "run", str(CONFIG)]

@@ -1,7 +1,7 @@
-"""What a sandbox costs: to open, to run a command in, to close; beside bubblewrap called by hand.
+"""Latency of opening a sandbox, running a command and closing it, compared with bare bubblewrap.
 
-By hand means one ``bwrap`` a command with a read-only ``/usr`` and a tmpfs: no overlay, no limits, no files
-that stay. Both are asked in turns, so that a busy machine slows both.
+Bare means one ``bwrap`` per command with a read-only ``/usr`` and a tmpfs: no overlay, no limits and no
+persistent files. Both are measured in turns, so that other load affects both.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def bubblewrap(rounds: int) -> dict[str, list[float]]:
-    """Return what -> milliseconds, one figure a round."""
+    """Return operation -> milliseconds of each round."""
     times: dict[str, list[float]] = {name: [] for name in ("open", "run", "write", "by hand", "close")}
     for _ in range(rounds):
         begin = time.perf_counter()

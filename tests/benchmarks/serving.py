@@ -1,21 +1,20 @@
-"""Steps a second of our server beside OpenEnv 0.10.0 and agentrl-worker 0.4.0 on the same trivial task.
+"""Steps a second of our server, OpenEnv 0.10.0 and agentrl-worker 0.4.0 with the same trivial task.
 
-Server and client share the machine; each server is one process, of one worker. Everybody plays the same
-number of steps, in rounds whose order alternates. Ours is driven in three ways: by ``EnvClient``, a
-coroutine a session, which picks what carries its calls or is told to take its WebSocket alone; and by the
-batch call, one request stepping all sessions. OpenEnv is driven over its WebSocket, one a session, raw;
-AgentRL's worker by a plain loop a session, raw HTTP.
+Server and client share the machine; each server is one process with one worker. All clients play the same
+number of steps, in rounds of alternating order. Our server has three clients: ``EnvClient`` with a coroutine
+per session, which chooses its transport or uses only the WebSocket, and the batch call, where one request
+steps all sessions. The client of OpenEnv is a raw WebSocket per session, that of AgentRL's worker a loop of
+raw HTTP requests per session.
 
-Authors' code runs in one of two ways. *Plain* methods run on threads: the default here and in OpenEnv,
+Author code runs in one of two ways. *Plain* methods run on threads: the default here and in OpenEnv,
 which keeps a thread for each session. *Inline* code runs on the event loop: ``blocking = False`` here,
-``step_async`` in OpenEnv. A task of AgentRL's is a coroutine, always on the event loop. Whoever compares
-like with like takes plain beside plain and inline beside inline.
+``step_async`` in OpenEnv. AgentRL's tasks are coroutines, which always run on the event loop. A fair
+comparison is plain with plain and inline with inline.
 
-There are two ceilings, both FastAPI endpoints that are sent the inline batch call's bytes and answer with
-its bytes: *JSON* reads the request with ``request.json()`` and answers prepared bytes, *FastAPI* parses
-the request to models and makes the answer from models; neither plays anything. The processor time that a
-step takes, of the server and of the client, is told as well: unlike the steps a second it hardly depends
-on what else the machine does.
+There are two ceilings, both FastAPI endpoints that receive and answer the bytes of the inline batch call
+without playing anything: *JSON* reads the request with ``request.json()`` and answers prepared bytes,
+*FastAPI* parses the request to models and builds the answer from models. The tables also have the processor
+time of a step in the server and the client, which hardly depends on other load, unlike the steps a second.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ from tests.benchmarks.serving_players import AgentRLWorker, Batch, Ceiling, Clie
 TASK = Path(__file__).with_name("serving_task.py")
 SESSIONS, QUICK_SESSIONS = (1, 16, 64, 256, 1024, 4096), (1, 64, 1024)
 STEPS, QUICK_STEPS = 8192, 4096
-"""Steps of one round; a lone session plays a fifth. Fewer where the time would not do."""
+"""Steps of one round: a fifth with a single session, and fewer if the time is too short."""
 SECONDS, QUICK_SECONDS = 480.0, 120.0
-"""For all rounds together. There is at least one of each size."""
+"""Total time of all rounds. There is at least one round of each size."""
 MAX_ROUNDS = 6
 COLLECTOR = (200_000, 20, 100)
-"""How seldom garbage is looked for in the players' process, as in our server: by default a third of the time
-of whoever steps thousands of sessions goes into looking."""
+"""Thresholds of the garbage collector in the clients' process, as in our server: with the default ones,
+collection takes a third of the time of a client with thousands of sessions."""
 CEILINGS = {"JSON": "/v1/step", "FastAPI": "/parsed"}
 OWN = {"echo": "plain", "echo_inline": "inline"}
 OPENENV = {"openenv": "OpenEnv, plain", "openenv-inline": "OpenEnv, inline"}
@@ -59,15 +58,15 @@ SHARES = ("of JSON", "of FastAPI", "server µs", "client µs")
 
 @dataclass(slots=True)
 class Tally:
-    """What one player has done in all its rounds."""
+    """Measurements of one player over all rounds."""
 
     seconds: float = 0.0
     server: float = 0.0
-    """Its processor time, in seconds."""
+    """Processor time in seconds."""
     client: float = 0.0
     rounds: int = 0
     steps: list[float] = field(default_factory=list)
-    """The seconds of every step."""
+    """Duration of every step in seconds."""
 
     async def add(self, player: Player, turns: int) -> None:
         """Play one round."""
@@ -84,7 +83,7 @@ class Tally:
         return len(self.steps) / self.seconds
 
     def cells(self, tallies: Mapping[str, Tally]) -> list[str]:
-        """Return the table's cells, beside what the others have done."""
+        """Return the cells of a table row, with ratios to the other players."""
         p50, p99 = (f"{1000 * q:.3g}" for q in np.quantile(self.steps, (0.5, 0.99)))
         peers = [f"{self.rate / tallies[name].rate:.2f}" for name in PEERS.values()]
         shares = [f"{self.rate / tallies[name].rate:.0%}" for name in CEILINGS]
@@ -93,7 +92,7 @@ class Tally:
 
 
 def processor_seconds(pid: int) -> float:
-    """Return what a process has used of the processor; nan where the system does not tell."""
+    """Return the processor time of a process; nan if the system does not provide it."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except FileNotFoundError:
@@ -102,7 +101,7 @@ def processor_seconds(pid: int) -> float:
 
 
 async def measure(players: Sequence[Player], *, sessions: int, steps: int, seconds: float) -> list[Tally]:
-    """Let players play in rounds, in alternating order, until the time is nearly over."""
+    """Play rounds in alternating order until the time is nearly over."""
     begin = perf_counter()
     end, turns = begin + seconds, max(1, steps // sessions // (5 if sessions == 1 else 1))
     warm_up = max(1, turns // 8)
@@ -112,10 +111,10 @@ async def measure(players: Sequence[Player], *, sessions: int, steps: int, secon
             await player.open(sessions)
             stack.push_async_callback(player.close)
             await player.play(warm_up)
-        fitting = int(seconds / (perf_counter() - begin) * warm_up)  # opening counted, so rather fewer
+        fitting = int(seconds / (perf_counter() - begin) * warm_up)  # opening included
         turns = max(1, min(turns, fitting))
         gc.collect()
-        gc.freeze()  # else a player's own client is collected over and over for the sessions of the others
+        gc.freeze()  # otherwise each collection traverses the sessions of all players
         stack.callback(gc.unfreeze)
         stack.callback(gc.set_threshold, *gc.get_threshold())
         gc.set_threshold(*COLLECTOR)
@@ -131,7 +130,7 @@ async def measure(players: Sequence[Player], *, sessions: int, steps: int, secon
 
 
 def divide(sizes: Sequence[int], seconds: float) -> dict[int, float]:
-    """Divide the time: the peers are slower with many sessions, and these take long to open."""
+    """Divide the time: many sessions get more, as they take long to open and the peers are slower."""
     weights = {size: 1.0 if size <= 64 else 1.5 if size <= 256 else 3.0 for size in sizes}
     return {size: seconds * weight / sum(weights.values()) for size, weight in weights.items()}
 
@@ -195,6 +194,6 @@ def line_up(own: ServerProcess, peers: Mapping[str, PeerProcess]) -> list[Player
 
 
 def loop_and_parser() -> str:
-    """Return which of uvicorn's event loops and parsers were there for all servers."""
+    """Return the event loop and the HTTP parser that uvicorn uses in all servers."""
     found = [name for name in ("uvloop", "httptools") if importlib.util.find_spec(name)]
     return "with " + " and ".join(found) if found else "with asyncio's loop and h11"

@@ -1,8 +1,8 @@
-"""What our server is measured against; ``python -m tests.benchmarks.serving_peers NAME`` serves one of them.
+"""Peers of our server in the benchmark; ``python -m tests.benchmarks.serving_peers NAME`` serves one of them.
 
-OpenEnv's application is built and run as its documentation says: ``create_app`` over an ``Environment``,
-uvicorn with one worker. Its one session is one WebSocket. AgentRL's worker is the application that its
-own ``run`` builds, here without an access log; nobody answers its heartbeats.
+OpenEnv's application is built and run as documented: ``create_app`` over an ``Environment``, uvicorn with one
+worker. Each of its sessions is one WebSocket. AgentRL's worker is the application that its own ``run``
+builds, but without an access log; its heartbeats are not answered.
 """
 
 from __future__ import annotations
@@ -99,10 +99,10 @@ class Answers(BaseModel):
 
 
 def bare() -> FastAPI:
-    """Return the ceilings; both answer what they were given before.
+    """Return the application of the ceilings; both answer with data prepared in advance.
 
-    One reads a request as JSON, to plain values, and answers with bytes. The other is what FastAPI's
-    documentation teaches: the request is parsed to models, and models become the answer.
+    One parses a request to plain values and answers with bytes. The other is written as in FastAPI's
+    documentation: the request is parsed to models, and the answer is built from models.
     """
     app = FastAPI()
     kept, answers = b"", Answers(results=[])
@@ -135,7 +135,7 @@ APPS: dict[str, Callable[[], FastAPI]] = {
 
 
 class PeerProcess:
-    """One of ``APPS`` as a child, which ends when its parent does; Ctrl-C does not reach it by itself."""
+    """One of ``APPS`` in a child process, which ends with its parent and does not receive Ctrl-C itself."""
 
     def __init__(self, app: str) -> None:
         self._app, self._url = app, ""
@@ -146,11 +146,11 @@ class PeerProcess:
 
     @property
     def pid(self) -> int:
-        """The child's process id."""
+        """The process id of the child."""
         return self._process.pid
 
     def url(self) -> str:
-        """Return where the child listens, once it does."""
+        """Wait until the child listens and return its URL."""
         if not self._url:
             assert self._process.stdout is not None
             self._url = self._process.stdout.readline().decode().strip()
@@ -162,12 +162,12 @@ class PeerProcess:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        with self._process:  # closes the pipes, and waits
+        with self._process:  # closes the pipes and waits
             self._process.kill()
 
 
 def allow_many_sockets() -> None:
-    """Let this process hold a socket for each session."""
+    """Raise the limit of open files to one socket for each session."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -182,13 +182,13 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     allow_many_sockets()
     app = APPS[sys.argv[1]]()
-    # Of a socket that does not name its protocol asyncio does not know that it is TCP, and leaves Nagle's
+    # asyncio does not recognize a socket without an explicit protocol as TCP and leaves Nagle's
     # algorithm on.
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.bind(("127.0.0.1", 0))
     bound.listen(2048)
     print(f"http://127.0.0.1:{bound.getsockname()[1]}", flush=True)
-    # A connection waits while the others play their rounds.
+    # A connection is idle while the other players play their rounds.
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=600)
     uvicorn.Server(config).run(sockets=[bound])
 

@@ -1,8 +1,7 @@
-"""Who steps the sessions: our client, our batch call, OpenEnv's WebSockets, AgentRL's worker, the ceilings.
+"""Clients of the benchmark: our client, our batch call, OpenEnv, AgentRL's worker and the ceilings.
 
-Each plays a number of turns in all its sessions and returns the seconds that every single step took. Only
-our client builds and reads whole messages. The others send bytes made beforehand and look at the answers
-just closely enough to see that they are no errors.
+Each plays a number of turns in all its sessions and returns the duration of every step. Only our client
+builds and parses whole messages. The others send prepared bytes and only verify that answers are not errors.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ class Player(Protocol):
 
     name: str
     pid: int
-    """The server's process."""
+    """Process id of the server."""
 
     async def open(self, sessions: int) -> None:
         """Open sessions."""
 
     async def play(self, turns: int) -> list[float]:
-        """Step every session so many times; return each step's seconds."""
+        """Step every session ``turns`` times; return the duration of each step in seconds."""
 
     async def close(self) -> None:
         """Close the sessions."""
 
 
 async def play_each(step: list[Callable[[], Awaitable[None]]], turns: int) -> list[float]:
-    """Step sessions independently of one another, each its next turn when it has its answer."""
+    """Step all sessions concurrently, each as soon as it has its previous answer."""
     seconds: list[float] = []
 
     async def play(once: Callable[[], Awaitable[None]]) -> None:
@@ -61,7 +60,7 @@ async def play_each(step: list[Callable[[], Awaitable[None]]], turns: int) -> li
 
 
 async def some_at_once(work: Callable[[], Awaitable[T]], times: int) -> list[T]:
-    """Do something many times, not all at once."""
+    """Run ``work`` several times with bounded concurrency."""
     slots = asyncio.Semaphore(OPENING_AT_ONCE)
 
     async def one() -> T:
@@ -72,7 +71,7 @@ async def some_at_once(work: Callable[[], Awaitable[T]], times: int) -> list[T]:
 
 
 class Client:
-    """Our client, one coroutine a session; it gathers the steps of a moment in requests by itself."""
+    """Our client with one coroutine per session; it batches concurrent steps by itself."""
 
     def __init__(self, url: str, pid: int, *, task: str, mode: str) -> None:
         self.name = f"{'WebSocket' if url.startswith('ws') else 'client'}, {mode}"
@@ -99,7 +98,7 @@ class Client:
 
 
 class Batch:
-    """Our batch call: one request steps all sessions, and the next follows its answer."""
+    """Our batch call: one request after another, each of which steps all sessions."""
 
     path = "/v1/step"
 
@@ -143,7 +142,7 @@ class Batch:
 
 
 class Ceiling(Batch):
-    """The batch call's bytes, both ways, against a bare application; see ``serving_peers.bare``."""
+    """The bytes of the batch call with a bare application; see ``serving_peers.bare``."""
 
     def __init__(self, url: str, pid: int, *, like: Batch, name: str, path: str) -> None:
         super().__init__(url, pid, task="", mode="")
@@ -160,7 +159,7 @@ class Ceiling(Batch):
 
 
 class OpenEnv:
-    """One WebSocket a session, without compression, driven with bare JSON."""
+    """One WebSocket per session without compression, with raw JSON."""
 
     def __init__(self, url: str, pid: int, *, name: str) -> None:
         self.name = name
@@ -192,7 +191,7 @@ class OpenEnv:
 
 
 class AgentRLWorker:
-    """A plain loop in each session: one request a step, over kept-alive connections."""
+    """One raw HTTP request per step, over keep-alive connections."""
 
     name = "agentrl-worker"
 

@@ -1,4 +1,4 @@
-"""The trivial task of the serving benchmark: say something, have it said back. It never ends by itself."""
+"""The trivial task of the serving benchmark: it echoes text and never ends by itself."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""GRPO side by side with TRL's trainer on the CPU: the same tiny model, the same task, equal samples.
+"""GRPO compared with TRL's trainer on the CPU: the same tiny model, the same task, equal samples.
 
 Both start from the quick start's policy and play the one-turn task of ``trl_task``: the same prompt tokens,
 48 new ones at most, groups of 8 scaled by their standard deviation, one update a step with clipping at 0.2
 and 0.28, means over sequences, AdamW with the same learning rate and the same bound on the gradient's norm,
-the same number of threads. TRL samples with Hugging Face ``generate``: vLLM is what it uses on a GPU. They
-take turns seed by seed, so that whatever else the machine does meets all alike.
+the same number of threads. TRL samples with Hugging Face ``generate``; on a GPU it uses vLLM. They take turns
+seed by seed, so that other load affects both.
 
 *Tokens/s* counts the sampled tokens of the episodes trained on, over the time of all steps but the first. The
 ceiling is a loop that never waits: tokens over the time that the engine or the trainer worked, whichever is
 longer, in the synchronous run. *Tokens/CPU s* is by the processor time of the training process, which
-hardly depends on what else the machine does. *Success* is that of the last quarter of the samples.
+hardly depends on other load. *Success* is that of the last quarter of the samples.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def trl(*, seed: int, steps: int, threads: int) -> list[Step]:
 
 
 def ours(*, staleness: int, seed: int, steps: int, threads: int) -> list[Step]:
-    """Run our trainer and return the same, and the idle shares."""
+    """Run our trainer and return the same measurements, and the idle shares."""
     with tempfile.TemporaryDirectory() as folder:
         options = [
             *SETTINGS,
@@ -103,7 +103,7 @@ def speed(steps: Sequence[Step], clock: str = "seconds") -> float:
 
 
 def idle(steps: Sequence[Step], who: str) -> float:
-    """Return the share of the time that one stood idle."""
+    """Return the share of the time that the engine or the trainer was idle."""
     seconds = sum(step["seconds"] for step in steps[1:])
     return sum(step[f"{who}_idle"] * step["seconds"] for step in steps[1:]) / seconds
 

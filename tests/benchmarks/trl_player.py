@@ -1,4 +1,4 @@
-"""TRL's GRPO trainer on the task of ``trl_task``: a line of JSON a step. Run as a process of its own."""
+"""TRL's GRPO trainer on the task of ``trl_task``, in its own process; prints one line of JSON per step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROUP_SIZE = 8
 
 
 async def prompts(chat: ChatFormat, number: int, *, seed: int) -> list[dict[str, str]]:
-    """Return prompts as text that encodes to the tokens that our actor sends, and what is right."""
+    """Return prompts that encode to the tokens of our actor, and the right answers."""
     rows, tokenizer = [], chat.tokenizer
     async with EnvClient.local(FirstPick) as client:
         tools = (await client.open("shop", index=0)).tools
@@ -41,7 +41,7 @@ async def prompts(chat: ChatFormat, number: int, *, seed: int) -> list[dict[str,
 
 
 class Steps(TrainerCallback):  # type: ignore[misc]
-    """Writes each step's reward, sampled tokens and seconds."""
+    """Writes the reward, sampled tokens and seconds of each step."""
 
     def __init__(self, episodes: int) -> None:
         self._episodes = episodes
@@ -107,7 +107,7 @@ def main() -> None:
                 reward(text, one) for text, one in zip(completions, right, strict=True)
             ],
             args=config,
-            # Named by hand: the name that is made of a table's content cannot be made under every pyarrow.
+            # Explicit, as deriving it from the content of a table fails with some versions of pyarrow.
             train_dataset=Dataset(InMemoryTable.from_pylist(rows), fingerprint="prompts"),
             processing_class=tokenizer,
             callbacks=[Steps(chosen.groups * GROUP_SIZE)],

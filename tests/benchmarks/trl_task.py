@@ -1,7 +1,7 @@
-"""One decision of the shop, in one turn: which seller's offer to look at, the search being done.
+"""One decision of the shop in one turn, after the search: the seller whose offer to view.
 
-TRL's own loop ends an episode where the model stops calling tools; an environment cannot end it. A task of
-one turn is the same on both sides: the same prompt tokens, one completion, one reward.
+TRL's own loop ends an episode when the model stops calling tools; an environment cannot end it. A task of
+one turn is equal on both sides: the same prompt tokens, one completion, one reward.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FirstPick(Shop):
 
 
 def reward(text: str, right: str) -> float:
-    """Return what ``FirstPick`` gives for a completion: 1 if its first call names the right seller."""
+    """Return the reward of ``FirstPick`` for a completion: 1 if its first call names the right seller."""
     found = _CALL.search(text)
     try:
         call = json.loads(found.group(1)) if found else {}

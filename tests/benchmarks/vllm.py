@@ -1,7 +1,7 @@
-"""Sampled tokens a second of vLLM through our ``Engine``, beside vLLM driven by itself: the ceiling.
+"""Sampled tokens a second of vLLM through our ``Engine``, compared with raw vLLM, the ceiling.
 
-Both hold the same model with the same arguments and take turns, pass by pass, so that whatever else the
-machine does strikes both. ``make vllm`` must have installed vLLM.
+Both have the same model and arguments and take turns, pass by pass, so that other load affects both.
+Requires ``make vllm``.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ SESSIONS, PROMPT = 64, 60
 
 
 def load(seed: int) -> tuple[list[list[int]], list[int]]:
-    """Return prompts that no pass before had, and how many tokens are to follow each."""
+    """Return prompts that no earlier pass has used, and the length of each completion."""
     draw = np.random.default_rng(seed)
     prompts = draw.integers(3, 500, size=(SESSIONS, PROMPT)).tolist()
     return prompts, draw.integers(16, 48, size=SESSIONS).tolist()
 
 
 class Raw:
-    """vLLM by itself, in a process of its own."""
+    """Raw vLLM in its own process."""
 
     def __init__(self, options: ServingOptions) -> None:
         self._process = subprocess.Popen(
@@ -53,14 +53,14 @@ class Raw:
         self._answer("ready")
 
     def seconds(self, prompts: list[list[int]], lengths: list[int]) -> float:
-        """Return the time of one pass."""
+        """Return the duration of one pass."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([prompts, lengths]) + "\n")
         self._process.stdin.flush()
         return float(self._answer("seconds"))
 
     def _answer(self, word: str) -> str:
-        """Return what follows a word; vLLM's own log goes to the same place."""
+        """Return the text after a word in the output, which also has the log of vLLM."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(word):
@@ -75,7 +75,7 @@ class Raw:
 
 
 async def ours(engine: EnginePool, prompts: list[list[int]], lengths: list[int]) -> float:
-    """Return the time of one pass through our engine."""
+    """Return the duration of one pass through our engine."""
     started = time.perf_counter()
     await asyncio.gather(
         *(
@@ -89,11 +89,11 @@ async def ours(engine: EnginePool, prompts: list[list[int]], lengths: list[int])
 
 
 async def measure(options: ServingOptions, passes: int) -> tuple[list[float], list[float]]:
-    """Return tokens a second of each pass, ours and raw."""
+    """Return the tokens a second of each pass, ours and raw."""
     engine, raw = EnginePool(options, python=str(PYTHON)), Raw(options)
     speeds: tuple[list[float], list[float]] = ([], [])
     try:
-        for number in range(-2, passes):  # the first two warm up
+        for number in range(-2, passes):  # the first two passes are a warm-up
             prompts, lengths = load(number + 2)
             pair = await ours(engine, prompts, lengths), raw.seconds(prompts, lengths)
             if number >= 0:

@@ -1,6 +1,6 @@
-"""Raw vLLM for ``tests.benchmarks.vllm``: run by the interpreter that has it, one pass a line of input.
+"""Raw vLLM for ``tests.benchmarks.vllm``, run by the interpreter with vLLM; each line of input is one pass.
 
-Each line is ``[prompts, lengths]``; the answer is the seconds that ``AsyncLLM`` took for all of them at once.
+A line is ``[prompts, lengths]``; the answer is the time of ``AsyncLLM`` for all prompts at once in seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from agentrl_train.engine.vllm import engine_arguments
 
 
 async def main(options: ServingOptions) -> None:
-    """Answer line by line until the input ends."""
+    """Answer each line until the end of the input."""
     engine = AsyncLLM.from_engine_args(engine_arguments(options))
     print("ready", flush=True)
     number = 0

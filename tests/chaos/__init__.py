@@ -1,1 +1,1 @@
-"""Seeded fault runs: real processes are killed, paused and cut off, and every step is accounted for."""
+"""Seeded fault runs: real processes are killed, paused and disconnected, and every step is accounted for."""

@@ -1,10 +1,10 @@
 """``python -m tests.chaos``: the seeded fault runs, and their account as one JSON object on the last line.
 
 CHAOS_SECONDS and CHAOS_SEED set length and seed: two runs with one seed have the same faults at the same
-times, and clients that decide alike. Each half gets the time; the training half spends a half of it on each
-engine. CHAOS_HALF=serving or training runs one alone, CHAOS_ENGINE=scripted or torch trains with one alone.
-With CHAOS_RESUME=1 other servers go on with the sessions of lost ones; what a lost one did after its last
-answer counts as undone.
+times, and clients that make the same choices. Each half runs for this long; the training half divides it
+between its engines. CHAOS_HALF=serving or training runs one half, CHAOS_ENGINE=scripted or torch one engine.
+With CHAOS_RESUME=1 sessions of lost servers continue on other servers; steps that a lost server applied after
+its last answer count as undone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHOWN_NOTES = 40
 
 
 def main() -> int:
-    """Run, print, and return 1 where anything was lost silently, done twice, leaked, or hung."""
+    """Run, print the account, and return 1 if anything was lost silently, applied twice, leaked or hung."""
     if shutil.which("redis-server") is None:
         print("the fault runs need a real Redis: apt-get install redis-server", file=sys.stderr)
         return 2
@@ -56,7 +56,7 @@ def main() -> int:
 
 def _serving(seed: int, seconds: float) -> ServingReport:
     resume = bool(os.environ.get("CHAOS_RESUME"))
-    words = ", lost servers' sessions go on at others" if resume else ""
+    words = ", sessions of lost servers continue on others" if resume else ""
     print(f"serving: {seconds:g} seconds of faults, seed {seed}{words}", flush=True)
     report = run_in_folder(seed, seconds, resume=resume)
     _show(report, report.account.notes)

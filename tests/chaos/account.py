@@ -1,4 +1,4 @@
-"""The account of a run, from both sides: what clients were told, and what servers have written down."""
+"""The account of a run: compares the outcomes seen by clients with the ledgers of the servers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ REPORTED = frozenset(
         "HungUp",
     }
 )
-"""What tells a client that a step may have happened or not; ``HungUp``: it went away by itself."""
+"""Outcomes after which a step may have been applied or not; ``HungUp``: the client disconnected."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Step:
-    """One step as its client saw it.
+    """One step as seen by its client.
 
-    ``outcome`` is ``answered`` or the name of the error; ``text`` what the environment answered.
+    ``outcome`` is ``answered`` or the name of the error; ``text`` is the answer of the environment.
     """
 
     nonce: str
@@ -37,7 +37,7 @@ class Step:
     text: str = ""
     seconds: float = 0.0
     after_loss: bool = False
-    """The session had been reported lost before."""
+    """True if the session had been reported lost before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Line:
 
 @dataclass(slots=True)
 class Account:
-    """What came of it; ``notes`` say what was wrong, one sentence for each finding."""
+    """Counts of a run; ``notes`` has one sentence for each finding."""
 
     steps: int = 0
     applied_twice: int = 0
@@ -61,16 +61,16 @@ class Account:
     leaked: int = 0
     reported: Counter[str] = field(default_factory=Counter)
     revived: int = 0
-    """Steps that a session answered after it had been reported lost, in the right state."""
+    """Steps that a session answered correctly after it had been reported lost."""
     moved: int = 0
-    """Sessions that one environment has begun, and another gone on with."""
+    """Sessions that continued in another environment."""
     undone: int = 0
-    """Steps in a server that was lost, of which no other knew: played again, or reported lost."""
+    """Steps applied by a lost server after its last checkpoint: repeated elsewhere or reported lost."""
     notes: list[str] = field(default_factory=list)
 
 
 def read_ledgers(folder: Path) -> list[Line]:
-    """Return the lines of all ledgers, in the order of their times."""
+    """Return the lines of all ledgers in order of time."""
     lines: list[Line] = []
     for path in folder.glob("*.ledger"):
         for text in path.read_text().splitlines():
@@ -80,13 +80,13 @@ def read_ledgers(folder: Path) -> list[Line]:
 
 
 def settle(steps: Sequence[Step], lines: Sequence[Line], *, resumed: bool = False) -> Account:
-    """Compare what clients were told of steps with what happened.
+    """Compare the outcomes of steps with the ledgers.
 
     Args:
-        steps: as their clients saw them.
-        lines: of all ledgers.
-        resumed: whether another server goes on with a session whose server is lost, from where its last
-            answer left it. What that one did beyond counts as undone.
+        steps: Steps as seen by their clients.
+        lines: Lines of all ledgers.
+        resumed: Whether sessions of lost servers continue on another server after their last answer. Steps
+            that the lost server applied after it count as undone.
     """
     account = Account()
     happened: dict[str, list[str]] = defaultdict(list)
@@ -121,12 +121,12 @@ def settle(steps: Sequence[Step], lines: Sequence[Line], *, resumed: bool = Fals
     account.moved = sum(len(its) > 1 for its in keys.values())
     for nonce in happened.keys() - known:
         account.lost_silently += 1
-        account.notes.append(f"a step that nobody asked for: {nonce}")
+        account.notes.append(f"an unrequested step: {nonce}")
     return account
 
 
 def _lives(steps: Sequence[Step], lines: Sequence[Line]) -> dict[str, dict[str, float]]:
-    """Return for each session that has answered the environments it lived in, and up to which count."""
+    """Return session id -> environment key -> last count of that environment in the session."""
     before = {line.key: (line.words[0], int(line.words[1])) for line in lines if line.what == "restore"}
     last: dict[str, Step] = {}
     for step in steps:
@@ -144,30 +144,30 @@ def _lives(steps: Sequence[Step], lines: Sequence[Line]) -> dict[str, dict[str, 
 
 
 def _counts(text: str, life: dict[str, float]) -> bool:
-    """Whether a step has happened in a session's life, as far as that went on."""
+    """Return whether a step belongs to the history of a session."""
     key, count, _ = text.split(" ")
     return int(count) <= life.get(key, 0)
 
 
 def _wrong(step: Step, texts: Sequence[str]) -> str | None:
-    """Return what is wrong with a step that happened at most once."""
+    """Return the error of a step that was applied at most once, or None."""
     if step.outcome != "answered":
         if texts and step.outcome not in REPORTED:
-            return "it happened, and its client was told that it did not"
+            return "applied, although its client was told that it was not"
         if step.outcome == "SeqConflict":
-            return "the session has forgotten a step"
+            return "the session has lost a step"
         return None
     if not texts:
-        return "its client has an answer, and it never happened"
+        return "answered, but never applied"
     if step.text != texts[0]:
         return "the answer of another step"
     if step.text.split(" ")[1] != str(step.seq):
-        return "the session stands elsewhere than its client thinks"
+        return "the turn of the session differs from that of its client"
     return None
 
 
 def left_open(lines: Sequence[Line], killed: frozenset[int]) -> list[Line]:
-    """Return the openings of sessions that no process has closed, but for processes that were killed."""
+    """Return the openings of sessions that were not closed, except those of killed processes."""
     closed = {line.key for line in lines if line.what == "close"}
     return [
         line
@@ -177,9 +177,9 @@ def left_open(lines: Sequence[Line], killed: frozenset[int]) -> list[Line]:
 
 
 def opened_twice(lines: Sequence[Line], killed: frozenset[int], patience_s: float) -> list[str]:
-    """Return the names of openings that have made two sessions which both went on.
+    """Return the names of openings that created two sessions which both continued.
 
-    A server that was thought dead may hold a first one until it hears of it: ``patience_s`` seconds.
+    A server that was declared lost may hold the first one for ``patience_s`` seconds, until it is notified.
     """
     closed = {line.key: line.at for line in lines if line.what == "close"}
     made: dict[str, list[Line]] = defaultdict(list)

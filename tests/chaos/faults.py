@@ -1,4 +1,4 @@
-"""What goes wrong, and when: drawn from a seed."""
+"""The schedule of faults, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ WEIGHTS = {
     "refuse redis": 2,
     "roll servers": 1,
 }
-"""How often each fault comes, in proportion."""
+"""Relative frequency of each fault."""
 FIRST_S = 3.0
-"""When the first comes."""
+"""Time of the first fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault: what happens to the ``which``-th of a kind, when, for how long, to how much of it."""
+    """One fault of the ``which``-th target of a kind; ``share`` is the fraction of connections affected."""
 
     at: float
     kind: str

@@ -1,4 +1,4 @@
-"""Clients: each plays one session after another, and keeps a record of every step it asks for."""
+"""Clients: each plays one session after another and records every step that it requests."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from tests.chaos.account import Step
 T = TypeVar("T")
 TASKS = ("ledger", "slow_ledger", "thread_ledger")
 TIMEOUT_S = 20.0
-"""What clients give a call."""
+"""Timeout of a call."""
 SLACK_S = 8.0
-"""What a call may take beyond that on a busy machine; longer is a hang."""
+"""Tolerance beyond the timeout on a busy machine; a longer call is a hang."""
 QUEUE_S = 5.0
 REQUEST_S = 6.0
-"""What the raw client gives one request."""
+"""Timeout of one request of the raw client."""
 UNSURE = (CallTimeout, ServerUnreachable, StateUnavailable)
-"""After these the same call again is safe."""
+"""Errors after which the call can safely be repeated."""
 
 
 class Book:
-    """What all clients have seen."""
+    """Records of all clients."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -46,20 +46,20 @@ class Book:
         self.longest_silence_s = 0.0
 
     def begin(self, session_id: str, seq: int) -> Step:
-        """Add a record of a step that is about to be asked for."""
+        """Add and return the record of a step that is about to be requested."""
         step = Step(nonce=secrets.token_hex(8), session_id=session_id, seq=seq)
         self.steps.append(step)
         return step
 
     def answered(self, step: Step, text: str) -> None:
-        """Take note of an answer."""
+        """Record an answer."""
         step.outcome, step.text = "answered", text
         now = time.monotonic()
         self.longest_silence_s = max(self.longest_silence_s, now - self._last_answer)
         self._last_answer = now
 
     async def timed(self, what: str, call: Awaitable[T], limit_s: float) -> T:
-        """Make a call; one that is not back by its deadline is a hang."""
+        """Await a call; one that exceeds its time limit is recorded as a hang."""
         begin = time.monotonic()
         try:
             async with asyncio.timeout(limit_s + SLACK_S):
@@ -78,11 +78,11 @@ class Player(Protocol):
     """Plays one episode at a time."""
 
     async def episode(self) -> None:
-        """Open a session, step it, and end it in one way or another."""
+        """Open a session, step it, and finish, close or abandon it."""
 
 
 async def play_on(player: Player, until: asyncio.Event) -> None:
-    """Play episodes until it is time to stop; the last one is played to its end."""
+    """Play episodes until ``until`` is set; the last one is completed."""
     while not until.is_set():
         try:
             await player.episode()
@@ -94,11 +94,11 @@ class SessionPlayer:
     """Plays through an ``EnvClient``.
 
     Args:
-        name: of what it plays through.
-        client: several players may share one; their steps then travel in batches.
-        rng: what it does.
-        book: where it writes.
-        think_s: how long it thinks between steps at most.
+        name: Name of the client in the records.
+        client: May be shared by several players, whose steps are then sent in batches.
+        rng: Source of all random choices.
+        book: Records to write to.
+        think_s: Maximum delay between steps.
     """
 
     def __init__(self, name: str, client: EnvClient, rng: random.Random, book: Book, think_s: float) -> None:
@@ -106,7 +106,7 @@ class SessionPlayer:
         self._client, self._rng, self._book, self._think_s = client, rng, book, think_s
 
     async def episode(self) -> None:
-        """Open a session, step it, and end it in one way or another."""
+        """Open a session, step it, and finish, close or abandon it."""
         opening = self._client.open(
             self._rng.choice(TASKS), sample={"opening": secrets.token_hex(8)}, wait=QUEUE_S
         )
@@ -126,7 +126,7 @@ class SessionPlayer:
             await self._step(session, "finish")
         elif way < 0.95:
             await self._book.timed(f"{self._name} close", session.close(), TIMEOUT_S)
-        # else it walks away, and the lease ends the session
+        # otherwise the session is abandoned and expires
 
     async def _fork(self, session: ClientSession) -> None:
         forks = await self._book.timed(f"{self._name} fork", session.fork(2), TIMEOUT_S)
@@ -136,7 +136,7 @@ class SessionPlayer:
                 await self._book.timed(f"{self._name} close", fork.close(), TIMEOUT_S)
 
     async def _step(self, session: ClientSession, tool: str) -> bool:
-        """Take a step; return whether the session goes on."""
+        """Take a step; return whether the session continues."""
         record = self._book.begin(session.session_id, session.turn + 1)
         arguments: dict[str, Any] = {"nonce": record.nonce}
         if session.info.task == "slow_ledger" and tool == "add":
@@ -157,7 +157,7 @@ class SessionPlayer:
         return False
 
     async def _poke(self, session: ClientSession, record: Step, move: ToolCall) -> None:
-        """Ask once more for a step that was reported lost: has the session really ended?"""
+        """Repeat a step that was reported lost, to verify that the session has ended."""
         await asyncio.sleep(self._rng.uniform(0, 3))
         try:
             result = await self._book.timed(f"{self._name} step", session.step(move), TIMEOUT_S)
@@ -168,14 +168,14 @@ class SessionPlayer:
 
 
 class RawPlayer:
-    """Plays with bare HTTP requests, and with bad manners: repeats, sends twice at once, hangs up.
+    """Plays with raw HTTP requests that are repeated, sent concurrently or aborted.
 
     Args:
-        urls: controllers of one fleet.
-        token: the fleet's.
-        rng: what it does.
-        book: where it writes.
-        think_s: how long it thinks between steps at most.
+        urls: Controllers of one fleet.
+        token: Token of the fleet.
+        rng: Source of all random choices.
+        book: Records to write to.
+        think_s: Maximum delay between steps.
     """
 
     def __init__(
@@ -186,11 +186,11 @@ class RawPlayer:
         self._http = httpx.AsyncClient(timeout=REQUEST_S, headers=headers, trust_env=False)
 
     async def aclose(self) -> None:
-        """Hang up."""
+        """Close all connections."""
         await self._http.aclose()
 
     async def episode(self) -> None:
-        """Open a session, step it, and end it in one way or another."""
+        """Open a session, step it, and finish, close or abandon it."""
         name = secrets.token_hex(8)
         wanted = {"task": self._rng.choice(TASKS), "sample": {"opening": name}, "request_id": name}
         answers = await self._ask("open", "POST", "/v1/sessions", wanted)
@@ -222,7 +222,7 @@ class RawPlayer:
         return not results[0].final
 
     async def _ask(self, what: str, method: str, path: str, body: Any) -> list[Any]:
-        """Ask until somebody answers; return all good answers. Raises what was answered."""
+        """Repeat a request until it is answered; return all successful answers. Raises the answered error."""
         return await self._book.timed(f"raw {what}", self._keep_asking(method, path, body), 3 * REQUEST_S)
 
     async def _keep_asking(self, method: str, path: str, body: Any) -> list[Any]:
@@ -240,17 +240,17 @@ class RawPlayer:
                 if isinstance(answer, AgentRLError) and not isinstance(answer, UNSURE):
                     raise answer
             await asyncio.sleep(0.2)
-        raise CallTimeout("nobody answered")
+        raise CallTimeout("no controller answered")
 
     async def _hang_up(self, method: str, path: str, body: Any) -> None:
-        """Send a request, and be gone before its answer."""
+        """Send a request and disconnect before its answer."""
         asking = asyncio.create_task(self._request(method, path, body))
         await asyncio.sleep(self._rng.uniform(0, 0.03))
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
 
     async def _request(self, method: str, path: str, body: Any) -> Any:
-        """Return an answer, the error that was answered, or None where there was neither."""
+        """Return the answer, the answered error, or None if there was neither."""
         url = self._rng.choice(self._urls)
         try:
             response = await self._http.request(method, url + path, json=body)
@@ -263,7 +263,7 @@ class RawPlayer:
 
 
 def _enter(book: Book, record: Step, result: StepResult) -> None:
-    """Write down an answer."""
+    """Record a result."""
     if result.status is SessionStatus.FAILED_ENVIRONMENT:
         record.outcome, record.text = "FailedEnvironment", str(result.info)
     else:

@@ -10,10 +10,10 @@ CHUNK = 65_536
 
 
 class Proxy:
-    """Passes connections on to a port of this machine, as long as it is not told to do otherwise.
+    """Forwards connections to a local port and injects faults.
 
     Args:
-        target: the port behind it.
+        target: Port to forward to.
     """
 
     def __init__(self, target: int) -> None:
@@ -28,12 +28,12 @@ class Proxy:
         self.port = 0
 
     async def start(self) -> None:
-        """Listen."""
+        """Start listening."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=CHUNK)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Listen no more, and cut all."""
+        """Stop listening and abort all connections."""
         self.calm()
         if self._server is not None:
             self._server.close()
@@ -43,31 +43,31 @@ class Proxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def cut(self, rng: random.Random, share: float) -> None:
-        """Break a share of the connections, both ways at once."""
+        """Abort a share of the connections in both directions."""
         for line in self._some(rng, share):
             line.abort()
 
     def cut_in_a_frame(self, rng: random.Random, share: float) -> None:
-        """Pass on the next bytes of a share of the connections in part, then break them."""
+        """Forward part of the next data of a share of the connections, then abort them."""
         for line in self._some(rng, share):
             line.truncate = True
 
     def half_close(self, rng: random.Random, share: float) -> None:
-        """End one direction of a share of the connections."""
+        """Close one direction of a share of the connections."""
         for line in self._some(rng, share):
             line.half_close(rng.random() < 0.5)
 
     def stall(self) -> None:
-        """Hold everything back, without a sign."""
+        """Stop forwarding, with all connections open."""
         self._flowing.clear()
 
     def stall_some(self, rng: random.Random, share: float) -> None:
-        """Let a share of the connections fall silent for good: nothing arrives, nothing breaks."""
+        """Discard all further data of a share of the connections, which stay open."""
         for line in self._some(rng, share):
             line.silent = True
 
     def calm(self) -> None:
-        """Pass on what was held back, and everything from now on."""
+        """End all faults; forward the data held back."""
         self._flowing.set()
         self.delay_s, self.refusing = 0.0, False
 
@@ -89,7 +89,7 @@ class Proxy:
             self._lines.add(line)
             await asyncio.gather(self._pump(line, reader, far_writer), self._pump(line, far_reader, writer))
         except (OSError, asyncio.CancelledError):
-            pass  # whoever is on the other side hears of it below
+            pass  # the connection is aborted below
         finally:
             self._tasks.discard(task)
             if line is None:
@@ -109,7 +109,7 @@ class Proxy:
                 line.abort()
                 return
             if not line.silent:
-                with suppress(RuntimeError):  # this direction was closed
+                with suppress(RuntimeError):  # this direction is closed
                     writer.write(data)
                 await writer.drain()
         if not line.silent:
@@ -118,7 +118,7 @@ class Proxy:
 
 
 class _Line:
-    """One connection and the one behind it."""
+    """A connection of a client and that to the target."""
 
     def __init__(self, near: asyncio.StreamWriter, far: asyncio.StreamWriter) -> None:
         self._near, self._far = near, far

@@ -1,7 +1,7 @@
-"""An engine without a model, in a process that can be killed: what it says depends on the seed alone.
+"""An engine without a model, in a process that can be killed: completions are a function of the seed.
 
 ``python -m tests.chaos.scripted`` answers lines ``{"id", "seed", "longest"}`` with ``{"id", "token_ids"}``.
-Its tokens are of no policy (version -1), so nobody compares their log-probabilities with the trainer's.
+Its tokens are of no policy (version -1), so their log-probabilities are not compared with the trainer's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ANSWER_S = 10.0
 
 
 class ScriptedEngine:
-    """Satisfies ``MeasuredEngine`` and ``WeightSync``; a dead process is replaced by the next call."""
+    """Implements ``MeasuredEngine`` and ``WeightSync``; the next call replaces a dead process."""
 
     def __init__(self) -> None:
         self._process: Process | None = None
@@ -45,7 +45,7 @@ class ScriptedEngine:
         session_key: str,
         policy: str = "current",
     ) -> Completion:
-        """Ask the process; raises ``EngineError`` where it died or is too slow."""
+        """Return a completion from the process. Raises ``EngineError`` if it died or is too slow."""
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         request = {"id": number, "seed": sampling.seed, "longest": sampling.max_new_tokens}
@@ -70,12 +70,12 @@ class ScriptedEngine:
         )
 
     def release(self, session_key: str) -> None:
-        """Nothing is kept."""
+        """Do nothing: the engine has no session state."""
 
     def publish(
         self, state: Mapping[str, Any], *, policy_version: int, policies: Sequence[str] = ("current",)
     ) -> None:
-        """Nothing changes."""
+        """Do nothing: the engine has no weights."""
 
     def statistics(self) -> Mapping[str, float]:
         """Return running totals."""
@@ -83,7 +83,7 @@ class ScriptedEngine:
         return {"sampled_tokens": float(self._sampled), "prefilled_tokens": 0.0, "busy_s": busy_s}
 
     async def close(self) -> None:
-        """End the process."""
+        """Kill the process."""
         if self._process is not None and self._reading is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -114,7 +114,7 @@ class ScriptedEngine:
 
 
 async def serve() -> None:
-    """Answer until the input ends."""
+    """Answer requests until the end of the input."""
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)

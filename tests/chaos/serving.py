@@ -1,4 +1,4 @@
-"""The serving half: a fleet under load while its processes and connections are broken."""
+"""The serving half: a fleet under load with faults in its processes and connections."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.chaos.site import LEASE_S, LOST_AFTER_S, Part, Site, left_processes
 
 THINK_S = 0.3
 LONE, CROWD, SOCKET, RAW, WORKERS = 6, 16, 8, 6, 6
-"""How many sessions are played at the same time, by how they are played."""
+"""Number of concurrent sessions of each kind of client."""
 ENDING_S = 4 * (TIMEOUT_S + SLACK_S)
 ROLL_S = 30.0
 
 
 @dataclass(slots=True)
 class ServingReport:
-    """What a run has come to."""
+    """The result of a run."""
 
     seconds: float
     kills: int
@@ -42,11 +42,11 @@ class ServingReport:
 
     @property
     def failed(self) -> bool:
-        """Whether anything was not as it should be."""
+        """True if there was any finding."""
         return bool(self.account.notes)
 
     def rows(self) -> list[tuple[str, object]]:
-        """Return what to show."""
+        """Return the rows of the report."""
         asked = len(self.book.steps)
         return [
             ("faults", dict(sorted(self.faults.items()))),
@@ -54,9 +54,9 @@ class ServingReport:
             ("steps asked for", asked),
             ("steps answered", f"{self.account.steps} ({self.account.steps / max(asked, 1):.2%})"),
             ("steps reported lost", dict(self.account.reported.most_common())),
-            ("answered after a report of loss, rightly", self.account.revived),
-            ("sessions that went on at another server", self.account.moved),
-            ("steps undone with a lost server", self.account.undone),
+            ("steps answered correctly after a reported loss", self.account.revived),
+            ("sessions continued on another server", self.account.moved),
+            ("steps undone with lost servers", self.account.undone),
             ("calls that failed", dict(self.book.errors.most_common())),
             ("longest time without any answer", f"{self.book.longest_silence_s:.1f} s"),
             ("slowest calls, s", dict(self.book.slowest)),
@@ -65,7 +65,7 @@ class ServingReport:
 
 
 async def run(seed: int, seconds: float, folder: Path, *, resume: bool) -> ServingReport:
-    """Break a fleet under load for some seconds, and account for every step."""
+    """Inject faults into a fleet under load for some seconds, and account for every step."""
     site, book = Site(folder, resume=resume), Book()
     breaker = Breaker(site)
     begin = time.monotonic()
@@ -74,14 +74,14 @@ async def run(seed: int, seconds: float, folder: Path, *, resume: bool) -> Servi
         await _under_load(site, book, breaker, seed, seconds)
         notes = await _look_for_open_sessions(site, book)
     finally:
-        unwilling = await site.stop()
+        unstoppable = await site.stop()
     lines, killed = read_ledgers(site.ledgers), frozenset(pid for p in site.parts for pid in p.killed)
     account = settle(book.steps, lines, resumed=resume)
     notes += [f"a session was never closed: {line}" for line in left_open(lines, killed)]
     notes += [f"an opening made two sessions: {n}" for n in opened_twice(lines, killed, 2 * LOST_AFTER_S + 5)]
     notes += [f"a folder was left: {p.name}" for p in site.ledgers.iterdir() if _left_over(p, killed)]
     notes += [f"process {pid} was left" for pid in left_processes(site.mark)]
-    notes += [f"{name} had to be killed at the end" for name in unwilling]
+    notes += [f"{name} had to be killed at the end" for name in unstoppable]
     notes += book.contradictions
     account.leaked += len(notes)
     account.notes += notes + book.hangs
@@ -90,12 +90,12 @@ async def run(seed: int, seconds: float, folder: Path, *, resume: bool) -> Servi
 
 
 def run_in_folder(seed: int, seconds: float, *, resume: bool) -> ServingReport:
-    """Run in a temporary folder, which is kept where something was wrong.
+    """Run in a temporary folder, which is kept if the run failed.
 
     Args:
-        seed: of faults and clients.
-        seconds: of faults.
-        resume: whether servers go on with the sessions of those that are lost.
+        seed: Seed of faults and clients.
+        seconds: Duration of the faults.
+        resume: Whether sessions of lost servers continue on other servers.
     """
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     report = asyncio.run(run(seed, seconds, folder, resume=resume))
@@ -107,7 +107,7 @@ def run_in_folder(seed: int, seconds: float, *, resume: bool) -> ServingReport:
 
 
 class Breaker:
-    """Does what the schedule says."""
+    """Injects the faults of a schedule."""
 
     def __init__(self, site: Site) -> None:
         self.kills = 0
@@ -118,7 +118,7 @@ class Breaker:
         self._rolling: asyncio.Task[None] | None = None
 
     async def run(self, seed: int, seconds: float) -> None:
-        """Break one thing after another, then let all recover."""
+        """Inject one fault after another, then let everything recover."""
         self._rng.seed(seed)
         begin = time.monotonic()
         for fault in draw(seed, seconds):
@@ -175,7 +175,7 @@ class Breaker:
                 proxy.calm()
 
     async def _roll(self) -> None:
-        """Restart all servers in order, one after another."""
+        """Restart all servers gracefully, one after another."""
         for server in self._site.servers:
             times = server.times_ready()
             server.send(signal.SIGTERM)
@@ -196,7 +196,7 @@ class Breaker:
 
 
 async def _under_load(site: Site, book: Book, breaker: Breaker, seed: int, seconds: float) -> None:
-    """Play while the schedule is carried out, and then to the end of every episode."""
+    """Play during the faults, and then until every episode has ended."""
     rng, over = random.Random(seed + 1), asyncio.Event()
     fleet = ",".join(site.urls)
     connect = partial(EnvClient.connect, token=site.token, timeout=TIMEOUT_S)
@@ -215,7 +215,7 @@ async def _under_load(site: Site, book: Book, breaker: Breaker, seed: int, secon
         await breaker.run(seed, seconds)
         over.set()
         _, late = await asyncio.wait(playing, timeout=ENDING_S)
-        book.hangs += [f"a client did not come to its end: {task}" for task in late]
+        book.hangs += [f"a client did not finish: {task}" for task in late]
     finally:
         for task in playing:
             task.cancel()
@@ -227,7 +227,7 @@ async def _under_load(site: Site, book: Book, breaker: Breaker, seed: int, secon
 
 
 async def _look_for_open_sessions(site: Site, book: Book) -> list[str]:
-    """Wait until all leases have run out; return what is said to be open still."""
+    """Wait until all leases have expired; return a note for every session reported open."""
     await asyncio.sleep(LEASE_S + 5)
     notes: list[str] = []
     headers = {"authorization": f"Bearer {site.token}"}
@@ -237,15 +237,15 @@ async def _look_for_open_sessions(site: Site, book: Book) -> list[str]:
                 fleet = (await http.get(f"{url}/v1/fleet")).json()
                 listed = (await http.get(f"{url}/v1/sessions?status=running")).json()
             except (httpx.HTTPError, ValueError) as error:
-                book.hangs.append(f"{url} does not answer after all is calm: {error!r}")
+                book.hangs.append(f"{url} does not answer after the faults: {error!r}")
                 continue
             for server in fleet["servers"]:
                 if server["open"] or server["waiting"]:
-                    notes.append(f"{url} counts open sessions where there are none: {server}")
-            notes += [f"a session is open still: {session}" for session in listed["sessions"]]
+                    notes.append(f"{url} counts open sessions although there are none: {server}")
+            notes += [f"a session is still open: {session}" for session in listed["sessions"]]
     return notes
 
 
 def _left_over(path: Path, killed: frozenset[int]) -> bool:
-    """Whether a session's folder was left by a process that ended in order."""
+    """Return whether a session's folder was left by a process that exited gracefully."""
     return path.is_dir() and int(path.name.partition("-")[0]) not in killed

@@ -1,4 +1,4 @@
-"""The processes of a run: Redis, controllers, servers; each comes back when it dies."""
+"""The processes of a run: Redis, controllers and servers, each restarted when it ends."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ CONTROLLERS, SERVERS, WORKERS = 3, 4, 2
 START_S, STOP_S = 60.0, 30.0
 MARK = "CHAOS_RUN"
 _BUG = re.compile(r"^Traceback .*\n(?:[ |+].*\n|\n)*(.*)$|^(.*never retrieved.*)$", re.MULTILINE)
-"""A traceback in a log."""
+"""Matches a traceback in a log."""
 
 
 class Part:
-    """A process that is started again whenever it ends.
+    """A process that is restarted whenever it ends.
 
     Args:
-        name: for the log.
-        command: what it runs.
-        environment: beyond that of this process.
-        log: the file that its output is added to.
-        ready: what it prints once it is ready.
+        name: Name in reports.
+        command: Command line.
+        environment: Environment variables in addition to those of this process.
+        log: File to which its output is appended.
+        ready: Text that it prints once it is ready.
     """
 
     def __init__(
@@ -50,27 +50,27 @@ class Part:
 
     @property
     def pid(self) -> int | None:
-        """Its process id, while it runs."""
+        """The process id, or None if it is not running."""
         process = self._process
         return process.pid if process is not None and process.returncode is None else None
 
     async def start(self) -> None:
-        """Start it, and look after it."""
+        """Start the process and keep it running."""
         await self._begin()
         self._keeping = asyncio.create_task(self._keep())
 
     async def until_ready(self, times: int = 1) -> None:
-        """Wait until it has said so many times that it is ready."""
+        """Wait until the process has become ready this many times."""
         async with asyncio.timeout(START_S):
             while self.times_ready() < times:  # noqa: ASYNC110  -- another process's file
                 await asyncio.sleep(0.1)
 
     def times_ready(self) -> int:
-        """Return how often it has become ready."""
+        """Return the number of times the process has become ready."""
         return self.log.read_bytes().count(self._ready)
 
     def send(self, number: signal.Signals, pid: int | None = None) -> int | None:
-        """Send it, or one of its children, a signal; return to whom."""
+        """Send a signal to the process or one of its children; return the process id."""
         pid = pid or self.pid
         if pid is not None:
             with suppress(ProcessLookupError):
@@ -80,14 +80,14 @@ class Part:
         return pid
 
     def children(self) -> list[int]:
-        """Return the processes that it has started."""
+        """Return the ids of its child processes."""
         try:
             return [int(n) for n in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
         except OSError:
             return []
 
     async def stop(self) -> bool:
-        """Let it end in order; return whether it did."""
+        """Stop the process gracefully; return False if it had to be killed."""
         self._stopping = True
         if self._keeping is None:
             return True
@@ -124,11 +124,11 @@ class Part:
 
 
 class Site:
-    """Everything that runs, and the proxies between.
+    """All processes of a run and the proxies between them.
 
     Args:
-        folder: where ledgers and logs go.
-        resume: whether servers go on with the sessions of those that are lost.
+        folder: Folder of ledgers and logs.
+        resume: Whether sessions of lost servers continue on other servers.
     """
 
     def __init__(self, folder: Path, *, resume: bool) -> None:
@@ -159,7 +159,7 @@ class Site:
 
     @property
     def urls(self) -> list[str]:
-        """Where clients reach the controllers."""
+        """Addresses of the controllers for clients."""
         return [f"http://127.0.0.1:{proxy.port}" for proxy in self.client_proxies]
 
     @property
@@ -168,7 +168,7 @@ class Site:
         return [self.redis, *self.controllers, *self.servers, self.workers]
 
     async def start(self) -> None:
-        """Start all, and wait until it serves."""
+        """Start everything and wait until it is ready."""
         for proxy in (*self.redis_proxies, *self.client_proxies, *self.link_proxies):
             await proxy.start()
         await self.redis.start()
@@ -189,7 +189,7 @@ class Site:
         await asyncio.gather(*(part.until_ready() for part in self.parts))
 
     async def stop(self) -> list[str]:
-        """End all in order; return the names of those that would not."""
+        """Stop everything gracefully; return the names of processes that had to be killed."""
         stopped = await asyncio.gather(*(part.stop() for part in (*self.servers, self.workers)))
         stopped += await asyncio.gather(*(part.stop() for part in (*self.controllers, self.redis)))
         for proxy in (*self.redis_proxies, *self.client_proxies, *self.link_proxies):
@@ -198,7 +198,7 @@ class Site:
         return [name for name, ended in zip(names, stopped, strict=True) if not ended]
 
     def bugs(self) -> Counter[str]:
-        """Return what processes have said of bugs in themselves: last lines of tracebacks, and how often."""
+        """Return the last lines of all tracebacks in the logs, with their counts."""
         found: Counter[str] = Counter()
         for part in self.parts:
             for match in _BUG.finditer(part.log.read_text(errors="replace")):
@@ -212,12 +212,12 @@ class Site:
 
 
 def left_processes(mark: str) -> list[int]:
-    """Return the processes of a run that still live."""
+    """Return the ids of processes of a run that are still alive."""
     return [pid for pid in _processes() if _environ(pid).find(f"{MARK}={mark}".encode()) >= 0]
 
 
 def free_ports(number: int) -> list[int]:
-    """Return ports that nobody listens on."""
+    """Return free ports."""
     bound = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
     ports = [int(one.getsockname()[1]) for one in bound]
     for one in bound:
@@ -237,7 +237,7 @@ def _environ(pid: int) -> bytes:
 
 
 def agentrl(*arguments: str) -> list[str]:
-    """Return a command line of the environments'."""
+    """Return an ``agentrl-env`` command line."""
     return [sys.executable, "-m", "agentrl_env", *arguments]
 
 
@@ -246,6 +246,6 @@ def _serve_options() -> list[str]:
 
 
 def _redis(port: int, folder: Path) -> list[str]:
-    # Written before it is answered, so that what controllers have agreed on outlives a killed process.
+    # Redis writes to disk before it answers, so that the shared state survives a kill.
     keep = ["--appendonly", "yes", "--save", ""]
     return ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), *keep]

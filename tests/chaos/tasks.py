@@ -1,4 +1,4 @@
-"""Tasks made for accounting: every step is written down, outside the process, at the moment it happens."""
+"""Tasks for accounting: every step is written to a file when it is applied."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 from agentrl_env import Done, Environment, Reply, tool
 
 FOLDER = Path(os.environ.get("CHAOS_LEDGER", tempfile.gettempdir()))
-"""Where the ledgers are, one for each serving process, and the folders that sessions hold."""
+"""Folder of the ledgers, one for each serving process, and of the sessions' own folders."""
 _ledger: int | None = None
 
 
 def write(*words: object) -> None:
-    """Add a line to this process's ledger, in one write that a kill cannot cut in two."""
+    """Append a line to this process's ledger in one atomic write."""
     global _ledger
     if _ledger is None:
         path = FOLDER / f"{os.getpid()}.ledger"
@@ -71,7 +71,7 @@ class Ledger(Environment):
 
 
 class SlowLedger(Ledger):
-    """Count after a while, and answer after another."""
+    """Count after a delay, and answer after another."""
 
     @tool
     async def add(self, nonce: str, seconds: float = 0.05):
@@ -97,7 +97,7 @@ class ThreadLedger(Ledger):
 
 
 class Tally(Environment):
-    """Say letters; each episode is written down with what it was worth."""
+    """Say letters; the return of each episode is written to the ledger."""
 
     max_turns = 3
     blocking = False
@@ -113,7 +113,7 @@ class Tally(Environment):
         return "fine"
 
     async def respond(self, text: str) -> Reply:
-        """Reward the share of letters, after a while."""
+        """Reward the share of letters, after a delay."""
         await asyncio.sleep(0.02 * (len(text) % 5))
         reward = sum(one.isascii() and one.isalpha() for one in text) / max(1, len(text))
         self.total += reward
@@ -125,4 +125,4 @@ class Tally(Environment):
 
 
 class OwnTally(Tally):
-    """The same, served by the trainer itself."""
+    """The same task, served by the trainer."""

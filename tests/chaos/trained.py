@@ -1,4 +1,4 @@
-"""The account of a training run: every group that was admitted, and every episode that was trained on."""
+"""The account of a training run: every admitted group and every trained episode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.chaos.account import read_ledgers
 
 @dataclass(slots=True)
 class TrainedAccount:
-    """What came of it; ``notes`` say what was wrong, one sentence for each finding."""
+    """Counts of a training run; ``notes`` has one sentence for each finding."""
 
     samples: int = 0
     """Episodes that were trained on."""
@@ -24,29 +24,29 @@ class TrainedAccount:
     dropped: int = 0
     """Groups that were reported failed."""
     unfinished: int = 0
-    """Groups that the last checkpoint says are still to be played or trained."""
+    """Groups still to be played or trained according to the last checkpoint."""
     played: int = 0
-    """Episodes that environments have begun."""
+    """Episodes started by environments."""
     notes: list[str] = field(default_factory=list)
 
     def lose(self, note: str) -> None:
-        """Count what is lost silently."""
+        """Count a silent loss."""
         self.lost_silently += 1
         self.notes.append(note)
 
     def double(self, note: str) -> None:
-        """Count what was trained twice."""
+        """Count something trained twice."""
         self.trained_twice += 1
         self.notes.append(note)
 
 
 def settle_training(run: Path, ledgers: Path, *, group_size: int) -> TrainedAccount:
-    """Hold what a run says it has trained against what its environments and its checkpoint say.
+    """Compare the records of a run with its checkpoint and the ledgers of its environments.
 
     Args:
-        run: its folder; the run has ended in order.
-        ledgers: where the environments wrote.
-        group_size: episodes that a group should have.
+        run: Folder of a run that ended gracefully.
+        ledgers: Folder of the ledgers.
+        group_size: Expected number of episodes in a group.
     """
     account = TrainedAccount()
     steps = read_jsonl(run / "metrics.jsonl")
@@ -102,7 +102,7 @@ def _settle_episodes(
             siblings[episode["group_id"]] += 1
             account.samples += 1
             told = [one["turn"]["reward"] for one in episode["messages"] if "turn" in one]
-            # A turn that the task has not heard of was spent on a call that is none.
+            # A turn spent on an invalid call never reaches the task.
             if list(filter(None, told)) != list(filter(None, turns[key])):
                 account.lose(f"episode {key}: trained with rewards {told}, and it earned {turns[key]}")
     for key, times in seen.items():
@@ -114,7 +114,7 @@ def _settle_episodes(
 
 
 def episodes(run: Path, step: int) -> list[dict[str, Any]]:
-    """Return the episodes that a step was trained on."""
+    """Return the episodes trained in a step."""
     text = (run / "trajectories" / f"step_{step:06d}.jsonl").read_text()
     return [json.loads(line) for line in text.split("\n") if line]
 

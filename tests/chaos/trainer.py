@@ -1,7 +1,7 @@
-"""``python -m tests.chaos.trainer ENGINE run CONFIG ...``: the command line, its engine to be broken.
+"""``python -m tests.chaos.trainer ENGINE run CONFIG ...``: the command line with an engine that can fail.
 
-``scripted`` is the engine without a model; ``torch`` is the ordinary one, whose next forward pass fails after
-SIGUSR1, as a device that is lost would make it.
+``scripted`` is the engine without a model; ``torch`` is the regular one, whose next forward pass fails after
+SIGUSR1, like that of a lost device.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tests.chaos.scripted import ScriptedEngine
 
 
 def scripted(*_: Any, **__: Any) -> ScriptedEngine:
-    """Take the place of ``make_engine``."""
+    """Replace ``make_engine``."""
     return ScriptedEngine()
 
 
 def break_on(number: signal.Signals) -> None:
-    """Let the forward pass after a signal fail."""
+    """Make the next forward pass after a signal fail."""
     broken: list[int] = []
     signal.signal(number, lambda *_: broken.append(1))
     whole = Scheduler._forward

@@ -1,4 +1,4 @@
-"""The training half: a run whose environments, engine, controller and trainer are killed while it trains."""
+"""The training half: a run whose environments, engine, controller and trainer are killed meanwhile."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.chaos.training_site import GROUP_SIZE, SERVERS, Trainer, TrainingSite
 
 ENGINES = ("scripted", "torch")
 HANG_S = 75.0
-"""Longest time without a step; a start and the longest pause are part of it."""
+"""Maximum time without a step, including a start and the longest pause."""
 CALM_STEPS = 3
-"""Steps that must follow once all is calm, and those between two faults of the trainer."""
+"""Minimum number of steps after the last fault, and between two faults of the trainer."""
 COMPARED = 75
-"""Most steps of the undisturbed runs, of which the last third is compared."""
+"""Maximum number of steps of the undisturbed runs, of which the last third is compared."""
 NOISE = 6.0
-"""Standard errors that two mean rewards may differ by; a part of each is estimated from three runs alone."""
+"""Maximum difference of two mean rewards in standard errors, which are estimated from three runs only."""
 WEIGHTS = {
     "kill server": 5,
     "pause server": 3,
@@ -45,35 +45,35 @@ WEIGHTS = {
 
 @dataclass(slots=True)
 class TrainingReport:
-    """What a run under one engine has come to."""
+    """The result of a run with one engine."""
 
     engine: str
     seconds: float = 0.0
     steps: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
-    """How the trainer's processes ended."""
+    """Exit reasons of the trainer's processes."""
     hangs: list[str] = field(default_factory=list)
     account: TrainedAccount = field(default_factory=TrainedAccount)
     disturbed: float = math.nan
     undisturbed: float = math.nan
     error: float = math.nan
-    """Standard error of their difference."""
+    """Standard error of the difference."""
     compared: int = 0
     same: int = 0
 
     @property
     def kills(self) -> int:
-        """Processes and engines that were killed."""
+        """Number of processes and engines killed."""
         return sum(number for name, number in self.faults.items() if name.startswith("kill"))
 
     @property
     def failed(self) -> bool:
-        """Whether anything was not as it should be."""
+        """True if there was any finding or hang."""
         return bool(self.account.notes or self.hangs)
 
     def rows(self) -> list[tuple[str, object]]:
-        """Return what to show."""
+        """Return the rows of the report."""
         account = self.account
         return [
             ("faults", dict(sorted(self.faults.items()))),
@@ -92,7 +92,7 @@ class TrainingReport:
 
 
 async def run(engine: str, seed: int, seconds: float, folder: Path) -> TrainingReport:
-    """Break a training run for some seconds, let it come to rest, and account for every sample."""
+    """Inject faults into a training run for some seconds, let it finish, and account for every sample."""
     report, site = TrainingReport(engine=engine), TrainingSite(engine, folder)
     begin = time.monotonic()
     try:
@@ -104,10 +104,10 @@ async def run(engine: str, seed: int, seconds: float, folder: Path) -> TrainingR
     finally:
         for trainer in (site.trainer, *site.references):
             trainer.send(signal.SIGKILL)
-        unwilling = await site.stop()
+        unstoppable = await site.stop()
     report.steps = site.trainer.steps()
     notes = report.account.notes
-    notes += [f"{name} had to be killed at the end" for name in unwilling]
+    notes += [f"{name} had to be killed at the end" for name in unstoppable]
     notes += await _left(site.mark)
     log = site.trainer.log.read_text(errors="replace")
     notes += [f"the trainer's log has a bug: {text}" for text in bugs(log)]
@@ -116,7 +116,7 @@ async def run(engine: str, seed: int, seconds: float, folder: Path) -> TrainingR
 
 
 def bugs(log: str) -> list[str]:
-    """Return the last lines of tracebacks that tell of more than an engine that was broken on purpose."""
+    """Return the last lines of tracebacks that are not of injected engine failures."""
     found = []
     for block in log.split("Traceback (most recent call last):\n")[1:]:
         last = next((line for line in block.splitlines() if re.match(r"[^\s|+]", line)), "")
@@ -142,7 +142,7 @@ async def _train_under_faults(site: TrainingSite, report: TrainingReport, seed: 
             report.hangs.append(f"no step for {HANG_S:g} s after step {trainer.steps()}: see {trainer.log}")
             trainer.send(signal.SIGKILL)
         if due is not None and now >= due[0]:
-            # A trainer that never gets anywhere would not be a run at all.
+            # A trainer needs some progress between its faults.
             needed = {"trainer": CALM_STEPS, "engine": 1}.get(due[1].partition(" ")[2], 0)
             if watch.moved >= needed:
                 report.faults[due[1]] += 1
@@ -154,7 +154,7 @@ async def _train_under_faults(site: TrainingSite, report: TrainingReport, seed: 
                 break
     trainer.send(signal.SIGTERM)
     if not await trainer.ended(HANG_S):
-        report.hangs.append("the trainer did not end when it was told to")
+        report.hangs.append("the trainer did not exit on SIGTERM")
         trainer.send(signal.SIGKILL)
         await trainer.ended(HANG_S)
     report.ends[_end(trainer)] += 1
@@ -166,7 +166,7 @@ async def _break(site: TrainingSite, report: TrainingReport, kind: str, which: i
     if what == "stop":
         trainer.send(signal.SIGTERM)
         if not await trainer.ended(HANG_S):
-            report.hangs.append("the trainer did not end when it was told to")
+            report.hangs.append("the trainer did not exit on SIGTERM")
             trainer.send(signal.SIGKILL)
     elif whom == "engine" and report.engine == "torch":
         trainer.send(signal.SIGUSR1)
@@ -194,18 +194,18 @@ def _pid(site: TrainingSite, whom: str, which: int) -> int | None:
 
 
 class Watch:
-    """Sees whether the trainer gets anywhere."""
+    """Detects a trainer without progress."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.begin()
 
     def begin(self) -> None:
-        """Begin anew: the process has started."""
+        """Reset the watch at the start of the process."""
         self._at, self._since, self.moved = self._trainer.steps(), time.monotonic(), 0
 
     def hangs(self) -> bool:
-        """Return whether there was no step for too long; then begin anew."""
+        """Return whether there was no step for too long, and reset the watch if so."""
         steps = self._trainer.steps()
         if steps != self._at:
             self.moved += max(0, steps - self._at)
@@ -216,7 +216,7 @@ class Watch:
 
 
 def draw(seed: int, seconds: float) -> Iterator[tuple[float, str, int, float]]:
-    """Yield what happens when to whom: seconds from the beginning, kind, which, length of a pause."""
+    """Yield the faults of a run: time in seconds, kind, number of the target, length of a pause."""
     rng, at = random.Random(seed), 8.0
     while at < seconds:
         kind = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
@@ -241,9 +241,9 @@ async def _train_undisturbed(site: TrainingSite, report: TrainingReport) -> None
 
 
 def _compare(site: TrainingSite, report: TrainingReport) -> None:
-    """Hold the rewards of the disturbed run against those of the undisturbed ones, at the same steps."""
+    """Compare the rewards of the disturbed run with those of the undisturbed ones at the same steps."""
     last = min(report.steps, *(one.steps() for one in site.references))
-    # What the scripted engine says does not change with the steps.
+    # Completions of the scripted engine do not depend on the step.
     first = 1 if report.engine == "scripted" else max(1, last - last // 3)
     ours, *theirs = (rewards(one.run, first, last) for one in (site.trainer, *site.references))
     both = ours.keys() & theirs[0].keys()
@@ -251,7 +251,7 @@ def _compare(site: TrainingSite, report: TrainingReport) -> None:
     if len(both) < 2:
         report.account.notes.append("there are too few groups to compare")
         return
-    if report.engine == "scripted":  # the very same groups, or those at the ends would make a difference
+    if report.engine == "scripted":  # only common groups, as the runs may end with different ones
         ours, theirs = {i: ours[i] for i in both}, [{i: theirs[0][i] for i in both}]
     means = [fmean(map(fmean, one.values())) for one in (ours, *theirs)]
     report.disturbed, report.undisturbed = means[0], fmean(means[1:])
@@ -266,7 +266,7 @@ def _compare(site: TrainingSite, report: TrainingReport) -> None:
 
 
 async def _left(mark: str) -> list[str]:
-    """Return what is left of a run's processes after a moment."""
+    """Return a note for each process of a run that is alive after a grace period."""
     end = time.monotonic() + 10
     while (pids := left_processes(mark)) and time.monotonic() < end:  # noqa: ASYNC110 (others' processes)
         await asyncio.sleep(0.2)
@@ -274,7 +274,7 @@ async def _left(mark: str) -> list[str]:
 
 
 def run_training(engine: str, seed: int, seconds: float) -> TrainingReport:
-    """Run in a temporary folder, which is kept where something was wrong."""
+    """Run in a temporary folder, which is kept if the run failed."""
     folder = Path(tempfile.mkdtemp(prefix=f"chaos-{engine}-"))
     report = asyncio.run(run(engine, seed, seconds, folder))
     if report.failed:

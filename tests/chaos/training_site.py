@@ -1,4 +1,4 @@
-"""The processes of a training run under faults: a controller, its servers, the trainer."""
+"""The processes of a training run with faults: a controller, its servers and the trainer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.conftest import make_model, make_tokenizer
 GROUP_SIZE, PER_STEP = 2, 4
 SERVERS = 2
 REFERENCES = 3
-"""Undisturbed runs under the torch engine, each of another seed: how they differ is the noise."""
+"""Number of undisturbed runs with the torch engine, each with its own seed; they measure the noise."""
 CONFIG = """
 [run]
 name = "run"
@@ -56,7 +56,7 @@ trajectories = 1000000
 
 
 class Trainer:
-    """The trainer's process: begun, gone on with, and never trusted to end by itself."""
+    """The process of the trainer."""
 
     def __init__(self, engine: str, folder: Path, environment: dict[str, str], *overrides: str) -> None:
         self.run = folder / "run"
@@ -67,22 +67,22 @@ class Trainer:
 
     @property
     def pid(self) -> int | None:
-        """Its process id, while it runs."""
+        """The process id, or None if it is not running."""
         process = self._process
         return process.pid if process is not None and process.returncode is None else None
 
     @property
     def status(self) -> int | None:
-        """Its exit status, once it has ended."""
+        """The exit status, or None while it is running."""
         return None if self._process is None else self._process.returncode
 
     def steps(self) -> int:
-        """Return how many steps are recorded."""
+        """Return the number of recorded steps."""
         lines = read_jsonl(self.run / "metrics.jsonl")
         return int(lines[-1]["step"]) if lines else 0
 
     async def start(self, *, steps: int | None = None) -> None:
-        """Begin, or go on; ``steps`` is how far."""
+        """Start or resume the run, up to step ``steps``."""
         resume = ["--resume"] if (self.run / "config.toml").exists() else []
         command = [
             "-m",
@@ -106,12 +106,12 @@ class Trainer:
             )
 
     def send(self, number: signal.Signals) -> None:
-        """Send it a signal."""
+        """Send a signal to the process."""
         if self.pid is not None:
             os.kill(self.pid, number)
 
     async def ended(self, within_s: float) -> bool:
-        """Wait for its end; return whether it came."""
+        """Wait for the process; return whether it ended in time."""
         assert self._process is not None
         try:
             async with asyncio.timeout(within_s):
@@ -121,7 +121,7 @@ class Trainer:
         return True
 
     def children(self, words: str) -> list[int]:
-        """Return its children whose command line has these words."""
+        """Return the ids of child processes whose command line contains ``words``."""
         found = []
         for path in Path("/proc").glob("[0-9]*/stat"):
             try:
@@ -135,7 +135,7 @@ class Trainer:
 
 
 class TrainingSite:
-    """A controller, its servers, and the trainer."""
+    """A controller, its servers and the trainer."""
 
     def __init__(self, engine: str, folder: Path) -> None:
         self.mark, token = secrets.token_hex(8), secrets.token_hex(16)
@@ -174,12 +174,12 @@ class TrainingSite:
             self.references[-1].run = folder / f"undisturbed{n}"
 
     async def start(self) -> None:
-        """Start all but the trainer."""
+        """Start the controller and the servers."""
         for part in (self.controller, *self.servers):
             await part.start()
             await part.until_ready()
 
     async def stop(self) -> list[str]:
-        """End all; return what would not."""
+        """Stop the controller and the servers; return the names of those that had to be killed."""
         parts = (*self.servers, self.controller)
         return [part.name for part in parts if not await part.stop()]

@@ -1,4 +1,4 @@
-"""A real Redis of a test's own, on a socket in a temporary folder."""
+"""A private Redis server for a test, on a socket in a temporary folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 
 class RedisServer:
-    """``redis-server`` without a disk; can be paused, killed, and started again."""
+    """``redis-server`` without persistence, which can be paused, killed and restarted."""
 
     def __init__(self, folder: Path) -> None:
         self._binary = shutil.which("redis-server")
@@ -23,7 +23,7 @@ class RedisServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it and wait until it listens."""
+        """Start the server and wait until it listens."""
         self._socket.unlink(missing_ok=True)
         options = ["--port", "0", "--unixsocket", str(self._socket), "--save", "", "--appendonly", "no"]
         self._process = subprocess.Popen(
@@ -36,7 +36,7 @@ class RedisServer:
             time.sleep(0.01)
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the server."""
         if self._process is not None:
             self._process.send_signal(signal.SIGCONT)
             self._process.kill()
@@ -44,11 +44,11 @@ class RedisServer:
             self._process = None
 
     def pause(self) -> None:
-        """Let it answer nothing."""
+        """Suspend the server."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Let it answer again."""
+        """Resume the suspended server."""
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)

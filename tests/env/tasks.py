@@ -1,4 +1,4 @@
-"""Small tasks that the tests of the SDK share."""
+"""Tasks and helpers shared by the tests of the SDK."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Quick(Environment):
 
 
 class Slow(Environment):
-    """Tools that take as long as the test wants; counts what is opened and closed."""
+    """Tools whose duration the test controls; records closed instances."""
 
     tool_timeout = 5.0
     closed: ClassVar[list[Slow]] = []
@@ -102,14 +102,14 @@ class Slow(Environment):
 
     @classmethod
     def prepare(cls):
-        """Forget what earlier tests have done."""
+        """Reset the state left by earlier tests."""
         cls.closed = []
         cls.gate = asyncio.Event()
         cls.blocker = threading.Event()
         cls.started = threading.Event()
 
     def __init__(self):
-        self.log = self.closed  # that of the test it belongs to
+        self.log = self.closed  # the list of the current test
         self.count = 0
 
     def reset(self, sample, rng):
@@ -132,14 +132,14 @@ class Slow(Environment):
         return f"blocked {self.count}"
 
     @tool(timeout=0.02)
-    def stop_waiting(self):
-        """Wait on a thread, longer than allowed."""
+    def block_too_long(self):
+        """Wait on a thread, past the timeout."""
         self.blocker.wait(5)
         return "too late"
 
     @tool(timeout=0.02)
-    async def hurry_async(self):
-        """Wait on the event loop, longer than allowed."""
+    async def wait_too_long(self):
+        """Wait on the event loop, past the timeout."""
         await asyncio.sleep(5)
         return "too late"
 
@@ -153,7 +153,7 @@ class Slow(Environment):
 
 
 class Clock:
-    """Time that stands still until it is told to pass."""
+    """A clock that advances only when told to."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -163,7 +163,7 @@ class Clock:
 
 
 async def until(condition):
-    """Wait for something that is about to be true; fail after some seconds."""
+    """Wait until a condition holds; fail after some seconds."""
     for _ in range(2000):
         if condition():
             return

@@ -1,4 +1,4 @@
-"""Attacks on a fleet: by a writer to its Redis, and by a holder of its link token."""
+"""Attacks on a fleet with write access to its Redis, or with its link token."""
 
 import asyncio
 import base64
@@ -45,7 +45,7 @@ def redis(tmp_path):
 
 
 class Listener:
-    """A stranger's server, which notes what it is sent."""
+    """A server of the attacker that records the data it receives."""
 
     def __init__(self) -> None:
         self.heard: list[bytes] = []
@@ -63,13 +63,13 @@ class Listener:
         writer.close()
 
 
-async def test_server_dials_no_controller_that_was_written_into_redis(redis):
+async def test_server_does_not_connect_to_a_controller_written_into_redis(redis):
     async with Listener() as evil, Site(store=RedisStore(redis.url), resume=True) as site:
         server = await site.serve(Walk)
         await site.fleet.store._redis.zadd("agentrl:fleet:controllers", {evil.url: 1e12})
         (member,) = site.fleet.servers.values()
         before = member._outbox
-        await cut(server)  # it is welcomed again
+        await cut(server)  # the server rejoins
         await until(lambda: member.linked and member._outbox is not before)
         await site.fleet.registry.check()
         session = await site.client.open("walk")
@@ -80,7 +80,7 @@ async def test_server_dials_no_controller_that_was_written_into_redis(redis):
 
 @asynccontextmanager
 async def fake_controller(*welcomes):
-    """Serve ``/v1/link``: welcome the first server that dials, then ask it for its tasks."""
+    """Serve ``/v1/link``: welcome the first server that connects, then request its tasks."""
     answered = asyncio.get_running_loop().create_future()
 
     async def link(websocket):
@@ -96,7 +96,7 @@ async def fake_controller(*welcomes):
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", answered
 
 
-async def test_server_dials_no_controller_that_a_controller_names():
+async def test_server_does_not_connect_to_a_controller_named_by_a_controller():
     async with Listener() as evil:
         welcome = {"beat_s": 1.0, "controllers": [evil.url], "keep": True}
         async with fake_controller(welcome, welcome) as (url, answered):
@@ -109,7 +109,7 @@ async def test_server_dials_no_controller_that_a_controller_names():
 
 
 class Evil:
-    """Pickled, it creates a file where it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -119,7 +119,7 @@ class Evil:
 
 
 def sealed(session_id, state, **changes):
-    """Return a checkpoint as a holder of the link token can make it."""
+    """Return a checkpoint sealed with the link token."""
     checkpoint = Checkpoint(
         sample=TaskSample(task="walk"),
         opening=(Message(role="user", content="Walk."),),
@@ -139,7 +139,7 @@ def failover_of(pool):
 
 
 class Member:
-    """A fleet member of the attacker, which opens one session and tells that it stands in a crafted state."""
+    """A fleet member of the attacker that opens one session and reports a crafted state for it."""
 
     def __init__(self, site: Site, state: bytes) -> None:
         self._url = site.controller.url.replace("http", "ws", 1) + "/v1/link"
@@ -180,7 +180,7 @@ def beyond_the_key():
         lambda path: b"",
     ],
 )
-async def test_crafted_state_of_a_fleet_member_runs_nothing_and_its_session_is_lost(tmp_path, state):
+async def test_crafted_state_of_a_fleet_member_executes_nothing_and_its_session_is_lost(tmp_path, state):
     touched = tmp_path / "touched"
     async with Site(resume=True, queue_s=20.0) as site:
         member = asyncio.create_task(Member(site, state(touched)).hand_in())
@@ -202,7 +202,7 @@ async def stored(site, session):
 
 
 async def store(site, session, record):
-    """Overwrite the record of a session, as a writer to the store can."""
+    """Overwrite the record of a session in the store."""
     _, version = await site.fleet.store.read(session.session_id)
     text = record if isinstance(record, bytes) else json.dumps(record, separators=(",", ":")).encode()
     assert await site.fleet.store.write(session.session_id, text, version, 60)
@@ -311,14 +311,14 @@ async def test_changed_turns_in_redis_are_rejected(redis):
 
 
 async def edit_turns(site, session, turns):
-    """Replace the turns of a record, and leave the bytes of the checkpoint as they are."""
+    """Replace the turns of a record without changing the bytes of its checkpoint."""
     text, _ = await site.fleet.store.read(session.session_id)
     record = msgspec.json.decode(text, type=Record)
     last = msgspec.structs.replace(record.last, turns=tuple(map(tuple, turns)))
     await store(site, session, msgspec.json.encode(msgspec.structs.replace(record, last=last)))
 
 
-async def test_call_smuggled_into_a_record_is_not_made(redis):
+async def test_call_injected_into_a_record_is_not_executed(redis):
     async with Site(store=RedisStore(redis.url), resume=True) as site:
         dead = await site.serve(Walk)
         session = await site.client.open("walk")
@@ -349,7 +349,7 @@ async def test_call_smuggled_into_a_record_is_not_made(redis):
         b"[" * 100_000,
     ],
 )
-async def test_garbage_in_redis_is_a_lost_session(redis, record):
+async def test_malformed_record_in_redis_is_a_lost_session(redis, record):
     async with Site(store=RedisStore(redis.url), resume=True) as site:
         dead = await site.serve(Walk)
         session = await site.client.open("walk")
@@ -379,7 +379,7 @@ async def test_checkpoints_with_wrong_seals_are_not_adopted(changes):
     await pool.aclose()
 
 
-async def test_a_checkpoint_without_its_last_turns_is_adopted_and_one_with_others_is_not():
+async def test_checkpoint_is_adopted_without_turns_but_not_with_turns_of_another_step():
     pool = SessionPool([Walk])
     api = failover_of(pool)
     turn = ('{"role":"assistant"}', StepResult(session_id="evil.1", seq=2).model_dump_json())
@@ -392,8 +392,8 @@ async def test_a_checkpoint_without_its_last_turns_is_adopted_and_one_with_other
     await pool.aclose()
 
 
-async def test_sealed_state_that_is_plain_data_is_only_data():
-    """A fleet member can give attributes of the task any values; nothing else happens."""
+async def test_sealed_state_of_plain_data_executes_nothing():
+    """A fleet member can set attributes of the task to any values, and nothing else."""
     pool = SessionPool([Walk])
     rng = np.random.default_rng(1)
     state = encode({"rng": rng, "spot": None, "path": [], "walk": "x"}, Walk)
@@ -404,7 +404,7 @@ async def test_sealed_state_that_is_plain_data_is_only_data():
     await pool.aclose()
 
 
-async def test_link_token_cannot_adopt_by_itself():
+async def test_link_token_cannot_open_sessions():
     async with Site(resume=True) as site, EnvClient.connect(site.controller.url, token=LINK) as client:
         await site.serve(Walk)
         with pytest.raises(WireError, match="only permits a server to join a fleet"):
@@ -422,7 +422,7 @@ JSON = st.recursive(
 @given(
     st.dictionaries(st.text(max_size=5), JSON, max_size=3), st.floats(allow_nan=False, allow_infinity=False)
 )
-def test_a_checkpoint_keeps_its_bytes_and_its_seal_through_the_store(data, episode_return):
+def test_checkpoint_keeps_its_bytes_and_seal_through_the_store(data, episode_return):
     kept = sealed(
         "evil.1", encode(data), sample=TaskSample(task="walk", data=data), episode_return=episode_return
     )

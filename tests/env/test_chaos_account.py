@@ -1,4 +1,4 @@
-"""The account of the fault runs finds what is wrong, and nothing else."""
+"""The account of the fault runs: it finds every error and nothing else."""
 
 import random
 from dataclasses import replace
@@ -19,7 +19,7 @@ def done(nonce: str, count: int = 1, key: str = "k") -> Line:
     return Line(at=1.0, pid=7, what="step", key=key, words=(str(count), nonce))
 
 
-def test_steps_that_were_answered_or_reported_lost_are_in_order():
+def test_answered_steps_and_reported_losses_are_no_findings():
     steps = [told("a"), told("b", 2), told("c", 3, "SessionLost"), told("d", 4, "CallTimeout")]
     account = settle(steps, [done("a"), done("b", 2), done("c", 3)])
     assert (account.steps, account.applied_twice, account.lost_silently) == (2, 0, 0)
@@ -27,7 +27,7 @@ def test_steps_that_were_answered_or_reported_lost_are_in_order():
     assert account.notes == []
 
 
-def test_a_step_that_happened_twice_is_found_whatever_its_client_was_told():
+def test_step_applied_twice_is_found_for_any_outcome():
     lines = [done("a"), done("a", 2), done("b"), done("b", 1, "other")]
     account = settle([told("a"), told("b", 1, "SessionLost")], lines)
     assert (account.applied_twice, account.lost_silently) == (2, 0)
@@ -46,13 +46,13 @@ def test_a_step_that_happened_twice_is_found_whatever_its_client_was_told():
     ],
     ids=["invented", "shifted", "elsewhere", "behind", "denied", "forgotten", "unasked"],
 )
-def test_what_is_lost_silently_is_found(step, lines):
+def test_silent_loss_is_found(step, lines):
     account = settle([step], lines)
     assert account.lost_silently == 1
     assert len(account.notes) == 1
 
 
-def test_sessions_left_open_and_openings_that_made_two_are_found():
+def test_leaked_sessions_and_duplicate_openings_are_found():
     first = Line(at=1.0, pid=7, what="open", key="k", words=("name",))
     second = Line(at=2.0, pid=8, what="open", key="l", words=("name",))
     closing = Line(at=5.0, pid=7, what="close", key="k")
@@ -64,7 +64,7 @@ def test_sessions_left_open_and_openings_that_made_two_are_found():
     assert opened_twice([replace(first, words=("-",)), second], frozenset(), patience_s=0.0) == []
 
 
-def test_ledgers_are_read_in_the_order_of_time(tmp_path):
+def test_ledgers_are_merged_by_time(tmp_path):
     (tmp_path / "7.ledger").write_text("2.0 step k 1 a\n")
     (tmp_path / "8.ledger").write_text("1.0 open l name\n3.0 close l\n")
     assert [(line.pid, line.what, line.words) for line in read_ledgers(tmp_path)] == [
@@ -74,19 +74,19 @@ def test_ledgers_are_read_in_the_order_of_time(tmp_path):
     ]
 
 
-def test_a_seed_draws_the_same_faults_again_and_another_seed_others():
+def test_faults_are_a_function_of_the_seed():
     assert list(draw(1, 60)) == list(draw(1, 60))
     assert list(draw(1, 60)) != list(draw(2, 60))
     assert list(draw(1, 60)) == [fault for fault in draw(1, 120) if fault.at < 60]
 
 
-async def test_a_proxy_that_is_not_listening_cuts_nothing():
+async def test_cut_of_a_stopped_proxy_does_nothing():
     proxy = Proxy(1)
     proxy.cut(random.Random(0), 1.0)
     await proxy.stop()
 
 
-def test_where_sessions_are_gone_on_with_only_what_led_to_the_last_answer_has_happened():
+def test_steps_after_the_last_answer_of_a_resumed_session_count_as_undone():
     went_on = Line(at=2.0, pid=8, what="restore", key="l", words=("k", "1"))
     lines = [done("a"), done("b", 2), went_on, done("b", 2, "l"), done("c", 3, "l")]
     steps = [told("a"), told("b", 2, text="l 2 b"), told("c", 3, text="l 3 c")]

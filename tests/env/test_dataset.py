@@ -23,7 +23,7 @@ class Books(Environment):
         return {"emma": {"pages": 474}, "broken": "no dict"}
 
 
-def test_a_sample_is_one_problem_of_one_split():
+def test_sample_has_split_index_seed_and_data():
     assert FINITE.sample("test", 3) == TaskSample(
         task="quick",
         split="test",
@@ -33,38 +33,38 @@ def test_a_sample_is_one_problem_of_one_split():
     )
 
 
-def test_the_seed_is_the_one_given_or_else_the_same_for_all_siblings():
+def test_default_seed_depends_on_task_split_and_index():
     assert FINITE.sample("train", 3, seed=7).seed == 7
     assert FINITE.sample("train", 3).seed == FINITE.sample("train", 3).seed
     assert FINITE.sample("train", 3).seed != FINITE.sample("train", 4).seed
     assert ENDLESS.sample("train", 3).seed != ENDLESS.sample("test", 3).seed
 
 
-def test_stable_seeds_never_change():
+def test_stable_seed_is_fixed():
     assert stable_seed("quick", "train", 3) == 5652711417157361
     assert stable_seed("a", {"y": 1, "x": 2}) == stable_seed("a", {"x": 2, "y": 1})
 
 
 @given(st.text(), st.integers() | st.text())
-def test_seeds_are_exact_in_every_json_reader(split, index):
+def test_seeds_fit_in_json_numbers(split, index):
     assert 0 <= stable_seed("task", split, index) < 2**SEED_BITS
 
 
 @given(st.integers(0, 2**53))
-def test_without_an_index_the_seed_picks_one(seed):
+def test_seed_picks_the_index(seed):
     sample = FINITE.sample("train", seed=seed)
     assert 0 <= sample.index < 10
     assert sample == FINITE.sample("train", seed=seed)
     assert ENDLESS.sample("train", seed=seed).index == seed
 
 
-def test_without_index_and_seed_a_sample_is_drawn():
+def test_index_is_random_without_index_and_seed():
     drawn = {FINITE.sample("train").index for _ in range(200)}
     assert drawn == set(range(10))
     assert FINITE.sample("train", FINITE.sample("train").index)
 
 
-def test_data_can_be_given_instead_of_the_datasets():
+def test_given_data_replaces_that_of_the_dataset():
     sample = FINITE.sample("train", data={"n": 99})
     assert (sample.data, sample.index) == ({"n": 99}, None)
     assert sample.seed == FINITE.sample("train", data={"n": 99}).seed
@@ -73,34 +73,34 @@ def test_data_can_be_given_instead_of_the_datasets():
 
 
 @pytest.mark.parametrize("index", [-1, 10, 10**30, "three"])
-def test_an_index_outside_the_split_is_refused(index):
+def test_index_out_of_range_is_rejected(index):
     with pytest.raises(UnknownSample, match="no index"):
         FINITE.sample("train", index)
 
 
-def test_a_negative_index_is_refused_in_an_endless_split_too():
+def test_negative_index_is_rejected_in_an_endless_split():
     with pytest.raises(UnknownSample):
         ENDLESS.sample("train", -1)
 
 
-def test_an_unknown_split_is_refused_and_the_known_ones_are_named():
+def test_unknown_split_is_rejected_with_the_known_ones():
     with pytest.raises(UnknownSample, match="it has: train, test, empty"):
         FINITE.sample("dev", 1)
 
 
-def test_an_empty_split_has_nothing_to_pick():
+def test_empty_split_raises_unknown_sample():
     with pytest.raises(UnknownSample, match="has no samples"):
         FINITE.sample("empty")
 
 
-def test_samples_may_have_names():
+def test_samples_may_have_string_indices():
     books = Dataset(Books)
     assert books.sample("train", "emma").data == {"pages": 474}
     with pytest.raises(UnknownSample):
         books.sample("train", "persuasion")
 
 
-def test_one_of_the_named_samples_is_picked_by_the_seed():
+def test_seed_picks_a_string_index():
     class Shelf(Books):
         @classmethod
         def samples(cls, split):
@@ -109,12 +109,12 @@ def test_one_of_the_named_samples_is_picked_by_the_seed():
     assert {Dataset(Shelf).sample("train", seed=seed).index for seed in range(20)} == {"emma", "dune"}
 
 
-def test_a_sample_that_is_no_dict_is_the_authors_mistake():
+def test_sample_that_is_no_dict_raises_definition_error():
     with pytest.raises(DefinitionError, match="must be a dict"):
         Dataset(Books).sample("train", "broken")
 
 
-def test_the_size_of_each_split_is_known_where_there_is_one():
+def test_info_has_the_size_of_each_split():
     assert {name: info.num_samples for name, info in FINITE.info().items()} == {
         "train": 10,
         "test": 10,
@@ -133,7 +133,7 @@ def test_sample_data_must_be_json():
         Dataset(Odd).sample("train", 0)
 
 
-def test_samples_without_an_index_are_the_authors_mistake():
+def test_generator_of_samples_raises_definition_error():
     class Streamed(Guess):
         @classmethod
         def samples(cls, split):
@@ -143,7 +143,7 @@ def test_samples_without_an_index_are_the_authors_mistake():
         Dataset(Streamed).sample()
 
 
-def test_a_sample_that_breaks_is_not_one_that_is_missing():
+def test_key_error_in_a_sample_is_not_an_unknown_sample():
     class Broken(list):
         def __getitem__(self, index):
             return {"answer": {}["answer"]}

@@ -44,7 +44,7 @@ async def test_open_waits_for_a_free_session():
         await (await waiting).close()
 
 
-async def test_session_closes_with_its_context_and_only_once():
+async def test_session_closes_once_with_its_context():
     Slow.prepare()
     async with Slow.local() as client:
         async with await client.open("slow") as session:

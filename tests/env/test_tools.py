@@ -69,7 +69,7 @@ class Everything:
 
     @tool
     def odd_names(self, copy: int, schema: int = 1, _x: int = 2, title: str = "t"):
-        """Names that a model class would stumble over."""
+        """Names that conflict with attributes of a model class."""
         return "ok"
 
     @tool(name="renamed", timeout=3.0)
@@ -99,7 +99,7 @@ def arguments(name="everything"):
     return toolset(Everything).tools[name].arguments
 
 
-def test_the_schema_comes_from_the_signature_and_the_docstring():
+def test_schema_is_derived_from_signature_and_docstring():
     spec = toolset(Everything).tools["everything"].spec.function
     properties = spec.parameters["properties"]
     assert spec.description == "Take all kinds of arguments."
@@ -116,25 +116,25 @@ def test_the_schema_comes_from_the_signature_and_the_docstring():
     json.dumps(spec.parameters)
 
 
-def test_generated_titles_are_left_out_but_a_property_named_title_stays():
+def test_generated_titles_are_removed_but_not_a_property_named_title():
     text = json.dumps(arguments().schema)
     assert '"title"' not in text
     assert "title" in arguments("odd_names").schema["properties"]
 
 
-def test_arguments_arrive_as_the_types_of_the_signature():
+def test_arguments_have_the_types_of_the_signature():
     values = arguments().parse(json.dumps(GOOD))
     assert values["colour"] is Colour.RED
     assert values["point"] == Point(x=1)
     assert values["maybe"] is None
-    assert "greeting" not in values  # the method's own default stays in charge
+    assert "greeting" not in values  # the default of the method applies
 
 
-def test_any_parameter_name_is_possible():
+def test_any_parameter_name_is_allowed():
     assert arguments("odd_names").parse('{"copy": 1, "_x": 3}') == {"copy": 1, "_x": 3}
 
 
-def test_blank_text_stands_for_no_arguments():
+def test_blank_text_means_no_arguments():
     assert arguments("renamed").parse(" ") == {}
     assert toolset(Everything).tools["renamed"].spec.function.parameters == {
         "type": "object",
@@ -155,7 +155,7 @@ def test_blank_text_stands_for_no_arguments():
         ({"surprise": 1}, 'unknown argument "surprise" (known: text, number'),
     ],
 )
-def test_a_wrong_argument_is_explained_in_one_readable_line(change, message):
+def test_invalid_argument_raises_one_readable_line(change, message):
     with pytest.raises(ArgumentError) as caught:
         arguments().parse(json.dumps(GOOD | change))
     assert str(caught.value).startswith(message)
@@ -163,12 +163,12 @@ def test_a_wrong_argument_is_explained_in_one_readable_line(change, message):
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "7", '"x"', "null", "NaN", '{"text": "\ud800"}'])
-def test_what_is_not_a_json_object_is_explained(text):
+def test_arguments_that_are_not_a_json_object_are_rejected(text):
     with pytest.raises(ArgumentError, match=r"arguments (are not valid JSON|must be a JSON object)"):
         arguments().parse(text)
 
 
-def test_long_lists_of_problems_are_cut():
+def test_long_list_of_problems_is_truncated():
     with pytest.raises(ArgumentError, match=r"and \d+ more$"):
         arguments().parse("{}")
 
@@ -181,7 +181,7 @@ JSON = st.recursive(
 
 
 @given(st.fixed_dictionaries({name: st.just(value) | JSON for name, value in GOOD.items()}))
-def test_what_is_accepted_fits_the_published_schema(values):
+def test_accepted_arguments_match_the_schema(values):
     try:
         arguments().parse(json.dumps(values))
     except ArgumentError:
@@ -190,12 +190,12 @@ def test_what_is_accepted_fits_the_published_schema(values):
 
 
 @given(st.text())
-def test_any_text_gives_arguments_or_an_argument_error(text):
+def test_any_text_parses_or_raises_argument_error(text):
     with contextlib.suppress(ArgumentError):
         assert isinstance(arguments("odd_names").parse(text), dict)
 
 
-def test_tools_are_found_in_the_order_they_are_written_and_through_inheritance():
+def test_tools_are_in_definition_order_including_inherited_ones():
     class Base:
         @tool
         def first(self): ...
@@ -215,12 +215,12 @@ def test_tools_are_found_in_the_order_they_are_written_and_through_inheritance()
     assert toolset(Derived).tools["first"].spec.function.description == "Changed."
 
 
-def test_a_tool_can_have_another_name_and_its_own_timeout():
+def test_tool_may_have_another_name_and_its_own_timeout():
     renamed = toolset(Everything).tools["renamed"]
     assert (renamed.attribute, renamed.timeout) == ("original", 3.0)
 
 
-def test_a_tool_stays_a_plain_method():
+def test_tool_is_callable_as_a_plain_method():
     assert Everything().odd_names(1) == "ok"
 
 
@@ -247,7 +247,7 @@ def field_as_default(self, n: int = Field(default=3, ge=1)): ...
         (field_as_default, "belongs into its annotation: n: Annotated"),
     ],
 )
-def test_a_method_that_cannot_be_a_tool_is_refused_in_one_sentence(function, message):
+def test_invalid_tool_method_raises_one_sentence(function, message):
     class Broken:
         method = tool(function)
 
@@ -256,7 +256,7 @@ def test_a_method_that_cannot_be_a_tool_is_refused_in_one_sentence(function, mes
     assert "\n" not in str(caught.value)
 
 
-def test_two_tools_of_one_name_are_refused():
+def test_duplicate_tool_names_are_rejected():
     class Twice:
         @tool(name="x")
         def a(self): ...
@@ -268,7 +268,7 @@ def test_two_tools_of_one_name_are_refused():
         toolset(Twice)
 
 
-def test_tool_on_something_that_is_no_plain_method_is_refused():
+def test_tool_on_a_static_method_is_rejected():
     class Static:
         method = staticmethod(tool(no_annotation))
 
@@ -276,7 +276,7 @@ def test_tool_on_something_that_is_no_plain_method_is_refused():
         toolset(Static)
 
 
-def test_a_docstring_splits_into_its_text_and_its_arguments():
+def test_docstring_is_split_into_description_and_arguments():
     text, described = parse_docstring(
         "First.\n\nMore.\n\nArgs:\n    a: one\n    b (int): two\n        lines: here\n\nReturns:\n    c: x"
     )
@@ -284,12 +284,12 @@ def test_a_docstring_splits_into_its_text_and_its_arguments():
     assert described == {"a": "one", "b": "two lines: here"}
 
 
-def test_a_tools_text_becomes_the_answer_to_its_call():
+def test_text_of_a_tool_becomes_the_answer_to_its_call():
     (message,) = tool_messages("hi", "id7", "f")
     assert message == ToolAnswer(content="hi", tool_call_id="id7")
 
 
-def test_a_tools_messages_always_hold_exactly_one_answer():
+def test_messages_of_a_tool_have_exactly_one_answer():
     user = Message(role="user", content="look")
     own = Message(role="tool", content="seen")
     assert [m.role for m in tool_messages(user, "id7", "f")] == ["tool", "user"]
@@ -299,7 +299,7 @@ def test_a_tools_messages_always_hold_exactly_one_answer():
 
 
 @pytest.mark.parametrize("value", [None, 3, {"a": 1}, ["text"], object()])
-def test_other_return_values_are_refused(value):
+def test_invalid_return_values_of_a_tool_are_rejected(value):
     with pytest.raises(DefinitionError, match="return a str, a Message or a list"):
         tool_messages(value, "id7", "f")
 
@@ -316,7 +316,7 @@ async def play(*calls, text=None, call=call):
     return turn
 
 
-async def test_several_calls_run_in_order_and_their_rewards_and_metrics_add_up():
+async def test_calls_run_in_order_and_rewards_and_metrics_add_up():
     turn = await play(
         ToolCall.of("note", call_id="a", text="x"),
         ToolCall.of("gain", call_id="b", amount=0.25),
@@ -337,24 +337,24 @@ async def test_calls_after_the_end_are_answered_but_not_executed():
     assert [m.content for m in turn.messages] == ["bye", "Not executed: the task has ended."]
 
 
-async def test_a_models_mistakes_are_answered_and_counted():
+async def test_invalid_calls_are_answered_and_counted():
     turn = await play(
         ToolCall.of("nope"), ToolCall.of("note"), ToolCall.of("note", text=3), ToolCall.of("refuse")
     )
-    assert turn.metrics["invalid_calls"] == 3.0  # a ToolError is no malformed call
+    assert turn.metrics["invalid_calls"] == 3.0  # a ToolError is not an invalid call
     assert turn.messages[0].content.startswith('Error: there is no tool "nope". Tools: note, gain')
     assert turn.messages[1].content == "Error: missing argument 'text'."
     assert turn.messages[3].content == "not like this"
 
 
-async def test_a_turn_without_a_call_is_answered_by_respond():
+async def test_turn_without_a_call_is_answered_by_respond():
     turn = await play(text="hello")
     assert turn.messages[0].role == "user"
     assert "Call one of the tools: note, gain" in turn.messages[0].content
     assert turn.metrics["invalid_calls"] == 1.0
 
 
-async def test_when_the_time_is_over_the_rest_is_answered_as_not_executed():
+async def test_time_limit_propagates_out_of_a_turn():
     async def over(name, call, timeout):
         raise TimeLimitReached
 
@@ -363,7 +363,7 @@ async def test_when_the_time_is_over_the_rest_is_answered_as_not_executed():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "1", None])
-async def test_a_reward_must_be_a_finite_number(value):
+async def test_reward_must_be_a_finite_number(value):
     async def give(name, call, timeout):
         return Reply("x", reward=value)
 
@@ -371,7 +371,7 @@ async def test_a_reward_must_be_a_finite_number(value):
         await play(ToolCall.of("gain"), call=give)
 
 
-def test_success_is_a_return_of_one_unless_the_score_says_otherwise():
+def test_success_defaults_to_a_return_of_one():
     def success(scores, before, reward):
         turn = StepBuilder(Message.assistant(), 0.0)
         turn.reward = reward
@@ -379,21 +379,21 @@ def test_success_is_a_return_of_one_unless_the_score_says_otherwise():
         return turn.metrics["success"]
 
     assert success({}, 0.9, 0.1) == 1.0
-    assert success({}, sum([0.1] * 9), 0.1) == 1.0  # not lost to rounding
+    assert success({}, sum([0.1] * 9), 0.1) == 1.0  # despite rounding
     assert success({}, 0.5, 0.4) == 0.0
     assert success({"success": 1.0}, 0.0, 0.0) == 1.0
     assert success({"success": 0.0}, 5.0, 1.0) == 0.0
     assert success({"success": np.True_, "other": np.float32(2)}, 0.0, 0.0) == 1.0
 
 
-def test_a_score_that_is_no_dict_of_numbers_is_refused():
+def test_score_must_be_a_dict_of_numbers():
     with pytest.raises(DefinitionError, match="return a dict"):
         StepBuilder(Message.assistant(), 0.0).score(3, 0.0)
     with pytest.raises(DefinitionError, match="finite number"):
         StepBuilder(Message.assistant(), 0.0).score({"a": "b"}, 0.0)
 
 
-def test_done_is_a_reply_that_ends():
+def test_done_is_a_reply():
     assert isinstance(Done("x"), Reply)
     assert Done("x", reward=0.5).reward == 0.5
     with pytest.raises(TypeError):

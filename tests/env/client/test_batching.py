@@ -13,7 +13,7 @@ HELLO = Message.assistant("hello")
 
 
 class Server:
-    """Answers batches when it is let; remembers what it was sent."""
+    """Records and answers batches; ``free`` holds answers back."""
 
     def __init__(self):
         self.batches, self.alone = [], []
@@ -75,13 +75,13 @@ async def step_all(batcher, names):
     return await asyncio.gather(*steps, return_exceptions=True)
 
 
-async def test_steps_of_one_tick_travel_together(server, batcher):
+async def test_steps_of_one_tick_share_a_batch(server, batcher):
     answers = await step_all(batcher, "abc")
     assert server.batches == [["a", "b", "c"]]
     assert [answer.session_id for answer in answers] == ["a", "b", "c"]
 
 
-async def test_a_batch_has_a_limit_and_so_have_batches_under_way(server, batcher):
+async def test_batch_size_and_concurrent_batches_are_limited(server, batcher):
     names = [str(n) for n in range(MAX_STEPS * (MAX_UNDER_WAY + 3))]
     server.free.clear()
     stepping = asyncio.create_task(step_all(batcher, names))
@@ -93,18 +93,18 @@ async def test_a_batch_has_a_limit_and_so_have_batches_under_way(server, batcher
     assert server.most == MAX_UNDER_WAY
 
 
-async def test_large_steps_go_out_in_smaller_batches(server, batcher):
+async def test_large_steps_are_sent_in_smaller_batches(server, batcher):
     big = Message.assistant("x" * (batching.MAX_BYTES // 2))
     await asyncio.gather(*(batcher.step(name, 1, big) for name in "abcdef"))
     assert server.batches == [["a", "b"], ["c", "d"], ["e", "f"]]
 
 
-async def test_a_step_that_nothing_travels_with_goes_as_it_is(server, batcher):
+async def test_single_step_is_sent_without_a_batch(server, batcher):
     assert (await batcher.step("a", 1, HELLO)).session_id == "a"
     assert (server.batches, server.alone) == ([], ["a"])
 
 
-async def test_single_steps_count_as_under_way_until_they_are_late(server, batcher, monkeypatch):
+async def test_single_steps_count_as_pending_until_they_are_late(server, batcher, monkeypatch):
     monkeypatch.setattr(batching, "EARLY_ANSWER_S", 0.15)
     answer = asyncio.Event()
     send_alone = batcher._send_alone
@@ -121,7 +121,7 @@ async def test_single_steps_count_as_under_way_until_they_are_late(server, batch
         await asyncio.sleep(0)
     rest = asyncio.create_task(step_all(batcher, "xyz"))
     await asyncio.sleep(0)
-    assert server.batches == []  # four are under way
+    assert server.batches == []  # four steps are pending
     await rest
     assert server.batches == [["x", "y", "z"]]
     assert not any(task.done() for task in late)
@@ -130,28 +130,28 @@ async def test_single_steps_count_as_under_way_until_they_are_late(server, batch
     assert batcher._under_way == 0
 
 
-async def test_a_failed_item_fails_alone(server, batcher):
+async def test_items_of_a_batch_fail_independently(server, batcher):
     server.errors["b"] = UnknownSession("gone")
     a, b, c = await step_all(batcher, "abc")
     assert isinstance(b, UnknownSession)
     assert (a.session_id, c.session_id) == ("a", "c")
 
 
-async def test_a_failed_request_fails_all_its_items_and_the_next_go_on(server, batcher):
+async def test_failed_request_fails_all_its_items_and_no_later_ones(server, batcher):
     server.errors["batch"] = ServerUnreachable("away")
     assert all(isinstance(answer, ServerUnreachable) for answer in await step_all(batcher, "ab"))
     del server.errors["batch"]
     assert (await batcher.step("a", 1, HELLO)).session_id == "a"
 
 
-async def test_a_step_that_is_not_ready_asks_again_alone(server, batcher):
+async def test_pending_step_is_requested_again_alone(server, batcher):
     server.pending = {"b"}
     answers = await step_all(batcher, "ab")
     assert [answer.session_id for answer in answers] == ["a", "b"]
     assert server.alone == ["b"]
 
 
-async def test_a_slow_session_stays_out_of_batches_until_it_is_quick_again(server, batcher):
+async def test_slow_session_is_sent_alone_until_it_is_fast_again(server, batcher):
     server.pending, server.seconds_alone = {"slow"}, 3.0
     await step_all(batcher, ["slow", "a", "b"])
     await batcher.step("slow", 2, HELLO)
@@ -163,7 +163,7 @@ async def test_a_slow_session_stays_out_of_batches_until_it_is_quick_again(serve
     assert server.alone == ["slow"] * 3
 
 
-async def test_when_most_are_late_no_session_is_held_to_be_slow(server, batcher):
+async def test_no_session_is_marked_slow_if_most_are_late(server, batcher):
     server.pending = {"a", "b"}
     for _ in range(2):
         await step_all(batcher, "abc")
@@ -171,7 +171,7 @@ async def test_when_most_are_late_no_session_is_held_to_be_slow(server, batcher)
     assert server.alone == ["a", "b"] * 2
 
 
-async def test_a_session_that_ends_is_no_longer_remembered_as_slow(server, batcher):
+async def test_ended_session_is_no_longer_marked_slow(server, batcher):
     server.pending, server.seconds_alone = {"slow"}, 3.0
     await step_all(batcher, ["slow", "a", "b"])
     server.final = {"slow"}
@@ -180,13 +180,13 @@ async def test_a_session_that_ends_is_no_longer_remembered_as_slow(server, batch
     assert server.batches[1:] == [["slow", "a"]]
 
 
-async def test_an_error_of_a_step_that_asked_alone_arrives(server, batcher):
+async def test_error_of_a_single_step_is_raised(server, batcher):
     server.pending, server.errors = {"b"}, {"b": UnknownSession("gone")}
     _, b = await step_all(batcher, "ab")
     assert isinstance(b, UnknownSession)
 
 
-async def test_a_caller_that_has_gone_is_not_sent_for(server, batcher):
+async def test_cancelled_step_does_not_affect_its_batch(server, batcher):
     waiting = asyncio.create_task(batcher.step("gone", 1, HELLO))
     staying = asyncio.create_task(batcher.step("here", 1, HELLO))
     await asyncio.sleep(0)
@@ -196,11 +196,11 @@ async def test_a_caller_that_has_gone_is_not_sent_for(server, batcher):
     assert waiting.cancelled()
 
 
-async def test_any_session_id_is_proper_json(server, batcher):
+async def test_any_session_id_is_encoded_as_json(server, batcher):
     assert (await batcher.step('a"\\\n☃', 1, HELLO)).session_id == 'a"\\\n☃'
 
 
-async def test_of_a_batch_that_is_too_large_only_the_step_that_is_so_by_itself_fails(server, batcher):
+async def test_only_the_oversized_step_of_a_too_large_batch_fails(server, batcher):
     server.errors |= {"batch": BodyTooLarge("too large"), "s1": BodyTooLarge("too large")}
     answers = await asyncio.gather(
         *(batcher.step(f"s{n}", 1, HELLO) for n in range(3)), return_exceptions=True

@@ -1,4 +1,4 @@
-"""Clients of a fleet that has several controllers, one of which does not answer."""
+"""Clients of a fleet with several controllers, one of which does not answer."""
 
 import asyncio
 import contextlib
@@ -17,14 +17,14 @@ from tests.env.tasks import Quick, Slow, until
 
 
 class Pair:
-    """Two controllers, each behind a proxy, and one server that has dialled both."""
+    """Two controllers, each behind a proxy, and one server linked to both."""
 
     @property
     def url(self) -> str:
         return ",".join(f"http://127.0.0.1:{proxy.port}" for proxy in self.proxies)
 
     def client(self, first: int, **options) -> EnvClient:
-        """Return a client that asks one of them first."""
+        """Return a client that prefers one of the controllers."""
         client = EnvClient.connect(self.url, **options)
         client.backend._lane().transport._preferred = first
         return client
@@ -52,7 +52,7 @@ async def note(session):
     return (await session.step(ToolCall.of("note", text="x"))).messages[0].content.split()[0]
 
 
-async def test_a_session_goes_on_when_its_controller_is_gone(pair):
+async def test_session_continues_over_another_controller(pair):
     async with pair.client(0) as client:
         session = await client.open("quick")
         assert await note(session) == "1"
@@ -63,7 +63,7 @@ async def test_a_session_goes_on_when_its_controller_is_gone(pair):
 
 
 @pytest.mark.parametrize("scheme", ["http", "ws"])
-async def test_one_that_falls_silent_is_passed_over_and_nothing_happens_twice(pair, monkeypatch, scheme):
+async def test_silent_controller_is_skipped_and_no_step_runs_twice(pair, monkeypatch, scheme):
     monkeypatch.setattr(transport, "ATTEMPT_TIMEOUT_S", 0.3)
     async with EnvClient.connect(pair.url.replace("http", scheme), timeout=20) as client:
         client.backend._lane().transport._preferred = 1
@@ -74,7 +74,7 @@ async def test_one_that_falls_silent_is_passed_over_and_nothing_happens_twice(pa
         assert await asyncio.gather(*map(note, sessions)) == ["2"] * 5
 
 
-async def test_a_step_that_takes_longer_than_an_attempt_is_taken_once(pair, monkeypatch):
+async def test_step_longer_than_an_attempt_runs_once(pair, monkeypatch):
     monkeypatch.setattr(transport, "ATTEMPT_TIMEOUT_S", 0.1)
     Slow.prepare()
     async with pair.client(0) as client:
@@ -86,7 +86,7 @@ async def test_a_step_that_takes_longer_than_an_attempt_is_taken_once(pair, monk
         assert (await step).messages[0].content == "waited 1"
 
 
-async def test_a_controller_that_drains_is_passed_over_by_openings(pair):
+async def test_opening_skips_a_draining_controller(pair):
     pair.controllers[0].fleet.draining = True
     async with pair.client(0) as client:
         assert (await client.open("quick")).session_id
@@ -95,7 +95,7 @@ async def test_a_controller_that_drains_is_passed_over_by_openings(pair):
             await client.open("quick")
 
 
-async def test_a_typed_answer_is_an_answer(pair):
+async def test_typed_error_is_not_retried_at_another_controller(pair):
     async with pair.client(0) as client:
         session = await client.open("quick")
         for one in pair.controllers:
@@ -104,7 +104,7 @@ async def test_a_typed_answer_is_an_answer(pair):
             await note(session)
 
 
-async def test_silence_everywhere_ends_with_the_callers_deadline(pair, monkeypatch):
+async def test_call_times_out_if_no_controller_answers(pair, monkeypatch):
     monkeypatch.setattr(transport, "ATTEMPT_TIMEOUT_S", 0.1)
     async with pair.client(0, timeout=0.5) as client:
         for proxy in pair.proxies:
@@ -113,7 +113,7 @@ async def test_silence_everywhere_ends_with_the_callers_deadline(pair, monkeypat
             await client.tasks()
 
 
-async def test_nobody_there_is_said_so(pair):
+async def test_refused_connections_raise_server_unreachable(pair):
     for proxy in pair.proxies:
         proxy.refusing = True
     client = pair.client(0)
@@ -123,6 +123,6 @@ async def test_nobody_there_is_said_so(pair):
             await client.tasks()
 
 
-def test_each_address_is_checked():
+def test_each_address_is_validated():
     with pytest.raises(ServerUnreachable, match="'ftp://b' is not"):
         EnvClient.connect("http://a:1,ftp://b")

@@ -57,7 +57,7 @@ async def listening(handler):
         try:
             await handler(reader, writer)
         except (asyncio.IncompleteReadError, ConnectionError):
-            return  # the client has hung up
+            return  # the client has disconnected
         finally:
             writer.close()
 
@@ -71,7 +71,7 @@ async def listening(handler):
 
 @pytest.fixture
 async def canned():
-    """Start a server that answers each request with the next of some bytes."""
+    """Start a server that answers requests with the given bytes, one after another."""
     async with AsyncExitStack() as stack:
 
         async def start(*answers):
@@ -98,7 +98,7 @@ def http(body, status=b"200 OK", headers=b""):
 TASKS = b'{"protocol":1,"tasks":[]}'
 
 
-async def test_a_task_is_played_over_http(serving):
+async def test_episode_over_http(serving):
     server = await serving(Guess, Quick, oracle=True)
     async with EnvClient.connect(server.url) as client:
         assert set(await client.tasks()) == {"guess", "quick"}
@@ -133,7 +133,7 @@ async def test_http_and_local_give_equal_results(serving):
     assert await play(EnvClient.connect(server.url)) == await play(Quick.local())
 
 
-async def test_many_sessions_step_at_once_and_never_mix(serving):
+async def test_concurrent_sessions_are_isolated(serving):
     server = await serving(Quick)
     async with EnvClient.connect(server.url) as client:
 
@@ -152,7 +152,7 @@ async def test_many_sessions_step_at_once_and_never_mix(serving):
     assert server.pool.open_sessions == 0
 
 
-async def test_a_slow_step_delays_nobody_else(serving):
+async def test_slow_step_does_not_delay_other_sessions(serving):
     server = await serving(Slow, Quick)
     async with EnvClient.connect(server.url) as client:
         slow, quick = await client.open("slow"), await client.open("quick")
@@ -165,7 +165,7 @@ async def test_a_slow_step_delays_nobody_else(serving):
         assert (await slow.step(ToolCall.of("wait"))).messages[0].content == "waited 2"
 
 
-async def test_errors_arrive_as_the_classes_they_left_as(serving):
+async def test_errors_are_raised_as_their_classes(serving):
     server = await serving(Quick, max_sessions=1, lease_s=30)
     backend = HttpBackend(server.url)
     async with EnvClient(backend) as client:
@@ -187,7 +187,7 @@ async def test_errors_arrive_as_the_classes_they_left_as(serving):
             await session.step("again")
 
 
-async def test_an_expired_session_is_an_error_of_its_own(serving):
+async def test_expired_session_raises_session_expired(serving):
     server = await serving(Quick, lease_s=0.02)
     async with EnvClient.connect(server.url) as client:
         session = await client.open("quick")
@@ -196,7 +196,7 @@ async def test_an_expired_session_is_an_error_of_its_own(serving):
             await session.step("hello")
 
 
-async def test_waiting_in_the_servers_queue(serving):
+async def test_opening_waits_in_the_queue_of_the_server(serving):
     server = await serving(Quick, max_sessions=1)
     async with EnvClient.connect(server.url) as client:
         first = await client.open("quick")
@@ -206,16 +206,16 @@ async def test_waiting_in_the_servers_queue(serving):
         second = await waiting
         gone = asyncio.create_task(client.open("quick", wait=20))
         await until(lambda: server.pool.gauges()["agentrl_sessions_waiting"])
-        gone.cancel()  # hangs up, and so leaves the queue
+        gone.cancel()  # disconnects, which leaves the queue
         await until(lambda: not server.pool.gauges()["agentrl_sessions_waiting"])
         await second.close()
 
 
-async def test_a_token_opens_the_door(serving, monkeypatch):
+async def test_token_is_taken_from_the_argument_or_the_environment_variable(serving, monkeypatch):
     server = await serving(Quick, token="sesam")
-    async with EnvClient.connect(server.url) as stranger:
+    async with EnvClient.connect(server.url) as unauthorized:
         with pytest.raises(Unauthorized):
-            await stranger.tasks()
+            await unauthorized.tasks()
     async with EnvClient.connect(server.url, token="sesam") as client:
         await client.tasks()
     monkeypatch.setenv("AGENTRL_TOKEN", "sesam")
@@ -223,7 +223,7 @@ async def test_a_token_opens_the_door(serving, monkeypatch):
         await client.tasks()
 
 
-async def test_concurrent_steps_are_answered_each_with_its_own_result(serving):
+async def test_concurrent_steps_get_their_own_results(serving):
     server = await serving(Quick)
     backend = HttpBackend(server.url)
     async with EnvClient(backend) as client:
@@ -242,15 +242,15 @@ class Failing(Quick):
         raise OSError("no disk")
 
 
-async def test_a_failed_reset_is_raised_and_not_retried(serving):
+async def test_failed_reset_raises_environment_failed(serving):
     server = await serving(Failing)
     async with EnvClient.connect(server.url) as client:
         with pytest.raises(EnvironmentFailed, match="no disk"):
             await client.open("failing")
 
 
-async def test_a_lost_answer_is_asked_for_again_with_the_same_seq(serving):
-    """A proxy swallows every other answer; each step is still taken once."""
+async def test_lost_response_is_requested_again_with_the_same_seq(serving):
+    """A proxy drops every other answer."""
     server = await serving(Quick)
     port = int(server.url.rpartition(":")[2])
     lost = [0]
@@ -278,7 +278,7 @@ async def test_a_lost_answer_is_asked_for_again_with_the_same_seq(serving):
     assert server.metrics.steps["quick"] == 4
 
 
-async def test_a_dead_url_is_named_in_one_sentence():
+async def test_connection_refused_raises_server_unreachable():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
@@ -288,12 +288,12 @@ async def test_a_dead_url_is_named_in_one_sentence():
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "", "http://"])
-def test_what_is_no_url_is_refused_at_once(url):
+def test_invalid_url_is_rejected(url):
     with pytest.raises(ServerUnreachable, match="is not an http"):
         EnvClient.connect(url)
 
 
-async def test_a_server_that_never_answers_is_given_up():
+async def test_call_to_a_silent_server_times_out():
     async def silence(reader, writer):
         await reader.read()
 
@@ -304,7 +304,7 @@ async def test_a_server_that_never_answers_is_given_up():
             await client.open("x")
 
 
-async def test_a_proxys_bad_gateway_is_tried_again(canned):
+async def test_bad_gateway_is_retried(canned):
     url, seen = await canned(http(b"<html>", b"502 Bad Gateway"), http(b"", b"503 x"), http(TASKS))
     async with EnvClient.connect(url) as client:
         assert await client.tasks() == {}
@@ -321,14 +321,14 @@ async def test_a_proxys_bad_gateway_is_tried_again(canned):
         b"HTTP/1.1 200 OK\r\ncontent-length: x\r\n\r\n",
     ],
 )
-async def test_a_server_of_another_kind_is_a_protocol_error(canned, answer):
+async def test_foreign_response_raises_protocol_error(canned, answer):
     url, _ = await canned(answer)
     async with EnvClient.connect(url) as client:
         with pytest.raises(ProtocolError):
             await client.tasks()
 
 
-async def test_another_version_of_the_protocol_is_refused(canned):
+async def test_other_protocol_version_is_rejected(canned):
     url, _ = await canned(http(b'{"protocol":2,"tasks":[]}'))
     async with EnvClient.connect(url) as client:
         with pytest.raises(ProtocolError, match="speaks protocol 2, this client 1"):
@@ -351,7 +351,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n%b\r\n14;x
     ],
 )
 @pytest.mark.parametrize("piece", [1, 7, 1000])
-async def test_answers_are_read_in_every_form_and_in_any_pieces(answer, piece):
+async def test_responses_are_read_in_every_framing_and_chunking(answer, piece):
     async def serve(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
         for at in range(0, len(answer), piece):
@@ -381,7 +381,7 @@ async def test_steps_of_one_tick_share_a_request(canned):
     await backend.aclose()
 
 
-async def test_a_batch_answered_with_too_few_results_fails_every_step(canned):
+async def test_batch_response_with_missing_results_fails_every_step(canned):
     url, _ = await canned(http(b'{"results":[]}'))
     backend = HttpBackend(url)
     steps = [asyncio.create_task(backend.step(str(n), 1, Message.assistant("x"))) for n in range(2)]
@@ -391,7 +391,7 @@ async def test_a_batch_answered_with_too_few_results_fails_every_step(canned):
     await backend.aclose()
 
 
-async def test_a_client_can_be_pickled_before_and_after_use(serving):
+async def test_client_can_be_pickled_after_use(serving):
     server = await serving(Quick)
     async with EnvClient.connect(server.url) as client:
         await client.tasks()
@@ -400,7 +400,7 @@ async def test_a_client_can_be_pickled_before_and_after_use(serving):
         await copy.aclose()
 
 
-def test_a_client_works_from_one_event_loop_after_another():
+def test_client_works_on_successive_event_loops():
     async def play(client):
         server = EnvServer([Quick], port=int(client.backend.url.rpartition(":")[2]), drain_s=0.0)
         await server.start()
@@ -416,7 +416,7 @@ def test_a_client_works_from_one_event_loop_after_another():
     assert asyncio.run(play(client)) == asyncio.run(play(client)) == {"quick"}
 
 
-async def test_closing_the_client_ends_calls_under_way(serving):
+async def test_closing_the_client_ends_pending_calls(serving):
     server = await serving(Slow)
     client = EnvClient.connect(server.url)
     session = await client.open("slow")
@@ -427,7 +427,7 @@ async def test_closing_the_client_ends_calls_under_way(serving):
         await step
 
 
-async def test_a_message_that_is_no_json_is_refused_before_it_is_sent(serving):
+async def test_message_that_is_not_json_is_rejected_before_sending(serving):
     server = await serving(Quick)
     async with EnvClient.connect(server.url) as client:
         session = await client.open("quick")
@@ -436,7 +436,7 @@ async def test_a_message_that_is_no_json_is_refused_before_it_is_sent(serving):
         assert (await session.step("hello")).seq == 1
 
 
-async def test_openings_that_wait_leave_connections_to_the_steps_of_others(serving):
+async def test_waiting_openings_leave_connections_for_steps(serving):
     server = await serving(Quick, max_sessions=2)
     async with EnvClient(HttpBackend(server.url, max_connections=4)) as client:
         running = [await client.open("quick") for _ in range(2)]
@@ -451,7 +451,7 @@ async def test_openings_that_wait_leave_connections_to_the_steps_of_others(servi
                 await (await opened).close()
 
 
-async def test_a_server_that_takes_no_connection_is_unreachable_and_not_slow(monkeypatch):
+async def test_connection_timeout_raises_server_unreachable(monkeypatch):
     async def never(*_arguments, **_options):
         await asyncio.Event().wait()
 

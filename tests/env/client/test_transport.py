@@ -1,4 +1,4 @@
-"""Transport of a server: its WebSocket where it offers one, else HTTP."""
+"""Transport of a server: its WebSocket if it offers one, otherwise HTTP."""
 
 import asyncio
 
@@ -21,7 +21,7 @@ async def send(transport, *calls, timeout=1.0):
 
 
 class Carrier:
-    """Stands for either transport; remembers what it carried."""
+    """Replaces either transport and records the calls sent over it."""
 
     def __init__(self):
         self.carried = []
@@ -76,7 +76,7 @@ async def test_all_calls_use_the_websocket_once_it_is_offered(parts):
         Unauthorized("x"),
     ],
 )
-async def test_websocket_that_cannot_be_opened_is_tried_again_later(parts, problem):
+async def test_failed_websocket_is_retried_later(parts, problem):
     http, socket, clock, transport = parts
     http.offers_socket, socket.problem = True, problem
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""The client over one WebSocket: as over HTTP, and it comes back when the socket is cut."""
+"""The client over one WebSocket: the calls of HTTP, and reconnection."""
 
 import asyncio
 import pickle
@@ -61,7 +61,7 @@ NOTE = ToolCall.of("note", text="x")
 
 
 class Wire:
-    """A relay that can be cut, before an answer gets through or at any time."""
+    """A relay that can be disconnected at any time or before the next answer."""
 
     def __init__(self, server):
         self.port = int(server.url.rpartition(":")[2])
@@ -113,7 +113,7 @@ async def relayed(server):
         await asyncio.gather(*tasks)
 
 
-async def test_an_episode_is_played_to_its_end(serving):
+async def test_episode_over_the_websocket(serving):
     server = await serving(Guess, oracle=True)
     async with over_socket(server.url) as client:
         assert (await client.tasks())["guess"].max_turns == 8
@@ -123,7 +123,7 @@ async def test_an_episode_is_played_to_its_end(serving):
             assert (await client.resume(session.session_id)).last == result
 
 
-async def test_closing_and_forking_go_over_the_socket_as_well(serving):
+async def test_close_and_fork_over_the_websocket(serving):
     server = await serving(Walk)
     async with over_socket(server.url) as client:
         session = await client.open("walk", seed=7)
@@ -134,7 +134,7 @@ async def test_closing_and_forking_go_over_the_socket_as_well(serving):
         assert server.pool.open_sessions == 0
 
 
-async def test_many_sessions_share_one_socket(serving):
+async def test_sessions_share_one_socket(serving):
     server = await serving(Quick)
     async with relayed(server) as (wire, url), EnvClient.connect(url) as client:
         sessions = await asyncio.gather(*(client.open("quick", index=n % 10) for n in range(100)))
@@ -145,7 +145,7 @@ async def test_many_sessions_share_one_socket(serving):
         assert wire.connections == 1
 
 
-async def test_a_slow_session_delays_no_other(serving):
+async def test_slow_session_does_not_delay_others(serving):
     server = await serving(Slow, Quick)
     async with over_socket(server.url) as client:
         late, quick = await client.open("slow"), await client.open("quick")
@@ -157,7 +157,7 @@ async def test_a_slow_session_delays_no_other(serving):
         assert (await waiting).messages[0].content == "waited 1"
 
 
-async def test_errors_arrive_as_the_classes_they_left_as(serving):
+async def test_errors_are_raised_as_their_classes(serving):
     server = await serving(Quick, max_sessions=1)
     async with over_socket(server.url) as client:
         with pytest.raises(UnknownTask):
@@ -178,7 +178,7 @@ async def test_errors_arrive_as_the_classes_they_left_as(serving):
             await session.step(NOTE)
 
 
-async def test_a_batch_gives_results_and_errors_in_order(serving):
+async def test_concurrent_steps_get_their_own_results_and_errors(serving):
     server = await serving(Quick)
     async with over_socket(server.url) as client:
         session = await client.open("quick")
@@ -192,7 +192,7 @@ async def test_a_batch_gives_results_and_errors_in_order(serving):
         assert second.seq == 1
 
 
-async def test_a_cut_socket_is_opened_again_and_no_step_is_lost_or_doubled(serving):
+async def test_aborted_socket_is_reopened_and_each_step_runs_once(serving):
     server = await serving(Quick)
     async with relayed(server) as (wire, url), EnvClient.connect(url) as client:
         session = await client.open("quick")
@@ -203,7 +203,7 @@ async def test_a_cut_socket_is_opened_again_and_no_step_is_lost_or_doubled(servi
         assert wire.connections >= 4
 
 
-async def test_a_lost_answer_is_asked_for_again(serving):
+async def test_lost_answer_is_requested_again(serving):
     server = await serving(Quick)
     async with relayed(server) as (wire, url), EnvClient.connect(url) as client:
         sessions = [await client.open("quick") for _ in range(3)]
@@ -214,7 +214,7 @@ async def test_a_lost_answer_is_asked_for_again(serving):
         assert server.metrics.steps["quick"] == 9
 
 
-async def test_a_lost_answer_to_an_opening_or_a_fork_leaves_no_session_behind(serving):
+async def test_lost_answer_to_open_or_fork_leaks_no_session(serving):
     server = await serving(Walk)
     async with relayed(server) as (wire, url), EnvClient.connect(url) as client:
         await client.tasks()
@@ -227,7 +227,7 @@ async def test_a_lost_answer_to_an_opening_or_a_fork_leaves_no_session_behind(se
         assert wire.connections == 3
 
 
-async def test_a_server_that_comes_back_is_found_again(serving):
+async def test_client_reconnects_to_a_restarted_server(serving):
     first = await serving(Quick)
     port = int(first.url.rpartition(":")[2])
     async with over_socket(first.url) as client:
@@ -239,7 +239,7 @@ async def test_a_server_that_comes_back_is_found_again(serving):
         assert (await (await opening).step(NOTE)).seq == 1
 
 
-async def test_nobody_there_is_said_so():
+async def test_connection_refused_raises_server_unreachable():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"ws://127.0.0.1:{free.getsockname()[1]}"
@@ -250,7 +250,7 @@ async def test_nobody_there_is_said_so():
     await client.aclose()
 
 
-async def test_a_wrong_token_is_refused(serving):
+async def test_wrong_token_is_rejected(serving):
     server = await serving(Quick, token="sesame")
     async with over_socket(server.url, token="simsim") as client:
         with pytest.raises(Unauthorized):
@@ -267,7 +267,7 @@ async def test_a_wrong_token_is_refused(serving):
         b"220 mail.example\r\n\r\n",
     ],
 )
-async def test_a_server_without_a_socket_is_said_to_be_none(answer):
+async def test_server_without_a_websocket_raises_protocol_error(answer):
     async def handle(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
         writer.write(answer)
@@ -283,7 +283,7 @@ async def test_a_server_without_a_socket_is_said_to_be_none(answer):
     listener.close()
 
 
-async def test_an_answer_that_does_not_come_is_a_timeout(serving):
+async def test_missing_answer_times_out(serving):
     server = await serving(Slow)
     async with over_socket(server.url, timeout=0.2) as client:
         session = await client.open("slow")
@@ -293,7 +293,7 @@ async def test_an_answer_that_does_not_come_is_a_timeout(serving):
         assert (await session.step(ToolCall.of("wait"))).messages[0].content == "waited 1"
 
 
-async def test_closing_the_client_ends_its_calls(serving):
+async def test_closing_the_client_ends_pending_calls(serving):
     server = await serving(Slow)
     client = over_socket(server.url)
     session = await client.open("slow")
@@ -304,7 +304,7 @@ async def test_closing_the_client_ends_its_calls(serving):
         await asyncio.wait_for(step, 5)
 
 
-async def test_a_client_can_be_pickled(serving):
+async def test_client_can_be_pickled(serving):
     server = await serving(Quick)
     client = pickle.loads(pickle.dumps(over_socket(server.url)))
     assert "quick" in await client.tasks()
@@ -327,7 +327,7 @@ async def test_silent_connection_is_dropped_and_replaced(serving, monkeypatch):
     await proxy.stop()
 
 
-async def test_a_message_over_the_servers_limit_is_told_to_its_caller_alone(serving):
+async def test_message_over_the_limit_of_the_server_fails_only_its_call(serving):
     server = await serving(Quick, Slow, limits=Limits(max_body_bytes=5_000))
     async with over_socket(server.url) as client:
         slow, quick = await client.open("slow"), await client.open("quick")
@@ -353,7 +353,7 @@ async def test_a_message_over_the_servers_limit_is_told_to_its_caller_alone(serv
         (b"[]", None, 500, b""),
     ],
 )
-def test_answers_are_read_in_any_order_of_their_fields(text, number, status, body):
+def test_answers_are_parsed_with_fields_in_any_order(text, number, status, body):
     got, response = _parse(text)
     assert (got, response.status) == (number, status)
     if body is not None:

@@ -1,4 +1,4 @@
-"""A controller with real servers behind it, over real sockets."""
+"""A controller with real servers over real sockets."""
 
 import asyncio
 import json
@@ -58,7 +58,7 @@ class Site:
 
 
 async def kill(server: EnvServer) -> None:
-    """Abort a server's links for good, as its death does."""
+    """Abort a server's links for good, like its death."""
     links = server._links
     for task in links._tasks.values():
         task.cancel()
@@ -68,7 +68,7 @@ async def kill(server: EnvServer) -> None:
 
 
 async def cut(server: EnvServer) -> None:
-    """Abort a server's links; it connects again."""
+    """Abort a server's links; the server reconnects."""
     for link in list(server._links._open):
         link.websocket.transport.abort()
 
@@ -124,7 +124,7 @@ async def test_batch_is_split_by_server_and_joined_in_order():
         ]
         steps.insert(4, {"session_id": "nobody.there", "seq": 1, "message": message})
         async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}) as http:
-            site.fleet.registry._started = -1e9  # long after its start: nobody is waited for
+            site.fleet.registry._started = -1e9  # long after its start, so that it waits for no server
             answer = await http.post(f"{site.controller.url}/v1/step", json={"steps": steps})
         results = answer.json()["results"]
         assert results[4]["error"]["type"] == "unknown_session"
@@ -139,9 +139,9 @@ async def test_unknown_task_and_wrong_token_are_rejected():
         site.fleet.registry._started = -1e9
         with pytest.raises(UnknownTask, match="no task 'chess' here; tasks: quick"):
             await site.client.open("chess")
-        async with EnvClient.connect(site.controller.url, token="wrong") as stranger:
+        async with EnvClient.connect(site.controller.url, token="wrong") as unauthorized:
             with pytest.raises(Unauthorized):
-                await stranger.open("quick")
+                await unauthorized.open("quick")
 
 
 async def test_opening_waits_in_the_queue_for_a_free_place():
@@ -175,7 +175,7 @@ async def test_sessions_of_a_dead_server_are_lost():
         await until(Slow.started.is_set)
         await kill(dead)
         clock.now += 100
-        await cut(alive)  # whose next line tells that it lives
+        await cut(alive)  # reconnects, which shows that it is alive
         await until(lambda: site.fleet.servers[alive.pool.server_id].seen == clock.now)
         await site.fleet.registry.check()
         with pytest.raises(SessionLost):
@@ -188,7 +188,7 @@ async def test_sessions_of_a_dead_server_are_lost():
         assert again.session_id.startswith(alive.pool.server_id)
 
 
-async def test_server_that_returns_after_its_loss_ends_its_sessions_and_takes_a_new_id():
+async def test_lost_server_that_reconnects_ends_its_sessions_and_takes_a_new_id():
     async with Site() as site:
         server = await site.serve(Quick)
         old = server.pool.server_id

@@ -1,4 +1,4 @@
-"""Placement and the fair queue, over servers without links."""
+"""Placement and the fair queue, with servers without links."""
 
 import asyncio
 
@@ -128,7 +128,7 @@ async def test_cancelled_opening_releases_its_place():
     assert await placement.take("shop", "", 0) is server
     waiting = asyncio.create_task(placement.take("shop", "", 60))
     await asyncio.sleep(0)
-    placement.release(("shop", ""), server)  # promised to the one that waits
+    placement.release(("shop", ""), server)  # is reserved for the waiting opening
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
@@ -142,7 +142,7 @@ async def test_wait_for_a_place_times_out():
 
 @given(st.lists(st.tuples(st.sampled_from("tre"), st.integers(0, 3)), max_size=60))
 def test_reservations_never_exceed_the_capacity(moves):
-    """Any order of taking (t), releasing (r) and ending (e) keeps the count true."""
+    """Counts are correct after any order of taking (t), releasing (r) and ending (e)."""
 
     async def run() -> None:
         servers = [remote("a", capacity=2), remote("b", capacity=1)]

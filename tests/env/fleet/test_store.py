@@ -98,7 +98,7 @@ def turns(*numbers, size=1):
     return tuple((f"{number}" * size, "", "") for number in numbers)
 
 
-async def test_turns_are_joined_in_order_however_often_they_are_sent(records):
+async def test_repeated_turns_are_merged_in_order(records):
     for seq, text, sent in (
         (0, b"zero", ()),
         (1, b"one", (1,)),
@@ -111,7 +111,7 @@ async def test_turns_are_joined_in_order_however_often_they_are_sent(records):
     await records.move("a.1", "a", "b", died=True)
     await records.keep("b", sealed("a.1", 4, b"four", turns(1, 2, 3, 4)))
     assert (await records.find("a.1")).last.turns == turns(1, 2, 3, 4)
-    await records.keep("b", sealed("a.1", 7, b"seven", turns(6, 7)))  # the fifth was never sent
+    await records.keep("b", sealed("a.1", 7, b"seven", turns(6, 7)))  # the fifth turn was never sent
     assert (await records.find("a.1")).last.turns == turns(6, 7)
     await records.forget("a.1", "b")
     assert (await records.find("a.1")).last.turns == ()
@@ -165,7 +165,7 @@ async def test_concurrent_writes_of_a_record_are_compared_and_set(store):
     assert await store.read("a.1") == (None, "")
 
 
-async def test_a_malformed_record_is_a_lost_session(store):
+async def test_malformed_record_is_a_lost_session(store):
     await store.write("a.1", b'{"holder":1}', "", 60)
     with pytest.raises(SessionLost, match="malformed"):
         await Records(store).find("a.1")
@@ -230,7 +230,7 @@ async def test_fleets_in_one_redis_are_separate(redis):
         await store.aclose()
 
 
-async def test_missing_redis_is_one_serve_error(tmp_path):
+async def test_missing_redis_raises_serve_error(tmp_path):
     store = RedisStore(f"unix://{tmp_path}/nothing.sock")
     with pytest.raises(ServeError, match="Redis does not answer"):
         await store.start()
@@ -304,7 +304,7 @@ async def test_opening_repeated_at_another_controller_returns_the_same_session(r
         assert pair.server.pool.open_sessions == 1
 
 
-async def test_server_heard_by_another_controller_is_not_lost(redis):
+async def test_server_linked_to_another_controller_is_not_lost(redis):
     clock = Clock()
     async with Pair(redis, clock) as pair:
         deaf, hearing = (controller.fleet for controller in pair.controllers)

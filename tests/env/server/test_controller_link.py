@@ -128,13 +128,13 @@ async def test_second_link_of_a_server_replaces_the_first(controller):
         await new.send(hello())
         await new.recv()
         with suppress(ConnectionClosed):
-            await old.send(beat(opened=[row]))  # it comes late, and is no longer so
+            await old.send(beat(opened=[row]))  # late and out of date
         assert await close_code(old) == 1012
         assert member.linked
         assert member.sessions == {}
 
 
-async def test_lost_server_is_disconnected_and_returns_under_a_new_id(controller, serve):
+async def test_lost_server_is_disconnected_and_rejoins_with_a_new_id(controller, serve):
     server = await serve(Quick)
     first = server.pool.server_id
     async with EnvClient.connect(controller.url) as client:
@@ -149,7 +149,7 @@ async def test_lost_server_is_disconnected_and_returns_under_a_new_id(controller
 
 
 async def test_outbox_of_a_server_that_does_not_read_is_bounded(controller):
-    """It sends heartbeats, so that it is not lost; its callers time out."""
+    """The server sends heartbeats, so that it is not lost; calls to it time out."""
     async with linked(controller) as websocket:
         await websocket.send(hello())
         await websocket.recv()
@@ -186,7 +186,7 @@ async def test_suspended_controller_declares_no_server_lost():
     watching = FleetService(clock=clock).registry
     await watching.join(Hello.model_validate_json(json.dumps(json.loads(hello())["hello"])), Outbox())
     clock.now += 60
-    watching._awake = clock.now  # what its watch notes when it wakes up late
+    watching._awake = clock.now  # set by its watch after a late wake-up
     await watching.check()
     assert set(watching.servers) == {"peer"}
     clock.now += 60
@@ -222,14 +222,14 @@ async def test_controller_detects_its_suspension(monkeypatch):
     watching.start()
     begin = watching._awake
     await asyncio.sleep(0)
-    time.sleep(0.2)  # noqa: ASYNC251  -- as a process does that is paused
+    time.sleep(0.2)  # noqa: ASYNC251  -- like a suspended process
     await until(lambda: watching._awake > begin)
     watching.stop()
 
 
 async def test_server_links_to_a_named_controller_that_starts_later(controller, monkeypatch):
     monkeypatch.setattr(controller_link, "MAX_PAUSE_S", 0.1)
-    later = ControllerServer(FleetService(queue_s=0.0), port=0)  # it has its port, and does not listen yet
+    later = ControllerServer(FleetService(queue_s=0.0), port=0)  # bound to its port, but not listening yet
     urls = [controller.url, later.url]
     server = EnvServer([Quick], host=NOWHERE, controllers=urls, drain_s=0)
     await server.start()
@@ -240,7 +240,9 @@ async def test_server_links_to_a_named_controller_that_starts_later(controller, 
     await later.stop()
 
 
-async def test_session_of_a_server_heard_elsewhere_is_unavailable_not_lost(controller, monkeypatch):
+async def test_session_of_a_server_linked_to_another_controller_is_unavailable_not_lost(
+    controller, monkeypatch
+):
     fleet = controller.fleet
     fleet.registry._started, fleet.registry._lost_after_s = -1e9, 0.2
     fleet.store._alive["elsewhere"] = float("inf")
@@ -264,7 +266,7 @@ async def test_too_large_answer_fails_only_its_call(controller, serve, monkeypat
         assert (await client.resume(session.session_id)).turn == 1
 
 
-async def test_results_that_do_not_fit_in_a_batch_answer_are_asked_for_again(controller, serve, monkeypatch):
+async def test_results_that_do_not_fit_in_a_batch_answer_are_requested_again(controller, serve, monkeypatch):
     server = await serve(Loud, max_sessions=40)
     monkeypatch.setattr(controller_link, "MAX_ANSWER_BYTES", 100_000)
     async with EnvClient.connect(controller.url) as client:
@@ -278,7 +280,7 @@ async def test_results_that_do_not_fit_in_a_batch_answer_are_asked_for_again(con
     assert server.pool.gauges()["agentrl_sessions_open"] == 40
 
 
-async def test_stopping_server_answers_calls_under_way(controller, serve):
+async def test_stopping_server_answers_pending_calls(controller, serve):
     Slow.prepare()
     server = await serve(Slow)
     async with EnvClient.connect(controller.url) as client:
@@ -314,7 +316,7 @@ async def test_websocket_calls_are_forwarded_with_new_ids(controller, serve):
             before = next(member._numbers)
             await websocket.send(json.dumps(call))
             answer = json.loads(await asyncio.wait_for(websocket.recv(), 10))
-            assert next(member._numbers) > before + 1  # it was asked of the server
+            assert next(member._numbers) > before + 1  # the call was forwarded
             assert answer["id"] == call["id"]
             return answer["result"]
 
@@ -328,7 +330,7 @@ async def test_websocket_calls_are_forwarded_with_new_ids(controller, serve):
         assert shown["session_id"] == session_id
 
 
-async def test_server_that_disconnects_before_it_is_told_of_its_loss_logs_no_error(
+async def test_server_that_disconnects_before_being_notified_of_its_loss_logs_no_error(
     controller, monkeypatch, caplog
 ):
     refused = asyncio.Event()
@@ -336,7 +338,7 @@ async def test_server_that_disconnects_before_it_is_told_of_its_loss_logs_no_err
 
         async def refuse(hello, outbox):
             socket.transport.abort()
-            for _ in range(20):  # the abort reaches the other end of the socket meanwhile
+            for _ in range(20):  # meanwhile the abort reaches the other end of the socket
                 await asyncio.sleep(0.001)
             refused.set()
             return False

@@ -1,4 +1,4 @@
-"""The page at ``/``, in a real Chromium."""
+"""The dashboard at ``/`` in a real Chromium."""
 
 import json
 import re
@@ -123,11 +123,11 @@ async def chromium():
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def visit(chromium):
-    """Open the page in a fresh profile; at the end nothing of it must have broken."""
+    """Open the page in a new profile; fail on script errors at the end."""
     contexts, broken = [], []
 
     def hear(message):
-        if "Failed to load resource" not in message.text:  # how Chromium tells of a 401 and the like
+        if "Failed to load resource" not in message.text:  # logged by Chromium for a 401 and the like
             broken.append(message.text)
 
     async def visit(server, fragment="#/", **options):
@@ -173,11 +173,11 @@ async def step(server, session_id, seq, name="look", text=None, **arguments):
 
 
 async def look_again(page):
-    """Have the page ask at once, as it does when its tab comes to the front; not when it next would."""
+    """Make the page poll immediately, as it does when its tab becomes visible."""
     await page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
 
 
-async def test_the_overview_shows_the_server_its_load_and_its_tasks(server, visit):
+async def test_overview_shows_the_server_with_its_load_and_tasks(server, visit):
     await opened(server)
     page = await visit(server)
     await expect(page.get_by_role("status").filter(has_text="ok")).to_be_visible()
@@ -198,7 +198,7 @@ async def test_the_overview_shows_the_server_its_load_and_its_tasks(server, visi
     await expect(page.locator("#health")).to_have_text("draining")
 
 
-async def test_thousands_of_sessions_are_listed_in_pages_and_stay_live(server, visit):
+async def test_session_list_is_paginated_and_updates_live(server, visit):
     for _ in range(1000):
         await opened(server)
     last = await opened(server, "guess")
@@ -239,7 +239,7 @@ async def test_sessions_are_filtered_by_task_and_status(server, visit):
     await expect(page.get_by_role("log")).to_contain_text("You have it.")
 
 
-async def test_a_transcript_is_live(server, visit):
+async def test_transcript_updates_live(server, visit):
     session_id = await opened(server, seed=7)
     await step(server, session_id, 1, text="Let me see.", where="attic")
     page = await visit(server, f"#/session/{session_id}")
@@ -256,7 +256,7 @@ async def test_a_transcript_is_live(server, visit):
     await expect(page.get_by_role("link", name="Play on")).to_be_hidden()
 
 
-async def test_a_transcript_stays_at_its_end_unless_one_reads_further_up(server, visit):
+async def test_transcript_follows_its_end_unless_scrolled_up(server, visit):
     session_id = await opened(server)
     for seq in range(1, 31):
         await step(server, session_id, seq)
@@ -277,7 +277,7 @@ async def test_a_transcript_stays_at_its_end_unless_one_reads_further_up(server,
     await expect(jump).to_be_hidden()
 
 
-async def test_a_long_answer_is_folded(server, visit):
+async def test_long_result_is_collapsed(server, visit):
     session_id = await opened(server)
     await step(server, session_id, 1, "read", lines=500)
     page = await visit(server, f"#/session/{session_id}")
@@ -289,7 +289,7 @@ async def test_a_long_answer_is_folded(server, visit):
     await expect(log).not_to_contain_text("line 500 of the book")
 
 
-async def test_turns_that_the_server_no_longer_keeps_are_counted(server, visit):
+async def test_dropped_turns_are_counted(server, visit):
     session_id = await opened(server)
     for seq in range(1, 71):
         await step(server, session_id, seq)
@@ -297,7 +297,7 @@ async def test_turns_that_the_server_no_longer_keeps_are_counted(server, visit):
     await expect(page.get_by_role("log")).to_contain_text("6 turns no longer kept by the server")
 
 
-async def test_nothing_that_is_shown_is_read_as_html(server, visit):
+async def test_content_is_escaped(server, visit):
     session_id = await opened(server)
     await step(server, session_id, 1, "evil", text=EVIL)
     await step(server, session_id, 2, "look", where=EVIL)
@@ -319,7 +319,7 @@ async def test_nothing_that_is_shown_is_read_as_html(server, visit):
     assert await page.evaluate("window.hit") is None
 
 
-async def test_a_task_is_played_to_its_end_by_hand(server, visit):
+async def test_playground_plays_an_episode(server, visit):
     page = await visit(server)
     await page.get_by_role("link", name="Playground").click()
     await page.get_by_label("Task").select_option("trove")
@@ -338,7 +338,7 @@ async def test_a_task_is_played_to_its_end_by_hand(server, visit):
     await page.get_by_label("Text").fill("is anybody here?")
     await page.get_by_role("button", name="Say").click()
     await expect(log).to_contain_text("You said: is anybody here?")
-    await page.reload()  # the session goes on where it was
+    await page.reload()  # the session is restored
     await expect(log).to_contain_text("You said: is anybody here?")
     await page.get_by_role("button", name="Ask the expert").click()
     await expect(page.get_by_label("Arguments", exact=True)).to_have_value('{"thing": "treasure"}')
@@ -347,14 +347,14 @@ async def test_a_task_is_played_to_its_end_by_hand(server, visit):
     await expect(page.get_by_role("link", name="Open another")).to_be_visible()
 
 
-async def test_a_form_for_a_tool_makes_arguments_that_fit_its_schema(server, visit):
+async def test_tool_form_builds_arguments_from_the_schema(server, visit):
     session_id = await opened(server)
     page = await visit(server, f"#/play/{session_id}")
     log, call = page.get_by_role("log"), page.get_by_role("button", name="Call")
     await page.get_by_label("Tool").select_option("echo")
     await expect(page.get_by_text("any word; string")).to_be_visible()
     await page.get_by_label("word").fill('a "quoted"\nword')
-    await call.click()  # the browser asks for the number first
+    await call.click()  # the browser requires the number first
     await expect(page.get_by_label("number")).to_be_focused()
     await page.get_by_label("number").fill("12345678901234567890")
     await call.click()
@@ -367,7 +367,7 @@ async def test_a_form_for_a_tool_makes_arguments_that_fit_its_schema(server, vis
     await page.get_by_label("tags").fill('["x", "y"]')
     await call.click()
     await expect(log).to_contain_text('12345678901234567890, "hasty", 0.5, true, ["x", "y"]]')
-    await page.get_by_label("number").fill("many")  # what does not fit is the environment's to refuse
+    await page.get_by_label("number").fill("many")  # invalid values are rejected by the environment
     await call.click()
     await expect(log).to_contain_text(
         'argument "number" should be a valid integer, got "many"', use_inner_text=True
@@ -387,7 +387,7 @@ async def test_raw_json_is_sent_exactly_as_written(server, visit):
     assert said.tool_calls[0].function.arguments == '{"where": broken'
 
 
-async def test_a_session_is_forked_and_closed_by_hand(server, visit):
+async def test_playground_forks_and_closes_a_session(server, visit):
     session_id = await opened(server)
     await step(server, session_id, 1)
     page = await visit(server, f"#/play/{session_id}")
@@ -403,7 +403,7 @@ async def test_a_session_is_forked_and_closed_by_hand(server, visit):
     assert server.pool.session(fork).status == "cancelled"
 
 
-async def test_failures_are_told_as_sentences(server, visit):
+async def test_errors_are_shown_as_sentences(server, visit):
     page = await visit(server, "#/play")
     alert = page.get_by_role("alert")
     await page.get_by_label("Index").fill("400")
@@ -421,7 +421,7 @@ async def test_failures_are_told_as_sentences(server, visit):
     await expect(page.locator("#health")).to_have_text("unreachable")
 
 
-async def test_a_token_is_asked_for_and_kept_out_of_sight(visit):
+async def test_token_dialog_never_exposes_the_token(visit):
     async with serving(token="open-sesame") as server:
         session_id = await opened(server)
         page = await visit(server)
@@ -449,7 +449,7 @@ async def test_a_token_is_asked_for_and_kept_out_of_sight(visit):
         )
 
 
-async def test_a_controller_shows_its_fleet_and_its_sessions(visit):
+async def test_controller_shows_its_fleet_and_sessions(visit):
     controller = ControllerServer(FleetService(queue_s=0.0), port=0)
     await controller.start()
     servers = [
@@ -512,7 +512,7 @@ UNNAMED = """() => [...document.querySelectorAll("input, select, textarea, butto
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_every_view_can_be_read_in_light_and_dark_wide_and_narrow(visit, scheme):
+async def test_every_view_has_contrast_and_labels_in_both_schemes_and_widths(visit, scheme):
     async with serving(Trove, Labyrinth) as server:
         await look_at_every_view(server, visit, scheme)
 
@@ -546,7 +546,7 @@ async def look_at_every_view(server, visit, scheme):
     assert (brightness > 600) == (scheme == "light")
 
 
-async def test_the_page_can_be_used_without_a_mouse(server, visit):
+async def test_keyboard_navigation(server, visit):
     page = await visit(server)
     await expect(page.get_by_role("heading", name="trove")).to_be_visible()
     await page.keyboard.press("Tab")

@@ -1,4 +1,4 @@
-"""A little of what ``make fuzz`` does by the hundred thousand, against a server process of its own."""
+"""A short run of ``make fuzz``, and the OpenAPI document."""
 
 import asyncio
 
@@ -17,14 +17,14 @@ def document(**options):
     return create_app(SessionPool([Quick]), Metrics(), **options).openapi()
 
 
-def test_requests_of_every_kind_do_no_harm():
+def test_fuzzing_finds_no_failures():
     account = fuzz(300, seed=7)
     assert account["ok"], account
     assert account["requests"] == 300
     assert set(account["sent"]) == {"schemathesis", "raw_http", "raw_frames"}
 
 
-async def test_the_document_has_every_route_and_no_other():
+async def test_openapi_document_has_exactly_the_routes():
     app = create_app(SessionPool([Quick]), Metrics())
     routes = {
         (method, route.path)
@@ -36,7 +36,7 @@ async def test_the_document_has_every_route_and_no_other():
     assert routes == {(method.upper(), path) for path, methods in paths.items() for method in methods}
 
 
-def test_the_document_asks_for_a_token_where_the_server_does():
+def test_openapi_document_requires_a_token_where_the_server_does():
     paths = document(token="secret")["paths"]
     assert paths["/v1/step"]["post"]["security"] == [{"bearer": []}]
     assert "security" not in paths["/health"]["get"]
@@ -44,7 +44,7 @@ def test_the_document_asks_for_a_token_where_the_server_does():
 
 
 @pytest.mark.parametrize("number", [1, 20])
-async def test_experts_and_forks_may_be_asked_for_all_at_once(number):
+async def test_experts_and_forks_may_run_concurrently(number):
     pool = SessionPool([Fuzzed], oracle=True)
     session_id = (await pool.open(OpenRequest(task="fuzzed"))).session_id
     async with asyncio.timeout(10):

@@ -1,4 +1,4 @@
-"""Clients that stall, send incomplete or oversized requests, or connect all at once."""
+"""Clients that stall, send incomplete or oversized requests, or open many connections."""
 
 import asyncio
 import json
@@ -14,12 +14,12 @@ from agentrl_env.server.limits import Limits
 from agentrl_env.server.serve import EnvServer
 from tests.env.tasks import Quick, Slow, until
 
-IMPATIENT = Limits(head_s=0.3, body_s=0.3, idle_s=0.3, max_header_bytes=4096)
+SHORT_TIMEOUTS = Limits(head_s=0.3, body_s=0.3, idle_s=0.3, max_header_bytes=4096)
 NOTE = Message.assistant(None, ToolCall.of("note", text="x"))
 
 
 class Wordy(Environment):
-    """Answers at length."""
+    """Returns large results."""
 
     max_turns = 10_000
     blocking = False
@@ -48,7 +48,7 @@ def slow():
 
 @pytest.fixture
 async def server():
-    server = EnvServer([Quick, Slow, Wordy], port=0, drain_s=0.0, limits=IMPATIENT)
+    server = EnvServer([Quick, Slow, Wordy], port=0, drain_s=0.0, limits=SHORT_TIMEOUTS)
     await server.start()
     yield server
     await server.stop()
@@ -66,13 +66,13 @@ class Peer:
         self.reader, self.writer = reader, writer
 
     @classmethod
-    async def meet(cls, server, data=b""):
+    async def connect(cls, server, data=b""):
         peer = cls(*await asyncio.open_connection(*place(server)))
         peer.writer.write(data)
         return peer
 
-    async def rest(self):
-        """Return what comes until the server hangs up, which must be soon."""
+    async def read_rest(self):
+        """Return all data until the server disconnects, which must be soon."""
         async with asyncio.timeout(10):
             try:
                 return await self.reader.read()
@@ -83,7 +83,7 @@ class Peer:
         self.writer.transport.abort()
 
 
-async def served_meanwhile(server):
+async def assert_serving(server):
     async with EnvClient.connect(server.url) as client:
         session = await client.open("quick")
         assert (await session.step(NOTE)).seq == 1
@@ -105,10 +105,10 @@ HALVES = {
 @pytest.mark.parametrize("name", HALVES)
 async def test_incomplete_request_times_out(server, name):
     data, status = HALVES[name]
-    peers = [await Peer.meet(server, data) for _ in range(5)]
-    await served_meanwhile(server)
+    peers = [await Peer.connect(server, data) for _ in range(5)]
+    await assert_serving(server)
     for peer in peers:
-        answer = await peer.rest()
+        answer = await peer.read_rest()
         assert answer.startswith(b"HTTP/1.1 " + status if status else b"")
         if status:
             assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "request_timeout"
@@ -117,8 +117,8 @@ async def test_incomplete_request_times_out(server, name):
 
 
 async def test_slow_headers_time_out(server):
-    peer = await Peer.meet(server, b"GET /health HTTP/1.1\r\n")
-    rest = asyncio.create_task(peer.rest())
+    peer = await Peer.connect(server, b"GET /health HTTP/1.1\r\n")
+    rest = asyncio.create_task(peer.read_rest())
     number = 0
     while not rest.done():
         number += 1
@@ -137,35 +137,35 @@ async def test_slow_headers_time_out(server):
         b"GET /health HTTP/1.1\r\nx: " + b"y" * 5000 + b"\r\n\r\n",
     ],
 )
-async def test_oversized_headers_are_refused(server, data):
-    peer = await Peer.meet(server, data)
-    assert (await peer.rest()).startswith(b"HTTP/1.1 431")
+async def test_oversized_headers_are_rejected(server, data):
+    peer = await Peer.connect(server, data)
+    assert (await peer.read_rest()).startswith(b"HTTP/1.1 431")
     peer.close()
-    await served_meanwhile(server)
+    await assert_serving(server)
 
 
-async def test_oversized_trailers_and_chunk_extensions_are_refused(server):
+async def test_oversized_trailers_and_chunk_extensions_are_rejected(server):
     head = b"POST /v1/sessions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
     for flood in (b"2\r\n{}\r\n0\r\nx: " + b"y" * 1_000_000, b"2;" + b"e" * 1_000_000):
-        peer = await Peer.meet(server, head + flood)
-        answer = await peer.rest()
+        peer = await Peer.connect(server, head + flood)
+        answer = await peer.read_rest()
         assert answer.startswith((b"HTTP/1.1 431", b"HTTP/1.1 400")), answer[:50]
         peer.close()
 
 
 async def test_idle_connection_is_closed(server):
-    peer = await Peer.meet(server, b"GET /health HTTP/1.1\r\n\r\n")
-    assert (await peer.rest()).startswith(b"HTTP/1.1 200")
+    peer = await Peer.connect(server, b"GET /health HTTP/1.1\r\n\r\n")
+    assert (await peer.read_rest()).startswith(b"HTTP/1.1 200")
     peer.close()
 
 
-async def test_step_may_take_longer_than_the_deadlines_of_the_connection(server):
+async def test_step_may_exceed_the_timeouts_of_the_connection(server):
     async with EnvClient.connect(server.url) as client:
         session = await client.open("slow")
         step = asyncio.create_task(session.step(ToolCall.of("wait")))
         await until(Slow.started.is_set)
-        idle = await Peer.meet(server)
-        await idle.rest()  # three deadlines have passed
+        idle = await Peer.connect(server)
+        await idle.read_rest()  # past the timeouts of the connection
         Slow.gate.set()
         assert (await step).seq == 1
         idle.close()
@@ -183,7 +183,7 @@ async def test_answers_to_a_slow_reader_are_bounded():
         steps = server.metrics.steps
         await until(lambda: steps["wordy"] >= 2)
         seen = -1
-        while seen != steps["wordy"]:  # until no further call is taken
+        while seen != steps["wordy"]:  # until no further call is accepted
             seen = steps["wordy"]
             async with EnvClient.connect(server.url) as client:
                 for _ in range(20):
@@ -210,7 +210,7 @@ async def test_thousand_concurrent_connections_are_served():
     request = b"POST /v1/sessions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
 
     async def come():
-        peer = await Peer.meet(server, request)
+        peer = await Peer.connect(server, request)
         async with asyncio.timeout(60):
             line = await peer.reader.readline()
         return peer, line
@@ -225,10 +225,10 @@ async def test_thousand_concurrent_connections_are_served():
 
 async def test_disconnect_in_a_request_logs_no_error(server):
     for data, _ in HALVES.values():
-        peer = await Peer.meet(server, data)
+        peer = await Peer.connect(server, data)
         await peer.writer.drain()
         peer.close()
-    await served_meanwhile(server)
+    await assert_serving(server)
     assert server.metrics.errors["internal_error"] == 0
 
 

@@ -1,4 +1,4 @@
-"""What one caller may ask of a server."""
+"""Size and rate limits on the requests of a client."""
 
 import asyncio
 import json
@@ -58,7 +58,7 @@ WRONG_MESSAGES = {
 
 
 @pytest.mark.parametrize("name", WRONG_MESSAGES)
-async def test_a_message_over_a_limit_is_refused_and_costs_no_turn(serving, name):
+async def test_message_over_a_limit_is_rejected_without_a_turn(serving, name):
     server = await serving(limits=SMALL)
     message = {"role": "assistant", **WRONG_MESSAGES[name]}
     async with EnvClient.connect(server.url) as client, raw(server) as http:
@@ -81,7 +81,7 @@ async def test_a_message_over_a_limit_is_refused_and_costs_no_turn(serving, name
         assert (await one.step(NOTE)).seq == 1
 
 
-async def test_what_is_just_within_the_limits_is_served(serving):
+async def test_requests_at_the_limits_are_accepted(serving):
     server = await serving(limits=SMALL)
     async with EnvClient.connect(server.url) as client, raw(server) as http:
         session = await client.open("quick", sample={"deep": nested(7)})
@@ -89,7 +89,7 @@ async def test_what_is_just_within_the_limits_is_served(serving):
         assert (await http.post(f"/v1/sessions/{session.session_id}/step", json=step)).status_code == 200
 
 
-async def test_batches_forks_and_samples_have_their_limits(serving):
+async def test_batches_forks_and_samples_over_a_limit_are_rejected(serving):
     server = await serving(limits=SMALL)
     async with EnvClient.connect(server.url) as client, raw(server) as http:
         session = await client.open("walk")
@@ -105,7 +105,7 @@ async def test_batches_forks_and_samples_have_their_limits(serving):
 
 @pytest.mark.parametrize("levels", [150, 250, 100_000])
 @pytest.mark.parametrize("where", ["sample", "ignored", "top", "open-ended"])
-async def test_deep_json_is_refused_and_no_crash(serving, levels, where):
+async def test_deeply_nested_json_is_rejected(serving, levels, where):
     server = await serving()
     deep = "[" * levels + "]" * levels
     body = {
@@ -122,7 +122,7 @@ async def test_deep_json_is_refused_and_no_crash(serving, levels, where):
 
 
 @pytest.mark.parametrize("levels", [70, 250, 100_000])
-async def test_deep_json_in_arguments_is_the_models_error(serving, levels):
+async def test_deeply_nested_json_in_arguments_is_an_invalid_call(serving, levels):
     server = await serving()
     deep = '{"text":' + "[" * levels + "]" * levels + "}"
     call = {"id": "a", "type": "function", "function": {"name": "note", "arguments": deep}}
@@ -135,7 +135,7 @@ async def test_deep_json_in_arguments_is_the_models_error(serving, levels):
         assert (await session.step(NOTE)).seq == 2
 
 
-def test_a_bucket_empties_and_fills_and_is_each_clients_own():
+def test_token_bucket_refills_per_client():
     clock = Clock()
     rates = Rates(2.0, 3, clock=clock)
     assert [rates.take("a") for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
@@ -148,14 +148,14 @@ def test_a_bucket_empties_and_fills_and_is_each_clients_own():
     assert [rates.take("a") for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
 
 
-def test_the_clients_that_are_remembered_are_bounded():
+def test_number_of_token_buckets_is_bounded():
     rates = Rates(1.0)
     for number in range(MAX_BUCKETS + 10):
         rates.take(str(number))
     assert len(rates._buckets) == MAX_BUCKETS
 
 
-async def test_who_asks_too_often_is_told_when_to_come_back(serving):
+async def test_rate_limited_response_has_retry_after(serving):
     server = await serving(limits=Limits(rate_per_s=0.01, burst=2))
     async with raw(server, **{"x-agentrl-client": "eager"}) as eager, raw(server) as other:
         assert [(await eager.get("/v1/tasks")).status_code for _ in range(3)] == [200, 200, 429]
@@ -166,7 +166,7 @@ async def test_who_asks_too_often_is_told_when_to_come_back(serving):
         assert (await other.get("/v1/tasks")).status_code == 200
 
 
-async def test_calls_over_a_socket_count_each(serving):
+async def test_each_websocket_call_counts_against_the_rate_limit(serving):
     server = await serving(limits=Limits(rate_per_s=0.01, burst=2))
     async with connect(f"{server.url.replace('http', 'ws', 1)}/v1/ws") as socket:
         for number in range(3):
@@ -177,7 +177,7 @@ async def test_calls_over_a_socket_count_each(serving):
     assert answers[2]["error"]["retry_after"] > 90
 
 
-async def test_our_client_waits_as_it_is_asked_to(serving):
+async def test_client_waits_for_retry_after(serving):
     server = await serving(limits=Limits(rate_per_s=25, burst=1))
     async with EnvClient.connect(server.url) as client:
         session = await client.open("quick")
@@ -187,7 +187,7 @@ async def test_our_client_waits_as_it_is_asked_to(serving):
     assert server.metrics.errors["rate_limited"] > 0
 
 
-async def test_our_client_gives_up_where_the_wait_is_longer_than_its_deadline(serving):
+async def test_client_raises_rate_limited_if_the_wait_exceeds_its_timeout(serving):
     server = await serving(limits=Limits(rate_per_s=0.01, burst=1))
     async with EnvClient.connect(server.url, timeout=2.0) as client:
         await client.tasks()
@@ -196,7 +196,7 @@ async def test_our_client_gives_up_where_the_wait_is_longer_than_its_deadline(se
                 await client.tasks()
 
 
-def test_settings_are_read_and_wrong_ones_are_one_sentence():
+def test_limits_are_parsed_and_invalid_ones_raise_one_sentence():
     assert Limits.parse(["rate_per_s=2.5", "max_depth=10"]) == Limits(rate_per_s=2.5, max_depth=10)
     with pytest.raises(ServeError, match=r"nope=1: give NAME=VALUE, with NAME one of max_body_bytes, "):
         Limits.parse(["nope=1"])

@@ -63,7 +63,7 @@ def bearer(token):
 
 @pytest.fixture
 async def fleet():
-    """A controller and a server that have different tokens; the server listens, too."""
+    """A controller and a server with different tokens; the server also listens."""
     front = ControllerServer(FleetService(resume=True), port=0, token=TOKEN)
     server = EnvServer([Quick, Walk], port=0, drain_s=0.0, token=LINK, controllers=[front.url], oracle=True)
     async with running(front, server), EnvClient.connect(front.url, token=TOKEN) as operator:
@@ -75,7 +75,7 @@ async def test_link_token_suffices_for_a_server_and_for_failover(fleet):
     await session.step(ToolCall.of("walk"))
     assert session.agent_token == agent_token(TOKEN, session.session_id)
     known = EnvServer([Walk], host=NOWHERE, token=TOKEN, controllers=[fleet.front.url], drain_s=0.0)
-    async with running(known):  # it has the operator's token, and trusts what the other has sealed
+    async with running(known):  # has the operator's token and accepts state sealed by the other server
         await fleet.server.stop()
         assert (await session.step(ToolCall.of("walk"))).seq == 2
         assert known.pool.open_sessions == 1
@@ -103,7 +103,7 @@ async def test_link_token_opens_only_the_link(fleet, shown):
         with pytest.raises(InvalidStatus) as refused:
             await connect(url.replace("http", "ws", 1) + path, **options)
         assert refused.value.response.status_code == status
-    with pytest.raises(InvalidStatus) as refused:  # a server has no such thing
+    with pytest.raises(InvalidStatus) as refused:  # not an endpoint of a server
         await connect(fleet.server.url.replace("http", "ws", 1) + "/v1/link", **options)
     assert refused.value.response.status_code == 401
 

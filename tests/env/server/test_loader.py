@@ -36,18 +36,18 @@ def folder(tmp_path):
     return make
 
 
-def test_a_folder_holds_one_environment(folder):
+def test_folders_are_loaded(folder):
     one, two = load_targets([str(folder("one")), str(folder("two", class_name="Other"))])
     assert (one.name, two.name) == ("task", "other")
     assert (one().reset(None, None), two().reset(None, None)) == ("one", "two")
 
 
-def test_a_target_loaded_twice_is_the_same_class(folder):
+def test_target_loaded_twice_is_the_same_class(folder):
     place = folder("same")
     assert load_target(str(place)) is load_target(f"{place}/environment.py:Task")
 
 
-def test_a_file_or_a_module_names_its_class(folder, monkeypatch, tmp_path):
+def test_classes_are_loaded_from_files_and_modules(folder, monkeypatch, tmp_path):
     place = folder("named", SOURCE + SOURCE.replace("{name}", "Second"))
     assert load_target(f"{place}/environment.py:Second").name == "second"
     (tmp_path / "my_module.py").write_text("from tests.env.tasks import Guess")
@@ -57,7 +57,7 @@ def test_a_file_or_a_module_names_its_class(folder, monkeypatch, tmp_path):
     assert load_target("tests.env.tasks:Guess") is Guess
 
 
-def test_a_class_is_its_own_target():
+def test_class_is_its_own_target():
     assert load_target(Quick) is Quick
 
 
@@ -79,7 +79,7 @@ class Untyped(Toolless):
     go = tool(go)
 
 
-def test_a_task_that_only_talks_needs_no_tools():
+def test_task_with_respond_needs_no_tools():
     assert load_target(Talker) is Talker
 
 
@@ -97,7 +97,7 @@ def test_a_task_that_only_talks_needs_no_tools():
         ("tests.env.tasks:Clock", "no Environment class named 'Clock'"),
     ],
 )
-def test_a_target_that_cannot_be_loaded_is_explained_in_one_sentence(target, message):
+def test_invalid_target_raises_one_sentence(target, message):
     with pytest.raises(TargetError, match=message) as caught:
         load_target(target)
     assert "\n" not in str(caught.value)
@@ -113,12 +113,12 @@ def test_a_target_that_cannot_be_loaded_is_explained_in_one_sentence(target, mes
         (SOURCE + SOURCE.replace("{name}", "Second"), r"found: Task, Second"),
     ],
 )
-def test_a_folder_that_cannot_be_loaded_is_explained(folder, source, message):
+def test_invalid_folder_raises_target_error(folder, source, message):
     with pytest.raises(TargetError, match=message):
         load_target(str(folder("broken", source)))
 
 
-def test_an_empty_folder_and_an_empty_list_are_explained(tmp_path):
+def test_empty_folder_and_empty_list_raise_target_error(tmp_path):
     with pytest.raises(TargetError, match=r"has no environment\.py"):
         load_target(str(tmp_path))
     with pytest.raises(TargetError, match="nothing to serve"):

@@ -1,4 +1,4 @@
-"""Tokens of two roles: the operator's may do all, an agent's one session alone."""
+"""Tokens of two roles: the operator token permits every call, an agent token one session only."""
 
 import asyncio
 import json
@@ -54,19 +54,19 @@ def step(session_id, seq=1):
     return {"session_id": session_id, "seq": seq, "message": NOTE.wire()}
 
 
-async def test_an_agent_steps_its_session_and_reads_how_it_stands(url):
+async def test_agent_token_permits_step_and_info_of_its_session(url):
     async with EnvClient.connect(url, token=TOKEN) as operator:
         session = await operator.open("quick")
         agent = HttpBackend(url, token=session.agent_token)
         assert (await agent.step(session.session_id, 1, NOTE)).seq == 1
-        assert (await agent.step(session.session_id, 2, NOTE)).seq == 2  # over the WebSocket by now
+        assert (await agent.step(session.session_id, 2, NOTE)).seq == 2  # over the WebSocket
         assert (await agent.step(session.session_id, 3, NOTE)).seq == 3
         info = await agent.call(INFO, SessionRequest(session_id=session.session_id))
         assert (info.turn, info.agent_token) == (3, None)
         await agent.aclose()
 
 
-async def test_an_agent_may_do_nothing_else(url):
+async def test_agent_token_forbids_all_other_calls(url):
     async with EnvClient.connect(url, token=TOKEN) as operator:
         mine, other = await operator.open("walk"), await operator.open("walk")
         own, foreign = f"/v1/sessions/{mine.session_id}", f"/v1/sessions/{other.session_id}"
@@ -90,11 +90,11 @@ async def test_an_agent_may_do_nothing_else(url):
             for method, path, body in forbidden:
                 answer = await agent.request(method, path, json=body)
                 assert (answer.status_code, answer.json()["error"]["type"]) == (403, "forbidden"), path
-            assert (await agent.get(own)).json()["turn"] == 0  # the batch was refused whole
+            assert (await agent.get(own)).json()["turn"] == 0  # the whole batch was rejected
             assert (await agent.get("/health")).status_code == 200
 
 
-async def test_an_agents_socket_has_the_same_bounds(url):
+async def test_agent_token_has_the_same_permissions_over_the_websocket(url):
     async with EnvClient.connect(url, token=TOKEN) as operator:
         mine, other = await operator.open("quick"), await operator.open("quick")
         headers = {"authorization": f"Bearer {mine.agent_token}"}
@@ -126,7 +126,7 @@ async def test_an_agents_socket_has_the_same_bounds(url):
         assert refused.value.response.status_code == 403
 
 
-async def test_forks_have_tokens_of_their_own(url):
+async def test_forks_have_their_own_agent_tokens(url):
     async with EnvClient.connect(url, token=TOKEN) as operator:
         session = await operator.open("walk")
         forks = await session.fork(2)
@@ -150,7 +150,7 @@ async def test_forks_have_tokens_of_their_own(url):
         lambda token: token.rpartition(".")[0],
     ],
 )
-async def test_a_forged_token_is_a_strangers(url, change):
+async def test_forged_token_is_rejected(url, change):
     async with EnvClient.connect(url, token=TOKEN) as operator:
         session = await operator.open("quick")
         headers = {"authorization": b"Bearer " + change(session.agent_token).encode("latin-1")}
@@ -159,18 +159,18 @@ async def test_a_forged_token_is_a_strangers(url, change):
         assert (answer.status_code, answer.json()["error"]["type"]) == (401, "unauthorized")
 
 
-def test_a_token_of_another_operator_is_a_strangers():
+def test_agent_token_of_another_operator_is_invalid():
     assert session_of(agent_token("other", "a.b"), TOKEN) is None
     assert session_of(agent_token(TOKEN, "a.b"), TOKEN) == "a.b"
 
 
-async def test_a_wrong_agents_token_is_refused_to_clients_as_well(url):
+async def test_client_with_an_invalid_agent_token_raises_unauthorized(url):
     async with EnvClient.connect(url, token="agent.x.y") as client:
         with pytest.raises(Unauthorized):
             await client.tasks()
 
 
-async def test_without_a_token_nobody_is_given_one():
+async def test_server_without_a_token_issues_no_agent_tokens():
     server = EnvServer([Quick, Walk], port=0, drain_s=0.0)
     await server.start()
     async with raw(server.url, None) as client, EnvClient.connect(server.url) as ours:
@@ -180,7 +180,7 @@ async def test_without_a_token_nobody_is_given_one():
     await server.stop()
 
 
-async def test_the_ready_probe_fails_once_the_server_drains():
+async def test_ready_probe_fails_while_the_server_drains():
     server = EnvServer([Quick], port=0, drain_s=60.0, token=TOKEN, limits=Limits(idle_s=5))
     await server.start()
     async with EnvClient.connect(server.url, token=TOKEN) as client, raw(server.url, None) as probe:
@@ -196,7 +196,7 @@ async def test_the_ready_probe_fails_once_the_server_drains():
         await stopping
 
 
-def test_routes_are_few_whatever_callers_ask_for():
+def test_route_labels_are_bounded():
     assert route_of("/v1/step") == "/v1/step"
     assert route_of("/v1/sessions/abc.d/step") == "/v1/sessions/{id}/step"
     assert route_of("/v1/sessions/abc") == "/v1/sessions/{id}"
@@ -204,7 +204,7 @@ def test_routes_are_few_whatever_callers_ask_for():
         assert route_of(path) == "other"
 
 
-async def test_without_a_token_web_pages_of_other_origins_make_no_calls():
+async def test_other_origins_are_rejected_without_a_token():
     server = EnvServer([Quick], port=0, drain_s=0.0)
     await server.start()
     async with raw(server.url, None) as http:
@@ -218,7 +218,7 @@ async def test_without_a_token_web_pages_of_other_origins_make_no_calls():
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_without_a_token_a_name_that_was_made_to_mean_this_machine_reaches_nothing(method):
+async def test_rebound_host_names_are_rejected_without_a_token(method):
     server = EnvServer([Quick], port=0, drain_s=0.0)
     await server.start()
     port = server.url.rpartition(":")[2]
@@ -235,7 +235,7 @@ async def test_without_a_token_a_name_that_was_made_to_mean_this_machine_reaches
     await server.stop()
 
 
-async def test_with_a_token_a_server_may_be_called_by_any_name():
+async def test_any_host_name_is_accepted_with_a_token():
     server = EnvServer([Quick], port=0, drain_s=0.0, token=TOKEN)
     await server.start()
     async with raw(server.url, TOKEN) as http:

@@ -46,13 +46,13 @@ async def test_siblings_have_the_same_problem_and_separate_sessions(client):
     assert len({result.messages[0].content for result in results}) == 1
 
 
-async def test_siblings_open_together_or_not_at_all(client):
+async def test_siblings_open_atomically(client):
     with pytest.raises(ServerFull):
         await client.open_many(9, index=1)
     assert len(await client.open_many(8, index=1)) == 8
 
 
-async def test_list_answers_each_item_with_its_session_or_error(client):
+async def test_list_returns_the_session_or_error_of_each_item(client):
     wanted = [OpenRequest(task="quick", index=2), OpenRequest(task="nope"), OpenRequest(index=3)]
     first, second, third = await client.open_batch(wanted)
     assert (first.sample.index, third.sample.index) == (2, 3)

@@ -15,18 +15,18 @@ from tests.env.tasks import Quick, Slow, until
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.1", "::", "example.org"])
-def test_an_open_door_without_a_token_is_refused(host):
+def test_public_host_without_a_token_is_rejected(host):
     with pytest.raises(ServeError, match=f"refusing to serve on {host} without a token"):
         EnvServer([Quick], host=host, port=0)
 
 
 @pytest.mark.parametrize("options", [{"token": "x"}, {"insecure": True}])
-async def test_a_token_or_the_callers_word_opens_the_door(options):
+async def test_public_host_is_accepted_with_a_token_or_insecure(options):
     server = EnvServer([Quick], host="0.0.0.0", port=0, **options)
     await server.stop()
 
 
-async def test_a_port_in_use_is_one_clear_sentence():
+async def test_port_in_use_raises_serve_error():
     first = EnvServer([Quick], port=0)
     port = int(first.url.rpartition(":")[2])
     with pytest.raises(ServeError, match=f"cannot listen on 127.0.0.1:{port} .*choose another port"):
@@ -35,18 +35,18 @@ async def test_a_port_in_use_is_one_clear_sentence():
 
 
 @pytest.mark.parametrize("port", [-1, 70000])
-def test_an_impossible_port_is_refused(port):
+def test_invalid_port_is_rejected(port):
     with pytest.raises(ServeError, match="cannot listen"):
         EnvServer([Quick], port=port)
 
 
-async def test_asyncio_knows_the_socket_for_tcp_so_that_answers_are_not_held_back():
+async def test_listening_socket_has_tcp_protocol_for_nodelay():
     server = EnvServer([Quick], port=0)
     assert server._listener._socket.proto == socket.IPPROTO_TCP
     await server.stop()
 
 
-def test_targets_are_loaded_before_the_port_is_taken():
+def test_targets_are_loaded_before_the_port_is_bound():
     with pytest.raises(TargetError):
         EnvServer(["/nowhere"], port=0)
 
@@ -57,14 +57,14 @@ class NoDatabase(Quick):
         raise OSError("no database")
 
 
-async def test_a_task_that_cannot_start_stops_the_server():
+async def test_failed_startup_stops_the_server():
     server = EnvServer([NoDatabase], port=0)
     with pytest.raises(ServeError, match="startup of task 'no_database' failed: OSError: no database"):
         await server.start()
     await server.stop()
 
 
-async def test_an_ipv6_address_is_shown_in_brackets():
+async def test_ipv6_address_is_in_brackets():
     server = EnvServer([Quick], host="::1", port=0)
     assert server.url.startswith("http://[::1]:")
     await server.start()
@@ -73,7 +73,7 @@ async def test_an_ipv6_address_is_shown_in_brackets():
     await server.stop()
 
 
-async def test_stopping_lets_open_sessions_end_and_refuses_new_ones():
+async def test_stop_lets_open_sessions_end_and_rejects_new_ones():
     Slow.prepare()
     server = EnvServer([Quick, Slow], port=0, drain_s=10)
     await server.start()
@@ -88,7 +88,7 @@ async def test_stopping_lets_open_sessions_end_and_refuses_new_ones():
     await server.stop()
 
 
-async def test_a_hurried_stop_closes_what_is_open():
+async def test_stop_waiting_closes_open_sessions():
     Slow.prepare()
     server = EnvServer([Slow], port=0, drain_s=60)
     await server.start()
@@ -106,7 +106,7 @@ async def test_a_hurried_stop_closes_what_is_open():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_process_announces_itself_and_ends_in_order(number):
+def test_process_prints_its_url_and_exits_cleanly(number):
     code = (
         "from agentrl_env.server.serve import serve\n"
         "serve(['tests.env.tasks:Guess', 'tests.env.tasks:Quick'], port=0)"
@@ -129,7 +129,7 @@ def test_the_process_announces_itself_and_ends_in_order(number):
         process.wait()
 
 
-async def test_a_socket_in_the_file_system_needs_no_token_and_goes_with_the_server(tmp_path):
+async def test_unix_socket_needs_no_token_and_is_removed_on_stop(tmp_path):
     path = tmp_path / "server.sock"
     server = EnvServer([Quick], host=f"unix:{path}")
     await server.start()

@@ -1,4 +1,4 @@
-"""A server that is told to end keeps its promise to whoever has a step or an opening under way."""
+"""Shutdown of a server with running steps, openings and forks."""
 
 import asyncio
 import os
@@ -20,8 +20,8 @@ from agentrl_env.wire import OpenRequest
 from tests.env.tasks import Quick, Slow, close_session, fork_session, until
 
 
-class Patient(Environment):
-    """Waits for a file to appear."""
+class WaitsInTool(Environment):
+    """The tool ``wait`` waits for a file to appear."""
 
     def reset(self, sample, rng):
         return "ready"
@@ -39,8 +39,8 @@ class Patient(Environment):
         return Done("over", reward=1.0)
 
 
-class Rising(Environment):
-    """Is ready only once a file appears."""
+class WaitsInReset(Environment):
+    """``reset`` waits for a file to appear."""
 
     reset_timeout = 20.0
 
@@ -62,7 +62,7 @@ class Rising(Environment):
 
 @pytest.fixture
 def process():
-    targets = [f"tests.env.server.test_shutdown:{name}" for name in ("Patient", "Rising")]
+    targets = [f"tests.env.server.test_shutdown:{name}" for name in ("WaitsInTool", "WaitsInReset")]
     command = ["serve", "--port", "0", "--drain", "60", *targets]
     process = subprocess.Popen(
         [sys.executable, "-m", "agentrl_env", *command],
@@ -90,16 +90,16 @@ def status(url):
 
 
 @pytest.mark.parametrize("scheme", ["http", "ws"])
-async def test_steps_under_way_are_answered_and_the_session_may_end(process, tmp_path, scheme):
+async def test_sigterm_lets_running_steps_and_sessions_end(process, tmp_path, scheme):
     path = tmp_path / "file"
     async with EnvClient.connect(process.url.replace("http", scheme, 1)) as client:
-        session = await client.open("patient")
+        session = await client.open("waits_in_tool")
         step = asyncio.create_task(session.step(ToolCall.of("wait", path=str(path))))
         await until(lambda: os.path.exists(f"{path}.begun"))
         process.send_signal(signal.SIGTERM)
         await until(lambda: status(process.url) == "draining")
         with pytest.raises(ServerDraining):
-            await client.open("patient")
+            await client.open("waits_in_tool")
         assert not step.done()
         mark(path)
         assert (await step).messages[0].content == "it is there"
@@ -109,10 +109,10 @@ async def test_steps_under_way_are_answered_and_the_session_may_end(process, tmp
 
 
 @pytest.mark.parametrize("scheme", ["http", "ws"])
-async def test_a_second_signal_hurries_and_who_waits_is_told(process, tmp_path, scheme):
+async def test_second_signal_ends_open_sessions(process, tmp_path, scheme):
     path = tmp_path / "file"
     async with EnvClient.connect(process.url.replace("http", scheme, 1)) as client:
-        session = await client.open("patient")
+        session = await client.open("waits_in_tool")
         step = asyncio.create_task(session.step(ToolCall.of("wait", path=str(path))))
         await until(lambda: os.path.exists(f"{path}.begun"))
         process.send_signal(signal.SIGTERM)
@@ -125,12 +125,10 @@ async def test_a_second_signal_hurries_and_who_waits_is_told(process, tmp_path, 
 
 
 @pytest.mark.parametrize("scheme", ["http", "ws"])
-async def test_an_opening_under_way_is_refused_in_the_end_and_what_it_began_is_closed(
-    process, tmp_path, scheme
-):
+async def test_second_signal_rejects_pending_opening_and_closes_its_environment(process, tmp_path, scheme):
     path = tmp_path / "file"
     async with EnvClient.connect(process.url.replace("http", scheme, 1)) as client:
-        opening = asyncio.create_task(client.open("rising", sample={"path": str(path)}))
+        opening = asyncio.create_task(client.open("waits_in_reset", sample={"path": str(path)}))
         await until(lambda: os.path.exists(f"{path}.begun"))
         process.send_signal(signal.SIGTERM)
         await until(lambda: status(process.url) == "draining")
@@ -146,7 +144,7 @@ async def test_an_opening_under_way_is_refused_in_the_end_and_what_it_began_is_c
 
 
 class Blocks(Slow):
-    """Begins, by reset or as a fork, once the test lets it."""
+    """``reset`` and ``restore`` wait until the test releases them."""
 
     def reset(self, sample, rng):
         self.started.set()
@@ -181,7 +179,7 @@ async def still_waits(task):
     return not task.done()
 
 
-async def test_a_drain_lets_an_opening_under_way_open_its_session(slow):
+async def test_drain_lets_a_pending_opening_finish(slow):
     pool = SessionPool([Blocks])
     opening = begin_opening(pool)
     await begun(slow)
@@ -197,7 +195,7 @@ async def test_a_drain_lets_an_opening_under_way_open_its_session(slow):
     await pool.aclose()
 
 
-async def test_a_drain_ends_once_its_last_opening_has_failed(slow):
+async def test_drain_ends_when_its_last_opening_fails(slow):
     pool = SessionPool([Blocks])
     opening = begin_opening(pool)
     await begun(slow)
@@ -209,7 +207,7 @@ async def test_a_drain_ends_once_its_last_opening_has_failed(slow):
     await pool.aclose()
 
 
-async def test_closing_refuses_an_opening_under_way_and_releases_what_it_began(slow):
+async def test_close_rejects_a_pending_opening_and_closes_its_environment(slow):
     pool = SessionPool([Blocks])
     opening = begin_opening(pool)
     await begun(slow)
@@ -222,7 +220,7 @@ async def test_closing_refuses_an_opening_under_way_and_releases_what_it_began(s
     assert len(slow.closed) == 1
 
 
-async def test_closing_refuses_a_fork_under_way_and_releases_what_it_began(slow):
+async def test_close_rejects_a_pending_fork_and_closes_its_environment(slow):
     pool = SessionPool([Blocks])
     slow.blocker.set()
     session_id = (await begin_opening(pool)).session_id
@@ -239,7 +237,7 @@ async def test_closing_refuses_a_fork_under_way_and_releases_what_it_began(slow)
     assert len(slow.closed) == 2
 
 
-async def test_a_session_that_opens_too_late_is_refused_even_where_it_could_not_be_stopped():
+async def test_opening_that_ignores_cancellation_is_rejected():
     places, ready = Capacity(1, lambda: None), asyncio.Event()
 
     async def open_anyway():
@@ -259,7 +257,7 @@ async def test_a_session_that_opens_too_late_is_refused_even_where_it_could_not_
 
 
 class Building(Slow):
-    """What its sessions share takes long to open."""
+    """``startup`` waits until the test releases it."""
 
     log: list[str]
 
@@ -274,7 +272,7 @@ class Building(Slow):
         cls.log.append("down")
 
 
-class Impatient(Building):
+class ShortTimeout(Building):
     reset_timeout = 0.1
 
 
@@ -284,7 +282,7 @@ class Next(Quick):
         raise AssertionError("its startup began while the server ended")
 
 
-async def test_what_sessions_share_is_released_only_once_it_is_open(slow):
+async def test_shutdown_waits_for_a_running_startup(slow):
     Building.log = []
     pool = SessionPool([Building, Next])
     starting = asyncio.create_task(pool.tasks())
@@ -298,10 +296,10 @@ async def test_what_sessions_share_is_released_only_once_it_is_open(slow):
         await starting
 
 
-async def test_a_startup_that_outlived_its_deadline_is_waited_for_before_shutdown(slow):
+async def test_shutdown_waits_for_a_startup_past_its_timeout(slow):
     Building.log = []
-    pool = SessionPool([Impatient])
-    with pytest.raises(EnvironmentFailed, match="startup of task 'impatient' failed"):
+    pool = SessionPool([ShortTimeout])
+    with pytest.raises(EnvironmentFailed, match="startup of task 'short_timeout' failed"):
         await pool.tasks()
     closing = asyncio.create_task(pool.aclose())
     assert await still_waits(closing)

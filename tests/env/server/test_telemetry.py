@@ -1,4 +1,4 @@
-"""What an operator sees of a server: metrics, the log, traces."""
+"""Metrics, logs and traces of a server."""
 
 import asyncio
 import json
@@ -74,7 +74,7 @@ async def scraped(url):
     return families(answer.text)
 
 
-async def test_metrics_are_prometheus_text_and_count_what_was_done(serving):
+async def test_metrics_are_prometheus_text_with_correct_counts(serving):
     server = await serving(Quick, Threaded)
     async with EnvClient.connect(server.url) as client:
         session, other = await client.open("quick"), await client.open("threaded")
@@ -105,7 +105,7 @@ async def test_metrics_are_prometheus_text_and_count_what_was_done(serving):
     assert {"agentrl_sessions_open", "agentrl_sessions_waiting", "process_open_fds"} <= set(found)
 
 
-async def test_latency_is_by_declared_tool_so_that_a_model_makes_no_labels(serving):
+async def test_tool_latency_has_labels_of_declared_tools_only(serving):
     server = await serving(Quick, Threaded)
     async with EnvClient.connect(server.url) as client:
         session, other = await client.open("quick"), await client.open("threaded")
@@ -129,14 +129,14 @@ async def test_latency_is_by_declared_tool_so_that_a_model_makes_no_labels(servi
     assert by_bound[-1] == 2
 
 
-async def test_the_event_loops_lag_is_measured(serving):
+async def test_event_loop_lag_is_measured(serving):
     server = await serving(Quick)
     lag = server.metrics.loop_lag_seconds
     await until(lambda: sum(lag._buckets) > 0)
     assert (await scraped(server.url))["agentrl_event_loop_lag_seconds"].type == "histogram"
 
 
-async def test_a_controllers_metrics_can_be_read_as_well():
+async def test_controller_serves_metrics():
     front = ControllerServer(FleetService(), port=0)
     await front.start()
     found = await scraped(front.url)
@@ -148,7 +148,7 @@ def logged(caplog):
     return [(r.getMessage(), r.facts) for r in caplog.records if hasattr(r, "facts")]
 
 
-async def test_a_sessions_life_is_in_the_log_without_a_word_of_what_was_said(serving, caplog):
+async def test_log_has_session_events_without_messages(serving, caplog):
     caplog.set_level(logging.INFO)
     server = await serving(Quick, slow_step_s=0.0)
     backend = HttpBackend(server.url)
@@ -175,7 +175,7 @@ async def test_a_sessions_life_is_in_the_log_without_a_word_of_what_was_said(ser
     assert "Be quick" not in everything
 
 
-async def test_what_was_said_is_logged_where_it_is_asked_for(serving, caplog):
+async def test_messages_are_logged_by_their_own_logger(serving, caplog):
     caplog.set_level(logging.DEBUG, logger="agentrl_env.messages")
     server = await serving(Quick)
     async with EnvClient.connect(server.url) as client:
@@ -188,7 +188,7 @@ async def test_what_was_said_is_logged_where_it_is_asked_for(serving, caplog):
     assert line["answer"][0]["role"] == "tool"
 
 
-def test_a_line_stays_a_line_whatever_is_in_it():
+def test_log_record_is_a_single_line():
     record = logging.LogRecord("x", logging.INFO, "", 0, "two\nlines \x1b[31m", (), None)
     record.facts = {"client": "a b\n", "n": 1, "odd": {"x": object}}
     text, line = TextLines().format(record), JsonLines().format(record)
@@ -197,7 +197,7 @@ def test_a_line_stays_a_line_whatever_is_in_it():
     assert text.startswith(json.loads(line)["time"])
 
 
-def test_the_process_logs_json_lines_from_start_to_stop():
+def test_process_logs_json_lines():
     command = ["-m", "agentrl_env", "serve", "--port", "0", "--log-format", "json", "tests.env.tasks:Quick"]
     process = subprocess.Popen(
         [sys.executable, *command],
@@ -245,7 +245,7 @@ def spans():
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-async def test_calls_and_tools_are_spans_under_the_callers_trace(serving, spans):
+async def test_calls_and_tools_are_spans_of_the_callers_trace(serving, spans):
     exporter, tracing = spans
     server = await serving(Quick, Threaded, tracing=tracing)
     headers = {"traceparent": PARENT, "x-agentrl-client": "me"}
@@ -272,7 +272,7 @@ async def test_calls_and_tools_are_spans_under_the_callers_trace(serving, spans)
             assert request.attributes["agentrl.client"] == "me"
 
 
-async def test_batches_and_sockets_are_traced_step_by_step(serving, spans):
+async def test_each_step_of_a_batch_has_a_span(serving, spans):
     exporter, tracing = spans
     server = await serving(Quick, tracing=tracing)
     async with EnvClient.connect(server.url) as client:
@@ -284,7 +284,7 @@ async def test_batches_and_sockets_are_traced_step_by_step(serving, spans):
     assert {span.attributes["agentrl.session_id"] for span in steps} == {s.session_id for s in sessions}
 
 
-async def test_a_call_over_a_socket_goes_on_in_the_callers_trace(serving, spans):
+async def test_websocket_call_continues_the_callers_trace(serving, spans):
     exporter, tracing = spans
     server = await serving(Quick, tracing=tracing)
     async with connect(server.url.replace("http", "ws", 1) + "/v1/ws") as socket:
@@ -307,7 +307,7 @@ async def test_a_call_over_a_socket_goes_on_in_the_callers_trace(serving, spans)
     assert {f"{s.parent.span_id:016x}" for s in found if s.name == "call"} == {PARENT.split("-")[2]}
 
 
-async def test_a_trace_goes_on_at_the_server_behind_a_controller(serving, spans):
+async def test_trace_continues_from_controller_to_server(serving, spans):
     exporter, tracing = spans
     front = ControllerServer(FleetService(), port=0, tracing=tracing)
     await front.start()
@@ -336,7 +336,7 @@ async def test_a_trace_goes_on_at_the_server_behind_a_controller(serving, spans)
         assert by_id[link.parent.span_id].name in ("POST /v1/sessions/{id}/step", "POST /v1/step")
 
 
-async def test_a_failure_is_on_its_span(serving, spans):
+async def test_exception_is_recorded_on_its_span(serving, spans):
     exporter, tracing = spans
     server = await serving(Quick, tracing=tracing)
     async with EnvClient.connect(server.url) as client:
@@ -347,7 +347,7 @@ async def test_a_failure_is_on_its_span(serving, spans):
     assert span.events[0].attributes["exception.type"] == "ZeroDivisionError"
 
 
-async def test_without_tracing_there_is_no_span(serving, spans):
+async def test_no_spans_without_tracing(serving, spans):
     exporter, _ = spans
     server = await serving(Quick, limits=Limits())
     async with EnvClient.connect(server.url) as client:
@@ -355,7 +355,7 @@ async def test_without_tracing_there_is_no_span(serving, spans):
     assert exporter.get_finished_spans() == ()
 
 
-def test_traces_without_the_extra_are_refused_with_one_sentence():
+def test_traces_without_the_extra_print_one_error_line():
     code = (
         "import sys; sys.modules['opentelemetry.sdk'] = None\n"
         "from agentrl_env.__main__ import main\n"

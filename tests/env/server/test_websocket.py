@@ -95,7 +95,7 @@ def says(name, **arguments):
 NOTE = says("note", text="x")
 
 
-async def test_every_call_of_http_is_there(serving, calling):
+async def test_every_call_is_supported(serving, calling):
     caller = await calling(await serving(Quick, Walk, oracle=True))
     tasks = (await caller.ask("tasks"))["result"]
     assert (tasks["protocol"], [task["name"] for task in tasks["tasks"]]) == (1, ["quick", "walk"])
@@ -115,7 +115,7 @@ async def test_every_call_of_http_is_there(serving, calling):
     assert (await caller.ask("info", session_id=one))["result"]["status"] == "cancelled"
 
 
-async def test_the_same_call_gets_the_same_result_as_over_http(serving, calling):
+async def test_results_equal_those_over_http(serving, calling):
     server = await serving()
     caller = await calling(server)
     async with EnvClient.connect(server.url) as client:
@@ -140,14 +140,14 @@ async def test_the_same_call_gets_the_same_result_as_over_http(serving, calling)
         ("dance", {}, "invalid_request"),
     ],
 )
-async def test_a_call_that_fails_is_answered_with_its_error(serving, calling, call, fields, kind):
+async def test_failed_call_is_answered_with_its_error(serving, calling, call, fields, kind):
     caller = await calling(await serving())
     error = (await caller.ask(call, **fields))["error"]
     assert error["type"] == kind
     assert error["message"]
 
 
-async def test_what_is_no_call_is_refused_and_the_socket_goes_on(serving, calling):
+async def test_malformed_frames_are_rejected_and_the_socket_stays_open(serving, calling):
     caller = await calling(await serving())
     nameless = ('{"call":"tasks"}', '{"id":true,"call":"tasks"}', '{"id":1.5,"call":"tasks"}')
     for text in ("", "{", "[]", "7", "null", b"\xff", "[" * 900, *nameless):
@@ -161,7 +161,7 @@ async def test_what_is_no_call_is_refused_and_the_socket_goes_on(serving, callin
         assert "result" in answer
 
 
-async def test_of_a_batch_the_sound_items_are_played(serving, calling):
+async def test_valid_items_of_a_batch_are_stepped(serving, calling):
     caller = await calling(await serving())
     session_id = await caller.open()
     good = {"session_id": session_id, "seq": 1, "message": NOTE}
@@ -171,7 +171,7 @@ async def test_of_a_batch_the_sound_items_are_played(serving, calling):
     assert second["seq"] == 1
 
 
-async def test_a_slow_step_delays_no_other_session(serving, calling):
+async def test_slow_step_does_not_delay_other_sessions(serving, calling):
     caller = await calling(await serving(Quick, Slow))
     late, quick = await caller.open("slow"), await caller.open()
     waiting = await caller.send("step", session_id=late, seq=1, message=says("wait"))
@@ -181,7 +181,7 @@ async def test_a_slow_step_delays_no_other_session(serving, calling):
     assert (await caller.hear())["id"] == waiting
 
 
-async def test_the_steps_of_a_session_are_answered_in_order(serving, calling):
+async def test_steps_of_a_session_are_answered_in_order(serving, calling):
     caller = await calling(await serving(Slow))
     sessions = [await caller.open("slow") for _ in range(3)]
     sent = {session: [] for session in sessions}
@@ -196,7 +196,7 @@ async def test_the_steps_of_a_session_are_answered_in_order(serving, calling):
     assert heard == sent
 
 
-async def test_a_close_does_not_wait_for_the_step_under_way(serving, calling):
+async def test_close_does_not_wait_for_the_running_step(serving, calling):
     caller = await calling(await serving(Slow))
     session_id = await caller.open("slow")
     step = await caller.send("step", session_id=session_id, seq=1, message=says("wait"))
@@ -207,7 +207,7 @@ async def test_a_close_does_not_wait_for_the_step_under_way(serving, calling):
     assert by_id[step]["error"]["type"] == "session_ended"
 
 
-async def test_a_session_outlives_its_socket_and_repeats_its_answer(serving, calling):
+async def test_session_outlives_its_socket(serving, calling):
     server = await serving(Slow)
     first = await calling(server)
     session_id = await first.open("slow")
@@ -221,7 +221,7 @@ async def test_a_session_outlives_its_socket_and_repeats_its_answer(serving, cal
     assert (answer["id"], answer["result"]["messages"][0]["content"]) == (again, "waited 1")
 
 
-async def test_whoever_hangs_up_leaves_the_queue(serving, calling):
+async def test_disconnected_client_leaves_the_queue(serving, calling):
     server = await serving(max_sessions=1)
     caller = await calling(server)
     await caller.open()
@@ -232,7 +232,7 @@ async def test_whoever_hangs_up_leaves_the_queue(serving, calling):
     assert server.pool.open_sessions == 1
 
 
-async def test_a_server_stops_with_sockets_open(serving, calling):
+async def test_server_stops_with_open_sockets(serving, calling):
     server = await serving(Slow)
     caller = await calling(server)
     session_id = await caller.open("slow")
@@ -254,7 +254,7 @@ def subprotocols(token):
         {"subprotocols": subprotocols("sesame")},
     ],
 )
-async def test_a_token_lets_in_as_a_header_or_as_a_subprotocol(serving, calling, options):
+async def test_token_is_accepted_as_header_or_subprotocol(serving, calling, options):
     caller = await calling(await serving(token="sesame"), **options)
     assert "result" in await caller.ask("tasks")
     assert caller.websocket.subprotocol in (None, "agentrl.v1")  # the token is not sent back
@@ -270,7 +270,7 @@ async def test_a_token_lets_in_as_a_header_or_as_a_subprotocol(serving, calling,
         {"subprotocols": ["agentrl.token.ü".encode("ascii", "replace").decode().replace("?", "*")]},
     ],
 )
-async def test_strangers_are_refused_before_the_socket_opens(serving, options):
+async def test_invalid_token_is_rejected_during_the_handshake(serving, options):
     server = await serving(token="sesame")
     for url in (address(server), f"{address(server)}?token=sesame"):
         with pytest.raises(InvalidStatus) as caught:
@@ -279,7 +279,7 @@ async def test_strangers_are_refused_before_the_socket_opens(serving, options):
         assert json.loads(caught.value.response.body)["error"]["type"] == "unauthorized"
 
 
-async def test_without_a_token_web_pages_of_other_origins_are_refused(serving, calling):
+async def test_other_origins_are_rejected_without_a_token(serving, calling):
     server = await serving()
     with pytest.raises(InvalidStatus) as caught:
         await connect(address(server), origin="https://elsewhere.example")
@@ -290,14 +290,14 @@ async def test_without_a_token_web_pages_of_other_origins_are_refused(serving, c
     assert "result" in await (await calling(guarded, **shown)).ask("tasks")
 
 
-async def test_the_handshake_names_the_protocol(serving, calling):
+async def test_handshake_has_the_protocol_version(serving, calling):
     caller = await calling(await serving(), subprotocols=["agentrl.v1"])
     assert caller.websocket.response.headers["x-agentrl-protocol"] == "1"
     assert caller.websocket.subprotocol == "agentrl.v1"
 
 
 class FakeWebSocket:
-    """The server's side of a socket, without a network; its peer may read slowly."""
+    """The server's side of a socket without a network, whose peer may read slowly."""
 
     def __init__(self, *texts):
         self.incoming = asyncio.Queue()
@@ -333,7 +333,7 @@ async def settled(value):
 
 
 @pytest.mark.parametrize("name", ["MAX_CALLS", "MAX_UNSENT_BYTES"])
-async def test_a_slow_reader_stops_the_reading_of_its_calls(monkeypatch, name):
+async def test_slow_reader_pauses_the_reading_of_its_calls(monkeypatch, name):
     monkeypatch.setattr(socket_module, name, {"MAX_CALLS": 5, "MAX_UNSENT_BYTES": 1000}[name])
     pool = SessionPool([Quick])
     await pool.tasks()
@@ -350,7 +350,7 @@ async def test_a_slow_reader_stops_the_reading_of_its_calls(monkeypatch, name):
     await pool.aclose()
 
 
-async def test_a_caller_that_is_gone_while_it_is_answered_ends_its_socket():
+async def test_disconnect_during_an_answer_ends_the_socket():
     class Gone(FakeWebSocket):
         async def send(self, message):
             self.hang_up()
@@ -362,7 +362,7 @@ async def test_a_caller_that_is_gone_while_it_is_answered_ends_its_socket():
     await pool.aclose()
 
 
-async def test_a_message_over_the_limit_is_refused_by_its_id():
+async def test_message_over_the_limit_is_rejected_with_its_id():
     pool = SessionPool([Quick])
     websocket = FakeWebSocket(call(7, "open", task="x" * 200), "x" * 300, call(8, "tasks"))
     websocket.reading.set()
@@ -396,7 +396,7 @@ FIELDS = ["id", "call", "session_id", "seq", "message", "steps", "wait_s", "n", 
         max_size=5,
     )
 )
-def test_every_message_has_exactly_one_answer_and_none_is_a_bug(texts):
+def test_every_message_has_one_answer_and_no_internal_error(texts):
     async def serve():
         pool = SessionPool([Quick], max_sessions=2)
         websocket = FakeWebSocket(*texts)

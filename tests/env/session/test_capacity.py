@@ -20,25 +20,25 @@ async def test_places_are_counted_and_released():
     await places.take()
 
 
-async def test_several_places_are_taken_together_or_not_at_all():
+async def test_several_places_are_acquired_atomically():
     places = capacity(2)
     with pytest.raises(ServerFull):
         await places.take(3)
     await places.take(2)
 
 
-async def test_place_given_to_a_cancelled_waiter_is_passed_on():
+async def test_place_granted_to_a_cancelled_waiter_goes_to_the_next():
     places = capacity()
     await places.take()
     first, second = (asyncio.create_task(places.take(wait_s=5)) for _ in range(2))
     await asyncio.sleep(0)
-    places.release()  # to the first, which is cancelled before it wakes
+    places.release()  # granted to the first waiter, which is cancelled before it runs
     first.cancel()
     await second
     assert places.waiting == 0
 
 
-async def test_refusal_reaches_waiting_and_later_openings():
+async def test_refusal_fails_waiting_and_later_openings():
     places = capacity()
     await places.take()
     waiting = asyncio.create_task(places.take(wait_s=5))

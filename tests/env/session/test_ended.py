@@ -1,4 +1,4 @@
-"""What is kept of a session that has ended."""
+"""History of ended sessions."""
 
 import pytest
 
@@ -24,17 +24,17 @@ async def pool():
 
 
 class Long(Quick):
-    """Answers at length."""
+    """Returns large results."""
 
     max_turns = 20
 
     @tool
     def say(self):
-        """Say much."""
+        """Return a large result."""
         return "x" * 20_000
 
 
-async def test_of_an_ended_session_only_the_last_large_answers_are_kept(pool):
+async def test_ended_session_keeps_only_its_last_large_results(pool):
     session_id = await opened(pool)
     for seq in range(1, 6):
         last = await play_step(pool, session_id, seq, says("say"))
@@ -44,7 +44,7 @@ async def test_of_an_ended_session_only_the_last_large_answers_are_kept(pool):
     assert await play_step(pool, session_id, 5, says("say")) == last
 
 
-async def test_of_an_ended_session_with_small_answers_all_are_kept(pool):
+async def test_ended_session_keeps_all_small_results(pool):
     session_id = await opened(pool)
     for seq in range(1, 6):
         await play_step(pool, session_id, seq, says("note", text="x"))

@@ -1,4 +1,4 @@
-"""The last turn is answered whatever a task overrides, and whatever its code raises or wraps."""
+"""Ends of episodes, for every combination of overridden methods and for unusual author code."""
 
 import asyncio
 import functools
@@ -16,7 +16,7 @@ WITH = list(itertools.product([False, True], repeat=4))
 
 
 def task(*, scores: bool, closes: bool, blocks: bool, timed: bool) -> type[Environment]:
-    """Return a task of two turns with or without a score, something to close, threads, a time limit."""
+    """Return a task of two turns with or without ``score``, ``close``, threads and a time limit."""
 
     class Ends(Environment):
         """End, or wait for the last turn."""
@@ -64,7 +64,7 @@ def says(name: str) -> Message:
 
 
 @pytest.mark.parametrize(("scores", "closes", "blocks", "timed"), WITH)
-async def test_the_last_turn_is_answered_and_the_environment_closed_once(scores, closes, blocks, timed):
+async def test_last_step_returns_its_result_and_closes_the_environment_once(scores, closes, blocks, timed):
     environment = task(scores=scores, closes=closes, blocks=blocks, timed=timed)
     session = await started(environment)
     result = await session.step(says("end"))
@@ -82,7 +82,7 @@ async def test_the_last_turn_is_answered_and_the_environment_closed_once(scores,
 
 
 class Unreadable(Exception):
-    """An error that cannot say what it is."""
+    """An exception whose message cannot be read."""
 
     def __str__(self):
         raise AttributeError("no text")
@@ -90,9 +90,9 @@ class Unreadable(Exception):
 
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("name", ["plain", "coroutine"])
-async def test_an_error_that_cannot_be_read_ends_the_episode_as_any_other(name, blocks):
+async def test_exception_without_a_readable_message_fails_the_session(name, blocks):
     class Obscure(Environment):
-        """Break without a word."""
+        """Raises an exception without a readable message."""
 
         blocking = blocks
 
@@ -118,7 +118,7 @@ async def test_an_error_that_cannot_be_read_ends_the_episode_as_any_other(name, 
 
 
 def noted(function):
-    """Wrap a tool as decorators do that know nothing of coroutines."""
+    """Wrap a tool in a plain function, like decorators without support for coroutines."""
 
     @functools.wraps(function)
     def inner(*arguments, **named):
@@ -128,9 +128,9 @@ def noted(function):
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-async def test_a_coroutine_below_a_plain_decorator_is_awaited_and_has_a_deadline(blocks):
+async def test_coroutine_in_a_plain_decorator_is_awaited_with_a_timeout(blocks):
     class Wrapped(Environment):
-        """Be wrapped."""
+        """Tools in a plain decorator."""
 
         blocking = blocks
         tool_timeout = 0.2
@@ -158,9 +158,9 @@ async def test_a_coroutine_below_a_plain_decorator_is_awaited_and_has_a_deadline
     assert "still running after 0.2 s" in late.info["error"]["message"]
 
 
-async def test_what_a_plain_tool_returns_to_be_awaited_has_the_deadline_too():
+async def test_awaitable_returned_by_a_plain_tool_has_a_timeout():
     class Lazy(Environment):
-        """Return what is still to be done."""
+        """A plain tool that returns an awaitable."""
 
         tool_timeout = 0.2
 
@@ -178,11 +178,11 @@ async def test_what_a_plain_tool_returns_to_be_awaited_has_the_deadline_too():
     assert late.status is SessionStatus.FAILED_ENVIRONMENT
 
 
-async def test_an_environment_that_was_still_being_made_when_its_opening_was_given_up_is_closed():
+async def test_environment_constructed_after_its_opening_was_cancelled_is_closed():
     making, go_on, closed = threading.Event(), threading.Event(), threading.Event()
 
     class Slow(Environment):
-        """Take long to be made."""
+        """``__init__`` waits until the test releases it."""
 
         def __init__(self):
             making.set()

@@ -63,7 +63,7 @@ async def test_job_cancelled_before_its_start_never_runs():
 
 
 class Meets(Quick):
-    """Every session's tool waits until all sessions have called it."""
+    """The tool of every session waits until all sessions have called it."""
 
     blocking = True
     barrier = threading.Barrier(16)
@@ -141,7 +141,7 @@ async def test_stopped_threads_end_and_later_jobs_still_run():
 
 
 class Hang:
-    """A job that does not return before it is told to."""
+    """A job that blocks until it is released."""
 
     def __init__(self):
         self.release, self.threads = threading.Event(), []

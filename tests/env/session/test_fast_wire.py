@@ -1,4 +1,4 @@
-"""The fast path reads and writes steps like the models of the wire."""
+"""The fast path parses and encodes steps like the models of the wire."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LEAVES = (
 )
 JSON = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | objects(inner), max_leaves=8)
 WORDS = st.text(st.characters(exclude_categories=()), max_size=8)
-"""Text with lone surrogates, which JSON cannot carry."""
+"""Text with lone surrogates, which JSON cannot represent."""
 
 
 CALLS = st.fixed_dictionaries(
@@ -54,7 +54,7 @@ MESSAGES = st.fixed_dictionaries(
 
 @st.composite
 def bodies(draw: st.DrawFn) -> Any:
-    """Bodies of a step, most of them with something that does not belong there."""
+    """Bodies of a step, most of them malformed."""
     body = {"seq": draw(st.integers(1, 4)), "message": draw(MESSAGES)}
     for _ in range(draw(st.integers(0, 2))):
         place: Any = body
@@ -90,7 +90,7 @@ def read_by_model(text: str) -> StepBody | None:
 
 
 @given(BODIES, st.booleans())
-def test_step_is_read_like_its_model(body, ascii_only):
+def test_step_is_parsed_like_its_model(body, ascii_only):
     text = json.dumps(body, ensure_ascii=ascii_only)
     wanted = read_by_model(text)
     if wanted is None:
@@ -118,7 +118,7 @@ def test_malformed_json_is_an_invalid_request(text):
         name=st.none() | WORDS,
     )
 )
-def test_message_is_written_like_its_model_with_surrogates_replaced(message):
+def test_message_is_encoded_like_its_model_with_surrogates_replaced(message):
     written = encode(message)
     replaced = json.dumps(message.model_dump(), ensure_ascii=False).encode("utf-8", "replace")
     assert json.loads(written) == json.loads(replaced)

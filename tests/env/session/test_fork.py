@@ -1,4 +1,4 @@
-"""Forks: sessions that stand where another stands, and go on apart from it."""
+"""Forks: independent copies of a session."""
 
 import asyncio
 import threading
@@ -61,7 +61,7 @@ class Walk(Environment):
 
 
 class SlowWalk(Walk):
-    """Walk on threads, with coroutines in between; each may be made to wait."""
+    """Walk with blocking tools and async hooks, whose duration the test controls."""
 
     blocking = True
     gate: asyncio.Event
@@ -111,7 +111,7 @@ async def local():
 
 @pytest.fixture(params=["local", "http"])
 async def connect(request, local):
-    """Make clients of served tasks, in this process and over HTTP."""
+    """Return a function that serves tasks locally or over HTTP and returns a client."""
     servers, clients = [], []
 
     async def make(*environments, **options):
@@ -142,7 +142,7 @@ def plain(result):
 
 
 @pytest.mark.parametrize("task", [Walk, SlowWalk])
-async def test_forks_play_on_like_the_original(connect, task):
+async def test_forks_continue_like_the_original(connect, task):
     client = await connect(task)
     session = await client.open(task.name, seed=3)
     await play(session, 1, 1)
@@ -155,7 +155,7 @@ async def test_forks_play_on_like_the_original(connect, task):
     assert rests[1:] == rests[:1] * 3
 
 
-async def test_a_fork_leaves_the_others_alone(connect):
+async def test_forks_do_not_affect_each_other_or_the_original(connect):
     client = await connect(Walk)
     alone = await client.open("walk", seed=1)
     expected = await play(alone, 1, 1, 1, 1, 1)
@@ -175,7 +175,7 @@ async def test_a_fork_leaves_the_others_alone(connect):
     st.lists(st.integers(0, 3), max_size=5),
     st.lists(st.integers(0, 3), max_size=5),
 )
-def test_whenever_it_is_forked_every_branch_is_the_episode_it_would_have_been(seed, stem, one, two):
+def test_branches_equal_unforked_episodes_at_any_fork_point(seed, stem, one, two):
     async def straight(client, lengths):
         async with await client.open("walk", seed=seed) as session:
             return await until_end(session, lengths)
@@ -201,7 +201,7 @@ def test_whenever_it_is_forked_every_branch_is_the_episode_it_would_have_been(se
     asyncio.run(branched())
 
 
-async def test_a_fork_repeats_the_answers_of_its_original_under_its_own_name(local):
+async def test_fork_replays_earlier_results_under_its_own_session_id(local):
     client = local(Walk)
     session = await client.open("walk", seed=2)
     await session.step(walk(1))
@@ -212,7 +212,7 @@ async def test_a_fork_repeats_the_answers_of_its_original_under_its_own_name(loc
     assert plain(fork.last) == plain(session.last)
 
 
-async def test_limits_and_success_count_from_the_beginning_of_the_episode(local):
+async def test_turn_and_time_limits_of_a_fork_count_from_the_start_of_the_episode(local):
     clock = Clock()
 
     class Short(Walk):
@@ -229,7 +229,7 @@ async def test_limits_and_success_count_from_the_beginning_of_the_episode(local)
     assert (await two.step(walk(0))).status is SessionStatus.TRUNCATED_TIME
 
 
-async def test_a_fork_of_a_fork_stands_where_the_fork_stands(local):
+async def test_fork_of_a_fork_has_its_state(local):
     session = await local(Walk).open("walk", seed=5)
     await play(session, 1)
     (fork,) = await session.fork()
@@ -239,14 +239,14 @@ async def test_a_fork_of_a_fork_stands_where_the_fork_stands(local):
     assert await play(second, 1, 1) == await play(fork, 1, 1)
 
 
-async def test_a_fork_outlives_its_original(local):
+async def test_fork_outlives_its_original(local):
     session = await local(Walk).open("walk", seed=5)
     (fork,) = await session.fork()
     await session.close()
     assert (await fork.step(walk(0))).status is SessionStatus.RUNNING
 
 
-async def test_a_fork_waits_for_the_step_under_way(local):
+async def test_fork_waits_for_the_running_step(local):
     session = await local(SlowWalk).open("slow_walk", seed=5)
     step = asyncio.create_task(session.step(ToolCall.of("block")))
     await asyncio.sleep(0)
@@ -258,7 +258,7 @@ async def test_a_fork_waits_for_the_step_under_way(local):
     assert [one.turn for one in await fork] == [1]
 
 
-async def test_the_original_goes_on_while_its_forks_are_restored(local):
+async def test_original_can_step_while_its_forks_are_restored(local):
     session = await local(SlowWalk).open("slow_walk", seed=5)
     SlowWalk.gate.clear()
     fork = asyncio.create_task(session.fork())
@@ -271,7 +271,7 @@ async def test_the_original_goes_on_while_its_forks_are_restored(local):
     assert plain(await twin.step(walk(1))) == plain(session.last)
 
 
-async def test_tasks_say_whether_they_can_be_forked(connect):
+async def test_fork_capability_requires_snapshot_and_restore(connect):
     class Half(Guess):
         def snapshot(self):
             return self.n
@@ -283,7 +283,7 @@ async def test_tasks_say_whether_they_can_be_forked(connect):
         await (await client.open("half")).fork()
 
 
-async def test_what_cannot_be_forked_is_refused(connect):
+async def test_invalid_forks_are_rejected(connect):
     client = await connect(Walk)
     session = await client.open("walk", seed=1)
     for n in (0, -1):
@@ -296,7 +296,7 @@ async def test_what_cannot_be_forked_is_refused(connect):
         await session.fork()
 
 
-async def test_an_expired_session_cannot_be_forked(local):
+async def test_expired_session_cannot_be_forked(local):
     clock = Clock()
     client = local(Walk, clock=clock, lease_s=60.0)
     session = await client.open("walk")
@@ -306,7 +306,7 @@ async def test_an_expired_session_cannot_be_forked(local):
         await session.fork()
 
 
-async def test_forks_count_against_capacity_all_or_none(connect):
+async def test_forks_count_against_capacity_atomically(connect):
     client = await connect(Walk, max_sessions=3)
     session = await client.open("walk")
     with pytest.raises(ServerFull):
@@ -320,7 +320,7 @@ async def test_forks_count_against_capacity_all_or_none(connect):
     await client.open("walk")
 
 
-async def test_a_draining_server_takes_no_forks(local):
+async def test_draining_server_rejects_forks(local):
     client = local(Walk)
     session = await client.open("walk")
     drain = asyncio.create_task(client.backend.pool.drain(5.0))
@@ -331,7 +331,7 @@ async def test_a_draining_server_takes_no_forks(local):
     await drain
 
 
-async def test_forks_have_leases_of_their_own(local):
+async def test_forks_have_their_own_leases(local):
     clock = Clock()
     client = local(Walk, clock=clock, lease_s=60.0)
     session = await client.open("walk")
@@ -346,7 +346,7 @@ async def test_forks_have_leases_of_their_own(local):
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-async def test_the_same_fork_asked_for_again_gives_the_same_sessions(at_once):
+async def test_repeated_fork_request_returns_the_same_sessions(at_once):
     pool = SessionPool([Walk], max_sessions=3)
     session_id = (await pool.open(OpenRequest(task="walk"))).session_id
     if at_once:
@@ -358,7 +358,7 @@ async def test_the_same_fork_asked_for_again_gives_the_same_sessions(at_once):
     await pool.aclose()
 
 
-async def test_whoever_asked_for_forks_and_left_gets_none():
+async def test_cancelled_fork_request_leaves_no_sessions():
     pool = SessionPool([SlowWalk])
     session_id = (await pool.open(OpenRequest(task="slow_walk"))).session_id
     SlowWalk.gate.clear()
@@ -372,7 +372,7 @@ async def test_whoever_asked_for_forks_and_left_gets_none():
 
 
 class Fragile(Walk):
-    """Breaks where it is told to."""
+    """Fails in the method named by ``broken``."""
 
     broken = ""
 
@@ -395,7 +395,7 @@ class Fragile(Walk):
         ("restore", "restore of task 'fragile' failed: SystemExit: 3"),
     ],
 )
-async def test_author_code_that_breaks_harms_neither_original_nor_capacity(
+async def test_failing_snapshot_or_restore_affects_neither_original_nor_capacity(
     connect, monkeypatch, broken, reason
 ):
     client = await connect(Fragile, max_sessions=3)
@@ -416,20 +416,20 @@ def checked(environment, **options):
 
 
 @pytest.mark.parametrize("task", [Walk, SlowWalk])
-def test_a_task_that_forks_well_passes_its_check(task):
+def test_correct_forking_passes_the_check(task):
     SlowWalk.blocker.set()
     assert checked(task).verdict is Verdict.PASS
 
 
-def test_a_task_that_cannot_fork_skips_the_check():
+def test_check_is_skipped_without_fork_support():
     assert checked(Guess).verdict is Verdict.SKIP
 
 
-def test_without_room_for_forks_the_check_is_skipped():
+def test_check_is_skipped_without_capacity_for_forks():
     assert checked(Walk, max_sessions=2).verdict is Verdict.SKIP
 
 
-def test_state_that_a_fork_lacks_is_caught():
+def test_check_detects_incomplete_state():
     class Forgetful(Walk):
         def snapshot(self):
             return {"rng": self.rng, "places": [0]}
@@ -437,7 +437,7 @@ def test_state_that_a_fork_lacks_is_caught():
     assert "the fork differs" in checked(Forgetful).evidence
 
 
-def test_a_generator_that_begins_anew_is_caught():
+def test_check_detects_a_reseeded_generator():
     class Reseeded(Walk):
         def reset(self, sample, rng):
             self.seed = sample.seed
@@ -450,7 +450,7 @@ def test_a_generator_that_begins_anew_is_caught():
     assert checked(Reseeded).verdict is Verdict.FAIL
 
 
-def test_state_that_forks_share_is_caught():
+def test_check_detects_shared_state():
     class Box(dict):
         def __deepcopy__(self, memo):
             return self
@@ -462,7 +462,7 @@ def test_state_that_forks_share_is_caught():
     assert "snapshot() must hold all" in checked(Sharing).evidence
 
 
-def test_a_snapshot_that_changes_the_episode_is_caught():
+def test_check_detects_a_snapshot_that_changes_the_episode():
     class Restless(Walk):
         def snapshot(self):
             state = {"places": list(self.places), "rng": self.rng}
@@ -472,7 +472,7 @@ def test_a_snapshot_that_changes_the_episode_is_caught():
     assert "the original differs" in checked(Restless).evidence
 
 
-async def test_over_the_wire_a_fork_is_created_or_refused_with_a_typed_error():
+async def test_http_fork_returns_sessions_or_a_typed_error():
     pool = SessionPool([Walk, Guess])
     transport = httpx.ASGITransport(create_app(pool, Metrics()))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:

@@ -1,4 +1,4 @@
-"""What an operator asks of a server: its sessions in pages, transcripts, the fleet; and the page's files."""
+"""Operator calls: session lists, transcripts and the fleet; and the files of the dashboard."""
 
 import httpx
 import pytest
@@ -17,7 +17,7 @@ from tests.env.tasks import Clock, Guess, Quick, close_session, play_step
 
 
 class Talk(Quick):
-    """Quick, for as long as one likes."""
+    """``Quick`` with a high turn limit."""
 
     max_turns = 10_000
 
@@ -46,7 +46,7 @@ async def listed(service, **query):
     return await service.sessions(SessionQuery(**query))
 
 
-async def told(service, session_id, after=None):
+async def transcript_of(service, session_id, after=None):
     return await service.transcript(TranscriptRequest(session_id=session_id, after=after))
 
 
@@ -54,19 +54,19 @@ def ids(answer):
     return [row.session_id for row in answer.sessions]
 
 
-async def test_sessions_are_listed_newest_first_in_pages_that_miss_and_repeat_none(pool, service):
+async def test_pages_list_every_session_once_and_newest_first(pool, service):
     expected = [await opened(pool) for _ in range(25)][::-1]
     first = await listed(service, limit=10)
     assert first.total == 25
-    await opened(pool)  # a newer one does not shift the pages after
+    await opened(pool)  # a newer session does not shift later pages
     second = await listed(service, limit=10, after=first.next)
-    await close_session(pool, expected[3])  # nor does one that ends
+    await close_session(pool, expected[3])  # nor does a session that ends
     third = await listed(service, limit=10, after=second.next)
     assert ids(first) + ids(second) + ids(third) == expected
     assert third.next is None
 
 
-async def test_sessions_that_began_at_the_same_moment_are_all_listed(pool, service):
+async def test_sessions_opened_at_the_same_time_are_all_listed(pool, service):
     same = {(await pool.open(OpenRequest(task="talk"))).session_id for _ in range(7)}
     found, after = set(), None
     while True:
@@ -78,7 +78,7 @@ async def test_sessions_that_began_at_the_same_moment_are_all_listed(pool, servi
     assert found == same
 
 
-async def test_a_list_is_of_one_task_or_one_status(pool, service):
+async def test_list_is_filtered_by_task_and_status(pool, service):
     guess, talk = await opened(pool, "guess"), await opened(pool)
     await play_step(pool, talk, 1, Message.assistant(None, ToolCall.of("finish")))
     assert ids(await listed(service, task="guess")) == [guess]
@@ -86,7 +86,7 @@ async def test_a_list_is_of_one_task_or_one_status(pool, service):
     assert (await listed(service, status="expired")).total == 0
 
 
-async def test_a_row_says_how_a_session_stands(pool, service):
+async def test_row_has_the_state_of_a_session(pool, service):
     session_id = await opened(pool, split="test", index=3, seed=7)
     await play_step(pool, session_id, 1, Message.assistant(None, ToolCall.of("gain", amount=0.25)))
     pool._clock.now += 5
@@ -97,12 +97,12 @@ async def test_a_row_says_how_a_session_stands(pool, service):
 
 
 @pytest.mark.parametrize("after", ["", "x/y", "nothing"])
-async def test_a_place_in_the_list_that_was_never_given_is_refused(service, after):
+async def test_invalid_page_token_is_rejected(service, after):
     with pytest.raises(InvalidRequest, match="previous page"):
         await service.sessions(SessionQuery(after=after))
 
 
-async def test_lists_of_several_servers_are_merged_to_the_same_pages():
+async def test_lists_of_several_servers_are_merged_into_the_same_pages():
     clock = Clock()
     pools = [SessionPool((Talk,), clock=clock) for _ in range(3)]
     services = [pool for pool in pools]
@@ -123,35 +123,35 @@ async def test_lists_of_several_servers_are_merged_to_the_same_pages():
         await pool.aclose()
 
 
-async def test_a_transcript_says_what_was_said_and_what_came_back(pool, service):
+async def test_transcript_has_messages_and_results(pool, service):
     session_id = await opened(pool)
     said = [Message.assistant("hello"), Message.assistant(None, ToolCall.of("gain"))]
     results = [await play_step(pool, session_id, seq, message) for seq, message in enumerate(said, 1)]
-    whole = await told(service, session_id)
+    whole = await transcript_of(service, session_id)
     assert [turn.message for turn in whole.turns] == said
     assert [turn.result for turn in whole.turns] == results
     assert [message.role for message in whole.messages] == ["system", "user"]
     assert whole.tools
     assert (whole.turn, whole.reward, whole.status) == (2, 0.5, "running")
-    later = await told(service, session_id, after=1)
+    later = await transcript_of(service, session_id, after=1)
     assert [turn.result.seq for turn in later.turns] == [2]
     assert later.messages == later.tools == ()
 
 
-async def test_a_transcript_keeps_the_last_turns_only(pool, service):
+async def test_transcript_has_only_the_last_turns(pool, service):
     session_id = await opened(pool)
     for seq in range(1, MAX_TURNS + 11):
         await play_step(pool, session_id, seq, Message.assistant("again"))
-    turns = (await told(service, session_id)).turns
+    turns = (await transcript_of(service, session_id)).turns
     assert [turn.result.seq for turn in turns] == list(range(11, MAX_TURNS + 11))
 
 
-async def test_an_expired_session_can_still_be_read(pool, service):
+async def test_expired_session_has_a_transcript(pool, service):
     session_id = await opened(pool)
     await play_step(pool, session_id, 1, Message.assistant("hello"))
     pool._clock.now += 10_000
     await pool.expire_idle()
-    answer = await told(service, session_id)
+    answer = await transcript_of(service, session_id)
     assert (answer.status, len(answer.turns)) == ("expired", 1)
 
 
@@ -163,7 +163,7 @@ async def server():
     await server.stop()
 
 
-async def test_http_answers_operators_alone(server):
+async def test_listing_requires_the_operator_token(server):
     session_id = await opened_at(server)
     paths = ["/v1/fleet", "/v1/sessions", f"/v1/sessions/{session_id}/transcript"]
     async with httpx.AsyncClient(base_url=server.url) as http:
@@ -178,20 +178,20 @@ async def test_http_answers_operators_alone(server):
     "path",
     ["/v1/sessions?limit=0", "/v1/sessions?status=well", "/v1/sessions?after=x", "TRANSCRIPT?after=-1"],
 )
-async def test_a_query_that_means_nothing_is_refused(server, path):
+async def test_invalid_query_is_rejected(server, path):
     path = path.replace("TRANSCRIPT", f"/v1/sessions/{await opened_at(server)}/transcript")
     async with httpx.AsyncClient(base_url=server.url, headers=bearer("secret")) as http:
         answer = await http.get(path)
     assert (answer.status_code, answer.json()["error"]["type"]) == (422, "invalid_request")
 
 
-async def test_the_transcript_of_an_unknown_session_is_not_found(server):
+async def test_transcript_of_an_unknown_session_is_not_found(server):
     async with httpx.AsyncClient(base_url=server.url, headers=bearer("secret")) as http:
         answer = await http.get("/v1/sessions/nobody/transcript")
     assert (answer.status_code, answer.json()["error"]["type"]) == (404, "unknown_session")
 
 
-async def test_a_server_is_a_fleet_of_itself(server):
+async def test_fleet_of_a_single_server_contains_the_server(server):
     await opened_at(server)
     async with httpx.AsyncClient(base_url=server.url, headers=bearer("secret")) as http:
         fleet = FleetInfo.model_validate_json((await http.get("/v1/fleet")).content)
@@ -201,7 +201,7 @@ async def test_a_server_is_a_fleet_of_itself(server):
     assert own.version
 
 
-async def test_the_socket_takes_the_same_calls(server):
+async def test_websocket_accepts_the_same_calls(server):
     session_id = await opened_at(server)
     url = server.url.replace("http", "ws") + "/v1/ws"
     async with connect(url, additional_headers=bearer("secret")) as socket:
@@ -211,7 +211,7 @@ async def test_the_socket_takes_the_same_calls(server):
         assert '"turns":[]' in await socket.recv()
 
 
-async def test_the_shell_needs_no_token_and_lets_nothing_else_run(server):
+async def test_dashboard_files_need_no_token_and_have_a_strict_content_security_policy(server):
     async with httpx.AsyncClient(base_url=server.url) as http:
         for path in FILES:
             answer = await http.get(path)

@@ -73,12 +73,12 @@ async def test_tasks_are_described(pools):
     assert (await pools(Slow, oracle=True).tasks()).tasks[0].capabilities == ()
 
 
-def test_two_tasks_of_one_name_are_refused():
+def test_duplicate_task_names_are_rejected():
     with pytest.raises(DefinitionError, match="two tasks are named 'quick'"):
         SessionPool([Quick, Quick])
 
 
-async def test_a_session_is_opened_stepped_looked_at_and_closed(pools):
+async def test_session_is_opened_stepped_inspected_and_closed(pools):
     pool = pools(Quick)
     session_id = await opened(pool, index=4, seed=9)
     result = await play_step(pool, session_id, 1, says("note", text="x"))
@@ -100,7 +100,7 @@ async def test_sessions_are_isolated(pools):
             assert result.messages[0].content.split()[0] == str(turn)
 
 
-async def test_unknown_names_are_refused(pools):
+async def test_unknown_tasks_splits_and_sessions_raise(pools):
     pool = pools(Quick)
     with pytest.raises(UnknownTask, match="no task 'nope' here; tasks: quick"):
         await opened(pool, "nope")
@@ -114,14 +114,14 @@ async def test_unknown_names_are_refused(pools):
     assert pool.open_sessions == 0
 
 
-async def test_session_ids_cannot_be_guessed(pools):
+async def test_session_ids_are_unique_and_long(pools):
     pool = pools(Quick)
     ids = {await opened(pool) for _ in range(20)}
     assert len(ids) == 20
     assert all(len(session_id) >= 20 for session_id in ids)
 
 
-async def test_a_full_pool_refuses_and_an_ended_session_makes_room(pools):
+async def test_full_pool_rejects_openings_until_a_session_ends(pools):
     pool = pools(Quick, max_sessions=1)
     session_id = await opened(pool)
     with pytest.raises(ServerFull, match="all 1 sessions") as caught:
@@ -131,7 +131,7 @@ async def test_a_full_pool_refuses_and_an_ended_session_makes_room(pools):
     await opened(pool)
 
 
-async def test_whoever_waits_is_served_first_come_first_served(pools):
+async def test_waiting_openings_are_served_in_fifo_order(pools):
     pool = pools(Quick, max_sessions=1)
     first, order = await opened(pool), []
 
@@ -142,14 +142,14 @@ async def test_whoever_waits_is_served_first_come_first_served(pools):
 
     waiting = [asyncio.create_task(wait(name)) for name in "abc"]
     await until(lambda: pool.gauges()["agentrl_sessions_waiting"] == 3)
-    with pytest.raises(ServerFull):  # nobody jumps the queue
+    with pytest.raises(ServerFull):  # an opening without wait_s does not skip the queue
         await opened(pool)
     await close_session(pool, first)
     await asyncio.gather(*waiting)
     assert order == ["a", "b", "c"]
 
 
-async def test_waiting_has_an_end(pools):
+async def test_waiting_opening_times_out(pools):
     pool = pools(Quick, max_sessions=1)
     await opened(pool)
     with pytest.raises(ServerFull):
@@ -157,7 +157,7 @@ async def test_waiting_has_an_end(pools):
     assert pool.gauges()["agentrl_sessions_waiting"] == 0
 
 
-async def test_a_caller_that_goes_away_leaves_the_queue(pools):
+async def test_cancelled_opening_leaves_the_queue(pools):
     pool = pools(Quick, max_sessions=1)
     session_id = await opened(pool)
     waiting = asyncio.create_task(opened(pool, wait_s=5))
@@ -168,7 +168,7 @@ async def test_a_caller_that_goes_away_leaves_the_queue(pools):
     await opened(pool)
 
 
-async def test_a_slot_is_free_only_when_the_environment_is_closed(pools):
+async def test_slot_is_released_only_after_the_environment_is_closed(pools):
     pool = pools(Slow, max_sessions=1)
     session_id = await opened(pool, "slow")
     step = asyncio.create_task(play_step(pool, session_id, 1, says("block")))
@@ -190,7 +190,7 @@ class NoReset(Slow):
         raise OSError("no disk")
 
 
-async def test_an_opening_that_fails_holds_no_slot(pools):
+async def test_failed_opening_releases_its_slot(pools):
     pool = pools(NoReset, max_sessions=1)
     for _ in range(3):
         with pytest.raises(EnvironmentFailed, match="no disk"):
@@ -206,12 +206,12 @@ class NoSamples(Quick):
         raise OSError("no file")
 
 
-async def test_samples_that_cannot_be_read_are_the_environments_failure(pools):
+async def test_unreadable_samples_raise_environment_failed(pools):
     with pytest.raises(EnvironmentFailed, match=r"startup of task 'no_samples' failed: OSError"):
         await pools(NoSamples).tasks()
 
 
-async def test_opening_again_under_one_name_gives_the_same_session(pools):
+async def test_repeated_request_id_returns_the_same_session(pools):
     pool = pools(Quick, Slow)
     first, second = await asyncio.gather(opened(pool, request_id="r1"), opened(pool, request_id="r1"))
     await play_step(pool, first, 1, says("note", text="x"))
@@ -222,7 +222,7 @@ async def test_opening_again_under_one_name_gives_the_same_session(pools):
     assert await opened(pool, request_id="r2") != first
 
 
-async def test_an_idle_session_expires_and_its_environment_is_closed(pools):
+async def test_idle_session_expires_and_its_environment_is_closed(pools):
     clock = Clock()
     pool = pools(Slow, lease_s=10.0, clock=clock)
     idle, busy = await opened(pool, "slow"), await opened(pool, "slow")
@@ -241,7 +241,7 @@ async def test_an_idle_session_expires_and_its_environment_is_closed(pools):
     assert pool.open_sessions == 0
 
 
-async def test_a_session_in_the_middle_of_a_step_does_not_expire(pools):
+async def test_session_with_a_running_step_does_not_expire(pools):
     clock = Clock()
     pool = pools(Slow, lease_s=10.0, clock=clock)
     session_id = await opened(pool, "slow")
@@ -251,12 +251,12 @@ async def test_a_session_in_the_middle_of_a_step_does_not_expire(pools):
     assert await pool.expire_idle() == 0
     Slow.gate.set()
     assert await steps[0] == await steps[1]
-    assert await pool.expire_idle() == 0  # the lease begins anew
+    assert await pool.expire_idle() == 0  # the lease is renewed
     clock.now += 10
     assert await pool.expire_idle() == 1
 
 
-async def test_leases_are_looked_after_in_the_background(pools):
+async def test_leases_expire_in_the_background(pools):
     pool = pools(Quick, lease_s=0.02)
     session_id = await opened(pool)
     await until(lambda: not pool.open_sessions)
@@ -265,7 +265,7 @@ async def test_leases_are_looked_after_in_the_background(pools):
 
 
 class ClosesLate(Slow):
-    """Its first sample takes long to close."""
+    """``close`` of sample 0 waits until the test releases it."""
 
     def reset(self, sample, rng):
         self.late = sample.index == 0
@@ -278,7 +278,7 @@ class ClosesLate(Slow):
         super().close()
 
 
-async def test_a_closing_that_takes_long_holds_up_no_other_lease(pools):
+async def test_slow_close_does_not_delay_other_leases(pools):
     pool = pools(ClosesLate, lease_s=0.02)
     await opened(pool, "closes_late", index=0)
     await until(Slow.started.is_set)
@@ -286,7 +286,7 @@ async def test_a_closing_that_takes_long_holds_up_no_other_lease(pools):
     await until(lambda: not pool.open_sessions)
     closing = asyncio.create_task(pool.aclose())
     await asyncio.wait((closing,), timeout=0.02)
-    assert not closing.done()  # it waits for what the sweep does not
+    assert not closing.done()  # unlike the sweep it waits for the close
     Slow.blocker.set()
     await closing
     assert [environment.late for environment in Slow.closed] == [False, True]
@@ -301,18 +301,18 @@ class Hangs(Slow):
         self.blocker.wait(60)
 
 
-async def test_tools_that_never_return_take_no_thread_from_other_sessions(pools):
+async def test_hanging_tools_do_not_starve_other_sessions_of_threads(pools):
     pool = pools(Hangs, max_sessions=2)
     for _ in range(2):
         result = await play_step(pool, await opened(pool, "hangs"), 1, says("hang"))
         assert result.status is SessionStatus.FAILED_ENVIRONMENT
-        pool._capacity.release()  # as once the closing has given up waiting
+        pool._capacity.release()  # as after the timeout of the close
     assert (await session_info(pool, await opened(pool, "hangs"))).status is SessionStatus.RUNNING
     assert pool.gauges()["agentrl_threads_abandoned"] == 2
     Slow.blocker.set()
 
 
-async def test_ended_sessions_are_forgotten_after_a_while(pools):
+async def test_ended_sessions_are_removed_after_their_retention(pools):
     clock = Clock()
     pool = pools(Quick, clock=clock)
     session_id = await opened(pool, request_id="r")
@@ -325,7 +325,7 @@ async def test_ended_sessions_are_forgotten_after_a_while(pools):
     assert await opened(pool, request_id="r") != session_id
 
 
-async def test_only_so_many_ended_sessions_are_remembered():
+async def test_number_of_ended_sessions_is_bounded():
     pool = SessionPool([Quick])
     table = SessionTable(Clock(), max_ended=2)
     ids = []
@@ -346,7 +346,7 @@ def item(session_id, seq, name="note", **arguments):
     return StepRequest(session_id=session_id, seq=seq, message=says(name, **arguments))
 
 
-async def test_a_batch_answers_in_order_and_one_bad_item_fails_alone(pools):
+async def test_batch_results_are_in_order_and_items_fail_independently(pools):
     pool = pools(Quick)
     a, b = await opened(pool), await opened(pool)
     results = await play_many(
@@ -359,7 +359,7 @@ async def test_a_batch_answers_in_order_and_one_bad_item_fails_alone(pools):
     assert results[4].status is SessionStatus.FAILED_ENVIRONMENT
 
 
-async def test_slow_items_run_side_by_side_and_those_of_one_session_in_order(pools):
+async def test_batch_runs_sessions_concurrently_and_steps_of_a_session_in_order(pools):
     pool = pools(Slow)
     a, b = await opened(pool, "slow"), await opened(pool, "slow")
     batch = asyncio.create_task(
@@ -372,7 +372,7 @@ async def test_slow_items_run_side_by_side_and_those_of_one_session_in_order(poo
     assert contents == ["waited 1", "blocked 1", "waited 2"]
 
 
-async def test_a_batch_can_be_answered_before_its_slow_items_are_ready(pools):
+async def test_batch_with_wait_s_returns_step_pending_for_slow_items(pools):
     pool = pools(Slow, Quick)
     slow, quick = await opened(pool, "slow"), await opened(pool)
     batch = [item(slow, 1, "wait"), item(quick, 1), item(slow, 2, "end")]
@@ -385,7 +385,7 @@ async def test_a_batch_can_be_answered_before_its_slow_items_are_ready(pools):
     assert [r.messages[0].content.split()[0] for r in again] == ["waited", "1", "over"]
 
 
-async def test_the_expert_answers_only_where_the_pool_may_ask_it(pools):
+async def test_expert_requires_the_oracle_option(pools):
     closed, open_ = pools(Quick), pools(Quick, oracle=True)
     with pytest.raises(NotSupported, match="--oracle"):
         await ask_expert(closed, await opened(closed))
@@ -393,7 +393,7 @@ async def test_the_expert_answers_only_where_the_pool_may_ask_it(pools):
     assert message.tool_calls[0].function.name == "finish"
 
 
-async def test_a_draining_pool_finishes_what_it_has_and_takes_nothing_new(pools):
+async def test_draining_pool_finishes_open_sessions_and_rejects_openings(pools):
     pool = pools(Quick, max_sessions=1)
     session_id = await opened(pool)
     waiting = asyncio.create_task(opened(pool, wait_s=5))
@@ -408,7 +408,7 @@ async def test_a_draining_pool_finishes_what_it_has_and_takes_nothing_new(pools)
     await drained
 
 
-async def test_a_drain_closes_what_has_not_ended_by_its_deadline(pools):
+async def test_drain_closes_open_sessions_at_its_deadline(pools):
     pool = pools(Slow)
     session_id = await opened(pool, "slow")
     await pool.drain(0.01)
@@ -416,7 +416,7 @@ async def test_a_drain_closes_what_has_not_ended_by_its_deadline(pools):
     assert (await session_info(pool, session_id)).status is SessionStatus.CANCELLED
 
 
-async def test_a_drain_can_be_hurried(pools):
+async def test_stop_waiting_ends_a_drain_early(pools):
     pool = pools(Slow)
     await opened(pool, "slow")
     drained = asyncio.create_task(pool.drain(60))
@@ -438,7 +438,7 @@ class Shared(Quick):
         cls.log.append("down")
 
 
-async def test_what_sessions_share_is_opened_once_and_closed_at_the_end():
+async def test_startup_and_shutdown_run_once():
     pool = SessionPool([Shared])
     await asyncio.gather(*(opened(pool, "shared") for _ in range(5)))
     assert Shared.log == ["up"]
@@ -457,7 +457,7 @@ class BadShared(Quick):
         raise OSError("still no database")
 
 
-async def test_a_startup_that_fails_is_a_typed_error_and_closing_goes_on(caplog):
+async def test_failed_startup_raises_environment_failed_and_close_completes(caplog):
     pool = SessionPool([BadShared])
     with pytest.raises(EnvironmentFailed, match=r"startup of task 'bad_shared' failed.*no database"):
         await opened(pool, "bad_shared")
@@ -465,7 +465,7 @@ async def test_a_startup_that_fails_is_a_typed_error_and_closing_goes_on(caplog)
     assert "shutdown of task bad_shared failed" in caplog.text
 
 
-async def test_metrics_count_steps_and_ends(pools):
+async def test_metrics_count_steps_and_ended_sessions(pools):
     metrics = Metrics()
     pool = pools(Quick, observer=SessionMetrics(metrics))
     a, b = await opened(pool), await opened(pool)

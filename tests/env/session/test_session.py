@@ -58,7 +58,7 @@ def slow():
     Slow.blocker.set()
 
 
-async def test_a_session_opens_with_the_authors_messages_and_the_tools():
+async def test_start_returns_the_messages_of_reset_and_the_tools():
     session = make(Quick, data={"n": 1})
     info = await session.start()
     assert [(m.role, m.content) for m in info.messages] == [("system", "Be quick."), ("user", "{'n': 1}")]
@@ -67,7 +67,7 @@ async def test_a_session_opens_with_the_authors_messages_and_the_tools():
 
 
 @pytest.mark.parametrize("environment", [Guess, Quick], ids=["on a thread", "inline"])
-async def test_two_sessions_of_one_seed_give_equal_results(environment):
+async def test_sessions_with_the_same_seed_give_equal_results(environment):
     async def play():
         session = await started(environment, seed=5)
         return [
@@ -83,7 +83,7 @@ async def test_steps_are_numbered_from_one():
     assert [(await session.step(says("refuse"))).seq for _ in range(3)] == [1, 2, 3]
 
 
-async def test_the_task_can_end_the_episode():
+async def test_done_terminates_the_episode():
     session = await started(Quick)
     result = await session.step(says("finish", reward=0.25))
     assert (result.reward, result.terminated, result.truncated) == (0.25, True, False)
@@ -92,7 +92,7 @@ async def test_the_task_can_end_the_episode():
     assert result.metrics["success"] == 0.0
 
 
-async def test_the_turn_limit_truncates():
+async def test_turn_limit_truncates_the_episode():
     session = await started(Quick)
     results = [await session.step(says("gain", amount=0.2)) for _ in range(Quick.max_turns)]
     assert [r.status for r in results[:-1]] == [SessionStatus.RUNNING] * 5
@@ -102,7 +102,7 @@ async def test_the_turn_limit_truncates():
     assert "success" not in results[0].metrics
 
 
-async def test_ending_in_the_last_turn_is_an_end_and_no_truncation():
+async def test_done_in_the_last_turn_terminates_instead_of_truncating():
     session = await started(Quick)
     for _ in range(Quick.max_turns - 1):
         await session.step(Message.assistant("..."))
@@ -113,7 +113,7 @@ class Timed(Quick):
     max_seconds = 10.0
 
 
-async def test_the_time_limit_truncates_at_the_step_that_finds_it_over():
+async def test_time_limit_truncates_at_the_first_step_after_it():
     clock = Clock()
     session = await started(Timed, clock=clock)
     clock.now += 9
@@ -128,7 +128,7 @@ class ShortOfTime(Slow):
     max_seconds = 0.02
 
 
-async def test_a_tool_that_runs_into_the_time_limit_is_cut():
+async def test_time_limit_interrupts_a_running_tool():
     session = await started(ShortOfTime)
     result = await session.step(says("wait"))
     assert result.status is SessionStatus.TRUNCATED_TIME
@@ -136,14 +136,14 @@ async def test_a_tool_that_runs_into_the_time_limit_is_cut():
 
 
 @pytest.mark.parametrize("name", ["crash", "leave", "confuse", "poison"])
-async def test_broken_author_code_ends_the_session_as_failed(name, caplog):
+async def test_exception_in_a_tool_fails_the_session(name, caplog):
     session = await started(Quick)
     with caplog.at_level(logging.CRITICAL):
         result = await session.step(says(name))
     assert result.status is SessionStatus.FAILED_ENVIRONMENT
     assert (result.reward, result.terminated, result.truncated) == (0.0, False, False)
     assert set(result.info["error"]) == {"type", "message"}
-    assert "success" not in result.metrics  # nothing is known about success
+    assert "success" not in result.metrics  # success is unknown
 
 
 class OddArgument(Quick):
@@ -160,7 +160,7 @@ class OddArgumentInline(OddArgument):
 
 
 @pytest.mark.parametrize("task", [OddArgument, OddArgumentInline])
-async def test_a_validator_of_the_author_that_breaks_ends_the_session_as_failed(task):
+async def test_exception_in_a_custom_validator_fails_the_session(task):
     result = await (await started(task)).step(says("halve", n=0))
     assert result.status is SessionStatus.FAILED_ENVIRONMENT
     assert result.info["error"]["type"] == "ZeroDivisionError"
@@ -171,32 +171,32 @@ class Cancels(Quick):
 
     @tool
     def cancel(self):
-        """Raise what only an event loop should."""
+        """Raise CancelledError."""
         raise asyncio.CancelledError
 
 
-async def test_a_cancellation_that_author_code_raises_on_its_thread_is_its_own_failure():
+async def test_cancelled_error_raised_on_a_thread_fails_the_session():
     result = await asyncio.wait_for((await started(Cancels)).step(says("cancel")), 10)
     assert result.status is SessionStatus.FAILED_ENVIRONMENT
     assert "CancelledError" in result.info["error"]["message"]
 
 
-async def test_a_failure_says_what_was_raised():
+async def test_failed_result_names_the_exception():
     result = await (await started(Quick)).step(says("crash"))
     assert result.info["error"] == {"type": "ZeroDivisionError", "message": "ZeroDivisionError: author bug"}
 
 
-@pytest.mark.parametrize("name", ["stop_waiting", "hurry_async"])
-async def test_a_tool_over_its_deadline_ends_the_session_as_failed(name):
+@pytest.mark.parametrize("name", ["block_too_long", "wait_too_long"])
+async def test_tool_timeout_fails_the_session(name):
     session = await started(Slow)
     result = await session.step(says(name))
     assert result.status is SessionStatus.FAILED_ENVIRONMENT
     assert result.info["error"]["message"] == f"AuthorTimeout: {name}(): still running after 0.02 s"
 
 
-async def test_close_waits_for_a_tool_that_outlived_its_deadline():
+async def test_close_waits_for_a_tool_past_its_timeout():
     session = await started(Slow)
-    await session.step(says("stop_waiting"))
+    await session.step(says("block_too_long"))
     await asyncio.sleep(0.01)
     assert Slow.closed == []
     Slow.blocker.set()
@@ -204,7 +204,7 @@ async def test_close_waits_for_a_tool_that_outlived_its_deadline():
     assert len(Slow.closed) == 1
 
 
-async def test_a_repeated_seq_returns_the_stored_answer():
+async def test_repeated_seq_returns_the_stored_result():
     session = await started(Quick)
     first = await session.step(says("note", text="a"), 1)
     assert await session.step(says("note", text="other"), 1) == first
@@ -213,14 +213,14 @@ async def test_a_repeated_seq_returns_the_stored_answer():
     assert await session.step(says("note", text="a"), 1) == first
 
 
-async def test_a_repeated_last_step_is_answered_after_the_end():
+async def test_repeated_last_step_returns_its_result_after_close():
     session = await started(Quick)
     last = await session.step(says("finish"), 1)
     await session.close()
     assert await session.step(says("finish"), 1) == last
 
 
-async def test_only_so_many_answers_are_kept():
+async def test_number_of_stored_results_is_bounded():
     class Long(Quick):
         max_turns = 1000
 
@@ -232,7 +232,7 @@ async def test_only_so_many_answers_are_kept():
         await session.step(says("refuse"), 1)
 
 
-async def test_a_gap_is_a_conflict_and_zero_is_no_number():
+async def test_seq_with_a_gap_is_a_conflict_and_zero_is_invalid():
     session = await started(Quick)
     with pytest.raises(SeqConflict, match="the next is 1") as caught:
         await session.step(says("refuse"), 2)
@@ -241,7 +241,7 @@ async def test_a_gap_is_a_conflict_and_zero_is_no_number():
         await session.step(says("refuse"), 0)
 
 
-async def test_only_assistant_messages_are_steps():
+async def test_step_accepts_only_assistant_messages():
     session = await started(Quick)
     with pytest.raises(InvalidRequest, match="not one of 'user'"):
         await session.step(Message(role="user", content="hi"))
@@ -250,7 +250,7 @@ async def test_only_assistant_messages_are_steps():
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 6), max_size=25))
-def test_in_whatever_order_seqs_come_each_turn_is_played_once(seqs):
+def test_each_turn_runs_once_for_any_sequence_of_seqs(seqs):
     async def run():
         session, seen = await started(Quick), {}
         for seq in seqs:
@@ -288,7 +288,7 @@ def test_concurrent_repeats_wait_for_the_first(seqs):
     asyncio.run(run())
 
 
-async def test_the_next_seq_waits_for_the_one_under_way():
+async def test_next_seq_waits_for_the_running_step():
     session = await started(Slow)
     first = asyncio.create_task(session.step(says("wait"), 1))
     second = asyncio.create_task(session.step(says("wait"), 2))
@@ -300,7 +300,7 @@ async def test_the_next_seq_waits_for_the_one_under_way():
     await session.close()
 
 
-async def test_a_step_runs_to_its_end_when_its_caller_goes_away():
+async def test_step_completes_after_its_caller_is_cancelled():
     session = await started(Slow)
     caller = asyncio.create_task(session.step(says("wait"), 1))
     await asyncio.sleep(0.01)
@@ -318,7 +318,7 @@ CALLS = st.builds(ToolCall, id=TEXT, function=st.builds(FunctionCall, name=NAMES
 
 @settings(max_examples=200, deadline=None)
 @given(content=st.none() | TEXT, calls=st.lists(CALLS, max_size=3))
-def test_nothing_a_model_writes_is_raised_out_of_the_session(content, calls):
+def test_step_returns_a_result_for_any_assistant_message(content, calls):
     async def run():
         session = await started(Quick)
         result = await session.step(Message.assistant(content, *calls))
@@ -330,11 +330,11 @@ def test_nothing_a_model_writes_is_raised_out_of_the_session(content, calls):
     logging.disable(logging.CRITICAL)
     try:
         asyncio.run(run())
-    finally:  # else all tests after a failure of this one would find nothing in the log
+    finally:  # otherwise a failure would disable logging in all later tests
         logging.disable(logging.NOTSET)
 
 
-async def test_a_step_after_the_end_is_refused():
+async def test_step_after_the_end_raises_session_ended():
     session = await started(Quick)
     await session.step(says("finish"))
     with pytest.raises(SessionEnded, match="completed") as caught:
@@ -342,7 +342,7 @@ async def test_a_step_after_the_end_is_refused():
     assert caught.value.details == {"status": "completed"}
 
 
-async def test_closing_is_idempotent_and_closes_the_environment_once():
+async def test_close_is_idempotent_and_closes_the_environment_once():
     session = await started(Slow)
     await asyncio.gather(session.close(), session.close())
     await session.close(SessionStatus.EXPIRED)
@@ -352,7 +352,7 @@ async def test_closing_is_idempotent_and_closes_the_environment_once():
         await session.step(says("wait"))
 
 
-async def test_an_expired_session_says_so():
+async def test_expired_session_raises_session_expired():
     session = await started(Slow)
     await session.close(SessionStatus.EXPIRED)
     with pytest.raises(SessionExpired):
@@ -361,7 +361,7 @@ async def test_an_expired_session_says_so():
         await session.expert()
 
 
-async def test_an_environment_is_closed_when_its_episode_ends():
+async def test_environment_is_closed_when_its_episode_ends():
     session = await started(Slow)
     await session.step(says("end"))
     await session.close()
@@ -369,7 +369,7 @@ async def test_an_environment_is_closed_when_its_episode_ends():
     assert session.status is SessionStatus.COMPLETED
 
 
-async def test_closing_cancels_a_coroutine_under_way_and_then_closes_the_environment():
+async def test_close_cancels_a_running_coroutine_before_closing_the_environment():
     session = await started(Slow)
     step = asyncio.create_task(session.step(says("wait")))
     await asyncio.sleep(0.01)
@@ -380,7 +380,7 @@ async def test_closing_cancels_a_coroutine_under_way_and_then_closes_the_environ
     assert session.turn == 0
 
 
-async def test_closing_waits_for_a_thread_under_way_before_it_closes_the_environment():
+async def test_close_waits_for_a_running_thread_before_closing_the_environment():
     session = await started(Slow)
     step = asyncio.create_task(session.step(says("block")))
     await asyncio.to_thread(Slow.started.wait, 5)
@@ -399,7 +399,7 @@ class BadClose(Quick):
         raise RuntimeError("cannot close")
 
 
-async def test_an_environment_that_cannot_close_harms_nobody(caplog):
+async def test_exception_in_close_is_logged(caplog):
     session = await started(BadClose)
     await session.close()
     assert "close of task bad_close failed" in caplog.text
@@ -422,7 +422,7 @@ class BadOpening(Slow):
         (BadOpening, "reset.. returned NoneType; return a str"),
     ],
 )
-async def test_a_failed_reset_is_an_error_and_the_environment_is_closed(environment, message):
+async def test_failed_reset_raises_and_closes_the_environment(environment, message):
     session = make(environment)
     with pytest.raises(EnvironmentFailed, match=message):
         await session.start()
@@ -448,7 +448,7 @@ class Scored(Quick):
         return {"notes": len(self.notes), "success": float("x" in self.notes)}
 
 
-async def test_the_score_is_part_of_the_last_metrics_and_decides_success():
+async def test_score_is_merged_into_the_last_metrics_and_decides_success():
     session = await started(Scored)
     await session.step(says("note", text="x"))
     result = await session.step(says("finish", reward=0.0))
@@ -460,7 +460,7 @@ class BadScore(Quick):
         raise KeyError("lost")
 
 
-async def test_a_score_that_breaks_is_a_failure_of_the_environment():
+async def test_exception_in_score_fails_the_session():
     result = await (await started(BadScore)).step(says("finish"))
     assert result.status is SessionStatus.FAILED_ENVIRONMENT
     assert result.reward == 0.0
@@ -517,7 +517,7 @@ class Strict(Quick):
         raise ToolError("say less")
 
 
-async def test_respond_may_complain_too():
+async def test_respond_may_raise_tool_error():
     result = await (await started(Strict)).step(Message.assistant("blah"))
     assert result.messages == (Message(role="user", content="say less"),)
     assert result.status is SessionStatus.RUNNING
@@ -529,14 +529,14 @@ class CancelsItself(AllAsync):
         raise asyncio.CancelledError
 
 
-async def test_a_coroutine_that_cancels_itself_is_a_failure():
+async def test_cancelled_error_raised_in_a_coroutine_fails_the_session():
     session = await started(CancelsItself)
     result = await session.step(says("go"))
     assert result.status is SessionStatus.FAILED_ENVIRONMENT
     await session.close()
 
 
-async def test_the_expert_speaks_without_taking_a_step():
+async def test_expert_does_not_take_a_step():
     session = await started(Guess)
     message = await session.expert()
     assert message.tool_calls[0].function.name == "guess"
@@ -547,13 +547,13 @@ async def test_the_expert_speaks_without_taking_a_step():
         await session.expert()
 
 
-async def test_a_task_without_an_expert_says_so():
+async def test_expert_of_a_task_without_one_raises_not_supported():
     with pytest.raises(NotSupported, match="no expert"):
         await (await started(Slow)).expert()
 
 
 @pytest.mark.parametrize("move", [None, 3, Message(role="user", content="x")])
-async def test_an_expert_must_return_a_move(move):
+async def test_invalid_return_value_of_expert_raises_environment_failed(move):
     class Odd(Quick):
         def expert(self, rng):
             return move
@@ -562,7 +562,7 @@ async def test_an_expert_must_return_a_move(move):
         await (await started(Odd)).expert()
 
 
-async def test_an_expert_that_breaks_is_an_error_and_no_end():
+async def test_exception_in_expert_raises_without_ending_the_session():
     class Broken(Quick):
         def expert(self, rng):
             return 1 / 0
@@ -595,7 +595,7 @@ class Unsendable(Quick):
         raise OSError("\ud800")
 
 
-async def test_text_that_utf8_cannot_carry_is_replaced():
+async def test_lone_surrogates_are_replaced():
     session = await started(Unsendable)
     assert (await session.step(says("surrogate"))).messages[0].content == "caf? ☃"
     assert (await session.step(says("complain"))).messages[0].content == "?"
@@ -603,7 +603,7 @@ async def test_text_that_utf8_cannot_carry_is_replaced():
     assert (await session.step(says("lost"))).info["error"]["message"] == "OSError: ?"
 
 
-async def test_a_message_that_is_no_json_is_the_authors_mistake():
+async def test_message_that_is_not_json_fails_the_session():
     result = await (await started(Unsendable)).step(says("alien"))
     assert result.status is SessionStatus.FAILED_ENVIRONMENT
     assert "cannot be sent as JSON" in result.info["error"]["message"]
