@@ -7,7 +7,7 @@ call takes its models and its row here, and a method of that name on each ``Serv
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -265,6 +265,18 @@ class FleetInfo(_Model):
     waiting: int = 0
     """Number of openings that wait for capacity anywhere."""
     servers: tuple[ServerSummary, ...] = ()
+
+
+def choose_task(name: str | None, known: Collection[str]) -> str:
+    """Return the name of a task; without a name, that of the only one. Raises UnknownTask."""
+    if name and name in known:
+        return name
+    if not name and len(known) == 1:
+        return next(iter(known))
+    names = ", ".join(known) or "none"
+    if name:
+        raise e.UnknownTask(f"no task {name!r} here; tasks: {names}")
+    raise e.UnknownTask(f"several tasks are served; choose one with task= or --task: {names}")
 
 
 def siblings(request: OpenRequest, n: int) -> list[OpenRequest]:

@@ -14,7 +14,6 @@ from rich.text import Text
 from agentrl_env.client.client import EnvClient
 from agentrl_env.client.formatting import format_call, message_text
 from agentrl_env.client.sync import SyncClientSession, SyncEnvClient
-from agentrl_env.client.tasks import select_task
 from agentrl_env.errors import AgentRLError
 from agentrl_env.types import (
     FunctionCall,
@@ -26,6 +25,7 @@ from agentrl_env.types import (
     ToolCall,
     ToolSpec,
 )
+from agentrl_env.wire import choose_task
 
 HELP = """\
 Call a tool:  name arg=value ...   or   name value ...   or   name {"arg": value}
@@ -54,7 +54,8 @@ def play(
     at the end of input. Raises AgentRLError if the session could not be opened, or was lost.
     """
     with SyncEnvClient(client) as sync:
-        info = select_task(sync.tasks(), task)
+        tasks = sync.tasks()
+        info = tasks[choose_task(task, tasks)]
         session = sync.open(info.name, split=split, index=index, seed=seed)
         _print_task(console, info, session)
         result = _play_turns(session, info, lines, console)

@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict
 
 from agentrl_env.client.client import ClientSession, EnvClient
 from agentrl_env.client.schema_sampler import CannotSample, sample_call
-from agentrl_env.client.tasks import select_task
 from agentrl_env.errors import AgentRLError
 from agentrl_env.types import Message, TaskInfo
+from agentrl_env.wire import choose_task
 
 NUM_CALLS = 256
 """Number of random calls, drawn before the measurement and then repeated."""
@@ -119,7 +119,8 @@ async def _measure(
     seed: int,
 ) -> LoadResult:
     async with connect() as client:
-        task = select_task(await client.tasks(), name)
+        tasks = await client.tasks()
+        task = tasks[choose_task(name, tasks)]
         load = _LoadGenerator(client, task, seed)
         players = [asyncio.create_task(load.play(number)) for number in range(sessions)]
         await asyncio.sleep(warmup)

@@ -30,7 +30,6 @@ from agentrl_env.fleet.store import FleetStore, MemoryStore
 from agentrl_env.session.listing import merge_lists
 from agentrl_env.session.pool import STEP_PENDING, VERSION, place_of
 from agentrl_env.session.single_flight import SingleFlight
-from agentrl_env.session.tasks import choose_task
 from agentrl_env.types import SessionInfo
 from agentrl_env.wire import (
     EMPTY,
@@ -45,6 +44,7 @@ from agentrl_env.wire import (
     StepBatch,
     TaskList,
     TranscriptRequest,
+    choose_task,
 )
 
 _RESULTS = b'{"results":['

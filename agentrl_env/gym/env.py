@@ -33,11 +33,10 @@ from gymnasium.error import ResetNeeded
 from agentrl_env.client.client import ClientSession, EnvClient
 from agentrl_env.client.formatting import format_messages
 from agentrl_env.client.loop_thread import LoopThread
-from agentrl_env.client.tasks import select_task
 from agentrl_env.errors import AgentRLError, EnvironmentFailed, SessionEnded, SessionExpired, WireError
 from agentrl_env.gym.spaces import ChatMessage, Conversation, ToolCallSpace, action_message
 from agentrl_env.types import Message, SessionStatus, TaskInfo, ToolSpec
-from agentrl_env.wire import SEED_BITS
+from agentrl_env.wire import SEED_BITS, choose_task
 
 T = TypeVar("T")
 
@@ -137,7 +136,8 @@ class TaskClient:
         return self._info or await self._find_task(client)
 
     async def _find_task(self, client: EnvClient) -> TaskInfo:
-        self._info = select_task(await client.tasks(), self._task)
+        tasks = await client.tasks()
+        self._info = tasks[choose_task(self._task, tasks)]
         return self._info
 
 

@@ -176,7 +176,7 @@ class Api:
             raise Forbidden("an agent token may step its own session only")
         limits = self._limits
         if limits is None:
-            return await self._counted(request)
+            return await self.play_batch(request)
         if len(steps) > limits.max_batch_steps:
             raise InvalidRequest(f"{len(steps)} steps in a batch; at most {limits.max_batch_steps}")
         refused: dict[int, WireError] = {}
@@ -187,12 +187,13 @@ class Api:
                 self.count(error)
                 refused[position] = error
         if not refused:
-            return await self._counted(request)
+            return await self.play_batch(request)
         good: list[Any] = [step for position, step in enumerate(steps) if position not in refused]
-        played = iter(await self._counted(FastBatch(good, request.wait_s)))
+        played = iter(await self.play_batch(FastBatch(good, request.wait_s)))
         return [refused.get(position) or next(played) for position in range(len(steps))]
 
-    async def _counted(self, request: FastBatch | StepBatch) -> Sequence[bytes | WireError]:
+    async def play_batch(self, request: FastBatch | StepBatch) -> Sequence[bytes | WireError]:
+        """Step a batch that is within its limits, and count the errors."""
         answers = await self.service.step_many(request)
         for answer in answers:
             if not isinstance(answer, bytes):

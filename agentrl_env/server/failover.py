@@ -167,8 +167,9 @@ class FailoverApi(Api):
             lambda session: checkpoint.restore(session, history, self._pool.now()),
         )
 
-    async def _counted(self, request: FastBatch | StepBatch) -> Sequence[bytes | WireError]:
-        answers = await super()._counted(request)
+    async def play_batch(self, request: FastBatch | StepBatch) -> Sequence[bytes | WireError]:
+        """Step a batch, and checkpoint its sessions."""
+        answers = await super().play_batch(request)
         steps: Sequence[Step] = request.steps
         pairs = zip(steps, answers, strict=True)
         await self._checkpoint({step.session_id for step, answer in pairs if isinstance(answer, bytes)})

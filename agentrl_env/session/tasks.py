@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,6 @@ from agentrl_env.errors import (
     DefinitionError,
     EnvironmentFailed,
     ServerDraining,
-    UnknownTask,
     WireError,
 )
 from agentrl_env.session.capacity import DRAINING
@@ -22,7 +21,7 @@ from agentrl_env.session.executor import Executor, ThreadPool
 from agentrl_env.session.session import SETTLE_TIMEOUT_S, can_fork
 from agentrl_env.tools import describe, toolset
 from agentrl_env.types import TaskInfo, TaskSample
-from agentrl_env.wire import OpenRequest
+from agentrl_env.wire import OpenRequest, choose_task
 
 if TYPE_CHECKING:
     from agentrl_env.environment import Environment
@@ -139,14 +138,3 @@ class Tasks:
 
     def _executor(self, environment: type[Environment]) -> Executor:
         return Executor(blocking=environment.blocking, threads=self._threads)
-
-
-def choose_task(task: str, known: Collection[str]) -> str:
-    """Return the name of a task; an empty one means the only task. Raises UnknownTask."""
-    if not task and len(known) == 1:
-        return next(iter(known))
-    if task not in known:
-        names = ", ".join(known) or "none"
-        missing = f"no task {task!r} here" if task else "several tasks are served; name one"
-        raise UnknownTask(f"{missing}; tasks: {names}")
-    return task

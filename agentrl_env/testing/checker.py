@@ -10,13 +10,13 @@ from collections.abc import Awaitable, Callable, Iterator
 from agentrl_env.client.client import EnvClient
 from agentrl_env.client.loop_thread import LoopThread
 from agentrl_env.client.schema_sampler import CannotSample
-from agentrl_env.client.tasks import select_task
 from agentrl_env.environment import Environment
 from agentrl_env.errors import AgentRLError, ServerUnreachable
 from agentrl_env.server.loader import load_target
 from agentrl_env.testing.checks import CHECKS
 from agentrl_env.testing.context import CLOSE_TIMEOUT, CheckContext
 from agentrl_env.testing.report import CheckOutcome, CheckResult, Report, failed, skipped, warned
+from agentrl_env.wire import choose_task
 
 Check = Callable[[CheckContext], Awaitable[CheckOutcome]]
 DEADLINE = 60.0
@@ -76,7 +76,7 @@ def run_checks(
     try:
         reports = []
         tasks = loop.run(client.tasks(), deadline)
-        for info in tasks.values() if task is None else [select_task(tasks, task)]:
+        for info in tasks.values() if task is None else [tasks[choose_task(task, tasks)]]:
             context = CheckContext(client=client, task=info, deadline=deadline)
             results = []
             for result in _run_checks(loop, context, checks):
