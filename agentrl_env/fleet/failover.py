@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Struct
 from msgspec.structs import replace
 
 from agentrl_env.errors import (
@@ -25,7 +24,7 @@ from agentrl_env.fleet.registry import LOST, Registry, Routing, close_session, h
 from agentrl_env.fleet.remote_server import RemoteServer
 from agentrl_env.fleet.scheduler import Placement, ignore_errors
 from agentrl_env.fleet.store import CLAIM_S, FleetStore
-from agentrl_env.server.failover import SealedCheckpoint, last_turns, read_frame
+from agentrl_env.server.failover import Checkpoint, last_turns, read_frame
 from agentrl_env.session.history import MAX_TURNS
 
 logger = logging.getLogger("agentrl_env")
@@ -39,26 +38,21 @@ CONFIRM_S = 5.0
 """Seconds that a caller waits until the checkpoint of its answer is stored."""
 MAX_DEATHS = 3
 """Number of servers that may die with a session between two steps: the next step may be what kills them."""
-MOVED = "another server has continued the session"
 
 
 class Record(Struct, frozen=True):
-    """Last checkpoint of a session, in the store."""
+    """Last checkpoint of a session, in the store. Only the holder of the session changes it."""
 
     holder: str
     """Id of the server that holds the session."""
-    last: SealedCheckpoint
-    """Without its checkpoint where the session has ended."""
+    last: Checkpoint
+    """Without its state where the session has ended."""
     deaths: int = 0
     """Number of its servers that have died since its last step."""
 
 
 class Records:
-    """The records of a store. Only the holder of a session changes them.
-
-    Args:
-        store: shared with the other controllers.
-    """
+    """The records in a store that is shared with the other controllers."""
 
     def __init__(self, store: FleetStore) -> None:
         self._store = store
@@ -71,49 +65,63 @@ class Records:
             raise SessionLost("the stored state of the session is malformed; open a new one")
         return record
 
-    async def keep(self, server_id: str, new: SealedCheckpoint) -> bool:
+    async def keep(self, server_id: str, new: Checkpoint) -> bool:
         """Store a checkpoint, unless a later one is stored; return False where the holder is another."""
-        while True:
-            record, version = await self._read(new.session_id)
-            if record is not None and record.holder != server_id:
-                return False
-            if record is not None and record.last.seq > new.seq:
-                return True
-            joined = replace(new, turns=_joined(record.last if record else None, new))
-            if await self._write(Record(server_id, joined), version):
-                return True
 
-    async def move(self, session_id: str, holder: str, server_id: str, *, died: bool) -> bool:
-        """Make another server the holder; return False where the record has changed meanwhile."""
-        record, version = await self._read(session_id)
-        if record is None or record.holder != holder:
-            return False
-        return await self._write(replace(record, holder=server_id, deaths=record.deaths + died), version)
+        def change(old: Record | None) -> Record:
+            turns = new.turns
+            if old is not None:
+                missing = new.seq - old.last.seq
+                if missing < 0:
+                    return old
+                if missing <= len(turns):  # the turns before them are stored
+                    turns = old.last.turns + turns[len(turns) - missing :]
+            return Record(server_id, replace(new, turns=last_turns(turns[-MAX_TURNS:])))
 
-    async def forget(self, session_id: str, holder: str) -> None:
+        record = await self._change(new.session_id, server_id, change)
+        return record is not None and record.holder == server_id
+
+    async def move(self, session_id: str, holder: str, server_id: str, *, died: bool) -> Record | None:
+        """Make another server the holder; return the record, or None where the holder has changed before."""
+
+        def change(old: Record | None) -> Record | None:
+            return old and replace(old, holder=server_id, deaths=old.deaths + died)
+
+        record = await self._change(session_id, holder, change)
+        return record if record is not None and record.holder == server_id else None
+
+    async def forget(self, session_id: str, holder: str) -> bool:
         """Remove the checkpoint of a session that has ended; the holder of one that moved stays known."""
+
+        def change(old: Record | None) -> Record | None:
+            if old is None or holder == home(session_id):
+                return None
+            return replace(old, last=replace(old.last, state=None, turns=()))
+
+        await self._change(session_id, holder, change)
+        return True
+
+    async def _change(
+        self, session_id: str, holder: str, change: Callable[[Record | None], Record | None]
+    ) -> Record | None:
+        """Compare and set a record, unless the holder is another; return the record that is stored now."""
         while True:
-            record, version = await self._read(session_id)
-            if record is None or record.holder != holder:
-                return
-            if holder == home(session_id):
-                written = await self._store.write(session_id, None, version, 0)
-            else:
-                last = replace(record.last, checkpoint=Raw(b"null"), seal="", turns=())
-                written = await self._write(replace(record, last=last), version, CLAIM_S)
-            if written:
-                return
+            old, version = await self._read(session_id)
+            new = old if old is not None and old.holder != holder else change(old)
+            if new is old:
+                return old
+            text = None if new is None else msgspec.json.encode(new)
+            ttl_s = CLAIM_S if new is None or new.last.state is None else RECORD_S
+            if await self._store.write(session_id, text, version, ttl_s):
+                return new
 
     async def _read(self, session_id: str) -> tuple[Record | None, str]:
         text, version = await self._store.read(session_id)
-        try:
-            record = None if text is None else msgspec.json.decode(text, type=Record)
-        except (msgspec.MsgspecError, RecursionError):
-            return None, version
-        return (record if record and record.last.session_id == session_id else None), version
-
-    async def _write(self, record: Record, version: str, ttl_s: float = RECORD_S) -> bool:
-        return await self._store.write(record.last.session_id, msgspec.json.encode(record), version, ttl_s)
+        with suppress(msgspec.MsgspecError, RecursionError):
+            record = msgspec.json.decode(text or b"null", type=Record)
+            if record.last.session_id == session_id:
+                return record, version
+        return None, version
 
 
 class Failover(Routing):
@@ -149,7 +157,8 @@ class Failover(Routing):
         self._adoptions: dict[str, asyncio.Task[RemoteServer]] = {}
         self._writes: dict[str, asyncio.Task[bool]] = {}
         """Last write of each session, until it is done; one that failed stays for ``confirm``."""
-        self._ended: deque[tuple[float, str, str]] = deque()
+        self._ended: dict[tuple[str, str], asyncio.TimerHandle] = {}
+        """Timers that forget ended sessions, by server and session."""
         self._closing: set[asyncio.Task[None]] = set()
 
     def group(self, session_id: str) -> str:
@@ -181,13 +190,10 @@ class Failover(Routing):
         server = self._holder(session_id)
         if server is None:
             record = await self.records.find(session_id)
-            if record is None:
-                server = await super().find(session_id)
-            else:
+            if record is not None:
                 await self.records.forget(session_id, record.holder)
-                server = self._registry.servers.get(record.holder)
-        if server is not None:
-            await close_session(server, session_id)
+            server = await super().find(session_id)
+        await close_session(server, session_id)
 
     async def confirm(self, session_ids: Iterable[str]) -> None:
         """Wait until the checkpoints of sessions are stored: an answer that a client has is never undone.
@@ -200,39 +206,32 @@ class Failover(Routing):
         _, late = await asyncio.wait(writes.values(), timeout=CONFIRM_S)
         if late:
             raise StateUnavailable("the session's checkpoint is not stored yet; ask again", retry_after=1)
-        for session_id, task in writes.items():
-            if not task.result():
-                if self._writes.get(session_id) is task:
+        for session_id, write in writes.items():
+            if not write.result():
+                if self._writes.get(session_id) is write:
                     del self._writes[session_id]
-                raise SessionLost(MOVED)
+                raise SessionLost("another server has continued the session")
 
     def hear(self, server_id: str, frame: bytes) -> None:
         """Store a checkpoint that a server has sent. Raises ValueError where the frame is malformed."""
-        sealed = read_frame(frame)
-        if server_id not in self._registry.servers:
-            return
-        if not sealed.usable:
-            self._forget(server_id, sealed.session_id)
-        else:
-            self._write(sealed.session_id, lambda: self._keep(server_id, sealed))
+        checkpoint = read_frame(frame)
+        if server_id in self._registry.servers:
+            if checkpoint.state is not None:
+                self._write(checkpoint.session_id, lambda: self._keep(server_id, checkpoint))
+            else:
+                self._forget(server_id, checkpoint.session_id)
 
     def ended(self, server_id: str, session_ids: Iterable[str]) -> None:
         """Forget sessions that have ended, later: should the last answer be lost, another server gives it."""
-        due = asyncio.get_running_loop().time() + FORGET_S
-        self._ended.extend((due, session_id, server_id) for session_id in session_ids)
-
-    def sweep(self) -> None:
-        """Forget the sessions that are due."""
-        now = asyncio.get_running_loop().time()
-        while self._ended and self._ended[0][0] <= now:
-            _, session_id, server_id = self._ended.popleft()
-            self._forget(server_id, session_id)
+        later = asyncio.get_running_loop().call_later
+        for session_id in session_ids:
+            self._ended[server_id, session_id] = later(FORGET_S, self._forget, server_id, session_id)
 
     async def aclose(self) -> None:
         """Cancel adoptions, which another controller may repeat, and finish writing."""
         for task in (*self._adoptions.values(), *self._closing):
             task.cancel()
-        for _, session_id, server_id in self._ended:
+        for server_id, session_id in list(self._ended):
             self._forget(server_id, session_id)
         if self._writes:
             _, late = await asyncio.wait(self._writes.values(), timeout=CONFIRM_S)
@@ -264,18 +263,16 @@ class Failover(Routing):
         write = self._writes[session_id] = asyncio.create_task(run(self._writes.get(session_id)))
         write.add_done_callback(end)
 
-    async def _keep(self, server_id: str, sealed: SealedCheckpoint) -> bool:
-        kept = await self.records.keep(server_id, sealed)
+    async def _keep(self, server_id: str, checkpoint: Checkpoint) -> bool:
+        kept = await self.records.keep(server_id, checkpoint)
         if not kept:
-            await self._disown(sealed.session_id, server_id)
+            await self._disown(checkpoint.session_id, server_id)
         return kept
 
     def _forget(self, server_id: str, session_id: str) -> None:
-        async def forget() -> bool:
-            await self.records.forget(session_id, server_id)
-            return True
-
-        self._write(session_id, forget)
+        if timer := self._ended.pop((server_id, session_id), None):
+            timer.cancel()
+        self._write(session_id, lambda: self.records.forget(session_id, server_id))
 
     async def _disown(self, session_id: str, server_id: str) -> None:
         """End a session on a server that is not its holder."""
@@ -293,29 +290,26 @@ class Failover(Routing):
             logger.warning("session %s could not be continued: %s", session_id, adoption.exception())
 
     async def _adopt(self, session_id: str) -> RemoteServer:
+        """Return the server with a session, once it is open there. Raises SessionLost, StateUnavailable."""
         end = self._clock() + self._wait_s
         while (record := await self.records.find(session_id)) is not None:
-            holder = await self._alive(record.holder)
-            if holder is not None and (record.holder == home(session_id) or not record.last.usable):
+            session_ended, holder = record.last.state is None, None
+            with suppress(SessionLost, UnknownSession):
+                holder = await self._registry.find(record.holder)
+            if holder is not None and (record.holder == home(session_id) or session_ended):
                 return holder
+            if session_ended:
+                break
             if holder is not None and await self._ask(holder, record):
                 return holder
-            if not record.last.usable:
-                break
             died = holder is None and not self._registry.has_left(record.holder)
             if died and record.deaths + 1 >= MAX_DEATHS:
-                await self.records.forget(session_id, record.holder)
                 reason = f"{MAX_DEATHS} servers that held the session died one after another; open a new one"
-                raise SessionLost(reason)
+                raise await self._lose(record, reason)
             server = await self._move(record, end, died=died)
             if server is not None:
                 return server
         raise SessionLost(LOST, server=home(session_id))
-
-    async def _alive(self, server_id: str) -> RemoteServer | None:
-        with suppress(SessionLost, UnknownSession):
-            return await self._registry.find(server_id)
-        return None
 
     async def _move(self, record: Record, end: float, *, died: bool) -> RemoteServer | None:
         """Move a session to a server with room; return None to try again."""
@@ -325,54 +319,39 @@ class Failover(Routing):
         except ServerDraining as error:  # this controller is shutting down
             raise StateUnavailable(error.message, retry_after=1) from error
         if server is None:
-            raise await self._no_room(session_id, record.holder)
+            raise await self._lose(
+                record, "the session's server is gone, and no other has room; open a new one"
+            )
         try:
-            if not await self.records.move(session_id, record.holder, server.server_id, died=died):
-                return None
             # No other server writes from here on, so that this is the last checkpoint of any answer.
-            last = await self.records.find(session_id)
-            adopted = last is not None and last.last.usable and await self._ask(server, last)
+            moved = await self.records.move(session_id, record.holder, server.server_id, died=died)
+            if moved is None or moved.last.state is None or not await self._ask(server, moved):
+                return None
         finally:
             self._placement.release(group, server)
-        if not adopted:
-            if self._clock() >= end and (server.full or server.draining):
-                raise await self._no_room(session_id, server.server_id)
-            return None
-        last = await self.records.find(session_id)
-        if last is None or last.holder != server.server_id or not last.last.usable:
+        stored = await self.records.find(session_id)
+        if stored is None or stored.holder != server.server_id or stored.last.state is None:
             await self._disown(session_id, server.server_id)  # it was closed meanwhile
             return None
         logger.info("session %s continues on server %s", session_id, server.server_id)
         return server
-
-    async def _no_room(self, session_id: str, holder: str) -> SessionLost:
-        await self.records.forget(session_id, holder)
-        return SessionLost("the session's server is gone, and no other has room; open a new one")
 
     async def _ask(self, server: RemoteServer, record: Record) -> bool:
         """Let a server adopt a session; idempotent. Raises SessionLost where no server can restore it."""
         try:
             await server.call("adopt", msgspec.json.encode(record.last))
             return True
-        except ServerFull:
-            server.full = True
-        except ServerDraining:
-            server.draining = True
+        except (ServerFull, ServerDraining):
+            server.full = True  # until its next heartbeat
+            return False
         except SessionLost:
             return False
         except StateUnavailable:
             raise
         except WireError as error:
-            await self.records.forget(record.last.session_id, record.holder)
             reason = f"the session's server is gone, and another cannot go on: {error}"
-            raise SessionLost(reason) from error
-        return False
+            raise await self._lose(record, reason) from error
 
-
-def _joined(known: SealedCheckpoint | None, new: SealedCheckpoint) -> tuple[tuple[str, str, str], ...]:
-    """Return the last turns: those that are stored, and the new ones, which may overlap."""
-    missing = new.seq - (known.seq if known else -1)
-    turns = new.turns
-    if known is not None and missing <= len(turns):
-        turns = known.turns + turns[len(turns) - missing :]
-    return last_turns(turns[-MAX_TURNS:])
+    async def _lose(self, record: Record, reason: str) -> SessionLost:
+        await self.records.forget(record.last.session_id, record.holder)
+        return SessionLost(reason)

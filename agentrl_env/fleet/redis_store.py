@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import Awaitable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from agentrl_env.errors import ServeError, StateUnavailable
@@ -19,6 +17,7 @@ ANSWER_S = 2.0
 """Seconds that Redis may take to answer."""
 SERVER_S = 24 * 3600
 """Seconds for which it is kept that a server exists, and that it is lost."""
+_UNCLAIM = "if redis.call('get', KEYS[1]) == ARGV[1] then redis.call('del', KEYS[1]) end"
 _WRITE = """
 if (redis.call('hget', KEYS[1], 'version') or '') ~= ARGV[1] then return 0 end
 if ARGV[2] == '' then redis.call('del', KEYS[1]) return 1 end
@@ -71,20 +70,7 @@ class RedisStore:
 
     async def unclaim(self, key: str, server_id: str) -> None:
         """Drop the claim of a server."""
-        from redis.exceptions import WatchError
-
-        async def drop() -> None:
-            pipe: Any
-            async with self._redis.pipeline() as pipe:
-                await pipe.watch(name)
-                if await pipe.get(name) == server_id:
-                    pipe.multi()
-                    pipe.delete(name)
-                    with suppress(WatchError):  # the claim is another server's now
-                        await pipe.execute()
-
-        name = self._key("claim", key)
-        await _answer(drop())
+        await _answer(self._redis.eval(_UNCLAIM, 1, self._key("claim", key), server_id))
 
     async def claimed(self, key: str) -> str | None:
         """Return the server with the claim of an opening."""
@@ -93,12 +79,12 @@ class RedisStore:
 
     async def report_alive(self, server_id: str) -> None:
         """Record that this controller has heard a server."""
-        await _answer(self._redis.set(self._key("seen", server_id), f"{time.time():.3f}", ex=SERVER_S))
+        await _answer(self._redis.set(self._key("seen", server_id), "1", ex=SERVER_S))
 
     async def is_alive(self, server_id: str, within_s: float) -> bool:
-        """Return whether any controller has heard a server in the last seconds."""
-        last = await _answer(self._redis.get(self._key("seen", server_id)))
-        return last is not None and time.time() - float(last) < within_s
+        """Return whether any controller has heard a server in the last seconds, by the clock of Redis."""
+        left_ms = await _answer(self._redis.pttl(self._key("seen", server_id)))
+        return bool(SERVER_S * 1000 - left_ms < within_s * 1000)  # negative where there is none
 
     async def report_lost(self, server_id: str) -> None:
         """Record that a server is lost."""

@@ -250,7 +250,6 @@ class Registry:
             await asyncio.sleep(pause)
             if loop.time() - begin > pause + BEAT_S:
                 self._awake = self._clock()
-            self.routing.sweep()
             try:
                 await self.check()
             except StateUnavailable as error:
@@ -291,9 +290,6 @@ class Routing:
 
     def ended(self, server_id: str, session_ids: Iterable[str]) -> None:
         """Handle the end of sessions."""
-
-    def sweep(self) -> None:
-        """Do periodic work."""
 
     async def aclose(self) -> None:
         """Finish or cancel what is under way."""

@@ -1,4 +1,4 @@
-"""Failover on the server: checkpoints after steps, and sessions adopted from servers that are lost.
+"""Failover on the server: sends checkpoints of sessions, and adopts sessions of lost servers.
 
 Before each answer that a step led to, the server sends a checkpoint of the session to the controller. Where
 the server is lost, another one restores it and continues the session under its id. A step that was under way
@@ -12,31 +12,31 @@ import hmac
 import logging
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 from weakref import WeakKeyDictionary
 
 import msgspec
 from msgspec import Raw, Struct
-from pydantic import ValidationError
+from msgspec.structs import replace
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
-from agentrl_env.errors import (
-    EnvironmentFailed,
-    InvalidRequest,
-    SessionEnded,
-    SessionExpired,
-    UnknownSession,
-    WireError,
-)
+from agentrl_env.errors import AUTHOR_ERRORS, EnvironmentFailed, InvalidRequest, WireError
 from agentrl_env.fast_wire import FastBatch, Step
 from agentrl_env.server.api import Api
 from agentrl_env.server.telemetry.metrics import Metrics
-from agentrl_env.server.websocket import CallSocket, Channel
-from agentrl_env.session.checkpoint import Checkpoint, take_checkpoint
+from agentrl_env.server.websocket import CallSocket
+from agentrl_env.session.executor import Executor
 from agentrl_env.session.history import History
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.session.session import Session
+from agentrl_env.session.state_codec import decode, encode
+from agentrl_env.tools import describe
+from agentrl_env.types import Message, TaskSample
 from agentrl_env.wire import FORK, OPEN, STEP, Call, Frame, SessionRow, StepBatch
+
+if TYPE_CHECKING:
+    from agentrl_env.environment import Environment
 
 logger = logging.getLogger("agentrl_env")
 
@@ -47,55 +47,64 @@ MAX_TURNS_BYTES = 256 * 1024
 MIN_TURNS = 2
 """Number of last turns that are kept whatever their size: clients may repeat their steps."""
 _NEVER = 1 << 62
+_MESSAGES = TypeAdapter(tuple[Message, ...])
 
-SealedTurn = tuple[str, str, str]
+Turn = tuple[str, str, str]
 """Message and StepResult as JSON, and their seal."""
 
 
-class SealedCheckpoint(Struct, frozen=True):
-    """Checkpoint of a session with seals, which only holders of the link token can make.
+class Checkpoint(Struct, frozen=True):
+    """A session between two steps. Its seals are MACs, which only holders of the link token can make.
 
     A controller stores it and passes it on as it is. ``{"checkpoint": {...}}`` is the frame that a server
     sends; the call ``adopt`` has the same fields.
     """
 
     session_id: str
-    seq: int
+    seq: Annotated[int, msgspec.Meta(ge=0)]
     """Number of steps taken."""
     task: str
     client: str
-    checkpoint: Raw = Raw(b"null")
-    """A ``Checkpoint``; null where the session cannot be continued any more."""
+    """Name of the caller that opened it."""
+    sample: Raw = Raw(b"null")
+    opening: Raw = Raw(b"null")
+    episode_return: float | None = None
+    """Sum of the rewards so far; null where that is infinite."""
+    elapsed_s: float = 0.0
+    """Seconds of its time limit that have passed."""
+    state: str | None = None
+    """Snapshot, encoded by ``state_codec``; null where the session cannot be continued any more."""
     seal: str = ""
-    """MAC of the session's id and the checkpoint."""
-    turns: tuple[SealedTurn, ...] = ()
+    """Seal of the fields above."""
+    turns: tuple[Turn, ...] = ()
     """Last turns; in a frame, those since the previous one."""
-
-    @property
-    def usable(self) -> bool:
-        """True if the session can be continued from here."""
-        return bytes(self.checkpoint) != b"null"
 
 
 class _Frame(Struct, frozen=True):
-    checkpoint: SealedCheckpoint
+    checkpoint: Checkpoint
 
 
-class _Opened(Struct):
-    session_id: str
+class _Answer(Struct):
+    """Answer of ``step``, ``open`` or ``fork``."""
+
+    session_id: str = ""
+    sessions: tuple[_Answer, ...] = ()
 
 
-class _Forked(Struct):
-    sessions: tuple[_Opened, ...]
-
-
-def read_frame(frame: bytes) -> SealedCheckpoint:
+def read_frame(frame: bytes) -> Checkpoint:
     """Return the checkpoint of a server's frame. Raises ValueError."""
     return msgspec.json.decode(frame, type=_Frame).checkpoint
 
 
-class Line(Channel, Protocol):
-    """A link, as failover uses it."""
+def last_turns(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    """Return the last turns, as many as are kept with a checkpoint."""
+    while len(turns) > MIN_TURNS and sum(len(turn[0]) + len(turn[1]) for turn in turns) > MAX_TURNS_BYTES:
+        turns = turns[1:]
+    return turns
+
+
+class Line(Protocol):
+    """A link to a controller."""
 
     async def send_frame(self, frame: str) -> None:
         """Send a frame that is no answer."""
@@ -121,24 +130,25 @@ class FailoverApi(Api):
         self._line = line
         self._seal_key = token.encode()
         self._warned = warned
-        self._forkable: frozenset[str] | None = None
-        """Tasks that can fork, once known."""
         self._sent: WeakKeyDictionary[Session, int] = WeakKeyDictionary()
         """Last turn of each session that the controller has a checkpoint of."""
 
     async def answer(self, call: Call, request: Any) -> bytes:
         """Make a call; return its answer as JSON. Raises WireError."""
         answer = await super().answer(call, request)
-        if call is STEP:
-            await self._checkpoint((request.session_id,))
-        elif call is OPEN:
-            await self._checkpoint((msgspec.json.decode(answer, type=_Opened).session_id,))
-        elif call is FORK:
-            forks = msgspec.json.decode(answer, type=_Forked).sessions
-            await self._checkpoint(fork.session_id for fork in forks)
+        if call in (STEP, OPEN, FORK):
+            answered = msgspec.json.decode(answer, type=_Answer)
+            await self._send_checkpoints(one.session_id for one in answered.sessions or (answered,))
         return answer
 
-    async def adopt(self, sealed: SealedCheckpoint) -> None:
+    async def play_batch(self, request: FastBatch | StepBatch) -> Sequence[bytes | WireError]:
+        """Step a batch, and send the checkpoints of its sessions."""
+        answers = await super().play_batch(request)
+        pairs: Iterable[tuple[Step, bytes | WireError]] = zip(request.steps, answers, strict=True)
+        await self._send_checkpoints({step.session_id for step, answer in pairs if isinstance(answer, bytes)})
+        return answers
+
+    async def adopt(self, checkpoint: Checkpoint) -> None:
         """Continue a session of a server that is lost; idempotent.
 
         Raises:
@@ -146,111 +156,121 @@ class FailoverApi(Api):
             EnvironmentFailed: the state is malformed, or the task cannot restore it.
             UnknownTask, ServerFull, ServerDraining: as for an opening.
         """
-        session_id, body = sealed.session_id, bytes(sealed.checkpoint)
-        seals = [(seal, self._seal(session_id, *turn)) for *turn, seal in sealed.turns]
-        seals.append((sealed.seal, self._seal(session_id, body.decode())))
-        if not all(hmac.compare_digest(*map(str.encode, pair)) for pair in seals):
+        pair = (msgspec.json.encode(checkpoint), msgspec.json.encode(self.seal(checkpoint)))
+        if not hmac.compare_digest(*pair):
             raise InvalidRequest("the session's state was not sealed with this fleet's token")
-        history = History.of((message, result) for message, result, _ in sealed.turns)
+        history = History.of((message, result) for message, result, _ in checkpoint.turns)
         try:
-            checkpoint = Checkpoint.model_validate_json(body)
+            sample = TaskSample.model_validate_json(bytes(checkpoint.sample))
+            opening = _MESSAGES.validate_json(bytes(checkpoint.opening))
             answered = [(result.session_id, result.seq) for _, result in history]
         except ValidationError as error:
             raise InvalidRequest("the session's state is malformed") from error
-        first = checkpoint.turn - len(answered) + 1
-        if answered != [(session_id, seq) for seq in range(first, checkpoint.turn + 1)]:
+        session_id, turn = checkpoint.session_id, checkpoint.seq
+        state, total = checkpoint.state, checkpoint.episode_return
+        last = [(session_id, turn - number) for number in reversed(range(len(answered)))]
+        if state is None or total is None or answered != last:
             raise InvalidRequest("the session's state does not belong to this session, task and step")
-        await self._pool.adopt(
-            session_id,
-            checkpoint.client,
-            checkpoint.sample,
-            lambda session: checkpoint.restore(session, history, self._pool.now()),
-        )
+        began = self._pool.now() - checkpoint.elapsed_s
 
-    async def play_batch(self, request: FastBatch | StepBatch) -> Sequence[bytes | WireError]:
-        """Step a batch, and checkpoint its sessions."""
-        answers = await super().play_batch(request)
-        steps: Sequence[Step] = request.steps
-        pairs = zip(steps, answers, strict=True)
-        await self._checkpoint({step.session_id for step, answer in pairs if isinstance(answer, bytes)})
-        return answers
+        def prepare(session: Session) -> None:
+            session.continue_from(
+                lambda environment: environment.restore(decode(state.encode(), type(environment))),
+                opening=opening,
+                turn=turn,
+                episode_return=total,
+                began=began,
+                history=history,
+            )
 
-    async def _checkpoint(self, session_ids: Iterable[str]) -> None:
-        """Send a checkpoint of each session that has changed since the last one."""
-        if self._forkable is None:
-            tasks = (await self._pool.tasks()).tasks
-            self._forkable = frozenset(task.name for task in tasks if "fork" in task.capabilities)
-        rows = [row for row in map(self._pool.row, session_ids) if row and row.task in self._forkable]
-        await asyncio.gather(*map(self._send_checkpoint, rows))
+        await self._pool.adopt(session_id, checkpoint.client, sample, prepare)
 
-    async def _send_checkpoint(self, row: SessionRow) -> None:
-        try:
+    def seal(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return a checkpoint with its seals: each turn has its own, because controllers join them."""
+
+        def mac(*texts: str) -> str:
+            return hmac.digest(self._seal_key, b"checkpoint\0" + to_json(texts), sha256).hex()
+
+        body = msgspec.json.encode(replace(checkpoint, seal="", turns=())).decode()
+        turns = tuple((*turn, mac(checkpoint.session_id, *turn)) for *turn, _ in checkpoint.turns)
+        return replace(checkpoint, seal=mac(body), turns=turns)
+
+    async def take(self, session: Session, client: str, since: int = -1) -> Checkpoint:
+        """Return a checkpoint of a session that ``client`` has opened, with the turns after turn ``since``.
+
+        Raises EnvironmentFailed, NotSupported, SessionEnded, SessionExpired.
+        """
+        session.check_fork()
+
+        async def ask(environment: Environment, executor: Executor) -> Checkpoint:
+            timeout = environment.tool_timeout
+            try:
+                state = await executor.run(environment.snapshot, timeout)
+                encoded: bytes = await executor.run(lambda: encode(state, type(environment)), timeout)
+            except AUTHOR_ERRORS as error:
+                raise EnvironmentFailed(describe(error)) from error
+            turns = session.history.tail(session.turn - since)
+            checkpoint = Checkpoint(
+                session_id=session.session_id,
+                seq=session.turn,
+                task=session.sample.task,
+                client=client,
+                sample=Raw(session.sample.model_dump_json().encode()),
+                opening=Raw(_MESSAGES.dump_json(session.opening)),
+                episode_return=session.episode_return,
+                elapsed_s=self._pool.now() - session.began,
+                state=encoded.decode("ascii"),
+                turns=last_turns(tuple((*turn, "") for turn in turns)),
+            )
+            return self.seal(checkpoint)
+
+        return await session.between_steps(ask)
+
+    async def _send_checkpoints(self, session_ids: Iterable[str]) -> None:
+        """Send a checkpoint of each open session that has changed since the last one."""
+        sending = []
+        for row in filter(None, map(self._pool.row, session_ids)):
             session = self._pool.session(row.session_id)
             sent = self._sent.get(session, -1)
-            if session.turn <= sent:
-                return
-            checkpoint, turns = await take_checkpoint(session, self._pool.now(), row.client, sent)
-        except (SessionEnded, SessionExpired, UnknownSession):
-            return
+            if session.turn > sent:
+                sending.append(self._send(row, session, sent))
+        if sending:
+            await asyncio.gather(*sending)
+
+    async def _send(self, row: SessionRow, session: Session, sent: int) -> None:
+        try:
+            checkpoint = await self.take(session, row.client, sent)
+            frame = msgspec.json.encode(_Frame(checkpoint))
+            if len(frame) > MAX_CHECKPOINT_BYTES:
+                reason = f"it takes {len(frame)} bytes; at most {MAX_CHECKPOINT_BYTES} are kept"
+                raise EnvironmentFailed(reason)
+            self._sent[session] = checkpoint.seq
         except EnvironmentFailed as error:
-            await self._disable(row, session, error.message)
+            if row.task not in self._warned:
+                self._warned.add(row.task)
+                facts = {"facts": {"task": row.task, "session_id": row.session_id, "why": error.message}}
+                logger.warning("sessions of task %s have no failover: %s", row.task, error, extra=facts)
+            self._sent[session] = _NEVER  # the controller's last checkpoint is out of date now
+            gone = Checkpoint(session_id=row.session_id, seq=session.turn, task=row.task, client=row.client)
+            frame = msgspec.json.encode(_Frame(gone))
+        except WireError:
+            self._sent[session] = _NEVER  # the task cannot fork, or the session has ended
             return
-        body = checkpoint.model_dump_json()
-        sealed = SealedCheckpoint(
-            session_id=row.session_id,
-            seq=checkpoint.turn,
-            task=row.task,
-            client=row.client,
-            checkpoint=Raw(body.encode()),
-            seal=self._seal(row.session_id, body),
-            turns=last_turns((*turn, self._seal(row.session_id, *turn)) for turn in turns),
-        )
-        frame = msgspec.json.encode(_Frame(sealed))
-        if len(frame) > MAX_CHECKPOINT_BYTES:
-            reason = f"it takes {len(frame)} bytes; at most {MAX_CHECKPOINT_BYTES} are kept"
-            await self._disable(row, session, reason)
-            return
-        self._sent[session] = checkpoint.turn
         await self._line.send_frame(frame.decode())
-
-    async def _disable(self, row: SessionRow, session: Session, reason: str) -> None:
-        """Let a session be lost with its server, because its last checkpoint is out of date now."""
-        if row.task not in self._warned:
-            self._warned.add(row.task)
-            facts = {"facts": {"task": row.task, "session_id": row.session_id, "why": reason}}
-            logger.warning("sessions of task %s have no failover: %s", row.task, reason, extra=facts)
-        self._sent[session] = _NEVER
-        gone = SealedCheckpoint(session_id=row.session_id, seq=session.turn, task=row.task, client=row.client)
-        await self._line.send_frame(msgspec.json.encode(_Frame(gone)).decode())
-
-    def _seal(self, *texts: str) -> str:
-        return hmac.digest(self._seal_key, b"checkpoint\0" + to_json(texts), sha256).hex()
 
 
 class FailoverSocket(CallSocket):
     """The calls of a controller that keeps checkpoints: those of every caller, and ``adopt``."""
 
-    def __init__(self, api: FailoverApi, channel: Channel, max_bytes: int, max_calls: int) -> None:
-        super().__init__(api, channel, max_bytes, max_calls)
-        self._failover = api
+    _api: FailoverApi
 
     async def run(self, frame: Frame, text: str | bytes) -> bytes:
         """Make a call that is not a well-formed step; return its result as JSON. Raises WireError."""
         if frame.call != "adopt":
             return await super().run(frame, text)
         try:
-            sealed = msgspec.json.decode(text, type=SealedCheckpoint)
+            checkpoint = msgspec.json.decode(text, type=Checkpoint)
         except msgspec.MsgspecError as error:
             raise InvalidRequest(f"adopt: {error}") from error
-        await self._failover.adopt(sealed)
+        await self._api.adopt(checkpoint)
         return b"null"
-
-
-def last_turns(turns: Iterable[SealedTurn]) -> tuple[SealedTurn, ...]:
-    """Return the last turns, as many as are kept with a checkpoint."""
-    kept = list(turns)
-    size = sum(len(turn[0]) + len(turn[1]) for turn in kept)
-    while size > MAX_TURNS_BYTES and len(kept) > MIN_TURNS:
-        message, result, _ = kept.pop(0)
-        size -= len(message) + len(result)
-    return tuple(kept)

@@ -2,23 +2,9 @@
 
 The format carries data and nothing else: decoding imports no module and calls no function, class or method
 that the data names. A value is ``null``, a boolean, a number, a string or an array of values, or an object
-with one key, its tag:
-
-===============  ==========================================================================
-``int``          an integer beyond 64 bits, in hexadecimal
-``float``        ``nan``, ``inf`` or ``-inf``
-``str``          text with lone surrogates: its UTF-8 bytes in Base64
-``bytes``        Base64
-``tuple`` ...    an array of values; likewise ``set`` and ``frozenset``
-``deque``        its bound (or null) and its values
-``dict``         an array of ``[key, value]``
-``array``        dtype, shape and contents of a NumPy array, in Base64
-``scalar``       dtype and contents of a NumPy scalar; of text the kind and the text
-``generator``    a ``numpy.random.Generator``: bit generator, its state, its seed sequence
-``random``       a ``random.Random``: what ``getstate`` returns
-``enum``         an enum of the task: class and member
-``object``       a dataclass or pydantic model: class, fields, and which fields were set
-===============  ==========================================================================
+with one key, its tag. ``_ROWS`` lists the tags and their content, except for ``enum``, which has a class and
+the name of a member, and ``object``, a dataclass or pydantic model, which has a class, the names of the
+fields that were set, and name and value of each field.
 
 Classes are those of ``agentrl_env.types`` and of the task's own package, at the top level of a module that is
 already imported. Objects that a value refers to twice are decoded as two objects.
@@ -30,24 +16,22 @@ import json
 import math
 import random
 import re
-import reprlib
 import sys
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections import deque
-from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
-from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
+from msgspec import Meta, convert
+from numpy.random import SeedSequence
 from pydantic import BaseModel
 
+from agentrl_env.environment import Environment
 from agentrl_env.errors import StateError
-
-if TYPE_CHECKING:
-    from agentrl_env.environment import Environment
 
 MAX_BYTES = 1024 * 1024
 """The largest state that is decoded."""
@@ -56,434 +40,261 @@ MAX_DEPTH = 100
 MAX_VALUES = 500_000
 """How many values a state may hold, one that it refers to twice counted twice."""
 SUPPORTED = (
-    "None, bool, int, float, str, bytes, list, tuple, set, frozenset, dict, deque, NumPy arrays and scalars, "
-    "numpy.random.Generator, random.Random, agentrl_env.types, and dataclasses, pydantic models and enums "
-    "that the task's package defines at the top level of a module"
+    "None, bool, int, float, str, bytes, list, tuple, set, frozenset, dict, deque, random.Random, NumPy "
+    "generators, NumPy arrays and scalars of booleans, numbers, dates and text, agentrl_env.types, and "
+    "dataclasses, pydantic models and enums that the task's package defines at the top level of a module"
 )
 
 _TYPES = "agentrl_env.types"
-_SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
-_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-_BIT_GENERATORS = {
-    kind.__name__: kind
-    for kind in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
-}
-_BELOW = {"state": 2**128, "inc": 2**128, "has_uint32": 2, "uinteger": 2**32, "pos": 625, "buffer_pos": 5}
-"""Bounds of the integers in a bit generator's state. NumPy does not check positions, and reads beyond."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _DTYPE = re.compile(
     r"\|[biu]1|\|S\d{1,6}|[<>](?:[iuf][248]|c8|c16|U\d{1,6}|[mM]8(?:\[\d{0,6}[a-zA-Z]{1,2}\])?)"
 )
+_BELOW = {"state": 2**128, "inc": 2**128, "has_uint32": 2, "uinteger": 2**32, "pos": 625, "buffer_pos": 5}
+_BELOW |= {"entropy": 1, "pool_size": 65, "n_children_spawned": 2**63}
+"""Bounds of the integers in a generator's state. NumPy does not check positions, and reads beyond."""
+
+_Step = tuple[Any, list[Any], int]  # a value, the list of what it holds, a position in it
+_Array = tuple[str, list[Annotated[int, Meta(ge=0)]], bytes]
+_RandomState = tuple[Literal[3], tuple[int, ...], float | None]
+_BitGenerator = Literal["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"]
+_Generator = tuple[_BitGenerator, dict[str, Any], dict[str, Any]]
 
 
 def encode(value: Any, environment: type[Environment] | None = None) -> bytes:
-    """Return a state as ASCII JSON.
+    """Return a state as ASCII JSON; it may hold classes of the task's package.
 
-    Args:
-        value: what ``snapshot`` returned.
-        environment: the task, whose package may define classes that the state holds; also named in errors.
-
-    Raises:
-        StateError: the state holds what is not supported, holds itself, or is too deep or too large.
+    Raises StateError where the state holds what is not supported, or itself, or is too deep or too large.
     """
-    return json.dumps(_Encoder(environment).encode(value), allow_nan=False, separators=(",", ":")).encode()
+    try:
+        node = _Encoder(_packages(environment)).encode(value)
+    except StateError as error:
+        state = "the state" if environment is None else f"snapshot() of task {environment.name!r}"
+        raise StateError(f"{state} {error}") from None
+    return json.dumps(node, allow_nan=False, separators=(",", ":")).encode()
 
 
 def decode(data: bytes, environment: type[Environment] | None = None) -> Any:
-    """Return the state that ``encode`` was given.
-
-    Args:
-        data: of any origin.
-        environment: the task, whose package may define classes that the state holds.
-
-    Raises:
-        StateError: the bytes encode no state that this task could have.
-    """
+    """Return the state that ``encode`` was given. Raises StateError; the bytes may be of any origin."""
     if len(data) > MAX_BYTES:
         raise StateError(f"the state has {len(data)} bytes; at most {MAX_BYTES} are decoded")
-    decoder = _Decoder(environment)
     try:
-        return decoder.decode(json.loads(data.decode("ascii")), 0)
+        return _decode(json.loads(data.decode("ascii")), _packages(environment), 0)
     except Exception as error:
         raise StateError(f"the state is malformed: {type(error).__name__}: {error}"[:500]) from error
 
 
-class _Classes:
-    """The dataclasses, pydantic models and enums that a state may hold instances of.
-
-    A class has a key, ``MODULE:NAME``, where the module is relative to the task's package, so that the same
-    folder may have different places on different machines.
-    """
-
-    def __init__(self, environment: type[Environment] | None) -> None:
-        from agentrl_env.environment import Environment
-
-        bases = environment.__mro__ if environment is not None else ()
-        modules = [
-            base.__module__ for base in bases if issubclass(base, Environment) and base is not Environment
-        ]
-        self._packages = list(dict.fromkeys(_package(module) for module in modules))
-
-    def key(self, kind: type) -> str | None:
-        """Return the key of a class, or None if a state may not hold its instances."""
-        for package in self._packages:
-            if kind.__module__ == package or kind.__module__.startswith(f"{package}."):
-                key = f"{kind.__module__[len(package) + 1 :]}:{kind.__qualname__}"
-                if self.find(key) is kind:
-                    return key
-        key = f"{kind.__module__}:{kind.__qualname__}"
-        return key if kind.__module__ == _TYPES and self.find(key) is kind else None
-
-    def find(self, key: str) -> type | None:
-        """Return the class that has a key, or None. Only looks into modules that are already imported."""
-        inner, _, name = key.partition(":")
-        names = [f"{package}.{inner}" if inner else package for package in self._packages]
-        for module_name in [_TYPES] if inner == _TYPES else names:
-            module = sys.modules.get(module_name)
-            found = vars(module).get(name) if isinstance(module, ModuleType) else None
-            if isinstance(found, type) and found.__module__ == module_name and _is_plain(found):
-                return found
-        return None
-
-
+@dataclass
 class _Encoder:
-    """Turns one value into what ``json.dumps`` takes."""
+    """Turns one state of a task in some packages into what ``json.dumps`` takes, and counts its values."""
 
-    def __init__(self, environment: type[Environment] | None) -> None:
-        self._classes = _Classes(environment)
-        self._holder = "the state" if environment is None else f"snapshot() of task {environment.name!r}"
-        self._path: list[Any] = []
-        self._around: set[int] = set()
-        """The identities of the values that contain the present one."""
-        self._values = 0
+    packages: list[str]
+    values: int = 0
 
-    def encode(self, value: Any) -> Any:
-        """Return the encoded value. Raises StateError."""
+    def encode(self, value: Any, path: tuple[_Step, ...] = (), holder: Any = None) -> Any:
+        """Encode a value, or the list of what ``holder`` holds, within those of a path. Raises StateError."""
         if _is_json(value):
             return value
+        holder = value if holder is None else holder
+        if type(value) is not list:
+            try:
+                tag, content = self._content(value)
+            except TypeError as error:
+                raise StateError(f"holds {error} at {_where(path)}; it may hold {SUPPORTED}") from None
+            return {tag: self.encode(content, path, holder)}
+        self.values += len(value)
+        if any(around is holder for around, _, _ in path):
+            raise StateError(f"holds a value that contains itself, at {_where(path)}")
+        if len(path) >= MAX_DEPTH:
+            raise StateError(f"is nested deeper than {MAX_DEPTH} values")
+        if self.values > MAX_VALUES:
+            raise StateError(f"holds more than {MAX_VALUES} values")
+        items = enumerate(value)
+        return [v if _is_json(v) else self.encode(v, (*path, (holder, value, n))) for n, v in items]
+
+    def _content(self, value: Any) -> tuple[str, Any]:
+        """Return the tag of a value and its content, which is encoded in turn. Raises TypeError."""
         kind = type(value)
-        encode = _ENCODERS.get(kind)
-        if encode is not None:
-            return encode(self, value)
-        if id(value) in self._around:
-            raise StateError(f"{self._holder} holds a value that contains itself, at {self._where()}")
-        if len(self._around) >= MAX_DEPTH:
-            raise StateError(f"{self._holder} is nested deeper than {MAX_DEPTH} values")
-        self._around.add(id(value))
-        encoded = self._container(value, kind)
-        self._around.discard(id(value))
-        return encoded
-
-    def integer(self, value: int) -> Any:
-        return {"int": hex(value)}
-
-    def real(self, value: float) -> Any:
-        return {"float": repr(value)}
-
-    def text(self, value: str) -> Any:
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return {"str": _base64(value.encode("utf-8", "surrogatepass"))}
-        return value
-
-    def binary(self, value: bytes) -> Any:
-        return {"bytes": _base64(value)}
-
-    def array(self, value: np.ndarray[Any, Any]) -> Any:
-        return {"array": [self._dtype(value), list(value.shape), _base64(value.tobytes())]}
-
-    def numpy_text(self, value: np.str_ | np.bytes_) -> Any:
-        return {"scalar": [value.dtype.kind, self.encode(value.item())]}
-
-    def random(self, value: random.Random) -> Any:
-        return {"random": self.encode(value.getstate())}
-
-    def generator(self, value: np.random.Generator) -> Any:
-        bits = value.bit_generator
-        name, seeds = type(bits).__name__, bits.seed_seq
-        if _BIT_GENERATORS.get(name) is not type(bits):
-            raise self._unsupported(bits)
-        sequence = None
-        if type(seeds) is np.random.SeedSequence:
-            sequence = (seeds.entropy, seeds.spawn_key, seeds.pool_size, seeds.n_children_spawned)
-        return {"generator": [name, self.encode(bits.state), self.encode(sequence)]}
-
-    def _container(self, value: Any, kind: type) -> Any:
-        if kind is list:
-            return self._each(value)
-        if kind in _SEQUENCES.values():
-            return {kind.__name__: self._each(value)}
-        if kind is dict:
-            return {"dict": self._pairs(value)}
-        if kind is deque:
-            return {"deque": [value.maxlen, self._each(value)]}
-        if isinstance(value, np.generic):
-            return {"scalar": [self._dtype(value), _base64(value.tobytes())]}
-        key = self._classes.key(kind)
-        if key is None:
-            raise self._unsupported(value)
-        return self._member(value, key) if isinstance(value, Enum) else self._object(value, kind, key)
-
-    def _member(self, value: Enum, key: str) -> Any:
-        if type(value).__members__.get(value.name) is not value:  # a combination of flags
-            raise self._unsupported(value)
-        return {"enum": [key, value.name]}
-
-    def _object(self, value: Any, kind: type, key: str) -> Any:
-        names = _field_names(kind)
-        held = {name: getattr(value, name) for name in names if hasattr(value, name)}
-        beyond = sorted(getattr(value, "__dict__", {}).keys() - set(names))
-        given = None
-        if isinstance(value, BaseModel):
-            beyond += [*(value.__pydantic_extra__ or ()), *(value.__pydantic_private__ or ())]
-            given = sorted(value.__pydantic_fields_set__)
-        if beyond:
-            holds = f"{self._holder} holds a {kind.__qualname__} at {self._where()}"
-            raise StateError(f"{holds} with {beyond[0]!r}, which is not one of its fields")
-        return {"object": [key, self._pairs(held), given]}
-
-    def _dtype(self, value: Any) -> str:
-        if not value.dtype.itemsize or not _DTYPE.fullmatch(value.dtype.str):
-            holds = f"{self._holder} holds NumPy's {value.dtype} at {self._where()}"
-            raise StateError(f"{holds}; arrays may hold booleans, numbers, dates and text of fixed length")
-        return str(value.dtype.str)
-
-    def _each(self, values: Any) -> list[Any]:
-        self._count(len(values))
-        return [value if _is_json(value) else self._at(number, value) for number, value in enumerate(values)]
-
-    def _pairs(self, held: dict[Any, Any]) -> list[Any]:
-        self._count(len(held))
-        return [[self._at(key, key), self._at(key, value)] for key, value in held.items()]
-
-    def _count(self, number: int) -> None:
-        self._values += number
-        if self._values > MAX_VALUES:
-            raise StateError(f"{self._holder} holds more than {MAX_VALUES} values")
-
-    def _at(self, step: Any, value: Any) -> Any:
-        self._path.append(step)
-        encoded = self.encode(value)
-        self._path.pop()
-        return encoded
-
-    def _unsupported(self, value: Any) -> StateError:
-        kind = type(value)
-        name = (
-            kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        )
-        return StateError(f"{self._holder} holds a {name} at {self._where()}; it may hold {SUPPORTED}")
-
-    def _where(self) -> str:
-        return "state" + "".join(f"[{reprlib.repr(step)}]" for step in self._path)
+        tag = _TAGS.get(kind) or ("scalar" if isinstance(value, np.generic) else None)
+        if tag is not None:
+            return tag, _ROWS[tag][1](value)
+        key = _key(kind, self.packages)
+        if key is None or (isinstance(value, Enum) and value.name not in kind.__members__):
+            # A combination of flags is no member.
+            raise TypeError(f"a {kind.__module__}.{kind.__qualname__}".replace("a builtins.", "a "))
+        return ("enum", [key, value.name]) if isinstance(value, Enum) else ("object", [key, *_fields(value)])
 
 
-_ENCODERS: dict[type, Callable[[_Encoder, Any], Any]] = {
-    int: _Encoder.integer,
-    float: _Encoder.real,
-    str: _Encoder.text,
-    bytes: _Encoder.binary,
-    np.str_: _Encoder.numpy_text,
-    np.bytes_: _Encoder.numpy_text,
-    np.ndarray: _Encoder.array,
-    np.random.Generator: _Encoder.generator,
-    random.Random: _Encoder.random,
-}
-
-
-class _Decoder:
-    """Turns what ``json.loads`` returns into the value; any exception means that it is malformed."""
-
-    def __init__(self, environment: type[Environment] | None) -> None:
-        self._classes = _Classes(environment)
-
-    def decode(self, node: Any, depth: int) -> Any:
-        """Return the value of a node that is nested so deep."""
-        if depth > MAX_DEPTH:
-            raise ValueError(f"nested deeper than {MAX_DEPTH} values")
-        if isinstance(node, list):
-            return [self.decode(item, depth + 1) for item in node]
-        if not isinstance(node, dict):
-            return node
-        ((tag, content),) = node.items()
-        return _DECODERS[tag](self, content, depth)
-
-    def integer(self, content: Any, depth: int) -> int:
-        return int(_checked(content, str), 16)
-
-    def real(self, content: Any, depth: int) -> float:
-        return _NOT_FINITE[content]
-
-    def text(self, content: Any, depth: int) -> str:
-        return _binary(content).decode("utf-8", "surrogatepass")
-
-    def binary(self, content: Any, depth: int) -> bytes:
-        return _binary(content)
-
-    def items(self, content: Any, depth: int) -> list[Any]:
-        return [self.decode(item, depth + 1) for item in _checked(content, list)]
-
-    def queue(self, content: Any, depth: int) -> deque[Any]:
-        bound, items = content
-        return deque(self.items(items, depth), None if bound is None else _below(bound, 2**63))
-
-    def mapping(self, content: Any, depth: int) -> dict[Any, Any]:
-        pairs = _checked(content, list)
-        return {self.decode(key, depth + 1): self.decode(value, depth + 1) for key, value in pairs}
-
-    def array(self, content: Any, depth: int) -> np.ndarray[Any, Any]:
-        dtype, shape, data = content
-        sizes = [_below(size, 2**63) for size in _checked(shape, list)]
-        return _numpy(dtype, bytearray(_binary(data))).reshape(sizes)
-
-    def scalar(self, content: Any, depth: int) -> np.generic:
-        dtype, data = content
-        if dtype == "U":
-            return np.str_(_checked(self.decode(data, depth), str))
-        if dtype == "S":
-            return np.bytes_(_checked(self.decode(data, depth), bytes))
-        (value,) = _numpy(dtype, _binary(data))
-        return value  # type: ignore[no-any-return]
-
-    def random(self, content: Any, depth: int) -> random.Random:
-        version, internal, gauss = self.decode(content, depth)
-        made = random.Random(0)
-        made.setstate((_below(version, 4), internal, None if gauss is None else _checked(gauss, float)))
-        return made
-
-    def generator(self, content: Any, depth: int) -> np.random.Generator:
-        name, encoded, sequence = content
-        state, sequence = self.decode(encoded, depth), self.decode(sequence, depth)
-        bits = _BIT_GENERATORS[name](0 if sequence is None else _seed_sequence(*sequence))
-        _check_bits("", bits.state, state)
-        bits.state = state
-        return np.random.Generator(bits)
-
-    def member(self, content: Any, depth: int) -> Any:
-        key, name = content
-        return self._class(key, Enum).__members__[name]
-
-    def object(self, content: Any, depth: int) -> Any:
-        key, pairs, given = content
-        kind = self._class(key, object)
-        held = self.mapping(pairs, depth)
-        if not held.keys() <= set(_field_names(kind)):
-            raise ValueError(f"not the fields of {key}")
-        made = object.__new__(kind)
-        if issubclass(kind, BaseModel):
-            names = {_checked(name, str) for name in _checked(given, list)}
-            state = {"__dict__": held, "__pydantic_fields_set__": names}
-            BaseModel.__setstate__(made, {**state, "__pydantic_extra__": None, "__pydantic_private__": None})
-        else:
-            for name, value in held.items():
-                object.__setattr__(made, name, value)
-        return made
-
-    def _class(self, key: Any, base: type) -> Any:
-        found = self._classes.find(_checked(key, str))
-        if found is None or not issubclass(found, base) or (base is object and issubclass(found, Enum)):
-            raise ValueError(f"the task's package has no {key} that a state may hold")
-        return found
-
-
-def _sequence(kind: Callable[[list[Any]], Any], decoder: _Decoder, content: Any, depth: int) -> Any:
-    return kind(decoder.items(content, depth))
-
-
-_DECODERS: dict[str, Callable[[_Decoder, Any, int], Any]] = {
-    "int": _Decoder.integer,
-    "float": _Decoder.real,
-    "str": _Decoder.text,
-    "bytes": _Decoder.binary,
-    **{tag: partial(_sequence, kind) for tag, kind in _SEQUENCES.items()},
-    "deque": _Decoder.queue,
-    "dict": _Decoder.mapping,
-    "array": _Decoder.array,
-    "scalar": _Decoder.scalar,
-    "generator": _Decoder.generator,
-    "random": _Decoder.random,
-    "enum": _Decoder.member,
-    "object": _Decoder.object,
-}
+def _decode(node: Any, packages: list[str], depth: int) -> Any:
+    """Return the value of what ``json.loads`` returned; any exception means that it is malformed."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} values")
+    if isinstance(node, list):
+        return [_decode(item, packages, depth + 1) for item in node]
+    if not isinstance(node, dict):
+        return node
+    ((tag, encoded),) = node.items()
+    content = _decode(encoded, packages, depth)
+    if tag not in ("enum", "object"):
+        _, _, content_type, value_of = _ROWS[tag]
+        return value_of(content if type(content) is content_type else convert(content, content_type))
+    key, *content = convert(content, list)
+    kind: Any = _find(convert(key, str), packages)
+    if kind is None or issubclass(kind, Enum) != (tag == "enum"):
+        raise ValueError(f"the task's package has no {key} that a state may hold")
+    return kind.__members__[convert(content, tuple[str])[0]] if tag == "enum" else _object(kind, *content)
 
 
 def _is_json(value: Any) -> bool:
     """Return whether a value is encoded as itself; of most states nearly all are."""
     kind = type(value)
-    if kind is str:
-        return bool(value.isascii())
+    if kind is str:  # two surrogates would be decoded as one character
+        return value.isascii() or not _SURROGATE.search(value)
     if kind is int:
         return bool(-(2**63) <= value < 2**63)
     return value is None or kind is bool or (kind is float and math.isfinite(value))
 
 
-def _package(module: str) -> str:
-    """Return the package of a module that is imported, or its own name where it is in none."""
-    return getattr(sys.modules[module], "__package__", None) or module
+def _where(path: tuple[_Step, ...]) -> str:
+    in_order = (list, tuple, set, frozenset, deque)
+    steps = (n if isinstance(holder, in_order) else parts[n - n % 2] for holder, parts, n in path)
+    return "state" + "".join(f"[{step!r:.60}]" for step in steps)
 
 
-def _is_plain(kind: type) -> bool:
-    """Return whether instances are made of named fields alone, or are members of an enum."""
-    return issubclass(kind, Enum | BaseModel) or (is_dataclass(kind) and kind.__new__ is object.__new__)
+def _packages(environment: type[Environment] | None) -> list[str]:
+    """Return the packages, or single modules, of a task and of the tasks that it derives from."""
+    bases = environment.__mro__ if environment is not None else ()
+    modules = [base.__module__ for base in bases if issubclass(base, Environment) and base is not Environment]
+    return list(dict.fromkeys(getattr(sys.modules[name], "__package__", None) or name for name in modules))
+
+
+def _key(kind: type, packages: list[str]) -> str | None:
+    """Return the key of a class, or None: its name and its module within the package, wherever that is."""
+    module, name = kind.__module__, kind.__qualname__
+    keys = [f"{module[len(p) + 1 :]}:{name}" for p in packages if f"{module}.".startswith(f"{p}.")]
+    return next((key for key in [*keys, f"{_TYPES}:{name}"] if _find(key, packages) is kind), None)
+
+
+def _find(key: str, packages: list[str]) -> type | None:
+    """Return the class with a key, or None. Only looks at the top level of modules that are imported."""
+    inner, _, name = key.partition(":")
+    for module_name in [_TYPES] if inner == _TYPES else [f"{p}.{inner}".rstrip(".") for p in packages]:
+        module = sys.modules.get(module_name)
+        found = vars(module).get(name) if isinstance(module, ModuleType) else None
+        if isinstance(found, type) and found.__module__ == module_name:
+            # Its instances are made of named fields alone, or are members of an enum.
+            plain = is_dataclass(found) and found.__new__ is object.__new__
+            if plain or issubclass(found, Enum | BaseModel):
+                return found
+    return None
 
 
 def _field_names(kind: Any) -> list[str]:
     return list(kind.model_fields) if issubclass(kind, BaseModel) else [field.name for field in fields(kind)]
 
 
-def _base64(data: bytes) -> str:
-    return b64encode(data).decode()
+def _fields(value: Any) -> list[Any]:
+    """Return the fields that were set, of a pydantic model, then name and value of each field."""
+    names, held, given = _field_names(type(value)), {*getattr(value, "__dict__", ())}, None
+    if isinstance(value, BaseModel):
+        held |= {*(value.__pydantic_extra__ or ()), *(value.__pydantic_private__ or ())}
+        given = sorted(value.__pydantic_fields_set__)
+    if beyond := held.difference(names):
+        raise TypeError(f"a {type(value).__qualname__} with {min(beyond)!r}, which is not one of its fields,")
+    pairs = ((name, getattr(value, name)) for name in names if hasattr(value, name))
+    return [given, *(part for pair in pairs for part in pair)]
 
 
-def _binary(content: Any) -> bytes:
-    return b64decode(_checked(content, str), validate=True)
+def _object(kind: Any, given: Any, *pairs: Any) -> Any:
+    """Return a dataclass instance or a pydantic model, without running code of its class."""
+    made, attributes = object.__new__(kind), _dict(pairs)
+    if not attributes.keys() <= set(_field_names(kind)):
+        raise ValueError(f"not the fields of {kind.__qualname__}")
+    if issubclass(kind, BaseModel):
+        attributes = {"__dict__": attributes, "__pydantic_fields_set__": convert(given, set[str])}
+        attributes |= dict.fromkeys(("__pydantic_extra__", "__pydantic_private__"))
+    for name, value in attributes.items():
+        object.__setattr__(made, name, value)
+    return made
 
 
-def _checked(value: Any, kind: type) -> Any:
-    if type(value) is not kind:
-        raise ValueError(f"a {type(value).__name__} instead of a {kind.__name__}")
-    return value
+def _dict(flat: Sequence[Any]) -> dict[Any, Any]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
-def _below(value: Any, bound: int) -> int:
-    if not 0 <= _checked(value, int) < bound:
-        raise ValueError(f"{value} is not in [0, {bound})")
-    return int(value)
+def _array_content(array: np.ndarray[Any, Any]) -> list[Any]:
+    if not array.dtype.itemsize or not _DTYPE.fullmatch(array.dtype.str):
+        raise TypeError(f"NumPy's {array.dtype}")
+    return [array.dtype.str, list(array.shape), array.tobytes()]
 
 
-def _numpy(dtype: Any, data: bytes | bytearray) -> np.ndarray[Any, Any]:
-    """Return a flat array. Its memory holds only what NumPy itself would have written there."""
-    if not _DTYPE.fullmatch(_checked(dtype, str)):
+def _array(content: _Array) -> np.ndarray[Any, Any]:
+    """Return an array. Its memory holds only what NumPy itself would have written there."""
+    dtype, shape, data = content
+    if not _DTYPE.fullmatch(dtype):
         raise ValueError(f"no plain dtype: {dtype[:50]}")
-    array = np.frombuffer(data, np.dtype(dtype))
-    if array.dtype.kind == "U" and np.any(array.view(f"{dtype[0]}u4") > sys.maxunicode):
-        raise ValueError("text that is no Unicode")
-    if array.dtype.kind == "b" and np.any(array.view("u1") > 1):
-        raise ValueError("booleans that are neither true nor false")
-    return array
+    array = np.frombuffer(bytearray(data), np.dtype(dtype))
+    order, kind = dtype[0], dtype[1]
+    unit, largest = (f"{order}u4", sys.maxunicode) if kind == "U" else ("u1", 1 if kind == "b" else 255)
+    if np.any(array.view(unit) > largest):
+        raise ValueError("text that is no Unicode, or booleans that are neither true nor false")
+    return array.reshape(shape)
 
 
-def _seed_sequence(entropy: Any, spawn_key: Any, pool_size: Any, spawned: Any) -> np.random.SeedSequence:
-    return np.random.SeedSequence(
-        entropy,
-        spawn_key=_checked(spawn_key, tuple),
-        pool_size=_below(pool_size, 65),
-        n_children_spawned=_below(spawned, 2**63),
-    )
+def _random(state: _RandomState) -> random.Random:
+    made = random.Random(0)
+    made.setstate(state)
+    return made
 
 
-def _check_bits(name: str, pattern: Any, given: Any) -> None:
-    """Raise ValueError unless the state of a bit generator has the form of another one's."""
-    _checked(given, type(pattern))
-    if isinstance(pattern, dict):
-        if pattern.keys() != given.keys():
-            raise ValueError("not the state of this bit generator")
-        for key, value in pattern.items():
-            _check_bits(key, value, given[key])
-    elif isinstance(pattern, np.ndarray):
-        if (pattern.dtype, pattern.shape) != (given.dtype, given.shape):
-            raise ValueError("not the state of this bit generator")
-    elif isinstance(pattern, int):
-        _below(given, _BELOW[name])
-    elif pattern != given:
-        raise ValueError("not the state of this bit generator")
+def _generator_content(generator: np.random.Generator) -> list[Any]:
+    bits: Any = generator.bit_generator
+    name, seeds = type(bits).__name__, bits.seed_seq
+    if name not in get_args(_BitGenerator) or type(bits) is not getattr(np.random, name):
+        return [bits]  # which is not supported
+    return [name, bits.state, (seeds if type(seeds) is SeedSequence else SeedSequence(0)).state]
+
+
+def _generator(content: _Generator) -> np.random.Generator:
+    name, state, seeds = content
+    _check_form({**seeds, "entropy": 0}, SeedSequence(0).state)
+    bits = getattr(np.random, name)(SeedSequence(**seeds))
+    _check_form(state, bits.state)
+    bits.state = state
+    return np.random.Generator(bits)
+
+
+def _check_form(state: Any, pattern: Any) -> None:
+    """Raise ValueError unless a state has the form of another one, and its integers are in bounds."""
+
+    def form(value: Any, bound: int = 0) -> Any:
+        if isinstance(value, dict):
+            return {key: form(item, _BELOW.get(key, 0)) for key, item in value.items()}
+        if isinstance(value, np.ndarray):
+            return value.dtype, value.shape
+        kind = type(value)
+        return 0 <= value < bound if kind is int else value if kind is str else kind
+
+    if form(state) != form(pattern):
+        raise ValueError("not a state of this generator")
+
+
+_ROWS: dict[str, tuple[type, Callable[[Any], Any], Any, Callable[[Any], Any]]] = {
+    # tag: type, its content, which is encoded in turn, type of the decoded content, value with that content
+    "int": (int, hex, str, lambda text: int(text, 16)),
+    "float": (float, repr, str, {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}.__getitem__),
+    "str": (str, lambda text: [*map(ord, text)], list[int], lambda codes: "".join(map(chr, codes))),
+    "bytes": (bytes, lambda data: b64encode(data).decode(), bytes, bytes),
+    "tuple": (tuple, list, list, tuple),
+    "set": (set, list, list, set),
+    "frozenset": (frozenset, list, list, frozenset),
+    "deque": (deque, lambda queue: [*queue, queue.maxlen], list, lambda flat: deque(flat[:-1], flat[-1])),
+    "dict": (dict, lambda held: [part for pair in held.items() for part in pair], list, _dict),
+    "array": (np.ndarray, _array_content, _Array, _array),
+    "scalar": (np.generic, np.asarray, np.ndarray, lambda array: array.reshape(1)[0]),
+    "numpy.str": (np.str_, np.str_.item, str, np.str_),  # an array would lose NULs at the end
+    "numpy.bytes": (np.bytes_, np.bytes_.item, bytes, np.bytes_),
+    "random": (random.Random, random.Random.getstate, _RandomState, _random),
+    "generator": (np.random.Generator, _generator_content, _Generator, _generator),
+}
+_TAGS = {row[0]: tag for tag, row in _ROWS.items()}

@@ -1,4 +1,4 @@
-"""Failover: a controller with ``resume``, and real servers that die."""
+"""Failover: sessions of killed servers continue on others, with a controller started with ``--resume``."""
 
 import asyncio
 import contextlib
@@ -33,10 +33,10 @@ from agentrl_env.fleet.failover import Failover
 from agentrl_env.fleet.redis_store import RedisStore
 from agentrl_env.fleet.serve import ControllerServer, control
 from agentrl_env.server import failover as server_failover
+from agentrl_env.server.failover import FailoverApi
 from agentrl_env.server.loader import load_target
 from agentrl_env.server.serve import NOWHERE, EnvServer
-from agentrl_env.session.checkpoint import take_checkpoint
-from agentrl_env.session.history import History
+from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.types import SessionStatus
 from agentrl_env.wire import OpenRequest, StepBatch, StepRequest, TranscriptRequest
@@ -55,7 +55,7 @@ class Spot:
 
 
 class Walk(Environment):
-    """Walk at random; every step is drawn from the episode's generator."""
+    """A random walk; each step draws from the generator of the episode."""
 
     max_turns = 12
     tool_timeout = 20.0
@@ -323,7 +323,7 @@ async def test_last_answer_of_a_moved_session_can_be_repeated():
             await fleet.client.backend.step(session.session_id, last.seq + 1, Message.assistant(None, WALK))
 
 
-async def test_last_answer_lost_with_its_server_is_given_by_another(monkeypatch):
+async def test_last_answer_of_a_lost_server_is_returned_by_another(monkeypatch):
     monkeypatch.setattr(failover, "FORGET_S", 60.0)
     async with site() as fleet:
         for _ in range(2):
@@ -387,7 +387,7 @@ async def test_adopted_session_has_a_lease():
 def kept_at(site, session):
     """Return the checkpoint of a session in the controller's store."""
     record, *_ = site.fleet.store._records.get(session.session_id, (None,))
-    return record and json.loads(record)["last"].get("checkpoint")
+    return record and json.loads(record)["last"].get("state")
 
 
 async def test_record_is_removed_with_its_session():
@@ -599,7 +599,7 @@ async def test_time_limit_continues_after_failover():
 
 
 @pytest.mark.parametrize("task", ["household", "shop", "sql"])
-async def test_starter_tasks_survive_failover(task):
+async def test_starter_tasks_continue_after_failover(task):
     target = f"{ROOT}/environments/{task}"
     async with EnvClient.local(load_target(target), oracle=True) as client:
         expected = [plain(result) async for result in by_expert(await client.open(task, index=5, seed=5))]
@@ -653,14 +653,8 @@ class Trip(Environment):
     opened = await here.open(OpenRequest(task="trip"))
     message = Message.assistant(None, ToolCall.of("go"))
     await here.step(StepRequest(session_id=opened.session_id, seq=1, message=message))
-    checkpoint, turns = await take_checkpoint(here.session(opened.session_id), here.now())
-    history = History.of(turns)
-    await there.adopt(
-        opened.session_id,
-        "",
-        checkpoint.sample,
-        lambda session: checkpoint.restore(session, history, there.now()),
-    )
+    here_api, there_api = (FailoverApi(pool, Metrics(), None, "token", set()) for pool in pools)
+    await there_api.adopt(await here_api.take(here.session(opened.session_id), ""))
     result = json.loads(await there.step(StepRequest(session_id=opened.session_id, seq=2, message=message)))
     assert result["messages"][0]["content"] == "Spot(at=2)"
     for pool in pools:
@@ -786,7 +780,7 @@ async def test_answers_of_a_server_after_its_loss_are_discarded(redis):
         assert plain(await session.step(WALK)) in await undisturbed(8, 3)
 
 
-async def test_answers_wait_until_redis_has_their_checkpoint(redis):
+async def test_answers_wait_for_their_checkpoint_in_redis(redis):
     async with Pair(redis, 2) as pair:
         session = await pair.clients[0].open("walk", seed=9)
         redis.kill()
@@ -803,7 +797,7 @@ async def test_answers_wait_until_redis_has_their_checkpoint(redis):
         assert [plain(await session.step(WALK))] == (await undisturbed(9, 2))[1:]
 
 
-async def test_caller_gets_state_unavailable_where_redis_is_away_too_long(redis, monkeypatch):
+async def test_state_unavailable_is_raised_while_redis_is_down(redis, monkeypatch):
     monkeypatch.setattr(failover, "CONFIRM_S", 0.05)
     async with Pair(redis, 2) as pair:
         session = await pair.clients[0].open("walk", seed=9)
@@ -854,4 +848,4 @@ async def test_sessions_survive_a_killed_process():
 async def test_answered_opening_has_a_checkpoint(redis):
     async with Pair(redis, 2) as pair:
         opened = json.loads(await pair.fleets[1].open(OpenRequest(task="walk")))
-        assert (await pair.fleets[0].registry.routing.records.find(opened["session_id"])).last.usable
+        assert (await pair.fleets[0].registry.routing.records.find(opened["session_id"])).last.state

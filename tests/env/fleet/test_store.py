@@ -1,8 +1,8 @@
-"""The store of a fleet: one contract for the store in memory and for a real Redis."""
+"""The store of a fleet: the same tests for the store in memory and for a real Redis."""
 
 import asyncio
+import time
 
-import msgspec
 import pytest
 
 from agentrl_env import EnvClient, ToolCall
@@ -13,7 +13,7 @@ from agentrl_env.fleet.failover import RECORD_S, Record, Records
 from agentrl_env.fleet.redis_store import RedisStore
 from agentrl_env.fleet.serve import ControllerServer
 from agentrl_env.fleet.store import CLAIM_S, MemoryStore
-from agentrl_env.server.failover import MAX_TURNS_BYTES, SealedCheckpoint
+from agentrl_env.server.failover import MAX_TURNS_BYTES, Checkpoint
 from agentrl_env.server.serve import NOWHERE, EnvServer
 from agentrl_env.session.history import MAX_TURNS
 from agentrl_env.wire import OPEN, OpenRequest
@@ -65,19 +65,24 @@ async def test_servers_are_recorded_as_alive_and_lost(store):
     assert await store.is_lost("a")
 
 
-def sealed(session_id, seq, text, turns=()):
-    return SealedCheckpoint(
-        session_id=session_id,
-        seq=seq,
-        task="t",
-        client="c",
-        checkpoint=msgspec.Raw(b'"%b"' % text),
-        turns=turns,
-    )
+async def test_liveness_in_redis_does_not_depend_on_the_clock_of_a_controller(redis, monkeypatch):
+    store = RedisStore(redis.url)
+    await store.start()
+    await store.report_alive("a")
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert await store.is_alive("a", 60)
+    monkeypatch.setattr(time, "time", lambda: 1e12)
+    assert await store.is_alive("a", 60)
+    assert not await store.is_alive("b", 60)
+    await store.aclose()
+
+
+def checkpoint(session_id, seq, text, turns=()):
+    return Checkpoint(session_id=session_id, seq=seq, task="t", client="c", state=text.decode(), turns=turns)
 
 
 def record(holder, seq, text, deaths=0):
-    return Record(holder, sealed("a.1", seq, text), deaths)
+    return Record(holder, checkpoint("a.1", seq, text), deaths)
 
 
 @pytest.fixture
@@ -87,10 +92,10 @@ def records(store):
 
 async def test_checkpoints_are_kept_for_the_holder_only(records):
     assert await records.find("a.1") is None
-    assert await records.keep("a", sealed("a.1", 1, b"one"))
-    assert await records.keep("a", sealed("a.1", 2, b"two"))
-    assert not await records.keep("b", sealed("a.1", 3, b"three"))
-    assert await records.keep("a", sealed("a.1", 1, b"one, late"))
+    assert await records.keep("a", checkpoint("a.1", 1, b"one"))
+    assert await records.keep("a", checkpoint("a.1", 2, b"two"))
+    assert not await records.keep("b", checkpoint("a.1", 3, b"three"))
+    assert await records.keep("a", checkpoint("a.1", 1, b"one, late"))
     assert await records.find("a.1") == record("a", 2, b"two")
 
 
@@ -98,7 +103,7 @@ def turns(*numbers, size=1):
     return tuple((f"{number}" * size, "", "") for number in numbers)
 
 
-async def test_repeated_turns_are_merged_in_order(records):
+async def test_turns_are_joined_in_order_however_often_they_are_sent(records):
     for seq, text, sent in (
         (0, b"zero", ()),
         (1, b"one", (1,)),
@@ -106,12 +111,12 @@ async def test_repeated_turns_are_merged_in_order(records):
         (3, b"three", (1, 2, 3)),
         (2, b"late", (2,)),
     ):
-        await records.keep("a", sealed("a.1", seq, text, turns(*sent)))
+        await records.keep("a", checkpoint("a.1", seq, text, turns(*sent)))
     assert (await records.find("a.1")).last.turns == turns(1, 2, 3)
     await records.move("a.1", "a", "b", died=True)
-    await records.keep("b", sealed("a.1", 4, b"four", turns(1, 2, 3, 4)))
+    await records.keep("b", checkpoint("a.1", 4, b"four", turns(1, 2, 3, 4)))
     assert (await records.find("a.1")).last.turns == turns(1, 2, 3, 4)
-    await records.keep("b", sealed("a.1", 7, b"seven", turns(6, 7)))  # the fifth turn was never sent
+    await records.keep("b", checkpoint("a.1", 7, b"seven", turns(6, 7)))  # the fifth was never sent
     assert (await records.find("a.1")).last.turns == turns(6, 7)
     await records.forget("a.1", "b")
     assert (await records.find("a.1")).last.turns == ()
@@ -119,30 +124,30 @@ async def test_repeated_turns_are_merged_in_order(records):
 
 async def test_only_the_last_turns_are_kept(records):
     for seq in range(1, MAX_TURNS + 10):
-        await records.keep("a", sealed("a.1", seq, b"here", turns(seq)))
+        await records.keep("a", checkpoint("a.1", seq, b"here", turns(seq)))
     assert (await records.find("a.1")).last.turns == turns(*range(10, MAX_TURNS + 10))
     size = MAX_TURNS_BYTES // 4
-    await records.keep("a", sealed("a.2", 9, b"here", turns(*range(1, 10), size=size)))
+    await records.keep("a", checkpoint("a.2", 9, b"here", turns(*range(1, 10), size=size)))
     assert (await records.find("a.2")).last.turns == turns(6, 7, 8, 9, size=size)
-    await records.keep("a", sealed("a.2", 11, b"here", turns(1, 2, size=MAX_TURNS_BYTES)))
+    await records.keep("a", checkpoint("a.2", 11, b"here", turns(1, 2, size=MAX_TURNS_BYTES)))
     assert (await records.find("a.2")).last.turns == turns(1, 2, size=MAX_TURNS_BYTES)
 
 
-async def test_only_a_move_from_the_present_holder_succeeds(records):
+async def test_only_moves_from_the_current_holder_succeed(records):
     assert not await records.move("a.1", "a", "b", died=True)
-    await records.keep("a", sealed("a.1", 1, b"one"))
+    await records.keep("a", checkpoint("a.1", 1, b"one"))
     moved = [await records.move("a.1", "a", server, died=True) for server in ("b", "c")]
-    assert moved == [True, False]
+    assert moved == [record("b", 1, b"one", deaths=1), None]
     assert await records.move("a.1", "b", "c", died=False)
     assert await records.find("a.1") == record("c", 1, b"one", deaths=1)
-    assert not await records.keep("a", sealed("a.1", 1, b"late"))
-    assert await records.keep("c", sealed("a.1", 1, b"two"))
+    assert not await records.keep("a", checkpoint("a.1", 1, b"late"))
+    assert await records.keep("c", checkpoint("a.1", 1, b"two"))
     assert await records.find("a.1") == record("c", 1, b"two")
 
 
-async def test_only_the_holder_forgets_a_session(records):
+async def test_only_the_holder_can_forget_a_session(records):
     for session_id in ("a.1", "a.2"):
-        await records.keep("a", sealed(session_id, 1, b"one"))
+        await records.keep("a", checkpoint(session_id, 1, b"one"))
     await records.forget("a.1", "b")
     assert await records.find("a.1") is not None
     await records.forget("a.1", "a")
@@ -150,7 +155,7 @@ async def test_only_the_holder_forgets_a_session(records):
     await records.move("a.2", "a", "b", died=True)
     await records.forget("a.2", "b")
     known = await records.find("a.2")
-    assert (known.holder, known.last.seq, known.last.usable, known.deaths) == ("b", 1, False, 1)
+    assert (known.holder, known.last.seq, known.last.state, known.deaths) == ("b", 1, None, 1)
     await records.forget("a.3", "a")
 
 
@@ -165,7 +170,7 @@ async def test_concurrent_writes_of_a_record_are_compared_and_set(store):
     assert await store.read("a.1") == (None, "")
 
 
-async def test_malformed_record_is_a_lost_session(store):
+async def test_malformed_record_raises_session_lost(store):
     await store.write("a.1", b'{"holder":1}', "", 60)
     with pytest.raises(SessionLost, match="malformed"):
         await Records(store).find("a.1")
@@ -178,11 +183,11 @@ def test_records_in_memory_are_bounded():
         store = MemoryStore(clock, size=10)
         records = Records(store)
         for number in range(50):
-            await records.keep("a", sealed(f"a.{number}", 1, b"here"))
+            await records.keep("a", checkpoint(f"a.{number}", 1, b"here"))
         assert [number for number in range(50) if await records.find(f"a.{number}")] == [*range(40, 50)]
         clock.now += RECORD_S
         assert await records.find("a.49") is None
-        await records.keep("a", sealed("a.50", 1, b"here"))
+        await records.keep("a", checkpoint("a.50", 1, b"here"))
         assert len(store._records) == 1
 
     asyncio.run(run())
@@ -192,7 +197,7 @@ async def test_records_in_redis_expire(redis):
     store = RedisStore(redis.url)
     await store.start()
     records = Records(store)
-    await records.keep("a", sealed("a.1", 1, b"one", turns(1)))
+    await records.keep("a", checkpoint("a.1", 1, b"one", turns(1)))
     await records.move("a.1", "a", "b", died=True)
     assert CLAIM_S < await store._redis.ttl(store._key("session", "a.1")) <= RECORD_S
     await records.forget("a.1", "b")
@@ -304,7 +309,7 @@ async def test_opening_repeated_at_another_controller_returns_the_same_session(r
         assert pair.server.pool.open_sessions == 1
 
 
-async def test_server_linked_to_another_controller_is_not_lost(redis):
+async def test_server_heard_by_another_controller_is_not_lost(redis):
     clock = Clock()
     async with Pair(redis, clock) as pair:
         deaf, hearing = (controller.fleet for controller in pair.controllers)
@@ -329,7 +334,7 @@ async def test_server_lost_for_one_controller_is_lost_for_all(redis):
                 await client.resume(session.session_id)
 
 
-async def test_without_redis_sessions_continue_and_openings_wait_or_fail(redis, monkeypatch):
+async def test_sessions_continue_without_redis_and_openings_wait_or_fail(redis, monkeypatch):
     async with Pair(redis, Clock()) as pair:
         session = await pair.clients[0].open("quick")
         redis.kill()
