@@ -124,7 +124,7 @@ def _quiet_threads(config: RunConfig) -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def _guarded(command: Callable[[], Any]) -> int:
+def _run(command: Callable[[], Any]) -> int:
     try:
         command()
     except (TrainError, AgentRLError) as error:
@@ -133,7 +133,9 @@ def _guarded(command: Callable[[], Any]) -> int:
     except ModuleNotFoundError as error:
         if error.name not in EXTRA_MODULES:
             raise
-        print(f"agentrl-train: {error.name} is missing: pip install 'agentrl-kit[train]'", file=sys.stderr)
+        print(
+            f"agentrl-train: {error.name} is not installed: pip install 'agentrl-kit[train]'", file=sys.stderr
+        )
         return 1
     except KeyboardInterrupt:
         print("agentrl-train: interrupted", file=sys.stderr)
@@ -142,9 +144,9 @@ def _guarded(command: Callable[[], Any]) -> int:
 
 
 def main() -> None:
-    """Run the command line; a known error prints one sentence to stderr and exits with status 1."""
+    """Run the command line; a known error prints its message to stderr and exits with status 1."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    sys.exit(_guarded(app))
+    sys.exit(_run(app))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Step 4 of 9: ``Session`` x ``Engine`` -> ``Trajectory``, ``TrajectoryGroup``.
 
-One episode is a conversation between an environment session and an engine. Failures are data: an episode
-that the environment or the engine failed is retried in a fresh session, then left out of its group. It never
-gets a reward.
+One episode is a conversation between an environment session and an engine. An episode that the environment
+or the engine failed is retried in a fresh session, then left out of its group; it never gets a reward.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class Actor:
     """Plays episodes concurrently, one per slot, in the order of their requests.
 
     ``rollout.stale_fraction`` is the probability that the stale policy samples a turn (cross-policy sampling,
-    AgentRL section 3.1); it is drawn anew each turn and recorded with the completion.
+    AgentRL section 3.1); it is drawn for every turn and recorded with the completion.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class Actor:
         self._rollout = rollout
         self._slots = slots
         self._trace = trace
-        self._away: dict[str, float] = {}
+        self._unreachable: dict[str, float] = {}
 
     async def group(
         self, episode: Episode, *, size: int, group_id: int, admitted_version: int
@@ -141,35 +140,35 @@ class Actor:
         what is trained: long episodes fail more often.
         """
         attempt, draws, pause_s = 0, 0, FIRST_BACKOFF_S
-        patient_until = time.monotonic() + self._rollout.environment_wait_timeout_s
+        wait_until = time.monotonic() + self._rollout.environment_wait_timeout_s
         while True:
             trajectory, cause = await self._attempt(
                 episode, draw_seed=(*episode.draw_seed, number, draws), track=track, attempt=attempt
             )
-            if trajectory.opening and (since := self._away.pop(episode.task, None)) is not None:
+            if trajectory.opening and (since := self._unreachable.pop(episode.task, None)) is not None:
                 away_s = time.monotonic() - since
-                logger.warning("the environment of %s is back, %.0f s later", episode.task, away_s)
+                logger.warning("the environment of %s is reachable again after %.0f s", episode.task, away_s)
             if cause is None:
                 return trajectory
             self.discarded_tokens += trajectory.num_sampled_tokens
-            away = isinstance(cause, OUTAGES) and not trajectory.opening
-            if away:
+            unreachable = isinstance(cause, OUTAGES) and not trajectory.opening
+            if unreachable:
                 self._log_outage(episode.task, str(trajectory.error))
-            if not (away and time.monotonic() < patient_until):
+            if not (unreachable and time.monotonic() < wait_until):
                 attempt += 1
                 if attempt > self._rollout.environment_retries:
                     return trajectory
             draws += not isinstance(cause, OUTAGES)
-            logger.info("an episode of %s is played again: %s", episode.task, trajectory.error)
+            logger.info("an episode of %s is retried: %s", episode.task, trajectory.error)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_BACKOFF_S)
 
     def _log_outage(self, task: str, reason: str) -> None:
-        """Log at once, and once for all episodes, that an environment is unreachable."""
-        if task not in self._away:
-            self._away[task] = time.monotonic()
+        """Log an outage once for all episodes that wait for the environment."""
+        if task not in self._unreachable:
+            self._unreachable[task] = time.monotonic()
             logger.warning(
-                "the environment of %s is out of reach (%s); its episodes wait up to %g s for it",
+                "the environment of %s is unreachable (%s); its episodes wait up to %g s for it",
                 task,
                 reason,
                 self._rollout.environment_wait_timeout_s,
@@ -269,13 +268,13 @@ class _Attempt:
         )
 
     async def _play_session(self) -> EpisodeEnd:
-        wanted = self._episode
+        episode = self._episode
         with self._trace.span(self._track, "open"):
             session = await self._client.open(
-                wanted.task,
-                split=wanted.split,
-                index=wanted.index,
-                seed=wanted.seed,
+                episode.task,
+                split=episode.split,
+                index=episode.index,
+                seed=episode.seed,
                 wait=self._rollout.episode_timeout_s,
             )
         try:
@@ -307,7 +306,7 @@ class _Attempt:
             raise EngineError(
                 f"the opening of {self._episode.task} takes {len(context)} tokens and a turn up to "
                 f"engine.max_new_tokens = {self._sampling.max_new_tokens}: raise engine.max_context from "
-                f"{self._sampling.max_context} to {needed} at least"
+                f"{self._sampling.max_context} to at least {needed}"
             )
         return EpisodeEnd.TRUNCATED_LENGTH
 

@@ -76,7 +76,7 @@ def shaped_returns(
 ) -> Values:
     """Return the reward of each trajectory less its penalties, [N].
 
-    ``invalid_call_penalty`` is taken off once if any call was invalid, ``truncation_penalty`` once
+    ``invalid_call_penalty`` is subtracted once if any call was invalid, ``truncation_penalty`` once
     if a limit ended the episode. Raises ``ValueError`` for a failed trajectory: its reward is
     meaningless.
     """
@@ -92,10 +92,9 @@ def shaped_returns(
 
 
 def group_advantages(returns: Values, *, baseline: Baseline = "mean", scale: Scale = "std") -> Values:
-    """Return the advantages [N] of one group's returns [N]; exactly 0 where it holds no signal.
+    """Return the advantages [N] of one group's returns [N]; exactly 0 if the group has no signal.
 
-    A group whose returns are all equal has no signal under a group baseline, and so has a group of
-    one.
+    With a group baseline, a group of one and a group of equal returns have no signal.
     """
     centred = returns - group_baseline(returns, baseline)
     if not _signal(centred, returns):
@@ -120,7 +119,7 @@ def group_baseline(returns: Values, kind: Baseline) -> Values:
 def group_scale(returns: Values, kind: Scale) -> float:
     """Return the divisor of a group's advantages: the unbiased std of its returns.
 
-    It is 1 without scaling and where the returns have no spread.
+    It is 1 without scaling and for returns without spread.
     """
     if kind == "none" or returns.size < 2 or not _signal(returns - returns.mean(), returns):
         return 1.0
@@ -130,10 +129,10 @@ def group_scale(returns: Values, kind: Scale) -> float:
 def normalize_task(values: Sequence[Values], tokens: Sequence[NDArray[np.int64]]) -> list[Values]:
     """Return one task's advantages with mean 0 and std 1 over all its sampled tokens.
 
-    ``values[g]`` and ``tokens[g]`` are [N] for group g: the advantages, and how many tokens each
-    trajectory sampled. AgentRL's task advantage normalization (arXiv 2510.04206, equation 1;
-    unbiased std), with two repairs: a group without signal stays 0 and out of the statistics, and a
-    task with fewer than 2 tokens or no spread is left as it is.
+    ``values[g]`` and ``tokens[g]`` are [N] for group g: the advantages, and the number of tokens that each
+    trajectory sampled. This is AgentRL's task advantage normalization (arXiv 2510.04206, equation 1;
+    unbiased std), with two differences: a group without signal stays 0 and out of the statistics, and a
+    task with fewer than 2 tokens or without spread is unchanged.
     """
     live = [bool(np.any(value)) for value in values]
     if not any(live):
@@ -154,10 +153,10 @@ def _reward(trajectory: Trajectory, group: TrajectoryGroup) -> float:
     where = f"group {group.group_id} of task {group.task!r}"
     if trajectory.end.failed:
         raise ValueError(
-            f"{where} holds a failed trajectory ({trajectory.end.value}); drop it before training."
+            f"{where} contains a failed trajectory ({trajectory.end.value}); drop it before training."
         )
     if not np.isfinite(trajectory.reward):
-        raise ValueError(f"{where} holds a reward of {trajectory.reward}; rewards must be finite numbers.")
+        raise ValueError(f"{where} contains a reward of {trajectory.reward}; rewards must be finite numbers.")
     return trajectory.reward
 
 

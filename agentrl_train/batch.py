@@ -50,7 +50,7 @@ def sequence(trajectory: Trajectory, advantage: float, group: TrajectoryGroup) -
             raise ValueError(
                 f"a completion of group {group.group_id} has {size} tokens, "
                 f"{len(completion.logprobs)} logprobs and {len(completion.versions)} versions; "
-                "the engine must give one of each a token."
+                "the engine must return one of each per token."
             )
         ids += [*prompt, *completion.token_ids]
         mask += [0.0] * len(prompt) + [1.0] * size
@@ -102,15 +102,14 @@ def pack(
     """Return one ``Batch`` per optimizer step, at most ``num_minibatches`` of them.
 
     The sequences are divided at random (``seed``) into ``num_minibatches`` steps of equal size and
-    weighted within their step (``token_weights``). Then whole sequences are packed, first fit
-    decreasing, into rows as long as the longest of them (or ``row_tokens``, if that is more), and
-    rows of like length into micro-batches of at most ``max_tokens`` slots; a row longer than that
-    goes alone. ``packed=False`` puts one sequence in a row, for models that cannot keep several
-    apart.
+    weighted within their step (``token_weights``). Whole sequences are then packed, first fit
+    decreasing, into rows as long as the longest sequence (or ``row_tokens``, if that is more), and rows of
+    similar length into micro-batches of at most ``max_tokens`` slots; a longer row is a micro-batch of its
+    own. ``packed=False`` puts one sequence in a row, for models that do not support packed rows.
 
-    With ``skip_zero_advantages`` sequences without any advantage are not computed but still counted
-    in the denominators: the policy gradient is the same, at less cost, but an entropy or KL term no
-    longer sees them. A step with nothing to compute is left out.
+    With ``skip_zero_advantages``, sequences without any advantage are not computed, but still count in the
+    denominators: the policy gradient is the same at less cost, but entropy and KL terms leave them out. A
+    step with nothing to compute is left out.
     """
     order = np.random.default_rng(seed).permutation(len(sequences))
     batches = []
@@ -133,18 +132,18 @@ def token_weights(
     aggregation: Aggregation = "sequence_mean",
     constant_tokens: int | None = None,
 ) -> list[FloatArray]:
-    """Return the weight of every token in the loss, one [T] array a sequence, 0 where masked.
+    """Return the weight of every token in the loss, one [T] array per sequence, 0 where masked.
 
-    ``token_mean`` (DAPO, arXiv 2503.14476): all tokens weigh the same. ``sequence_mean`` (GRPO,
-    2402.03300), ``group_mean``, ``task_mean``: all sequences, groups or tasks weigh the same, and
-    in each its tokens. In these four the weights sum to 1. ``constant`` (Dr. GRPO, 2503.20783): a
-    token weighs ``1 / (constant_tokens * number of sequences)``.
+    ``token_mean`` (DAPO, arXiv 2503.14476): all tokens have equal weight. ``sequence_mean`` (GRPO,
+    2402.03300), ``group_mean``, ``task_mean``: all sequences, groups or tasks have equal weight, as have the
+    tokens within each. In these four the weights sum to 1. ``constant`` (Dr. GRPO, 2503.20783): a token has
+    weight ``1 / (constant_tokens * number of sequences)``.
     """
     if aggregation not in get_args(Aggregation):
         raise ValueError(f"aggregation is {aggregation!r}; use one of {', '.join(get_args(Aggregation))}.")
     if aggregation == "constant":
         if not constant_tokens:
-            raise ValueError("aggregation 'constant' needs constant_tokens, such as the token limit.")
+            raise ValueError("aggregation 'constant' needs constant_tokens, for example the token limit.")
         return [one.loss_mask / np.float32(constant_tokens * len(sequences)) for one in sequences]
     units = [_unit(one, i, aggregation) for i, one in enumerate(sequences)]
     tokens: Counter[Hashable] = Counter()

@@ -1,8 +1,8 @@
-"""Step 4 of 9, messages to tokens: renders sessions as token ids and parses completions, append-only.
+"""Step 4 of 9: messages -> token ids, and completions -> messages, append-only.
 
-The chat template is rendered once, for the opening of a session. After that every turn only appends: the
-completion's tokens exactly as sampled, then the rendered reply. Nothing is decoded and re-encoded;
-text is decoded only to parse the tool calls in it.
+The chat template is rendered once, for the opening of a session. Every turn then appends the tokens of the
+completion exactly as sampled, followed by the rendered reply. Tokens are never decoded and re-encoded; text
+is decoded only to parse tool calls.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ChatFormat:
         if not tokenizer.chat_template:
             raise ConfigError(f"{tokenizer.name_or_path} has no chat template: use an instruct model")
         if tokenizer.eos_token_id is None:
-            raise ConfigError(f"{tokenizer.name_or_path} names no eos token: set eos_token")
+            raise ConfigError(f"{tokenizer.name_or_path} has no eos token: set eos_token")
         self.tokenizer = tokenizer
         self.stop_token_ids: tuple[int, ...] = (int(tokenizer.eos_token_id),)
         self._stop_text: str = tokenizer.eos_token
@@ -48,7 +48,7 @@ class ChatFormat:
             try:
                 self.reply([answer], stopped=True)
             except TemplateError as error:
-                raise ConfigError(f"the chat template refuses a {answer.role} message: {error}") from error
+                raise ConfigError(f"the chat template rejects a {answer.role} message: {error}") from error
 
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """Render the opening messages and the tools, ending with the generation prompt."""
@@ -67,7 +67,7 @@ class ChatFormat:
         if not text.startswith(self._stop_text):
             raise ConfigError(
                 f"the chat template does not end an assistant turn with {self._stop_text!r}, "
-                "so turns cannot be appended: fix the template or set eos_token to what it writes"
+                "so turns cannot be appended: fix the template, or set eos_token to the token it writes"
             )
         return self._encode(text.removeprefix(self._stop_text) if stopped else text)
 
@@ -79,12 +79,12 @@ class ChatFormat:
         """
         ids = [i for i in token_ids if i not in self.stop_token_ids]
         text = str(self.tokenizer.decode(ids, skip_special_tokens=False))
-        thought, closed, speech = text.rpartition("</think>")
+        reasoning, closing_tag, answer = text.rpartition("</think>")
         calls = [
             _tool_call(match.group(1), call_id=f"call_{turn}_{number}")
-            for number, match in enumerate(_CALL.finditer(speech))
+            for number, match in enumerate(_CALL.finditer(answer))
         ]
-        content = (thought + closed + _CALL.sub("", speech)).strip()
+        content = (reasoning + closing_tag + _CALL.sub("", answer)).strip()
         return Message.assistant(content or None, *calls)
 
     def completion(self, message: Message) -> list[int]:

@@ -1,8 +1,8 @@
-"""Step 7 of 9, its formulas: log-probabilities and advantages -> loss. Pure functions of tensors.
+"""Step 7 of 9: log-probabilities and advantages -> loss. Pure functions of tensors, used by ``learner``.
 
-All tensors have one shape, [N] or any other: one entry a token. ``weights`` already hold the global
-denominator of the aggregation (``batch.py``), so that a step's loss is a plain sum over tokens,
-micro-batches and ranks, and a weight of 0 marks a token that is not trained on.
+All tensors have the same shape, with one entry per token. ``weights`` include the global denominator of the
+aggregation (``batch.py``), so the loss of a step is the plain sum over tokens, micro-batches and ranks. A
+weight of 0 marks a token that is not trained on.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 Stats = dict[str, Tensor]
-"""Scalars: sums over the tokens with a weight; a name that ends in ``_max`` is a maximum."""
+"""Scalars: sums over the trained tokens, or maxima for names that end in ``_max``."""
 
 Objective = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Stats]]
 """``(logprobs, behaviour_logprobs, advantages, weights) -> (loss, stats)``."""
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this range: e^20 is far outside every clip range, and no sum overflows."""
+"""Bound of log-ratios: e^20 is far outside every clip range, and sums do not overflow."""
 
 
 def policy_loss(
@@ -32,11 +32,11 @@ def policy_loss(
     clip_high: float = 0.28,
     dual_clip: float | None = 3.0,
 ) -> tuple[Tensor, Stats]:
-    """Return the clipped policy-gradient loss of tokens, and its statistics.
+    """Return the clipped policy-gradient loss and its statistics.
 
-    With ``r = exp(logprobs - behaviour_logprobs)`` a token's loss is ``-min(r A, clip(r, 1 -
+    With ``r = exp(logprobs - behaviour_logprobs)`` the loss of a token is ``-min(r A, clip(r, 1 -
     clip_low, 1 + clip_high) A)`` (PPO, arXiv 1707.06347; unequal bounds DAPO, 2503.14476), and for
-    ``A < 0`` at most ``-dual_clip * A`` (dual clip, 1912.09729; ``None`` leaves it out). Stats:
+    ``A < 0`` at most ``-dual_clip * A`` (dual clip, 1912.09729; ``None`` disables it). Stats:
     ``clip_fraction`` (tokens whose gradient is clipped away), ``ratio``, ``ratio_max``, ``kl``
     (k3 estimate of KL(behaviour || policy)).
     """
@@ -89,7 +89,7 @@ def importance_weights(
 def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted k3 estimate of KL(policy || reference), never negative.
 
-    ``q/p - 1 - log(q/p)`` a token: J. Schulman, "Approximating KL divergence" (2020).
+    ``q/p - 1 - log(q/p)`` per token: J. Schulman, "Approximating KL divergence" (2020).
     """
     log_ratio = _log_ratio(reference_logprobs, logprobs, weights != 0)
     return _weighted_sum(torch.expm1(log_ratio) - log_ratio, weights)

@@ -265,7 +265,7 @@ class Trace(Protocol):
         ...
 
     def lane(self, group: str) -> AbstractContextManager[str]:
-        """Lend a free track of a group for the duration of the block."""
+        """Yield a free track of a group for the duration of the block."""
         ...
 
 

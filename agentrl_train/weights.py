@@ -53,15 +53,15 @@ class Probe(Protocol):
 class Canary:
     """Compares a short completion of every engine with the trainer after each weight push.
 
-    It detects what a checksum cannot: stale copies of weights inside the engine's kernels, a cache of the old
-    weights, a tensor in the wrong place. The prompts are random tokens, different for each version, because
-    wrong weights hardly show where a trained policy is confident.
+    It detects errors that a checksum cannot: stale copies of weights inside kernels, a cache of old weights,
+    a misplaced tensor. The prompts are random tokens, different for each version, because a confident policy
+    hardly shows wrong weights.
 
     Args:
         probe: samples from the engines.
         logprobs: scores with the trainer.
         vocabulary: number of tokens to draw from.
-        temperature: of the run.
+        temperature: sampling temperature of the run.
         tolerance: largest accepted difference.
     """
 
@@ -93,7 +93,7 @@ class Canary:
         context = np.random.default_rng(version).integers(self._vocabulary, size=CANARY_TOKENS).tolist()
         completions = self._probe(context, sampling=sampling, policies=policies)
         if others := {v for completion in completions for v in completion.versions} - {version}:
-            raise WeightMismatch(f"an engine samples with version {min(others)} after version {version} came")
+            raise WeightMismatch(f"an engine samples with version {min(others)} after a push of {version}")
         sequences = [probe_sequence(context, completion) for completion in completions]
         found = drift(self._logprobs(sequences), sequences, version=version)
         require_agreement(found, tolerance=self._tolerance, version=version)
@@ -103,8 +103,8 @@ class Canary:
 class Publisher:
     """Publishes to the current policy every time and to the stale one every ``stale_interval`` versions.
 
-    Cross-policy sampling (AgentRL, section 3.1) draws turns from both. ``stale_interval = 0``: there is no
-    stale policy.
+    Cross-policy sampling (AgentRL, section 3.1) draws turns from both. With ``stale_interval = 0`` there is
+    no stale policy.
     """
 
     def __init__(self, sync: WeightSync, *, stale_interval: int = 0, canary: Canary | None = None) -> None:
@@ -139,12 +139,12 @@ def drift(trainer: Sequence[np.ndarray], sequences: Sequence[TokenSequence], *, 
         sequences: sequences with the engine's log-probabilities.
         version: policy version of the trainer's weights.
     """
-    told = [(one.versions == version) & (one.loss_mask > 0) for one in sequences]
-    apart = [
-        np.abs(ours - one.logprobs)[here] for ours, one, here in zip(trainer, sequences, told, strict=True)
-    ]
-    every = np.concatenate([np.zeros(0), *apart])
-    return Drift(worst=float(every.max()), mean=float(every.mean())) if every.size else Drift()
+    differences = [np.zeros(0)]
+    for ours, one in zip(trainer, sequences, strict=True):
+        compared = (one.versions == version) & (one.loss_mask > 0)
+        differences.append(np.abs(ours - one.logprobs)[compared])
+    values = np.concatenate(differences)
+    return Drift(worst=float(values.max()), mean=float(values.mean())) if values.size else Drift()
 
 
 def require_agreement(found: Drift, *, tolerance: Drift, version: int) -> None:

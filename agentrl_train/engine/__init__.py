@@ -1,1 +1,1 @@
-"""Step 9 of 9: weights -> ``Completion``s. One engine a module; the actor knows the ``Engine`` protocol."""
+"""Step 9 of 9: weights -> ``Completion``s. One module per engine, behind the ``Engine`` protocol."""

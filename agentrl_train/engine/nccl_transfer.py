@@ -1,6 +1,6 @@
-"""Weight transfer from GPU to GPU over NCCL, by vLLM's own sender.
+"""Weight transfer from GPU to GPU over NCCL, with vLLM's sender.
 
-The only module that imports vLLM in the trainer's process; it is imported when a configuration asks for NCCL.
+The only module of the trainer process that imports vLLM; it is imported only if NCCL is configured.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 from agentrl_train.engine.transfer import DeviceWeights
 
 Step = Callable[[str, dict[str, Any]], None]
-"""Has an engine do one step of the transfer, and returns once it is done."""
+"""Runs one step of the transfer on the engine and returns when it is done."""
 
 
 class NcclTransfer:
-    """The trainer's end of the transfer to one engine's process. Blocking: it runs in a thread of its own.
+    """The sending side of the transfer to one engine. Blocking: runs in a dedicated thread.
 
     Args:
-        step: the engine's end.
-        workers: GPUs of the engine.
-        weights: the first weights; their names and shapes hold for all.
+        step: runs a step on the engine.
+        workers: number of GPUs of the engine.
+        weights: the first weights; later ones must have the same names and shapes.
     """
 
     def __init__(self, step: Step, *, workers: int, weights: DeviceWeights) -> None:
@@ -36,7 +36,7 @@ class NcclTransfer:
         )
 
     def send(self, weights: DeviceWeights) -> None:
-        """Send one version of the weights, and return when the engine has loaded it."""
+        """Send one version of the weights; return when the engine has loaded it."""
         self._source.weights = weights
         self._sender.send_weights()
 
@@ -62,7 +62,7 @@ class _Source(WeightSource):  # type: ignore[misc]  # vLLM need not be here when
 
 
 class _Client:
-    """What vLLM's sender has the engine do (its ``VLLMWeightSyncClient``)."""
+    """Forwards the calls of vLLM's sender to the engine (its ``VLLMWeightSyncClient``)."""
 
     def __init__(self, step: Step) -> None:
         self._step = step

@@ -70,6 +70,6 @@ def check_context_length(token_ids: Sequence[int], sampling: SamplingParams, *, 
     """
     if not token_ids or len(token_ids) + sampling.max_new_tokens > max_context:
         raise EngineError(
-            f"a context of {len(token_ids)} tokens leaves no room for {sampling.max_new_tokens} new ones "
+            f"a context of {len(token_ids)} tokens leaves no room for {sampling.max_new_tokens} new tokens "
             f"in {max_context}: raise engine.max_context or lower engine.max_new_tokens"
         )

@@ -73,8 +73,8 @@ class EnginePool:
         self._start_s = start_s
         self._pause = "keep" if push == "in_flight" else "wait"
         self._published: dict[str, Weights] = {}
-        self._homes: dict[tuple[str, str], ReplicaSupervisor] = {}
-        self._working: set[asyncio.Task[Any]] = set()
+        self._affinity: dict[tuple[str, str], ReplicaSupervisor] = {}
+        self._calls: set[asyncio.Task[Any]] = set()
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine-pool", daemon=True)
@@ -98,8 +98,9 @@ class EnginePool:
                 deadline passed. Cancelling the call aborts the request.
         """
         check_context_length(token_ids, sampling, max_context=self.max_context)
-        working = self._submit(self._generate(list(token_ids), sampling, session_key, policy))
-        return await asyncio.wrap_future(working)
+        choose = partial(self._replica_of, session_key, policy)
+        call = self._submit(self._retry_until_answered(choose, list(token_ids), sampling, session_key))
+        return await asyncio.wrap_future(call)
 
     def release(self, session_key: str) -> None:
         """Drop the affinity of a session; idempotent. Its cached prefix is evicted when space is needed."""
@@ -119,8 +120,8 @@ class EnginePool:
             EngineError: an engine does not start any more, or missed its deadline.
             WeightMismatch: an engine holds other weights after the update.
         """
-        carrier = SharedWeights if self._transfer == "memory" else DeviceWeights
-        weights = carrier(state, dtype=self._dtype, policy_version=policy_version)
+        kind = SharedWeights if self._transfer == "memory" else DeviceWeights
+        weights = kind(state, dtype=self._dtype, policy_version=policy_version)
         self._submit(self._publish(weights, policies)).result()
 
     def probe(
@@ -189,10 +190,10 @@ class EnginePool:
     # The methods below run on the event loop of the pool.
 
     async def _tracked(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Run the call of a caller, to be cancelled on close."""
+        """Run a call that ``close`` cancels."""
         task = asyncio.current_task()
         assert task is not None
-        self._working.add(task)
+        self._calls.add(task)
         try:
             return await work
         except asyncio.CancelledError:
@@ -200,7 +201,7 @@ class EnginePool:
                 raise EngineError("the engine was closed") from None
             raise
         finally:
-            self._working.discard(task)
+            self._calls.discard(task)
 
     async def _open(
         self,
@@ -230,19 +231,13 @@ class EnginePool:
                 )
 
     async def _close(self) -> None:
-        for task in self._working:
+        for task in self._calls:
             task.cancel()
         await asyncio.gather(*(replica.close() for replica in self._all))
         for weights in set(self._published.values()):
             weights.close()
 
-    async def _generate(
-        self, token_ids: list[int], sampling: SamplingParams, session_key: str, policy: str
-    ) -> Completion:
-        home = partial(self._home, session_key, policy)
-        return await self._until_answered(home, token_ids, sampling, session_key)
-
-    async def _until_answered(
+    async def _retry_until_answered(
         self,
         choose: Callable[[], ReplicaSupervisor],
         token_ids: list[int],
@@ -257,56 +252,56 @@ class EnginePool:
                     try:
                         return await replica.generate(token_ids, sampling=sampling, session_key=session_key)
                     except EngineLost as error:
-                        logger.info("a request of engine %s is issued again: %s", replica.name, error)
+                        logger.info("a request of engine %s is retried: %s", replica.name, error)
         except TimeoutError:
-            raise EngineError(f"the engine gave no completion within {self._deadline_s:g} s") from None
+            raise EngineError(f"the engine returned no completion within {self._deadline_s:g} s") from None
 
-    def _home(self, session_key: str, policy: str) -> ReplicaSupervisor:
+    def _replica_of(self, session_key: str, policy: str) -> ReplicaSupervisor:
         """Return the replica that caches the session's prefix, else the one with the fewest sessions."""
-        home = self._homes.get((session_key, policy))
-        if home is None or not home.ready:
-            lived_in = Counter(replica.name for replica in self._homes.values())
-            home = min(self._replicas[policy], key=lambda r: (not r.ready, lived_in[r.name]))
-            self._homes[session_key, policy] = home
-        return home
+        replica = self._affinity.get((session_key, policy))
+        if replica is None or not replica.ready:
+            sessions = Counter(other.name for other in self._affinity.values())
+            replica = min(self._replicas[policy], key=lambda r: (not r.ready, sessions[r.name]))
+            self._affinity[session_key, policy] = replica
+        return replica
 
     def _release(self, session_key: str) -> None:
         for policy in self._replicas:
-            self._homes.pop((session_key, policy), None)
+            self._affinity.pop((session_key, policy), None)
 
     async def _publish(self, weights: Weights, policies: Sequence[str]) -> None:
         before = set(self._published.values())
         self._published.update(dict.fromkeys(policies, weights))
         limit = self._start_s + self._deadline_s
         try:
-            async with asyncio.timeout(limit), asyncio.TaskGroup() as taking:
+            async with asyncio.timeout(limit), asyncio.TaskGroup() as updates:
                 for policy in policies:
                     for replica in self._replicas[policy]:
-                        taking.create_task(replica.take(weights, pause=self._pause))
+                        updates.create_task(replica.update(weights, pause=self._pause))
         except TimeoutError:
-            raise EngineError(f"the engine did not take new weights within {limit:g} s") from None
+            raise EngineError(f"the engine did not load new weights within {limit:g} s") from None
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
             for old in before - set(self._published.values()):
                 old.close()
 
-    async def _each(self, what: Callable[[ReplicaSupervisor], Coroutine[Any, Any, None]], doing: str) -> None:
+    async def _each(self, call: Callable[[ReplicaSupervisor], Coroutine[Any, Any, None]], doing: str) -> None:
         limit = self._start_s + self._deadline_s
         try:
             async with asyncio.timeout(limit):
-                await asyncio.gather(*(what(replica) for replica in self._all))
+                await asyncio.gather(*(call(replica) for replica in self._all))
         except TimeoutError:
             raise EngineError(f"the engine did not {doing} within {limit:g} s") from None
 
     async def _probe(
         self, token_ids: list[int], sampling: SamplingParams, policies: Sequence[str]
     ) -> list[Completion]:
-        asked = [replica for policy in policies for replica in self._replicas[policy]]
+        replicas = [replica for policy in policies for replica in self._replicas[policy]]
         return await asyncio.gather(
-            *(self._until_answered(partial(_same, one), token_ids, sampling, "probe") for one in asked)
+            *(self._retry_until_answered(_always(one), token_ids, sampling, "probe") for one in replicas)
         )
 
 
-def _same(replica: ReplicaSupervisor) -> ReplicaSupervisor:
-    return replica
+def _always(replica: ReplicaSupervisor) -> Callable[[], ReplicaSupervisor]:
+    return lambda: replica

@@ -93,7 +93,7 @@ class EngineProcess:
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Frame]] = {}
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by ``stop``)
-        self._heard = time.monotonic()
+        self._last_heartbeat = time.monotonic()
         self._loading = False
         self._reading: asyncio.Task[None] | None = None
         self.beat: Frame = {}
@@ -129,7 +129,7 @@ class EngineProcess:
         if self.lost.done():
             raise EngineError(f"the engine did not start: {self.lost.result()}")
         if not self.serving.done():
-            raise EngineError(f"the engine did not start within {within_s:g} s: {self._why_it_ended()}")
+            raise EngineError(f"the engine did not start within {within_s:g} s: {self._last_error()}")
 
     @property
     def process_id(self) -> int:
@@ -157,7 +157,7 @@ class EngineProcess:
         finally:
             self._answers.pop(number, None)
         if "error" in frame:
-            raise EngineError(f"the engine refused: {frame['error']}")
+            raise EngineError(f"the engine rejected the request: {frame['error']}")
         return frame
 
     async def load(self, operation: str, **fields: Any) -> Frame:
@@ -167,13 +167,13 @@ class EngineProcess:
             return await self.ask(operation, **fields)
         finally:
             self._loading = False
-            self._heard = time.monotonic()
+            self._last_heartbeat = time.monotonic()
 
     def check(self) -> None:
         """Mark the engine as lost if it exceeded the heartbeat timeout."""
-        silence = time.monotonic() - self._heard
+        silence = time.monotonic() - self._last_heartbeat
         if self.serving.done() and not self._loading and silence > self._liveness_s:
-            self._lose(f"it was silent for {silence:.0f} s")
+            self._lose(f"it sent no heartbeat for {silence:.0f} s")
 
     async def stop(self) -> None:
         """Stop the engine and its child processes; idempotent."""
@@ -189,14 +189,14 @@ class EngineProcess:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while (frame := await receive(reader)) is not None:
-            self._heard = time.monotonic()
+            self._last_heartbeat = time.monotonic()
             if frame.get("event") == "beat":
                 self.beat = frame
                 if not self.serving.done():
                     self.serving.set_result("")
             elif (answer := self._answers.get(frame["id"])) is not None and not answer.done():
                 answer.set_result(frame)
-        self._lose(self._why_it_ended())
+        self._lose(self._last_error())
 
     def _lose(self, reason: str) -> None:
         if self.lost.done():
@@ -206,7 +206,7 @@ class EngineProcess:
             if not answer.done():
                 answer.set_exception(EngineLost(reason))
 
-    def _why_it_ended(self) -> str:
+    def _last_error(self) -> str:
         """Return the last error in the output of the engine."""
         size = os.fstat(self._log.fileno()).st_size
         tail = os.pread(self._log.fileno(), LOG_TAIL, max(0, size - LOG_TAIL)).decode(errors="replace")
@@ -217,8 +217,8 @@ class EngineProcess:
 
 def _own_environment() -> dict[str, str]:
     """Return the environment without the rendezvous variables of torch.distributed."""
-    meeting = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
-    return {name: value for name, value in os.environ.items() if not meeting.fullmatch(name)}
+    rendezvous = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
+    return {name: value for name, value in os.environ.items() if not rendezvous.fullmatch(name)}
 
 
 def _end(process: subprocess.Popen[bytes], limit_s: float) -> None:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 MOST_FAILURES = 3
 """Consecutive failures without a completion after which the supervisor stops restarting."""
-LOOK_S = 0.25
+POLL_INTERVAL_S = 0.25
 
 
 class ReplicaSupervisor:
@@ -120,7 +120,7 @@ class ReplicaSupervisor:
             policy=self._policy,
         )
 
-    async def take(self, weights: Weights, *, pause: str) -> None:
+    async def update(self, weights: Weights, *, pause: str) -> None:
         """Return once the engine samples with these weights, across restarts.
 
         Raises:
@@ -133,7 +133,7 @@ class ReplicaSupervisor:
                 try:
                     await self._push(engine, weights, pause=pause)
                 except EngineLost as error:
-                    logger.info("%s takes weights again: %s", self.name, error)
+                    logger.info("engine %s was lost and loads its weights again: %s", self.name, error)
 
     async def sleep(self) -> None:
         """Release device memory; an engine lost meanwhile is not restarted before ``wake``.
@@ -221,7 +221,9 @@ class ReplicaSupervisor:
         if engine.lost.done():
             # The unfinished collective stays queued on the learner's GPU and blocks all later work.
             sending.cancel()
-            raise EngineError("it was lost while it took weights by NCCL: go on with --resume")
+            raise EngineError(
+                "the engine was lost during a weight transfer over NCCL: continue with --resume"
+            )
         try:
             await sending
         except (EngineLost, TrainError):
@@ -253,11 +255,11 @@ class ReplicaSupervisor:
             self._failures += 1
             if not self._began or self._failures >= MOST_FAILURES:
                 break
-            logger.warning("engine %s was lost and is started again: %s", self.name, reason)
+            logger.warning("engine %s was lost and is restarted: %s", self.name, reason)
             self.restarts += 1
-        given_up = self._future_engine()
-        given_up.set_exception(EngineError(f"engine {self.name} is given up: {reason}"))
-        given_up.exception()  # retrieved: it is no error that no request is waiting
+        up = self._future_engine()
+        up.set_exception(EngineError(f"engine {self.name} is not restarted any more: {reason}"))
+        up.exception()  # marks the exception as retrieved: there may be no waiting request
 
     async def _start(self, process: EngineLink) -> None:
         await process.start(within_s=self._start_s)
@@ -267,14 +269,14 @@ class ReplicaSupervisor:
                     async with asyncio.timeout(self._start_s):
                         await self._push(process, weights, pause="keep")
                 except TimeoutError:
-                    raise EngineError(f"it did not take its weights within {self._start_s:g} s") from None
+                    raise EngineError(f"it did not load its weights within {self._start_s:g} s") from None
             self._began = True
             self._future_engine().set_result(process)
 
     async def _watch(self, process: EngineLink) -> str:
         """Monitor the engine until it is lost; return the reason."""
         while not process.lost.done():
-            await asyncio.wait([process.lost], timeout=LOOK_S)
+            await asyncio.wait([process.lost], timeout=POLL_INTERVAL_S)
             process.check()
             self.concurrency.observe(kv_usage=process.beat["kv_usage"])
         return process.lost.result()

@@ -29,7 +29,7 @@ def send(writer: asyncio.StreamWriter, frame: Mapping[str, Any]) -> None:
         writer.write(len(body).to_bytes(4, "big") + body)
 
 
-BEAT_S = 0.25
+HEARTBEAT_INTERVAL_S = 0.25
 
 
 async def connect(descriptor: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -57,24 +57,24 @@ async def answer_frames(
 
     async def work(frame: Frame) -> None:
         try:
-            answered = await answer(frame)
+            result = await answer(frame)
         finally:
             running.pop(frame["id"], None)
-        send(writer, {"id": frame["id"], **answered})
+        send(writer, {"id": frame["id"], **result})
         await writer.drain()
 
-    async def tell() -> None:
+    async def send_heartbeats() -> None:
         while True:
             send(writer, {"event": "beat", **await beat()})
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
     async with asyncio.TaskGroup() as tasks:
-        telling = tasks.create_task(tell())
+        heartbeats = tasks.create_task(send_heartbeats())
         while (frame := await receive(reader)) is not None:
             number = frame["id"]
             if frame["op"] != "abort":
                 running[number] = tasks.create_task(work(frame))
             elif (task := running.get(number)) is not None:
                 task.cancel()
-        for task in [telling, *running.values()]:
+        for task in [heartbeats, *running.values()]:
             task.cancel()

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from agentrl_train.engine.batch_invariance import independent_rows
 from agentrl_train.engine.options import check_context_length
-from agentrl_train.engine.scheduler import Request, Scheduler
+from agentrl_train.engine.scheduler import Request, Scheduler, independent_rows
 from agentrl_train.errors import EngineBroken, EngineError, EngineOutOfMemory, ran_out_of_memory
 from agentrl_train.types import UNTRACED, Completion, SamplingParams, Trace
 
@@ -43,7 +42,7 @@ class TorchEngine:
         models: policy name -> model; the engine owns these copies. "current" must be among them.
         stop_token_ids: tokens that end a completion; they are part of it.
         max_sequences: rows of the cache of each policy: sequences decoding or parked between turns.
-        max_context: most tokens of one sequence.
+        max_context: maximum number of tokens of one sequence.
         deadline_s: deadline of one completion or weight update.
         threads: OpenMP threads of the engine; None keeps the default of PyTorch.
         deterministic: completions depend, bit for bit, only on the weights and the request, on one machine
@@ -69,7 +68,7 @@ class TorchEngine:
         trace: Trace = UNTRACED,
     ) -> None:
         for model in models.values():
-            _refuse_unsupported(model, max_context)
+            _require_supported(model, max_context)
         self.max_context = max_context
         self._deadline_s = deadline_s
         self._threads = threads
@@ -127,7 +126,7 @@ class TorchEngine:
             return await asyncio.wait_for(asyncio.wrap_future(future), self._deadline_s)
         except TimeoutError as error:
             self.release(session_key)
-            raise EngineError(f"the engine gave no completion within {self._deadline_s:g} s") from error
+            raise EngineError(f"the engine returned no completion within {self._deadline_s:g} s") from error
         except asyncio.CancelledError:
             self.release(session_key)
             raise
@@ -155,7 +154,7 @@ class TorchEngine:
                 for name in policies:
                     self._replicas[name].load(state, policy_version=policy_version)
 
-        self._between_steps(load, doing="take new weights")
+        self._between_steps(load, doing="load new weights")
 
     def sleep(self) -> None:
         """Release device memory until ``wake``; active requests restart then. Idempotent.
@@ -259,9 +258,9 @@ class TorchEngine:
             self._fail_waiting(EngineError("the engine was closed"))
         except EngineError as error:
             self._fail(error)
-        except BaseException as error:  # boundary of the thread: waiting callers must see the error
-            logger.exception("the engine's thread broke")
-            self._fail(EngineBroken(f"the engine broke: {error}"))
+        except BaseException as error:  # thread boundary: waiting callers must get the error
+            logger.exception("the engine thread failed")
+            self._fail(EngineBroken(f"the engine failed: {error}"))
 
     def _step(self, name: str, replica: Scheduler) -> None:
         """Run one step; after an error, rebuild the scheduler and restart its requests."""
@@ -276,30 +275,32 @@ class TorchEngine:
                         "lower engine.max_context, or use a smaller model"
                     ) from error
                 slots //= 2
-                logger.warning("the engine is out of memory: it goes on with %d sequences at a time", slots)
+                logger.warning(
+                    "the engine is out of memory and continues with %d concurrent sequences", slots
+                )
             else:
-                self._count_break(name, replica, error)
-                logger.warning("the engine broke (%s); its requests start again", error, exc_info=error)
+                self._count_failure(name, replica, error)
+                logger.warning("the engine failed (%s); its requests are restarted", error, exc_info=error)
         else:
             return
-        # Outside the handler, so that the traceback holds no tensors any more.
+        # Outside the handler, so that the traceback no longer references tensors.
         self._replicas[name] = replica.rebuilt(num_slots=slots)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _count_break(self, name: str, replica: Scheduler, error: Exception) -> None:
+    def _count_failure(self, name: str, replica: Scheduler, error: Exception) -> None:
         completed, times = self._rebuilds.get(name, (-1, 0))
         times = times + 1 if completed == replica.num_completed else 1
         self._rebuilds[name] = (replica.num_completed, times)
         if times > MAX_REBUILDS:
-            raise EngineBroken(f"the engine broke {times} times in a row: {error}") from error
+            raise EngineBroken(f"the engine failed {times} times in a row: {error}") from error
 
     def _fail(self, error: EngineError) -> None:
         self._failure = error
         self._fail_waiting(error)
 
     def _take_commands(self) -> bool:
-        """Run what was posted; sleep while there is nothing to do. False once closed."""
+        """Run posted commands, waiting while the engine is idle; return False once closed."""
         slept = time.monotonic()
         with self._wake:
             while not (self._inbox or self._closed or self._has_work()):
@@ -324,7 +325,7 @@ class TorchEngine:
 
 def _resolver(future: Future[Completion]) -> Callable[[Completion], None]:
     def done(completion: Completion) -> None:
-        with contextlib.suppress(InvalidStateError):  # cancelled in this very moment
+        with contextlib.suppress(InvalidStateError):  # cancelled concurrently
             future.set_result(completion)
 
     return done
@@ -332,24 +333,24 @@ def _resolver(future: Future[Completion]) -> Callable[[Completion], None]:
 
 def _move(model: PreTrainedModel, device: torch.device) -> None:
     module: torch.nn.Module = model  # transformers' own ``to`` loses its types in a decorator
-    with torch.inference_mode(
-        False
-    ):  # parameters must stay ordinary tensors, for new weights to be copied in
+    with torch.inference_mode(False):  # new weights cannot be copied into inference tensors
         module.to(device)
 
 
-def _refuse_unsupported(model: PreTrainedModel, max_context: int) -> None:
+def _require_supported(model: PreTrainedModel, max_context: int) -> None:
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     default = "full_attention" if window is None else "sliding_attention"
     kinds = set(getattr(config, "layer_types", None) or [default])
     if "sliding_attention" in kinds and window is not None and max_context > window:
         raise EngineError(
-            f"this model attends over a window of {window} tokens and engine.max_context is {max_context}: "
+            f"the model has an attention window of {window} tokens, but engine.max_context is {max_context}: "
             "lower it, or use another engine"
         )
     if other := kinds - {"full_attention", "sliding_attention"}:
-        raise EngineError(f"the torch engine cannot run layers of kind {', '.join(sorted(other))}")
+        raise EngineError(f"the torch engine does not support layers of type {', '.join(sorted(other))}")
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and max_context > longest:
-        raise EngineError(f"the model reads at most {longest} tokens; engine.max_context is {max_context}")
+        raise EngineError(
+            f"the model supports at most {longest} tokens, but engine.max_context is {max_context}: lower it"
+        )

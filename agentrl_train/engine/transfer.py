@@ -40,7 +40,7 @@ def mismatch(*, sent: Fingerprint, held: Fingerprint) -> str:
     if held == sent:
         return ""
     wrong = [layer for layer, count in sent.items() if held.get(layer) != count]
-    return f"the weights outside the layers or of layers {wrong} are not those sent"
+    return f"the weights outside the layers or of layers {wrong} differ from those sent"
 
 
 class SharedWeights:
@@ -52,7 +52,7 @@ class SharedWeights:
     Args:
         state: name -> parameter, as a checkpoint names them.
         dtype: dtype of the engine.
-        policy_version: of these weights.
+        policy_version: version of these weights.
     """
 
     def __init__(self, state: Mapping[str, torch.Tensor], *, dtype: torch.dtype, policy_version: int) -> None:

@@ -64,7 +64,7 @@ class EngineStats(StatLoggerBase):  # type: ignore[misc]  # vLLM need not be her
             self.preempted += iteration_stats.num_preempted_reqs
 
     def log_engine_initialized(self) -> None:
-        """Do nothing: the first heartbeat tells the trainer."""
+        """Do nothing: the first heartbeat signals readiness."""
 
     def frame(self) -> Frame:
         """Return the totals."""
@@ -115,7 +115,7 @@ class Server:
 
     def __init__(self, engine: AsyncLLM, stats: EngineStats, options: ServingOptions) -> None:
         self._engine = engine
-        self._tally = stats
+        self._stats = stats
         self._stop = list(options.stop_token_ids)
         self._version = options.policy_version
 
@@ -126,17 +126,17 @@ class Server:
     async def beat(self) -> Frame:
         """Return running totals after a round trip to the engine."""
         await self._engine.get_weight_version()
-        return self._tally.frame()
+        return self._stats.frame()
 
     async def answer(self, frame: Frame) -> Frame:
         """Answer a request; raises ``EngineDeadError`` if the engine is dead."""
         try:
-            answered: Frame = await getattr(self, f"_{frame['op']}")(frame)
+            result: Frame = await getattr(self, f"_{frame['op']}")(frame)
         except EngineDeadError:
             raise
-        except Exception as error:  # boundary: the error goes to the sender of the request
-            answered = {"error": f"{type(error).__name__}: {error}"}
-        return answered
+        except Exception as error:  # boundary: the error is returned to the trainer
+            result = {"error": f"{type(error).__name__}: {error}"}
+        return result
 
     async def _generate(self, frame: Frame) -> Frame:
         parameters = SamplingParams(
@@ -170,7 +170,7 @@ class Server:
         return {}
 
     async def _sleep(self, frame: Frame) -> Frame:
-        """Free the KV cache and keep the weights in host memory: a policy may get no new ones in a step."""
+        """Free the KV cache and move the weights to host memory: not every step pushes new ones."""
         await self._engine.sleep(level=1, mode="keep")
         return {}
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,14 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from agentrl_train.errors import BadUpdate, LossNotFinite
-from agentrl_train.learner.grad_guard import SpikeGuard
+from agentrl_train.errors import BadUpdate, GradientSpike, LossNotFinite
 from agentrl_train.learner.logprobs import (
     WHOLE,
     Part,
     Scorer,
-    alone,
     check_head,
+    one_row,
     packs_rows,
     padding_free,
     select_sampled,
@@ -77,6 +78,41 @@ def lr_fraction(
 
 TRACK = "trainer/steps"
 """Trace track of the parts of an update."""
+HISTORY = 50
+"""Number of recent norms that form the median."""
+MIN_HISTORY = 10
+"""Number of norms needed before any is rejected."""
+
+
+class SpikeGuard:
+    """Rejects a gradient norm of more than ``factor`` times the recent median; 0 disables it.
+
+    Rejected norms count in the median too, so that a lasting change of level is accepted after a while.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._norms: deque[float] = deque(maxlen=HISTORY)
+
+    def state(self) -> Tensor:
+        """Return the recent norms, for a checkpoint."""
+        padding = [float("nan")] * (HISTORY - len(self._norms))
+        return torch.tensor([*self._norms, *padding], dtype=torch.float64)
+
+    def restore(self, state: Tensor) -> None:
+        """Restore what ``state()`` returned."""
+        self._norms.clear()
+        self._norms.extend(norm for norm in state.tolist() if norm == norm)
+
+    def __call__(self, norm: float) -> None:
+        """Check the norm of an update before it is applied; raises ``GradientSpike``."""
+        typical = median(self._norms) if len(self._norms) >= MIN_HISTORY else None
+        self._norms.append(norm)
+        if self._factor and typical is not None and norm > self._factor * typical:
+            raise GradientSpike(
+                f"the gradient norm {norm:.3g} is more than train.spike_factor = {self._factor:g} times the "
+                f"recent median {typical:.3g}. The update was not applied."
+            )
 
 
 class Learner:
@@ -85,23 +121,23 @@ class Learner:
     ``model`` keeps its parameters in float32; ``precision="bfloat16"`` computes under autocast. The
     learning rate rises over ``warmup_steps`` updates and, if ``total_steps`` is given, falls
     linearly to ``final_lr_fraction`` of itself over the last ``decay_fraction`` of the rest.
-    ``temperature`` divides the logits, as it did at sampling. A ``reference`` model with a
+    ``temperature`` divides the logits, as during sampling. A ``reference`` model with a
     ``kl_coefficient`` adds the k3 penalty; an ``importance_cap`` clips against log-probabilities
-    recomputed at the start of ``step`` and weighs tokens by the truncated importance weight of
-    those over the sampler's (decoupled PPO, arXiv 2110.00641). ``activation_checkpointing`` saves
-    memory for a second forward pass, ``offload_optimizer`` keeps the optimizer in host memory, ``lora``
-    trains adapters alone; ``attention`` is "sdpa" or the name of a flash-attn that transformers finds, which
-    packs without padding; ``max_logits`` bounds the entries of a chunk of logits. An update
+    recomputed at the start of ``step`` and weights tokens by the truncated importance ratio of
+    those to the sampler's (decoupled PPO, arXiv 2110.00641). ``activation_checkpointing`` saves
+    memory at the cost of a second forward pass, ``offload_optimizer`` keeps the optimizer in host memory,
+    ``lora`` trains adapters only; ``attention`` is "sdpa" or the name of a flash-attn that transformers
+    supports, which packs without padding; ``max_logits`` bounds the entries of a chunk of logits. An update
     is rejected if its gradient norm exceeds ``spike_factor`` times the recent median; 0 is off.
     ``packs_rows`` is whether the model supports several sequences per row.
 
-    ``mesh`` has the dimensions ``data`` and ``sequence``: all ranks share the parameters, those along
-    ``data`` the micro-batches, those along ``sequence`` the tokens of each row. ``storage_group`` is a
+    ``mesh`` has the dimensions ``data`` and ``sequence``: parameters are sharded over all ranks,
+    micro-batches over ``data``, the tokens of each row over ``sequence``. ``storage_group`` is a
     CPU process group of the same ranks, for writing snapshots in the background. ``trace`` records forward,
     backward and optimizer; on a GPU, the time they were queued.
 
-    Raises ``ValueError`` for a model whose logits are not simply its head's output, or that cannot be sharded
-    over the mesh.
+    Raises ``ValueError`` for a model whose logits are not the plain output of its head, or that cannot be
+    sharded over the mesh.
     """
 
     def __init__(
@@ -182,7 +218,7 @@ class Learner:
         if uses_flash(self.model):
             shares = [[padding_free(micro) for micro in share] for share in shares]
         anchors = [[self._anchor(micro) for micro in share] for share in shares]
-        # Dropout off, so that an unchanged policy has ratio 1; checkpointing needs train mode.
+        # Eval mode disables dropout, so that an unchanged policy has ratio 1; checkpointing needs train mode.
         self.model.train(self._activation_checkpointing)
         sums = MetricSums()
         for share, anchor in zip(shares, anchors, strict=True):
@@ -198,7 +234,7 @@ class Learner:
         self.model.eval()
         index, count = self._data
         rows = [torch.zeros(len(one)) for one in sequences]
-        for turn, micro in enumerate(deal([alone(one) for one in sequences], index, count)):
+        for turn, micro in enumerate(deal([one_row(one) for one in sequences], index, count)):
             scores = self._forward(self._scorer, micro)[0].float().cpu()
             if (number := turn * count + index) < len(rows):
                 positions = torch.arange(len(rows[number]))[None]
@@ -208,10 +244,10 @@ class Learner:
         return [row.numpy() for row in together.split(lengths)]
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return name -> parameter, detached; tied parameters come once.
+        """Return name -> parameter, detached; tied parameters appear once.
 
-        They share memory with the model. Those of a sharded model are gathered as they are read, and every
-        rank must make the same calls of ``gather``.
+        They share memory with the model. Parameters of a sharded model are gathered when they are read, and
+        every rank must make the same calls of ``gather``.
         """
         if self._mesh is None and self._lora is None:
             return {name: value.detach() for name, value in self.model.named_parameters()}
@@ -234,10 +270,9 @@ class Learner:
     def snapshot(self) -> Snapshot:
         """Return a copy of the training state, to be written while training continues."""
         writes = self._mesh is None or dist.get_rank() == 0
-        kept = is_adapter if self._lora is not None else lambda name: True
         weights: dict[str, Tensor] = {}
         for name, value in self.model.named_parameters():
-            if kept(name):
+            if self._lora is None or is_adapter(name):
                 whole = full(value.detach())
                 weights |= {name: host_copy(whole)} if writes else {}
         state = {name: host_copy(value) for name, value in self._state().items()}
@@ -299,7 +334,7 @@ class Learner:
         if not math.isfinite(loss + norm):
             raise LossNotFinite(
                 f"update {self.num_updates + 1}: loss {loss}, gradient norm {norm}; "
-                "the parameters were not changed. Lower the learning rate or look at the batch."
+                "the parameters were not changed. Lower the learning rate or inspect the batch."
             )
         self._guard(norm)
 
@@ -329,7 +364,7 @@ class Learner:
 
     @torch.no_grad()
     def _anchor(self, micro: MicroBatch) -> Tensor | None:
-        """Return recomputed log-probabilities to clip against, or None for those of the sampler."""
+        """Return recomputed log-probabilities to clip against, or None to use those of the sampler."""
         if self._importance_cap is None:
             return None
         self.model.eval()

@@ -115,7 +115,7 @@ def use_flash(model: PreTrainedModel, name: str) -> None:
         model.set_attn_implementation(name)
     except (ImportError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"train.attention = {name!r} cannot be had here: {reason}") from error
+        raise ValueError(f"train.attention = {name!r} is not available: {reason}") from error
 
 
 def uses_flash(model: PreTrainedModel) -> bool:
@@ -136,7 +136,7 @@ def check_head(model: PreTrainedModel, device: torch.device) -> None:
         )
 
 
-def alone(one: TokenSequence) -> MicroBatch:
+def one_row(one: TokenSequence) -> MicroBatch:
     """Return a sequence as a micro-batch of one row."""
     mask = torch.from_numpy(one.loss_mask)[None]
     return MicroBatch(
@@ -178,8 +178,8 @@ def _is_packed(micro: MicroBatch, model: PreTrainedModel) -> bool:
     packed = int(micro.segment_ids.max()) > 1
     if packed and not packs_rows(model):
         raise ValueError(
-            "this model has layers other than full attention, which cannot keep packed sequences "
-            "apart; pack with packed=False, one sequence a row."
+            "this model has layers other than full attention, which do not separate packed sequences; "
+            "pack with packed=False, one sequence per row."
         )
     return packed
 

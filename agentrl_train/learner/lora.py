@@ -34,7 +34,7 @@ class Lora:
     alpha: float
     """The product is scaled by ``alpha / rank``."""
     targets: tuple[str, ...] = ()
-    """Names of linear layers, or the ends of them, such as ``q_proj``; empty means all but the head."""
+    """Names of linear layers or their last parts, such as ``q_proj``; empty means all but the head."""
 
 
 class LoraLinear(nn.Linear):
@@ -50,7 +50,7 @@ class LoraLinear(nn.Linear):
         size, device = (layer.in_features, layer.out_features), layer.weight.device
         one = cls(*size, bias=layer.bias is not None, device="meta")
         one.weight, one.bias = layer.weight, layer.bias
-        bound = 1.0 / math.sqrt(layer.in_features)  # as PEFT begins
+        bound = 1.0 / math.sqrt(layer.in_features)  # the initialization of PEFT
         drawn = torch.empty(lora.rank, layer.in_features).uniform_(-bound, bound, generator=generator)
         one.lora_A = nn.Parameter(drawn.to(device))
         one.lora_B = nn.Parameter(torch.zeros(layer.out_features, lora.rank, device=device))
@@ -71,8 +71,8 @@ def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
     chosen = {name: layer for name, layer in _layers(model).items() if _matches(name, lora.targets)}
     if not chosen:
         raise ValueError(
-            f"train.lora.targets = {list(lora.targets)} names no linear layer of {type(model).__name__}; "
-            f"it has {', '.join(_ends(model))}."
+            f"train.lora.targets = {list(lora.targets)} matches no linear layer of {type(model).__name__}; "
+            f"it has {', '.join(_layer_types(model))}."
         )
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
@@ -106,7 +106,7 @@ def save_adapter(folder: Path, model: PreTrainedModel, lora: Lora, tensors: Mapp
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": list(lora.targets) or _ends(model),
+        "target_modules": list(lora.targets) or _layer_types(model),
         "inference_mode": True,
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=1))
@@ -148,7 +148,7 @@ def _layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
     }
 
 
-def _ends(model: PreTrainedModel) -> list[str]:
+def _layer_types(model: PreTrainedModel) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in _layers(model)})
 
 

@@ -1,4 +1,4 @@
-"""The metrics of a step, summed over micro-batches and ranks."""
+"""Metrics of a step, aggregated over micro-batches and ranks."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def deal(micro_batches: Sequence[MicroBatch], index: int, count: int) -> list[Mi
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return a tensor whole; of a sharded one every rank must ask at the same time."""
+    """Return the full tensor; for a sharded one every rank must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

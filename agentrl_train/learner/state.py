@@ -1,4 +1,4 @@
-"""The learner's checkpoint state: copied at once, written in the background, loaded by any number of ranks.
+"""Checkpoint state of the learner: copied at once, written in the background, loaded by any number of ranks.
 
 ``model/`` is a Hugging Face folder (a PEFT folder for LoRA) and the only copy of the parameters; ``learner/``
 holds the optimizer, the update count and the random state, sharded by rank
@@ -124,18 +124,18 @@ def read_weights(folder: Path, model: PreTrainedModel) -> None:
         return
     kind = json.loads((folder / MODEL / "config.json").read_text())["model_type"]
     if kind != model.config.model_type:
-        raise _another_model(folder)
+        raise _different_model(folder)
     read = type(model).from_pretrained(str(folder / MODEL), dtype=torch.float32)
     weights = {name: value.detach() for name, value in read.named_parameters()}
     shapes = {name: value.shape for name, value in weights.items()}
     if shapes != {name: value.shape for name, value in model.named_parameters()}:
-        raise _another_model(folder)
+        raise _different_model(folder)
     fill(model, weights)
 
 
-def _another_model(folder: Path) -> CheckpointError:
+def _different_model(folder: Path) -> CheckpointError:
     return CheckpointError(
-        f"{folder} holds another model than model.path: set that to what the run began with"
+        f"{folder} contains a different model than model.path: restore the model.path of the run"
     )
 
 

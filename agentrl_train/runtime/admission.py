@@ -3,20 +3,19 @@
 Pure bookkeeping without clocks or tasks; the loop calls it from one thread::
 
             admit()                finish(id)              take()             trained()
-    Mixer ----------> in flight ----------------> finished --------> training ---------> gone
-                          | drop(id): the slot is free again, the next admit() is the replacement
+    Mixer ----------> in flight ----------------> finished --------> training ---------> trained
+                          | drop(id): frees the slot; the next admit() returns the replacement
 
-The rule. P groups make a step, S is the allowed staleness, W the look-ahead. Groups are ranked in the order
-of admission, dropped ones left out. At step t (t steps are trained):
+A step trains P groups, S is the allowed staleness, W the look-ahead. Groups are ranked in the order of
+admission, without dropped ones. At step t (t steps are trained):
 
-- group of rank r may start when ``r < (t + 1 + S) P``: a slot is charged at admission and freed when trained;
+- a group of rank r may start if ``r < (t + 1 + S) P``: it occupies a slot from admission until it is trained;
 - the trainer takes any P finished groups of rank ``r < (t + 1) P + W - 1``, oldest first;
-- but a group of rank ``r < (t + 1 - C) P``, ``C = ceil((W - 1) / P)``, is due: the trainer waits for it.
+- a group of rank ``r < (t + 1 - C) P``, ``C = ceil((W - 1) / P)``, is due: the trainer waits for it.
 
-So a group is trained at most ``S + C`` steps after it was admitted; nothing is ever thrown away for being
-old, and a long episode is waited for instead of overtaken for good, so that lengths are not biased. At most P
-groups are due at a time, and all of them are in flight: if work can finish, the trainer can go on.
-``S = 0`` is synchronous, ``W = 1`` strict first-in-first-out.
+A group is therefore trained at most ``S + C`` steps after its admission. No group is discarded for its age,
+and the trainer waits for long episodes, so that lengths are not biased. At most P groups are due at a time,
+and all of them are in flight, so training cannot deadlock. ``S = 0`` is synchronous, ``W = 1`` strict FIFO.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class TaskSource:
     task: str
     split: str = "train"
     num_samples: int | None = None
-    """Samples of the split; None never ends."""
+    """Number of samples of the split; None is unlimited."""
     weight: float = 1.0
 
 
@@ -48,7 +47,7 @@ class AdmittedGroup:
     """An admitted group and its sample."""
 
     group_id: int
-    """Number of the draw: unique in a run; it determines the sample."""
+    """Number of the draw, unique in a run; it determines the sample."""
     task: str
     split: str
     index: int
@@ -71,18 +70,18 @@ class Draw:
 class Mixer:
     """An endless, deterministic sequence of samples, weighted by task.
 
-    Tasks alternate by smooth weighted round robin, so that each has its share at any point to within about
-    one draw. A finite split is traversed in a new seeded permutation each epoch, an endless one as 0, 1, 2...
+    Tasks alternate by smooth weighted round robin, so that each has its share at any time to within about one
+    draw. A finite split is traversed in a new seeded permutation each epoch, an unlimited one as 0, 1, 2...
 
-    Shares are of groups at first. With ``count`` and ``rebalance`` they become shares of the tokens trained
-    on: a task whose groups have twice the tokens is drawn half as often.
+    Shares are counted in groups at first. ``count`` and ``rebalance`` change them to shares of the trained
+    tokens: a task whose groups have twice the tokens is drawn half as often.
     """
 
     def __init__(self, sources: Sequence[TaskSource], *, seed: int) -> None:
         if not sources:
-            raise ValueError("there is no task to draw from; name at least one.")
+            raise ValueError("there is no task to draw from; give at least one.")
         if len({source.task for source in sources}) != len(sources):
-            raise ValueError("a task is named twice; give each task one weight.")
+            raise ValueError("a task is listed twice; give each task one weight.")
         for source in sources:
             if not (source.weight > 0.0 and math.isfinite(source.weight)):
                 raise ValueError(f"task {source.task!r} has weight {source.weight}; use one above 0.")
@@ -93,7 +92,7 @@ class Mixer:
         self._credit = {source.task: 0.0 for source in sources}
         self._drawn = {source.task: 0 for source in sources}
         self._cost = {source.task: 1.0 for source in sources}
-        """Tokens of a task's group, as a multiple of the mean task's."""
+        """Tokens per group of a task, relative to the mean over tasks."""
         self._next_cost: tuple[int, dict[str, float]] | None = None
         self._counted: dict[str, tuple[float, int]] = {}
         self._order: dict[tuple[str, int], IntArray] = {}
@@ -117,10 +116,10 @@ class Mixer:
         self._counted[task] = (total + tokens, groups + 1)
 
     def rebalance(self, *, after: int) -> None:
-        """Share tokens as counted since the last time, from ``after`` draws on; until then do nothing more.
+        """Apply the token counts since the last call after ``after`` more draws; until then do nothing.
 
-        Draws are repeated from the last state on the disk. So the state that this is a part of must be there
-        before those draws are made, or they would be repeated as others.
+        A resumed run repeats draws from the last saved state, so this state must be on disk before those
+        draws are made.
         """
         if self._next_cost is not None or not self._counted:
             return
@@ -173,7 +172,7 @@ class Mixer:
 
 
 def stable_seed(*parts: object) -> int:
-    """Return a 48-bit seed that depends on nothing but ``parts``; exact in JSON of every language."""
+    """Return a 48-bit seed that depends only on ``parts`` and is exact as a JSON number."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
 
@@ -185,8 +184,8 @@ class WorkWindow:
         mixer: source of samples.
         groups_per_step: P.
         max_staleness: S.
-        window: W; more than ``S P + 1`` means the same as that.
-        total_steps: admit no more groups than this many steps need; None is no end.
+        window: W; capped at ``S P + 1``.
+        total_steps: stop admitting once enough groups for this many steps are admitted; None is unlimited.
     """
 
     def __init__(
@@ -238,7 +237,7 @@ class WorkWindow:
 
     @property
     def finished(self) -> tuple[int, ...]:
-        """Ids of the groups that are finished and not trained, those being trained included."""
+        """Ids of the groups that are finished and not trained, including those in training."""
         return tuple(sorted(self._finished))
 
     @property
@@ -273,10 +272,10 @@ class WorkWindow:
     def take(self) -> tuple[int, ...] | None:
         """Return the P groups to train on now, oldest first, or None if the trainer has to wait.
 
-        They keep their slots until ``trained``. Raises ``RuntimeError`` while a batch is being trained.
+        They keep their slots until ``trained``. Raises ``RuntimeError`` while a batch is in training.
         """
         if self._training:
-            raise RuntimeError("a batch is being trained; call trained() before the next take().")
+            raise RuntimeError("a batch is in training; call trained() before the next take().")
         ranks = self._ranks()
         due = (self._steps + 1 - self._slack) * self._per_step
         last = (self._steps + 1) * self._per_step + self._look_ahead
@@ -292,7 +291,7 @@ class WorkWindow:
     def trained(self) -> None:
         """Mark the groups last taken as trained and free their slots."""
         if not self._training:
-            raise RuntimeError("nothing is being trained; call take() first.")
+            raise RuntimeError("no batch is in training; call take() first.")
         self._finished.difference_update(self._training)
         self._trained_ahead.update(self._training)
         self._training = ()
@@ -300,7 +299,7 @@ class WorkWindow:
         self._compact()
 
     def state(self) -> dict[str, Any]:
-        """Return everything as JSON values; a batch that is being trained counts as not trained."""
+        """Return the state as JSON values; a batch in training counts as not trained."""
         unfinished = [*self._waiting.values(), *self._in_flight.values()]
         return {
             "per_step": self._per_step,
@@ -318,18 +317,18 @@ class WorkWindow:
         """Restore ``state()``, or start from the beginning if it is None.
 
         ``finished`` are the ids of all groups whose trajectories were saved, also after ``state()`` was
-        taken. Those that ``state()`` does not count as trained are finished again (``self.finished``);
-        everything else that had started is admitted anew, under its old id and with its old sample,
-        before any new sample is. A group dropped since ``state()`` is tried again too; only groups behind it
-        may then be trained later than the bound, by a step for each P of them.
+        taken. Those that ``state()`` does not count as trained are finished again (``self.finished``); all
+        other started groups are admitted again, with their old id and sample, before new samples. A group
+        dropped since ``state()`` is retried too; only the groups behind it may then exceed the staleness
+        bound, by one step per P of them.
 
-        Raises ``ValueError`` if a group that was finished is not there, or ``groups_per_step`` is another.
+        Raises ``ValueError`` if a finished group is missing or ``groups_per_step`` changed.
         """
         if state is not None:
             if state["per_step"] != self._per_step:
                 raise ValueError(
-                    f"the run was begun with {state['per_step']} groups a step, not {self._per_step}: "
-                    "set rollout.groups_per_step back to it."
+                    f"the run started with {state['per_step']} groups per step, not {self._per_step}: "
+                    "restore rollout.groups_per_step."
                 )
             self._steps = int(state["steps"])
             self._next_id = int(state["next_id"])
@@ -346,7 +345,7 @@ class WorkWindow:
             known.add(group.group_id)
         self._finished = saved & known
         if lost := known - self._finished - self._waiting.keys():
-            raise ValueError(f"groups {sorted(lost)} were finished, but their episodes are not there.")
+            raise ValueError(f"groups {sorted(lost)} were finished, but their episodes are missing.")
         self._waiting = {
             group_id: replace(group, attempt=group.attempt + 1)
             for group_id, group in self._waiting.items()
@@ -377,16 +376,16 @@ class WorkWindow:
         return self._waiting.keys() | self._in_flight.keys() | self._finished
 
     def _ranks(self) -> dict[int, int]:
-        """Return the place of each group in the order of admission, dropped ones left out."""
+        """Return the rank of each group in the order of admission, without dropped ones."""
         ids = sorted(self._trained_ahead | self._untrained())
-        return {group_id: self._behind + place for place, group_id in enumerate(ids)}
+        return {group_id: self._behind + rank for rank, group_id in enumerate(ids)}
 
     def _rank(self, group_id: int) -> int:
-        """Return a group's place, be it one that is still to be drawn."""
+        """Return the rank of a group, which may be the next one to draw."""
         return self._behind + sum(one < group_id for one in self._trained_ahead | self._untrained())
 
     def _compact(self) -> None:
-        """Compact the trained groups that no untrained one precedes into a count."""
+        """Replace the leading trained groups by a count."""
         head = min(self._untrained(), default=self._next_id)
         past = {group_id for group_id in self._trained_ahead if group_id < head}
         self._trained_ahead -= past

@@ -17,7 +17,7 @@ DISK_FULL_TEXTS = (
     "os error 122",
     "os error 27",
     "file write failed",
-    "unexpected pos",  # torch.save, when a write fell short
+    "unexpected pos",  # torch.save after a partial write
 )
 
 
@@ -31,12 +31,12 @@ def run_folder_errors(folder: Path) -> Iterator[None]:
     except Exception as error:
         if is_disk_full(error):
             raise RunFolderError(
-                f"The disk that holds {folder} is full; free some space, then go on with --resume."
+                f"The disk of {folder} is full; free some space, then continue with --resume."
             ) from error
         if isinstance(error, OSError):
             reason = error.strerror or error
             raise RunFolderError(
-                f"{folder} cannot be written ({reason}); choose another run.folder or mend it."
+                f"{folder} cannot be written ({reason}); fix it or choose another run.folder."
             ) from error
         raise
 

@@ -8,9 +8,9 @@
     groups.bin      finished groups that are not trained yet
     manifest.json   size and SHA-256 of every file
 
-A checkpoint is written to a temporary folder, synced and renamed. Resuming takes the newest one whose files
-match its manifest, and restores the groups that the journal recorded after it as finished: none is lost, and
-none is trained twice by the resumed weights.
+A checkpoint is written to a temporary folder, synced and renamed. A resume loads the newest one whose files
+match its manifest, and restores the groups that the journal recorded after it as finished: no group is lost,
+and none is trained twice by the resumed weights.
 
 Required order: ``journal.rotate(step)`` atomically with the snapshot; then ``save_checkpoint``, possibly in a
 thread; then ``journal.prune`` up to the oldest kept checkpoint.
@@ -61,7 +61,7 @@ class InModelFolder:
     pretrained: Pretrained
 
     def write(self, folder: Path) -> None:
-        """Write it."""
+        """Write the files of the tokenizer."""
         self.pretrained.save_pretrained(str(folder / "model"))
 
 
@@ -96,8 +96,8 @@ def save_checkpoint(
         folder: the ``checkpoints`` folder of a run.
         step: steps trained.
         parts: writers of ``model/`` and ``learner/``.
-        loop: JSON values.
-        groups: finished and not trained.
+        loop: state of the loop, as JSON values.
+        groups: finished, untrained groups.
         keep: checkpoints to keep, this one included.
 
     Returns:
@@ -134,9 +134,11 @@ def load_latest(folder: Path) -> Checkpoint | None:
         try:
             return load_checkpoint(folder / f"step_{step:06d}")
         except CheckpointError as error:
-            logger.warning("%s Falling back to the checkpoint before it.", error)
+            logger.warning("%s Falling back to the previous checkpoint.", error)
     if found:
-        raise CheckpointError(f"All checkpoints in {folder} are damaged; start again under another run.name.")
+        raise CheckpointError(
+            f"All checkpoints in {folder} are damaged; start a new run with another run.name."
+        )
     return None
 
 
@@ -215,11 +217,13 @@ def _verify(folder: Path) -> None:
         manifest = json.loads((folder / "manifest.json").read_text())
         files = manifest["files"]
         if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{folder} is of format {manifest['format']}; this version reads {FORMAT}.")
+            raise CheckpointError(
+                f"{folder} has format {manifest['format']}; this version reads format {FORMAT}."
+            )
         for name, entry in files.items():
             path = folder / name
             if path.stat().st_size != entry["bytes"] or _sha256(path) != entry["sha256"]:
-                raise CheckpointError(f"{path} is damaged: it is not as it was written.")
+                raise CheckpointError(f"{path} is damaged: its checksum does not match.")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder} is damaged: {error}.") from error
 

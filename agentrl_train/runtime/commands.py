@@ -1,4 +1,4 @@
-"""What the commands do once the configuration is read; each returns an exit status."""
+"""Implementation of the commands, after the configuration is loaded; each returns an exit status."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from agentrl_train.runtime.models import DTYPES, load_policy
 from agentrl_train.runtime.placement.launcher import Launcher, follower_devices, make_launcher
 from agentrl_train.runtime.sft import expert_sequences, train_sft
 
-BY_SIGNAL = 128
-"""Added to a signal's number: the exit status of a run that it has ended in order (SIGTERM: 143)."""
+SIGNAL_EXIT = 128
+"""Exit status of a run that a signal stopped cleanly, plus the number of the signal (SIGTERM: 143)."""
 
 
 def run(config: RunConfig, *, resume: bool) -> int:
-    """Train to the end and print what came of it; a rank other than 0 helps until that is done."""
+    """Train a policy and print the results; a rank other than 0 executes the commands of rank 0."""
     if rank() > 0:
         with follower_devices(config):
             run_follower(config)
@@ -42,9 +42,9 @@ def run(config: RunConfig, *, resume: bool) -> int:
     console = Console()
     outcome = asyncio.run(train(config, resume=resume))
     if outcome.summary is None:
-        again = f"agentrl-train run {outcome.folder / 'config.toml'} --resume"
-        console.print(f"Stopped after step {outcome.step}; go on with: {again}", soft_wrap=True)
-        return BY_SIGNAL + (outcome.signal or signal.SIGINT)
+        command = f"agentrl-train run {outcome.folder / 'config.toml'} --resume"
+        console.print(f"Stopped after step {outcome.step}; continue with: {command}", soft_wrap=True)
+        return SIGNAL_EXIT + (outcome.signal or signal.SIGINT)
     measured = [row[name] for row in outcome.summary["tasks"].values() for name in ("before", "after")]
     if any(share is not None for share in measured):
         console.print(summary_table(outcome.summary))
@@ -53,7 +53,7 @@ def run(config: RunConfig, *, resume: bool) -> int:
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
-    """Return success before and after, a row a task."""
+    """Return a table of success before and after training, one row per task."""
     table = Table(title=f"success on held-out samples, {summary['seconds']:.0f} s")
     for heading in ("task", "before", "after", "change", "episodes"):
         table.add_column(heading, justify="left" if heading == "task" else "right")
@@ -75,14 +75,14 @@ def _add_row(table: Table, name: str, before: float | None, after: float | None,
 
 
 def evaluate_policy(config: RunConfig, *, model: str | None) -> int:
-    """Print success, its 95 % interval and pass@k of a policy on the held-out samples."""
+    """Evaluate a policy on the held-out samples and print success, its 95 % interval and pass@k."""
     results = asyncio.run(_evaluate(config, path=model or _newest(config)))
     Console().print(evaluation_table(results))
     return 0
 
 
 async def _evaluate(config: RunConfig, *, path: str) -> dict[str, Evaluation]:
-    with make_launcher(config) as launcher, launcher.alone():
+    with make_launcher(config) as launcher, launcher.single():
         return await _evaluate_on(config, path=path, launcher=launcher)
 
 
@@ -94,7 +94,7 @@ async def _evaluate_on(config: RunConfig, *, path: str, launcher: Launcher) -> d
         slots = asyncio.Semaphore(config.engine.max_sessions)
         evaluator = make_evaluator(config, served=served, policy=ready, slots=slots)
         if evaluator is None:
-            raise ConfigError("eval.samples is 0: there is nothing to evaluate")
+            raise ConfigError("eval.samples is 0, so there is nothing to evaluate: raise it")
         return await evaluator()
 
 
@@ -104,7 +104,7 @@ def _newest(config: RunConfig) -> str:
 
 
 def evaluation_table(results: Mapping[str, Evaluation]) -> Table:
-    """Return one row a task."""
+    """Return a table of the results, one row per task."""
     attempts = next(iter(results.values())).attempts
     table = Table(title="held-out samples")
     headings = ["task", "episodes", "success", "95 % interval", "valid calls", "turns"]
@@ -121,18 +121,18 @@ def evaluation_table(results: Mapping[str, Evaluation]) -> Table:
 
 
 def sft(config: RunConfig, *, output: Path) -> int:
-    """Imitate the experts and save the model in ``output``."""
+    """Fine-tune a policy on expert episodes and save it in ``output``."""
     if (output / "config.json").exists():
-        raise ConfigError(f"{output} holds a model already: name another folder")
+        raise ConfigError(f"{output} already contains a model: choose another folder")
     asyncio.run(_sft(config, output=output))
     Console().print(f"model: {output}", soft_wrap=True)
     return 0
 
 
 def merge(source: Path, *, output: Path, dtype: str) -> int:
-    """Write the policy of a checkpoint as a whole model folder, adapters merged."""
+    """Write the policy of a checkpoint as a model folder, with adapters merged."""
     if (output / "config.json").exists():
-        raise ConfigError(f"{output} holds a model already: name another folder")
+        raise ConfigError(f"{output} already contains a model: choose another folder")
     model, tokenizer = load_policy(str(_model_folder(source)))
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[dtype])
@@ -145,11 +145,11 @@ def merge(source: Path, *, output: Path, dtype: str) -> int:
 
 
 def _model_folder(source: Path) -> Path:
-    """Return the model folder that a run, a checkpoint or a model folder means."""
+    """Return the model folder of a run (its newest checkpoint), a checkpoint or a model folder."""
     if (source / "checkpoints").is_dir():
         checkpoint = load_latest(source / "checkpoints")
         if checkpoint is None:
-            raise ConfigError(f"{source} holds no checkpoint yet")
+            raise ConfigError(f"{source} has no checkpoint yet")
         return checkpoint.model_folder
     if (source / "manifest.json").is_file():
         return load_checkpoint(source).model_folder

@@ -42,8 +42,8 @@ from agentrl_train.runtime.watchdog import Watchdog
 from agentrl_train.types import UNTRACED, Trace
 from agentrl_train.weights import FLOAT32, Drift
 
-ENDING_S = 30.0
-"""Grace period of a run to end after a required process is lost."""
+SHUTDOWN_TIMEOUT_S = 30.0
+"""Time for a run to end after a rank is lost."""
 EVALUATION_SEED = 1_000_003
 """Seed of held-out draws, independent of the run's seed, so that runs are comparable."""
 
@@ -98,7 +98,7 @@ async def run_until_rank_lost(run: Coroutine[Any, Any, Outcome], lost: Coroutine
         await asyncio.wait((running, losing), return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
             running.cancel()
-            await asyncio.wait((running,), timeout=ENDING_S)
+            await asyncio.wait((running,), timeout=SHUTDOWN_TIMEOUT_S)
             losing.result()
         return await running
     finally:
@@ -109,7 +109,7 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
     """Train a policy from a configuration to the end, or until it is interrupted.
 
     Raises:
-        TrainError: one sentence that describes the problem.
+        TrainError: the run failed; the message says how to fix the problem.
     """
     folder = config.run_folder
     async with AsyncExitStack() as stack:
@@ -183,15 +183,15 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
             trace=trace,
         )
         write_config(folder, config)
-        return await run_until_rank_lost(run.run(), launcher.lost())
+        return await run_until_rank_lost(run.run(), launcher.wait_lost())
 
 
 def resumption(checkpoint: Checkpoint, *, steps: int, finished: int, changed: Sequence[str]) -> str:
     """Return the message printed when a run resumes."""
-    told = f"goes on after step {checkpoint.step}, with {finished} finished groups that are not trained yet"
+    text = f"resuming after step {checkpoint.step}, with {finished} finished groups that are not trained yet"
     if checkpoint.step >= steps:
-        told = f"has trained {checkpoint.step} steps, and run.steps = {steps} asks for no more"
-    return "; ".join([told, *changed])
+        text = f"{checkpoint.step} steps are trained already, and run.steps = {steps}: raise it to train more"
+    return "; ".join([text, *changed])
 
 
 def make_log(config: RunConfig, checkpoint: Checkpoint | None, trace: Trace) -> MetricsLog:
@@ -203,7 +203,7 @@ def make_log(config: RunConfig, checkpoint: Checkpoint | None, trace: Trace) -> 
         config.run_folder,
         first_step=step,
         trajectories=config.metrics.trajectories,
-        sinks=open_sinks(config, trace, tell=progress.note),
+        sinks=open_sinks(config, trace, notify=progress.note),
         progress=progress,
     )
 
@@ -274,7 +274,7 @@ def make_actor(
     trace: Trace = UNTRACED,
     evaluation: bool = False,
 ) -> Actor:
-    """Return the actor of a run; for evaluation it samples from the current policy alone."""
+    """Return the actor of a run; for evaluation it samples from the current policy only."""
     rollout = config.rollout.model_copy(update={"stale_fraction": 0.0}) if evaluation else config.rollout
     return Actor(
         engine=policy.engine,

@@ -21,7 +21,7 @@ from agentrl_train.runtime.config import EnvironmentSection
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.5
+POLL_INTERVAL_S = 0.5
 """Interval of liveness checks of a child server."""
 
 
@@ -45,7 +45,7 @@ async def environments(
 
     Raises:
         EnvironmentUnavailable: a server cannot be started or does not answer.
-        ConfigError: a task or split is named that no server has.
+        ConfigError: a configured task or split does not exist.
     """
     async with AsyncExitStack() as stack:
         clients: dict[str, EnvClient] = {}
@@ -56,10 +56,10 @@ async def environments(
             tasks = await _tasks(client, section)
             for name in section.tasks or tasks:
                 if name in clients:
-                    raise ConfigError(f"two environment servers have a task {name!r}: name it in one only")
+                    raise ConfigError(f"two environment servers have a task {name!r}: list it for only one")
                 info = tasks.get(name)
                 if info is None:
-                    raise ConfigError(f"no task {name!r} is served; there are {', '.join(sorted(tasks))}")
+                    raise ConfigError(f"no task {name!r} is served; available: {', '.join(sorted(tasks))}")
                 clients[name] = client
                 sources.append(_source(info, section.split, weight=section.tasks.get(name, 1.0)))
                 held_out[name] = _source(info, section.eval_split)
@@ -71,16 +71,16 @@ async def _client(
 ) -> EnvClient:
     token = os.environ.get(section.token_env) if section.token_env else None
     if section.token_env and not token:
-        raise ConfigError(f"environments.token_env names {section.token_env}, which is not set")
+        raise ConfigError(f"environments.token_env is {section.token_env}, which is not set: export it")
     url = section.url
     if url is None:
         make = partial(ServerProcess, *section.serve, max_sessions=max_sessions, oracle=oracle)
-        url = await stack.enter_async_context(kept(make))
+        url = await stack.enter_async_context(supervised_server(make))
     return await stack.enter_async_context(EnvClient.connect(url, token=token))
 
 
 @asynccontextmanager
-async def kept(make: Callable[..., ServerProcess]) -> AsyncIterator[str]:
+async def supervised_server(make: Callable[..., ServerProcess]) -> AsyncIterator[str]:
     """Start a server and yield its URL; restart it at the same URL whenever it dies.
 
     Raises:
@@ -92,41 +92,41 @@ async def kept(make: Callable[..., ServerProcess]) -> AsyncIterator[str]:
     except AgentRLError as error:
         raise EnvironmentUnavailable(str(error)) from error
     current, url = [server], server.url
-    keeping = asyncio.create_task(_keep(current, partial(make, port=urlsplit(url).port)))
+    supervision = asyncio.create_task(_supervise(current, partial(make, port=urlsplit(url).port)))
     try:
         yield url
     finally:
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
+        supervision.cancel()
+        await asyncio.gather(supervision, return_exceptions=True)
         await asyncio.to_thread(current[0].stop)
 
 
-async def _keep(current: list[ServerProcess], make: Callable[[], ServerProcess]) -> None:
+async def _supervise(current: list[ServerProcess], make: Callable[[], ServerProcess]) -> None:
     """Replace the server in ``current`` whenever it dies; its sessions are lost and retried."""
     while True:
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(POLL_INTERVAL_S)
         if current[0].running:
             continue
-        logger.warning("the environment server at %s died; it is started again", current[0].url)
+        logger.warning("the environment server at %s died and is restarted", current[0].url)
         await asyncio.to_thread(current[0].stop)
         current[0] = make()
         try:
             await asyncio.to_thread(current[0].start)
         except AgentRLError as error:
-            logger.warning("it could not be: %s", error)
+            logger.warning("the environment server could not be restarted: %s", error)
 
 
 async def _tasks(client: EnvClient, section: EnvironmentSection) -> dict[str, TaskInfo]:
     try:
         return await client.tasks()
     except AgentRLError as error:
-        place = section.url or ", ".join(section.serve)
-        raise EnvironmentUnavailable(f"the environment server {place} gives no tasks: {error}") from error
+        source = section.url or ", ".join(section.serve)
+        raise EnvironmentUnavailable(f"the environment server {source} lists no tasks: {error}") from error
 
 
 def _source(info: TaskInfo, split: str, *, weight: float = 1.0) -> TaskSource:
     if not info.tools:
-        raise ConfigError(f"task {info.name!r} has no tools: an agent cannot act in it")
+        raise ConfigError(f"task {info.name!r} has no tools, so an agent cannot act in it")
     if split not in info.splits:
-        raise ConfigError(f"task {info.name!r} has no split {split!r}; it has {', '.join(info.splits)}")
+        raise ConfigError(f"task {info.name!r} has no split {split!r}; available: {', '.join(info.splits)}")
     return TaskSource(task=info.name, split=split, num_samples=info.splits[split].num_samples, weight=weight)

@@ -1,4 +1,4 @@
-"""Success of the current policy on held-out samples."""
+"""Evaluation of a policy on held-out samples."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Evaluation:
         return wilson_interval(sum(t.success for t in self.counted), len(self.counted))
 
     def pass_at(self, k: int) -> float:
-        """Unbiased pass@k over the samples, of which each was tried ``attempts`` times."""
+        """Unbiased pass@k over the samples, each of which has ``attempts`` episodes."""
         values = []
         for start in range(0, len(self.trajectories), self.attempts):
-            tries = [t for t in self.trajectories[start : start + self.attempts] if not t.end.failed]
-            if len(tries) >= k:
-                values.append(pass_at_k(len(tries), sum(t.success for t in tries), k))
+            valid = [t for t in self.trajectories[start : start + self.attempts] if not t.end.failed]
+            if len(valid) >= k:
+                values.append(pass_at_k(len(valid), sum(t.success for t in valid), k))
         return sum(values) / len(values) if values else float("nan")
 
     @property
@@ -72,7 +72,7 @@ async def evaluate(
         actor: plays the episodes with the current policy.
         samples: task -> indices of the samples.
         split: task -> the held-out split.
-        seed: seed of all draws, so that results are repeatable.
+        seed: seed of all draws, so that results are reproducible.
         attempts: episodes per sample.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -21,13 +21,20 @@ from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner, Lora
 from agentrl_train.loss import policy_loss
 from agentrl_train.runtime.config import RunConfig
-from agentrl_train.runtime.distributed import LeadLearner, Ranks, die_with_parent, follow, joined, world_size
+from agentrl_train.runtime.distributed import (
+    LeadLearner,
+    Ranks,
+    die_with_parent,
+    execute_commands,
+    process_group,
+    world_size,
+)
 from agentrl_train.runtime.models import copy_of, load_policy
 from agentrl_train.runtime.placement.launcher import Launcher
 from agentrl_train.types import UNTRACED, Trace
 from agentrl_train.weights import Canary, Drift, LogProbs, Publisher
 
-KV_GIB_ON_A_CPU = 1.0
+CPU_KV_GIB = 1.0
 TORCH_SERVING = "agentrl_train.runtime.placement.serving"
 
 
@@ -48,19 +55,19 @@ def make_engine(
         model: the initial policy.
         path: source of ``model``: a folder or a hub name.
         stop_token_ids: tokens that end a completion.
-        threads: of an engine on the CPU.
-        trace: of the run.
-        launcher: says where an engine's processes run, and on which devices.
+        threads: CPU threads of the engine.
+        trace: trace of the run.
+        launcher: starts the engine processes on its devices.
 
     Raises:
         ConfigError: vLLM is configured and not installed.
     """
     engine = config.engine
-    if engine.kind == "vllm" or launcher.engines_apart:
-        return _processes(
+    if engine.kind == "vllm" or launcher.separate_engines:
+        return _engine_pool(
             config, path=path, stop_token_ids=stop_token_ids, threads=threads, launcher=launcher
         )
-    device = launcher.devices.of_the_torch_engine or engine.device
+    device = launcher.devices.torch_engine_device or engine.device
     return TorchEngine(
         {name: copy_of(model, dtype=engine.dtype, device=device) for name in config.policies},
         stop_token_ids=stop_token_ids,
@@ -73,10 +80,10 @@ def make_engine(
     )
 
 
-def _processes(
+def _engine_pool(
     config: RunConfig, *, path: str, stop_token_ids: Sequence[int], threads: int, launcher: Launcher
 ) -> EnginePool:
-    """Return engines in processes of their own."""
+    """Return engines in separate processes."""
     engine, vllm = config.engine, config.engine.vllm
     python = sys.executable
     on_cpu = engine.device == "cpu"
@@ -87,7 +94,7 @@ def _processes(
         max_context=engine.max_context,
         dtype=engine.dtype,
         device="cpu" if on_cpu else "cuda",
-        kv_gib=vllm.kv_gib or (KV_GIB_ON_A_CPU if on_cpu else None),
+        kv_gib=vllm.kv_gib or (CPU_KV_GIB if on_cpu else None),
         memory_fraction=vllm.memory_fraction,
         tensor_parallel=vllm.tensor_parallel,
         devices=launcher.devices.engine,
@@ -101,7 +108,7 @@ def _processes(
         require_vllm(python)
         if vllm.transfer != "memory" and find_spec("vllm") is None:
             raise ConfigError(
-                f"engine.vllm.transfer = {vllm.transfer!r} needs vLLM in the trainer's own Python as well: "
+                f"engine.vllm.transfer = {vllm.transfer!r} needs vLLM in the trainer's Python as well: "
                 "install agentrl-kit[vllm] there, or set it to 'memory'"
             )
     else:
@@ -123,16 +130,16 @@ def require_vllm(python: str) -> None:
     """Check that an interpreter runs and can import vLLM and this package.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the interpreter does not run, or lacks one of them.
     """
-    question = "from importlib.util import find_spec as f; print(f('vllm') and f('agentrl_train') and 1)"
+    code = "from importlib.util import find_spec as f; print(f('vllm') and f('agentrl_train') and 1)"
     try:
-        answer = subprocess.run(
-            [python, "-c", question], capture_output=True, text=True, timeout=60, check=True
+        output = subprocess.run(
+            [python, "-c", code], capture_output=True, text=True, timeout=60, check=True
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"engine.vllm.python = {python!r} cannot be run: {error}") from error
-    if answer != "1":
+    if output != "1":
         raise ConfigError(
             f"engine.kind = 'vllm' needs vLLM and agentrl-kit in {python}: install agentrl-kit[vllm] there, "
             "or run `make vllm` and set engine.vllm.python to .venv-vllm/bin/python"
@@ -150,11 +157,11 @@ def make_publisher(
     """Return the publisher; for engines in other processes it verifies each push with a canary.
 
     Args:
-        config: of the run.
-        engine: where the weights go.
-        logprobs: the trainer's log-probabilities of sequences.
+        config: configuration of the run.
+        engine: receives the weights.
+        logprobs: computes log-probabilities with the trainer's weights.
         vocabulary: number of tokens.
-        tolerance: differences in log-probability that rounding explains.
+        tolerance: accepted differences in log-probability, due to rounding.
     """
     canary = None
     if isinstance(engine, EnginePool):
@@ -175,13 +182,13 @@ def join_ranks(config: RunConfig) -> Iterator[Ranks | None]:
     """Join the learner processes, this one as rank 0; yields None for a single process.
 
     Raises:
-        ConfigError: the processes cannot be divided as the configuration says.
-        RanksLost: they did not come together.
+        ConfigError: ``train.sequence_parallel`` does not divide the number of processes.
+        RanksLost: the rendezvous failed.
     """
     if world_size() == 1:
         yield None
         return
-    with _joined(config) as ranks:
+    with _process_group(config) as ranks:
         yield ranks
 
 
@@ -192,13 +199,13 @@ def make_learner(
     """Yield the learner of a run, which trains ``model``; the other ranks stop on exit.
 
     Raises:
-        ConfigError: the model cannot be trained as the configuration says.
+        ConfigError: the model does not support the configuration.
     """
     options = learner_options(config, model=model) | {"trace": trace}
     if ranks is None:
         with _as_config_errors():
-            alone = Learner(model, device=config.engine.device, **options)
-        yield alone
+            learner = Learner(model, device=config.engine.device, **options)
+        yield learner
     else:
         with _as_config_errors():
             lead = LeadLearner(model, ranks=ranks, **options)
@@ -218,18 +225,18 @@ def run_follower(config: RunConfig) -> None:
     """Run a rank other than 0 until rank 0 finishes.
 
     Raises:
-        RanksLost: rank 0 or another rank failed or is gone.
+        RanksLost: rank 0 or another rank failed or exited.
     """
     die_with_parent()
     torch.set_num_threads(config.run.threads or 1)
-    with _joined(config) as ranks:
+    with _process_group(config) as ranks:
         model, _ = load_policy(config.model.path)
         options = learner_options(config, model=model)
         with _as_config_errors():
             learner = Learner(
                 model, mesh=ranks.mesh, device=ranks.device, storage_group=ranks.storage, **options
             )
-        follow(learner, ranks)
+        execute_commands(learner, ranks)
 
 
 def learner_options(config: RunConfig, *, model: PreTrainedModel) -> dict[str, Any]:
@@ -264,8 +271,8 @@ def learner_options(config: RunConfig, *, model: PreTrainedModel) -> dict[str, A
     }
 
 
-def _joined(config: RunConfig) -> Any:
-    return joined(
+def _process_group(config: RunConfig) -> AbstractContextManager[Ranks]:
+    return process_group(
         device=config.engine.device,
         sequence_parallel=config.train.sequence_parallel,
         timeout_s=config.train.rank_timeout_s,

@@ -1,8 +1,8 @@
 """Finished groups on disk: a lossless encoding, and an append-only journal that survives a kill.
 
-The journal is a folder of segments ``step_000012-0.bin``: the groups that finished from the snapshot of
-checkpoint 12 on and until the next one. A record is ``magic, length, crc32, payload``; it is on the disk
-when ``append`` returns, and a torn last record is left out when it is read.
+The journal is a folder of segments such as ``step_000012-0.bin``: the groups that finished between the
+snapshot of checkpoint 12 and the next one. A record is ``magic, length, crc32, payload``; it is on disk when
+``append`` returns, and a truncated last record is ignored on reading.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def frame(payload: bytes) -> bytes:
 
 
 def read_records(content: bytes) -> Iterator[bytes]:
-    """Yield the payload of every whole record; skip damaged ones and stop at a truncated one."""
+    """Yield the payload of every complete record; skip damaged ones and stop at a truncated one."""
     position = 0
     while position + HEADER.size <= len(content):
         magic, length, checksum = HEADER.unpack_from(content, position)
@@ -173,12 +173,12 @@ def read_records(content: bytes) -> Iterator[bytes]:
         if zlib.crc32(payload) == checksum:
             yield payload
         else:
-            logger.warning("A record of the journal is damaged; its group will be played again.")
+            logger.warning("a record of the journal is damaged; its group will be played again")
         position += HEADER.size + length
 
 
 def read_groups(path: Path) -> tuple[TrajectoryGroup, ...]:
-    """Return the whole groups in a file of records."""
+    """Return the groups of the complete records in a file."""
     return tuple(decode_group(payload) for payload in read_records(path.read_bytes()))
 
 
@@ -218,7 +218,7 @@ class Journal:
         """Start a new segment, atomically with the snapshot of checkpoint ``step``.
 
         Groups appended from now on are not in that checkpoint; earlier ones are trained or among its groups.
-        So appending a group and counting it as finished must be atomic too.
+        Appending a group and marking it as finished must therefore be atomic too.
         """
         with self._lock, run_folder_errors(self._folder):
             number = sum(1 for _ in self._folder.glob(f"step_{step:06d}-*.bin"))
@@ -231,7 +231,7 @@ class Journal:
     def read(self, since_step: int = 0) -> tuple[TrajectoryGroup, ...]:
         """Return the groups that finished since checkpoint ``since_step``, without duplicates.
 
-        Some may have been trained by weights that were lost; the resumed run has not trained them.
+        Some may have trained weights that were lost since; the resumed run has not trained them.
         """
         groups: dict[int, TrajectoryGroup] = {}
         for step, path in _segments(self._folder):
@@ -255,7 +255,7 @@ class Journal:
 
 
 def _write_all(file: IO[bytes], record: bytes) -> None:
-    """Write and sync; an unbuffered file may take several writes."""
+    """Write and sync a record; an unbuffered file may need several writes."""
     rest = memoryview(record)
     while rest:
         rest = rest[file.write(rest) :]

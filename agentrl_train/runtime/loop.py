@@ -52,8 +52,8 @@ class Step:
 class Loop:
     """Plays groups and yields training steps until all are done, the time is up, or ``stop`` is called.
 
-    The loop owns the work window and the journal. Whoever iterates over ``steps()`` trains each step and
-    publishes its weights before asking for the next one.
+    The loop owns the work window and the journal. Its consumer (``Run``) trains each step and publishes the
+    weights before it requests the next one.
 
     Args:
         actor: plays groups.
@@ -63,7 +63,7 @@ class Loop:
         group_size: siblings per group.
         seed: seed of the run.
         stall_timeout_s: longest time without a finished group.
-        run_timeout_s: time after which the loop ends cleanly, whatever the number of steps.
+        run_timeout_s: time after which the loop ends cleanly, even if steps remain.
         policy_version: version of the weights in force.
         finished: finished, untrained groups of a resumed run.
         on_failure: called with a group, its failed episodes, and whether the group was dropped.

@@ -14,23 +14,23 @@ from agentrl_train.errors import ConfigError
 from agentrl_train.learner import adapter_base, merge_adapter
 
 transformers.utils.logging.disable_progress_bar()
-logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each of many retries, twice
+logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry twice
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_policy(path: str, *, device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the model, in float32, and the tokenizer in ``path``: a folder, or a model's name on the hub.
+    """Return the model, in float32, and the tokenizer in ``path``: a folder or a model name on the hub.
 
-    A folder with an adapter (PEFT) gives the model that it was trained on, the adapter merged.
+    For a folder with a PEFT adapter, the adapter is merged into its base model.
 
     Raises:
-        ConfigError: there is no such model, or the device is not there.
+        ConfigError: the model does not exist, or the device is not available.
     """
-    _check_place(path, device)
+    _check_source(path, device)
     if not Path(path).exists():
-        logger.warning("no folder here is called %s: it is sought on the hub", path)
+        logger.warning("there is no folder %s: loading the model from the hub", path)
     base = adapter_base(Path(path))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -41,14 +41,14 @@ def load_policy(path: str, *, device: str = "cpu") -> tuple[PreTrainedModel, Pre
             merge_adapter(model, Path(path))
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        sought = "" if Path(path).exists() else " (no folder here has this name: it was sought on the hub)"
-        raise ConfigError(f"the model {path!r} cannot be loaded{sought}: {reason}") from error
+        source = "" if Path(path).exists() else " from the hub (there is no folder of this name)"
+        raise ConfigError(f"the model {path!r} cannot be loaded{source}: {reason}") from error
     model.to(device)  # type: ignore[arg-type]  # the library types this by its first parameter
     return model, tokenizer
 
 
 def copy_of(model: PreTrainedModel, *, dtype: str = "float32", device: str | None = None) -> PreTrainedModel:
-    """Return a copy that an engine can own, on another device if one is named."""
+    """Return a copy for an engine, on another device if given."""
     copied = copy.deepcopy(model)
     if device is not None:
         copied.to(device)  # type: ignore[arg-type]  # the library types this by its first parameter
@@ -57,13 +57,13 @@ def copy_of(model: PreTrainedModel, *, dtype: str = "float32", device: str | Non
     return copied
 
 
-def _check_place(path: str, device: str) -> None:
-    looks_local = path.startswith((".", "/", "~")) or Path(path).exists()
-    whole = (Path(path) / "config.json").is_file() or adapter_base(Path(path)) is not None
-    if looks_local and not whole:
-        raise ConfigError(f"{path!r} is no model folder: it holds no config.json")
+def _check_source(path: str, device: str) -> None:
+    is_local = path.startswith((".", "/", "~")) or Path(path).exists()
+    has_model = (Path(path) / "config.json").is_file() or adapter_base(Path(path)) is not None
+    if is_local and not has_model:
+        raise ConfigError(f"{path!r} is not a model folder: it has no config.json")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"engine.device = {device!r} cannot be used here: {reason}") from error
+        raise ConfigError(f"engine.device = {device!r} is not available: {reason}") from error

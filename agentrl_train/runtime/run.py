@@ -97,7 +97,7 @@ class FailureLog:
 
 
 class Run:
-    """Runs what happens around the steps of a loop: training, evaluation, checkpoints and reports."""
+    """Consumes the steps of a loop: trains, evaluates, and writes checkpoints, metrics and the report."""
 
     def __init__(
         self,
@@ -152,9 +152,9 @@ class Run:
             return await self._run()
         finally:
             # A checkpoint in progress is finished in any case.
-            await asyncio.gather(self._written(), return_exceptions=True)
+            await asyncio.gather(self._wait_for_checkpoint(), return_exceptions=True)
             _remove_signal_handlers()
-            await self._written()
+            await self._wait_for_checkpoint()
 
     async def _run(self) -> Outcome:
         """Verify the weights, evaluate, train, evaluate again, and write summary and report."""
@@ -179,13 +179,13 @@ class Run:
                 await self._train_step(one)
         step = self._loop.window.steps
         await self._checkpoint(step=step)
-        await self._written()
-        summary = None if self._signal else await self._sum_up()
+        await self._wait_for_checkpoint()
+        summary = None if self._signal else await self._summarize()
         report = partial(write_report, self._folder)
         await in_thread(report, within_s=self._config.checkpoint.write_timeout_s, doing="writing the report")
         return Outcome(folder=self._folder, step=step, summary=summary, signal=self._signal)
 
-    async def _sum_up(self) -> Mapping[str, Any] | None:
+    async def _summarize(self) -> Mapping[str, Any] | None:
         if not await self._evaluate("after"):
             return None
         return self._log.write_summary(
@@ -200,16 +200,16 @@ class Run:
         number, started = step.number, time.monotonic()
         with self._trace.span(TRACK, f"step {number}", groups=[group.group_id for group in step.groups]):
             train = partial(self._trainer.step, step.groups, policy_version=step.policy_version + 1)
-            told = await in_thread(
+            trained = await in_thread(
                 train, within_s=self._config.train.step_timeout_s, doing=f"training step {number}"
             )
-        self._trained_tokens += int(told.get("loss_tokens", 0))
-        self._idle_steps = 0 if told.get("loss_tokens") else self._idle_steps + 1
+        self._trained_tokens += int(trained.get("loss_tokens", 0))
+        self._idle_steps = 0 if trained.get("loss_tokens") else self._idle_steps + 1
         if self._idle_steps.bit_count() == 1:  # 1, 2, 4, 8 ... in a row
             logger.warning("%s", no_signal_warning(step.groups, steps=self._idle_steps))
         discarded = self._loop.discarded_tokens
-        speeds = self._throughput.step(told, waited_s=step.waited_s, discarded_tokens=discarded)
-        metrics = {**told, **speeds}
+        throughput = self._throughput.step(trained, waited_s=step.waited_s, discarded_tokens=discarded)
+        metrics = {**trained, **throughput}
         metrics["failed_episodes"] = float(self._failures.episodes)
         metrics["dropped_groups"] = float(self._loop.window.dropped)
         metrics["train_seconds"] = time.monotonic() - started
@@ -226,8 +226,8 @@ class Run:
             mixer.count(group.task, sum(t.num_sampled_tokens for t in group.trajectories))
         if self._due(number, self._config.checkpoint.every):
             if self._config.rollout.balance == "tokens":
-                # The state must be on disk before the draws that depend on it: it is when the next checkpoint
-                # begins, and no more than two intervals of groups are drawn until then.
+                # The state must be on disk before the draws that depend on it. That is the case once the next
+                # checkpoint begins, and at most two intervals of groups are drawn until then.
                 interval = self._config.checkpoint.every * self._config.rollout.groups_per_step
                 mixer.rebalance(after=2 * interval)
             await self._checkpoint(step=number)
@@ -244,7 +244,7 @@ class Run:
         The state of the loop is taken right after the copy; parameters do not change meanwhile, because
         training waits.
         """
-        await self._written()
+        await self._wait_for_checkpoint()
         copy, doing = self._policy.learner.snapshot, f"copying the parameters of step {step}"
         snapshot = await in_thread(copy, within_s=self._config.checkpoint.write_timeout_s, doing=doing)
         window, untrained = self._loop.cut_journal(step)
@@ -273,7 +273,7 @@ class Run:
                 await in_thread(write, within_s=self._config.checkpoint.write_timeout_s, doing=doing)
             )
 
-    async def _written(self) -> None:
+    async def _wait_for_checkpoint(self) -> None:
         """Wait for the checkpoint in progress; raises its error."""
         if (writing := self._writing) is not None:
             self._writing = None
@@ -322,7 +322,7 @@ class Run:
             except EngineError as error:
                 if not attempts:
                     raise
-                logger.warning("the engine gave no first completion (%s); it is asked again", error)
+                logger.warning("the first completion of the engine failed (%s) and is retried", error)
             finally:
                 self._policy.engine.release("probe")
 

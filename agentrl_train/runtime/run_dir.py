@@ -34,14 +34,14 @@ def claim_run_dir(folder: Path, config: RunConfig, *, resume: bool) -> Iterator[
         ConfigError: the folder is in use, holds nothing to resume, or a fixed setting changed.
         RunFolderError: the folder is not writable.
     """
-    begun = bool(steps(folder / "checkpoints"))
-    if begun and not resume:
+    started = bool(steps(folder / "checkpoints"))
+    if started and not resume:
         raise ConfigError(
-            f"{folder} holds a run already: continue it with --resume, or name another with "
+            f"{folder} already contains a run: continue it with --resume, or start another with "
             "--set run.name=NAME"
         )
     if resume and not folder.exists():
-        raise ConfigError(f"{folder} holds no run to resume: start it without --resume")
+        raise ConfigError(f"{folder} contains no run to resume: start it without --resume")
     with run_folder_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "w")  # noqa: SIM115 (held until the run ends)
@@ -50,12 +50,12 @@ def claim_run_dir(folder: Path, config: RunConfig, *, resume: bool) -> Iterator[
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"another process is running in {folder}: wait for it, or stop it") from None
-        changed = _changed(folder / CONFIG, config) if begun else {}
+        changed = _changed(folder / CONFIG, config) if started else {}
         for name, (old, new) in changed.items():
             if name.startswith(FIXED):
                 raise ConfigError(
-                    f"{name} was {old} when the run in {folder} began, and is {new} now: its checkpoints fit "
-                    "the former alone; set it back, or start another run with --set run.name=NAME"
+                    f"{name} was {old} when the run in {folder} began, and is {new} now, which does not fit "
+                    "its checkpoints: restore it, or start another run with --set run.name=NAME"
                 )
         yield [f"{name} = {new} (was {old})" for name, (old, new) in changed.items() if name not in NOT_SHOWN]
 
@@ -67,7 +67,7 @@ def write_config(folder: Path, config: RunConfig) -> None:
 
 
 def _changed(path: Path, config: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Return setting -> (before, now) of those that differ from the configuration in a run folder."""
+    """Return setting -> (old, new) for settings that differ from the configuration in the run folder."""
     before = _flat(read_toml(path)) if path.exists() else {}
     now = _flat(config.model_dump(mode="json", exclude_none=True))
     differing = [name for name in before | now if before.get(name) != now.get(name)] if before else []
@@ -75,7 +75,7 @@ def _changed(path: Path, config: RunConfig) -> dict[str, tuple[Any, Any]]:
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a table's values by their dotted names."""
+    """Return the values of a table by dotted name."""
     found: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, Mapping):

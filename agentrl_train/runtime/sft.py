@@ -1,4 +1,4 @@
-"""Warm start: train_sft the environments' own experts (supervised fine-tuning)."""
+"""Warm start: supervised fine-tuning on episodes of the environments' experts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from agentrl_train.types import TokenSequence
 async def expert_sequence(
     client: EnvClient, chat: ChatFormat, *, task: str, split: str, index: int, seed: int | None = None
 ) -> tuple[TokenSequence, bool]:
-    """Play one episode with the expert; return its tokens, and whether it succeeded.
+    """Play one episode with the expert; return its tokens and whether it succeeded.
 
-    The tokens are those that a policy with the same messages would have sampled; ``loss_mask`` covers exactly
+    The tokens are those that a policy would sample to produce the same messages; ``loss_mask`` covers exactly
     the tokens of the expert.
 
     Raises:
@@ -34,9 +34,9 @@ async def expert_sequence(
         new_ids = chat.opening(session.messages, session.tools)
         while True:
             message = await session.expert()
-            said = chat.completion(message)
-            ids += [*new_ids, *said]
-            mask += [0.0] * len(new_ids) + [1.0] * len(said)
+            completion = chat.completion(message)
+            ids += [*new_ids, *completion]
+            mask += [0.0] * len(new_ids) + [1.0] * len(completion)
             result = await session.step(message)
             if result.final:
                 episode_end(result)
@@ -65,20 +65,20 @@ async def expert_sequences(
     count: int,
     max_sessions: int = 64,
 ) -> tuple[list[TokenSequence], dict[str, float]]:
-    """Play ``count`` episodes of every task; return all sequences and the experts' success by task.
+    """Play ``count`` episodes of every task; return all sequences and the success of the experts by task.
 
-    Where a split has fewer samples they are played again, with other seeds.
+    If a split has fewer samples, they are repeated with other seeds.
 
     Raises:
         AgentRLError: a session failed, or a task has no expert.
     """
-    places = asyncio.Semaphore(max_sessions)
+    slots = asyncio.Semaphore(max_sessions)
 
     async def play(task: str, number: int) -> tuple[TokenSequence, bool]:
         source = sources[task]
         size = source.num_samples or count
         seed = number if number >= size else None
-        async with places:
+        async with slots:
             return await expert_sequence(
                 clients[task], chat, task=task, split=source.split, index=number % size, seed=seed
             )
@@ -102,9 +102,9 @@ def train_sft(
     seed: int,
     report: Callable[[int, dict[str, float]], None] = lambda step, metrics: None,
 ) -> None:
-    """Take ``steps`` optimizer steps on the expert's tokens, in a seeded order, epoch after epoch.
+    """Run ``steps`` optimizer steps on the tokens of the experts, in a seeded order for each epoch.
 
-    The learner must have been made with ``sft_loss`` as its objective.
+    The objective of the learner must be ``sft_loss``.
     """
     order = _epochs(len(sequences), seed)
     for step in range(1, steps + 1):

@@ -1,6 +1,6 @@
-"""One training step, steps 5 to 8 of the path: groups -> advantages -> batches -> update -> publish.
+"""Steps 5 to 8 of 9: one training step, groups -> advantages -> batches -> update -> publish.
 
-It connects the pure steps and collects the metrics of a step.
+It connects the steps of the path and collects their metrics.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ class StepTrainer:
     ) -> tuple[Drift, dict[str, float]]:
         """Apply the update; return the drift measured before it, and its metrics."""
         train, span = self._train, partial(self._trace.span, TRACK)
-        with span("check") as told, self._memory(policy_version):
+        with span("check") as facts, self._memory(policy_version):
             found = self._check(rows, version=policy_version - 1)
-            told["drift"] = found.worst
+            facts["drift"] = found.worst
         with span("pack"):
             batches = pack(
                 rows,
@@ -135,10 +135,10 @@ class StepTrainer:
         try:
             return self.learner.step(batches)
         except BadUpdate as error:
-            place = self._write_out(groups, step=step)
+            path = self._write_out(groups, step=step)
             if self._train.on_bad_update == "stop":
-                raise type(error)(f"{error} The groups of step {step} are in {place}.") from error
-            logger.warning("%s The step is left out; its groups are in %s.", error, place)
+                raise type(error)(f"{error} The groups of step {step} are in {path}.") from error
+            logger.warning("%s The step is skipped; its groups are in %s.", error, path)
             return {"skipped_steps": 1.0}
 
     @contextmanager
@@ -151,16 +151,16 @@ class StepTrainer:
                 raise
             raise LearnerOutOfMemory(
                 f"step {step} does not fit into memory beside the model: lower train.micro_batch_tokens, "
-                f"now {self._train.micro_batch_tokens}, and go on with --resume"
+                f"now {self._train.micro_batch_tokens}, then continue with --resume"
             ) from error
 
     def _write_out(self, groups: Sequence[TrajectoryGroup], *, step: int) -> Path:
         """Write the groups of a bad update to disk; ``journal.read_groups`` reads them."""
-        place = self._bad_batches / f"step_{step:06d}.bin"
-        with run_folder_errors(place.parent):
-            place.parent.mkdir(parents=True, exist_ok=True)
-            write_file(place, b"".join(frame(encode_group(group)) for group in groups))
-        return place
+        path = self._bad_batches / f"step_{step:06d}.bin"
+        with run_folder_errors(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, b"".join(frame(encode_group(group)) for group in groups))
+        return path
 
     def _advantages(self, groups: Sequence[TrajectoryGroup]) -> list[list[float]]:
         return advantages(
@@ -236,22 +236,18 @@ def no_signal_warning(groups: Sequence[TrajectoryGroup], *, steps: int) -> str:
     """Return a warning about consecutive steps without a learning signal, with likely causes."""
     episodes = [episode for group in groups for episode in group.trajectories]
     rewards = {round(episode.reward, 6) for episode in episodes}
-    what = f"all are {min(rewards):g}" if len(rewards) == 1 else f"they are {len(rewards)} different ones"
-    when = "this step" if steps == 1 else f"{steps} steps in a row"
+    values = f"all are {min(rewards):g}" if len(rewards) == 1 else f"{len(rewards)} different values"
+    when = "this step" if steps == 1 else f"{steps} consecutive steps"
     sentences = [
-        f"nothing was trained in {when}: within each group all episodes have the same reward ({what})",
+        f"no learning signal in {when}: within each group all episodes have the same reward ({values})",
     ]
     full = sum(episode.end is EpisodeEnd.TRUNCATED_LENGTH for episode in episodes) / max(1, len(episodes))
     if full:
-        sentences.append(f"{full:.0%} of the episodes ended because engine.max_context was full: raise it")
+        sentences.append(f"{full:.0%} of the episodes were cut off by engine.max_context: raise it")
     sentences.append(
-        "what helps: easier or harder samples, a larger rollout.group_size, a policy that "
-        "`agentrl-train sft` has warmed up"
+        "try easier or harder samples, a larger rollout.group_size, or a warm start with `agentrl-train sft`"
     )
     return "; ".join(sentences)
-
-
-TRACK = "trainer/steps"
 
 
 @contextmanager
@@ -259,8 +255,8 @@ def engine_asleep(engine: Sleeper, *, release: Callable[[], None], trace: Trace)
     """Put a colocated engine to sleep for the block, so that the learner can use its devices.
 
     Args:
-        engine: wakes after the block; after an error it stays asleep, because the run ends.
-        release: releases unused memory of the learner.
+        engine: engine to put to sleep; after an error it stays asleep, because the run ends.
+        release: releases unused device memory of the learner.
         trace: trace of the run.
 
     Raises:

@@ -1,9 +1,9 @@
 """Deadlines for blocking calls, and a watchdog that reports the state of every slot.
 
-The watchdog observes trace spans. When none begins or ends for a while, it logs what every slot waits for,
+The watchdog observes trace spans. If none begins or ends for a while, it logs the open spans of every slot
 from a separate thread, so that a blocked event loop is reported too::
 
-    nothing has moved for 60 s; what is under way:
+    no progress for 60 s; open spans:
     slot      task   sample  sibling  attempt  session   turn    waiting for   seconds
     slot 1    shop   17      0        0        8f3kX2    turn 3  environment   61
     slot 2    shop   17      1        0        -         -       open          75
@@ -49,7 +49,7 @@ class Watchdog:
     Args:
         quiet_s: time without progress after which the table is logged; doubled after each report.
         trace: receives all spans.
-        tell: logs the table.
+        log: logs the table.
     """
 
     def __init__(
@@ -57,61 +57,61 @@ class Watchdog:
         *,
         quiet_s: float,
         trace: Trace = UNTRACED,
-        tell: Callable[[str], None] = logger.warning,
+        log: Callable[[str], None] = logger.warning,
     ) -> None:
         self._quiet_s = quiet_s
         self._trace = trace
-        self._tell = tell
+        self._log = log
         self._lock = threading.Lock()
-        self._under_way: dict[str, list[Span]] = {}
-        self._lent: set[int] = set()
-        self._moved = time.monotonic()
-        self._over = threading.Event()
+        self._open_spans: dict[str, list[Span]] = {}
+        self._lanes: set[int] = set()
+        self._last_progress = time.monotonic()
+        self._stopped = threading.Event()
 
     @contextmanager
     def span(self, track: str, name: str, **facts: Any) -> Iterator[dict[str, Any]]:
         """Record a span while the block runs."""
-        with self._trace.span(track, name, **facts) as told:
-            span = Span(name=name, since=time.monotonic(), facts=told)
+        with self._trace.span(track, name, **facts) as collected:
+            span = Span(name=name, since=time.monotonic(), facts=collected)
             self._note(track, span, begins=True)
             try:
-                yield told
+                yield collected
             finally:
                 self._note(track, span, begins=False)
 
     def mark(self, track: str, name: str, *, since: float, **facts: Any) -> None:
         """Forward a completed span."""
-        self._moved = time.monotonic()
+        self._last_progress = time.monotonic()
         self._trace.mark(track, name, since=since, **facts)
 
     @contextmanager
     def lane(self, group: str) -> Iterator[str]:
-        """Lend the first free track of a group."""
+        """Yield the first free track of a group."""
         with self._lock:
-            number = next(n for n in itertools.count(1) if n not in self._lent)
-            self._lent.add(number)
+            number = next(n for n in itertools.count(1) if n not in self._lanes)
+            self._lanes.add(number)
         try:
             yield f"{group}/{group.removesuffix('s')} {number}"
         finally:
             with self._lock:
-                self._lent.discard(number)
+                self._lanes.discard(number)
 
     def _note(self, track: str, span: Span, *, begins: bool) -> None:
         with self._lock:
-            self._moved = time.monotonic()
-            spans = self._under_way.setdefault(track, [])
+            self._last_progress = time.monotonic()
+            spans = self._open_spans.setdefault(track, [])
             if begins:
                 spans.append(span)
             else:
                 spans.remove(span)
             if not spans:
-                del self._under_way[track]
+                del self._open_spans[track]
 
     def table(self) -> str:
         """Return the open spans as a table: a line per slot, and the trainer."""
         now = time.monotonic()
         with self._lock:
-            tracks = {track: list(spans) for track, spans in sorted(self._under_way.items(), key=_order)}
+            tracks = {track: list(spans) for track, spans in sorted(self._open_spans.items(), key=_order)}
         rows: list[tuple[str, ...]] = [HEADINGS]
         rows += [_slot(track, spans, now) for track, spans in tracks.items() if track.startswith(SLOTS)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
@@ -127,17 +127,17 @@ class Watchdog:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._over.set()
+        self._stopped.set()
 
     def _watch(self) -> None:
-        told_at, limit = 0.0, self._quiet_s
-        while not self._over.wait(limit / 10):
-            quiet = time.monotonic() - self._moved
-            if self._moved > told_at:
+        last_report, limit = 0.0, self._quiet_s
+        while not self._stopped.wait(limit / 10):
+            quiet = time.monotonic() - self._last_progress
+            if self._last_progress > last_report:
                 limit = self._quiet_s
             if quiet >= limit:
-                self._tell(f"nothing has moved for {quiet:.0f} s; what is under way:\n{self.table()}")
-                told_at, limit = time.monotonic(), 2 * limit
+                self._log(f"no progress for {quiet:.0f} s; open spans:\n{self.table()}")
+                last_report, limit = time.monotonic(), 2 * limit
 
 
 def _order(item: tuple[str, list[Span]]) -> tuple[str, int, str]:
@@ -158,7 +158,7 @@ async def in_thread(call: Callable[[], T], *, within_s: float, doing: str) -> T:
     """Run a blocking call in a daemon thread and return its result.
 
     Args:
-        call: takes no arguments.
+        call: function without arguments.
         within_s: deadline.
         doing: description for the error message.
 
@@ -180,7 +180,7 @@ async def in_thread(call: Callable[[], T], *, within_s: float, doing: str) -> T:
         error, result = None, None
         try:
             result = call()
-        except BaseException as raised:  # boundary of the thread: the caller must see the error
+        except BaseException as raised:  # thread boundary: the caller must get the error
             error = raised
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(settle, error, result)
@@ -189,7 +189,7 @@ async def in_thread(call: Callable[[], T], *, within_s: float, doing: str) -> T:
     try:
         done, _ = await asyncio.wait((future,), timeout=within_s)
         if not done:
-            raise Stalled(f"{doing} took longer than {within_s:g} s; its thread is left to itself")
+            raise Stalled(f"{doing} took longer than {within_s:g} s; its thread is abandoned")
         return future.result()
     finally:
         future.cancel()

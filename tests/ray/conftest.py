@@ -1,4 +1,4 @@
-"""Runs on real Ray clusters, in the environment that ``make ray`` completes."""
+"""Tests on real Ray clusters, in the environment of ``make ray``."""
 
 from importlib.util import find_spec
 

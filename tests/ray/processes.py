@@ -1,4 +1,4 @@
-"""Which processes a run has, found by a mark in their environment, and killed one at a time."""
+"""Finds and kills the processes of a run by a marker in their environment."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.train.runs import command
+from tests.train.runs.processes import command
 
 MARK = "AGENTRL_TEST_MARK"
 
 
 @dataclass
 class MarkedRun:
-    """A run whose processes, those of its cluster included, can be told from all others."""
+    """A run whose processes, including those of its cluster, have a marker in their environment."""
 
     config: Path
     overrides: tuple[str, ...]
@@ -27,7 +27,7 @@ class MarkedRun:
 
     @contextmanager
     def running(self) -> Iterator[subprocess.Popen[str]]:
-        """Start it; whatever is left of it at the end is killed."""
+        """Start the run; remaining processes are killed on exit."""
         process = subprocess.Popen(
             command(self.config, *self.overrides),
             stdout=subprocess.PIPE,
@@ -43,26 +43,26 @@ class MarkedRun:
             process.communicate(timeout=30)
 
     def processes(self, title: str = "") -> list[int]:
-        """Return the numbers of its processes whose command line begins with ``title``."""
+        """Return the pids of the run whose command line begins with ``title``."""
         found = []
         for folder in Path("/proc").iterdir():
             try:
                 ours = f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes()
                 if ours and (folder / "cmdline").read_bytes().startswith(title.encode()):
                     found.append(int(folder.name))
-            except OSError:  # no process, or one that has just ended
+            except OSError:  # not a process, or it has just exited
                 continue
         return found
 
     def kill(self, title: str) -> None:
-        """Kill the processes of a title; there must be some."""
+        """Kill the processes with a title; at least one must exist."""
         numbers = self.processes(title)
         assert numbers, f"no process is called {title}"
         for number in numbers:
             os.kill(number, signal.SIGKILL)
 
     def left_over(self, *, within_s: float = 20.0) -> list[int]:
-        """Return the processes that are still there after a while."""
+        """Return the processes that remain after ``within_s``."""
         deadline = time.monotonic() + within_s
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)

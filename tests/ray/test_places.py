@@ -1,4 +1,4 @@
-"""Who is placed where: bundles, strategies and GPUs, in a real cluster that has GPUs in its books alone."""
+"""Ray placement: bundles, strategies and GPUs, in a real cluster with declared GPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentrl_train.engine.options import ServingOptions
 from agentrl_train.errors import ConfigError, RanksLost
 from agentrl_train.runtime.config import RunConfig, load_config
 from agentrl_train.runtime.placement.ray import RayLauncher, cluster
-from tests.train.runs import finish, steps, write_config
+from tests.train.runs.processes import finish, steps, write_config
 
 pytestmark = pytest.mark.ray
 CPUS, GPUS = 8, 4
@@ -30,9 +30,9 @@ OPTIONS = ServingOptions(model="", stop_token_ids=(), max_sessions=1, max_contex
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """Start a cluster as an operator would, and give its address."""
+    """Start a cluster with the command line of Ray and yield its address."""
     variables = pytest.MonkeyPatch()
-    variables.setenv("RAY_AUTH_MODE", "disabled")  # nobody else can reach it
+    variables.setenv("RAY_AUTH_MODE", "disabled")  # the cluster is local
     variables.setenv("RAY_USAGE_STATS_ENABLED", "0")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -41,7 +41,7 @@ def address() -> Iterator[str]:
     sizes = [f"--num-cpus={CPUS}", f"--num-gpus={GPUS}", "--include-dashboard=false"]
     head = subprocess.Popen([*command, *sizes], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert head.stdout is not None
-    for line in head.stdout:  # it says so once it serves
+    for line in head.stdout:  # it prints this line once it is ready
         if "Ray runtime started" in line:
             break
     assert head.poll() is None
@@ -70,7 +70,7 @@ def configured(config_file: Path, address: str) -> Any:
 
 
 def books(launcher: RayLauncher) -> tuple[str, list[dict[str, float]]]:
-    """Return what Ray has noted of a launcher's group: its strategy and bundles, without the node's name."""
+    """Return strategy and bundles of a launcher's placement group as Ray reports them, without node names."""
     table = placement_group_table(launcher._group)
     bundles = [
         {name: size for name, size in bundle.items() if not name.startswith("node:")}
@@ -79,46 +79,46 @@ def books(launcher: RayLauncher) -> tuple[str, list[dict[str, float]]]:
     return table["strategy"], bundles
 
 
-async def test_apart_each_engine_has_a_bundle_and_gpus_of_its_own(configured: Any) -> None:
+async def test_separated_engines_have_their_own_bundles_and_gpus(configured: Any) -> None:
     with cluster(configured(*VLLM)) as launcher:
         assert books(launcher) == ("PACK", [{"CPU": 1.0, "GPU": 1.0}] * 4)
         with launcher.ranks():
             assert os.environ["CUDA_VISIBLE_DEVICES"] == launcher._gpus[0][0]
             assert len({gpu for gpus in launcher._gpus for gpu in gpus}) == 2
             engine = launcher.spawn(OPTIONS, python="", liveness_s=1.0)
-            assert (engine._place()["num_gpus"], engine._options.devices) == (1, ())
+            assert (engine._actor_options()["num_gpus"], engine._options.devices) == (1, ())
 
 
-async def test_in_turns_engines_sit_on_one_node_with_the_ranks_whose_gpus_they_share(configured: Any) -> None:
+async def test_colocated_engines_share_node_and_gpus_with_ranks(configured: Any) -> None:
     with cluster(configured(*VLLM, COLOCATED)) as launcher:
         assert books(launcher) == ("STRICT_PACK", [{"CPU": 1.0, "GPU": 1.0}] * 2)
         with launcher.ranks():
             engines = [launcher.spawn(OPTIONS, python="", liveness_s=1.0) for _ in range(2)]
             assert [tuple(engine._options.devices) for engine in engines] == launcher._gpus
-            assert {engine._place()["num_gpus"] for engine in engines} == {0}
+            assert {engine._actor_options()["num_gpus"] for engine in engines} == {0}
 
 
-async def test_a_rank_that_fails_is_told_by_its_number_and_its_reason(configured: Any) -> None:
-    why = r"rank 1 of the learner is gone \(.*(?i:cuda|nvidia).*--resume"
+async def test_failed_rank_is_reported_with_number_and_reason(configured: Any) -> None:
+    why = r"rank 1 of the learner is lost \(.*(?i:cuda|nvidia).*--resume"
     with cluster(configured(*VLLM)) as launcher, launcher.ranks(), pytest.raises(RanksLost, match=why):
-        await launcher.lost()  # there is no such GPU on this machine
+        await launcher.wait_lost()  # there is no such GPU on this machine
 
 
-def test_a_cluster_without_room_is_told_what_would_be_needed(configured: Any) -> None:
+def test_cluster_without_room_reports_needed_resources(configured: Any) -> None:
     config = configured("train.processes=9", "placement.ray_timeout_s=2")
     why = r"it needs 10 CPUs and 0 GPUs \(PACK\), and 8 and 4 are free"
     with pytest.raises(ConfigError, match=why), cluster(config):
         pass
 
 
-def test_more_engines_than_the_learner_has_gpus_are_refused(configured: Any) -> None:
+def test_more_engines_than_learner_gpus_is_rejected(configured: Any) -> None:
     config = configured(*VLLM, COLOCATED, "engine.vllm.replicas=3")
-    why = "the engine takes 3 GPUs and shares the learner's 2"
+    why = "the engine needs 3 GPUs, but shares the 2 of the learner"
     with pytest.raises(ConfigError, match=why), cluster(config):
         pass
 
 
-def test_a_run_in_a_cluster_that_is_there_leaves_it_as_it_was(tmp_path: Path, address: str) -> None:
+def test_run_leaves_existing_cluster_unchanged(tmp_path: Path, address: str) -> None:
     config = write_config(tmp_path)
     options = ("placement.launcher=ray", f"placement.ray_address={address}", "rollout.max_staleness=1")
     done = finish(config, *options, "run.steps=3", "rollout.stale_fraction=0.3")

@@ -1,4 +1,4 @@
-"""Whole runs on a real local Ray cluster: the same as without, also where actors are killed."""
+"""Runs on a real local Ray cluster match local runs, also when actors are killed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.ray.processes import MarkedRun
-from tests.train.runs import finish, steps, until_step, write_config
-from tests.train.test_repeats import told, weights
+from tests.train.runs.processes import finish, steps, until_step, write_config
+from tests.train.runs.test_repeats import reproducible, weights
 
 pytestmark = pytest.mark.ray
 OPTIONS = ("engine.deterministic=true", "run.steps=4", "train.processes=2", "metrics.trace=false")
@@ -22,7 +22,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, errors
 
 
-def test_a_run_on_ray_whose_engine_is_killed_equals_one_of_local_processes_bit_for_bit(
+def test_ray_run_with_killed_engine_matches_local_run_bit_for_bit(
     tmp_path: Path,
 ) -> None:
     local, config = write_config(tmp_path / "local"), write_config(tmp_path / "ray")
@@ -33,23 +33,23 @@ def test_a_run_on_ray_whose_engine_is_killed_equals_one_of_local_processes_bit_f
         status, errors = ended(process)
         left = on_ray.left_over()
     assert status == 0, errors
-    assert "is started again" in errors
+    assert "is restarted" in errors
     assert left == []
     done = finish(local, *OPTIONS)
     assert done.returncode == 0, done.stderr
     ours, theirs = steps(tmp_path / "ray/run"), steps(tmp_path / "local/run")
     assert [line["step"] for line in ours] == [1, 2, 3, 4]
-    assert [told(line)["loss"] for line in ours] == [told(line)["loss"] for line in theirs]
+    assert [reproducible(line)["loss"] for line in ours] == [reproducible(line)["loss"] for line in theirs]
     trained, expected = weights(tmp_path / "ray/run"), weights(tmp_path / "local/run")
     assert all(torch.equal(trained[name], expected[name]) for name in expected)
 
 
-def test_a_killed_rank_ends_the_run_with_its_name_and_nothing_is_left(tmp_path: Path) -> None:
+def test_killed_rank_ends_run_and_leaves_no_processes(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     on_ray = MarkedRun(config, (*OPTIONS, RAY, "run.steps=1000"))
     with on_ray.running() as process:
         until_step(process, tmp_path / "run", 1)
-        on_ray.kill("ray::RankHost.follow")
+        on_ray.kill("ray::RankHost.run")
         status, errors = ended(process)
         left = on_ray.left_over()
     assert status == 1

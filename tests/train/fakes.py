@@ -1,4 +1,4 @@
-"""Fakes made by hand: an engine that says what it is told, and an environment that breaks on demand."""
+"""Fakes: an engine with scripted completions, and an environment that fails on demand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Script = Callable[[Sequence[int], str], Message | Sequence[int]]
 
 
 class ScriptedEngine:
-    """Answers by a script; remembers every call."""
+    """Returns scripted completions and records every call."""
 
     def __init__(self, chat: ChatFormat, script: Script, *, version: int = 0) -> None:
         self.chat = chat
@@ -79,7 +79,7 @@ class Countdown(Environment):
 
     @tool
     def down(self) -> str | Done:
-        """Count one down."""
+        """Decrease the counter."""
         if type(self).broken_steps:
             type(self).broken_steps -= 1
             raise RuntimeError("the step is broken")
@@ -91,7 +91,7 @@ class Countdown(Environment):
 
 
 def always(message: Message) -> Script:
-    """Return a script that says the same thing every turn."""
+    """Return a script that repeats one message."""
     return lambda context, key: message
 
 

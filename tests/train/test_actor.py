@@ -22,7 +22,7 @@ async def client() -> AsyncIterator[EnvClient]:
         yield client
 
 
-async def test_an_episode_is_played_to_its_end(client: EnvClient) -> None:
+async def test_episode_is_played_to_its_end(client: EnvClient) -> None:
     engine = ScriptedEngine(CHAT, always(DOWN), version=7)
     trajectory = await make_actor(engine, client).sibling(EPISODE)
     assert trajectory.end is EpisodeEnd.TERMINATED
@@ -45,7 +45,7 @@ async def test_an_episode_is_played_to_its_end(client: EnvClient) -> None:
         max_size=8,
     )
 )
-async def test_each_turn_appends_to_the_tokens_before_it_and_the_mask_covers_what_was_sampled(
+async def test_turns_append_tokens_and_mask_covers_sampled_tokens(
     says: list,
 ) -> None:
     async with Countdown.local() as client:
@@ -65,7 +65,7 @@ async def test_each_turn_appends_to_the_tokens_before_it_and_the_mask_covers_wha
     assert (row.loss_mask > 0).tolist() == sampled
 
 
-async def test_a_broken_environment_is_played_again_in_a_fresh_session(client: EnvClient) -> None:
+async def test_environment_failure_is_retried_in_fresh_session(client: EnvClient) -> None:
     Countdown.broken_steps = 1
     engine = ScriptedEngine(CHAT, always(DOWN))
     trajectory = await make_actor(engine, client).sibling(EPISODE)
@@ -74,7 +74,7 @@ async def test_a_broken_environment_is_played_again_in_a_fresh_session(client: E
     assert len({call[0] for call in engine.calls}) == 2
 
 
-async def test_an_episode_that_keeps_failing_is_left_out_and_never_a_zero(client: EnvClient) -> None:
+async def test_repeatedly_failing_episode_is_left_out_without_reward(client: EnvClient) -> None:
     Countdown.broken_resets = 3
     engine = ScriptedEngine(CHAT, always(DOWN))
     actor = make_actor(engine, client, environment_retries=2)
@@ -84,7 +84,7 @@ async def test_an_episode_that_keeps_failing_is_left_out_and_never_a_zero(client
     assert all(f.end is EpisodeEnd.FAILED_ENVIRONMENT and f.error for f in failures)
 
 
-async def test_a_failing_engine_is_an_engine_failure(client: EnvClient) -> None:
+async def test_engine_error_is_engine_failure(client: EnvClient) -> None:
     engine = ScriptedEngine(CHAT, always(DOWN))
     engine.failures = 100
     trajectory = await make_actor(engine, client, environment_retries=1).sibling(EPISODE)
@@ -102,30 +102,28 @@ async def test_a_failing_engine_is_an_engine_failure(client: EnvClient) -> None:
         CHAT.tokenizer("<tool_call>{broken</tool_call><|im_end|>", add_special_tokens=False).input_ids,
     ],
 )
-async def test_what_the_model_gets_wrong_is_its_own_turn_and_no_failure(
-    client: EnvClient, said: Message
-) -> None:
+async def test_invalid_model_output_is_a_turn_and_not_a_failure(client: EnvClient, said: Message) -> None:
     trajectory = await make_actor(ScriptedEngine(CHAT, always(said)), client).sibling(EPISODE)
     assert trajectory.end is EpisodeEnd.TRUNCATED_TURNS
     assert trajectory.invalid_calls == len(trajectory.turns) == 8
     assert not trajectory.success
 
 
-async def test_a_full_context_truncates_the_episode(client: EnvClient) -> None:
+async def test_full_context_truncates_episode(client: EnvClient) -> None:
     engine = ScriptedEngine(CHAT, always(Message.assistant("blah " * 10)))
     trajectory = await make_actor(engine, client, max_context=600).sibling(EPISODE)
     assert trajectory.end is EpisodeEnd.TRUNCATED_LENGTH
     assert 0 < len(trajectory.turns) < 8
 
 
-async def test_a_context_too_small_for_the_opening_says_which_setting_to_raise(client: EnvClient) -> None:
+async def test_context_too_small_for_opening_names_setting_to_raise(client: EnvClient) -> None:
     engine = ScriptedEngine(CHAT, always(DOWN))
     trajectory = await make_actor(engine, client, max_context=130).sibling(EPISODE)
     assert trajectory.end is EpisodeEnd.FAILED_ENGINE
     assert "raise" in (trajectory.error or "")
 
 
-async def test_turns_are_taken_by_the_stale_policy_as_often_as_asked(client: EnvClient) -> None:
+async def test_stale_policy_samples_configured_fraction_of_turns(client: EnvClient) -> None:
     engine = ScriptedEngine(CHAT, always(DOWN))
     actor = make_actor(engine, client, stale_fraction=0.25)
     group, _ = await actor.group(EPISODE, size=200, group_id=0, admitted_version=0)
@@ -136,7 +134,7 @@ async def test_turns_are_taken_by_the_stale_policy_as_often_as_asked(client: Env
     assert any(len({turn.completion.policy for turn in t.turns}) == 2 for t in group.trajectories)
 
 
-async def test_the_same_seed_draws_the_same_and_siblings_draw_differently(client: EnvClient) -> None:
+async def test_seed_determines_draws_and_siblings_differ(client: EnvClient) -> None:
     seeds = []
     for _ in range(2):
         engine = ScriptedEngine(CHAT, always(DOWN))
@@ -146,7 +144,7 @@ async def test_the_same_seed_draws_the_same_and_siblings_draw_differently(client
     assert len(set(seeds[0])) == 12
 
 
-async def test_no_more_sessions_play_at_once_than_there_are_places(client: EnvClient) -> None:
+async def test_concurrent_sessions_are_limited_by_slots(client: EnvClient) -> None:
     playing: set[str] = set()
     most = 0
     engine = ScriptedEngine(CHAT, always(DOWN))
@@ -163,7 +161,7 @@ async def test_no_more_sessions_play_at_once_than_there_are_places(client: EnvCl
 
 
 class Away:
-    """A client whose server is out of reach for its first calls."""
+    """A client whose server is unreachable for the first calls."""
 
     def __init__(self, client: EnvClient, *, calls: int) -> None:
         self.client, self.calls = client, calls
@@ -175,7 +173,7 @@ class Away:
         return await self.client.open(*args, **options)  # type: ignore[arg-type]
 
 
-async def test_an_environment_out_of_reach_is_told_of_at_once_and_once_for_all_who_wait(
+async def test_unreachable_environment_is_logged_once_for_all_episodes(
     client: EnvClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     away = Away(client, calls=5)
@@ -186,20 +184,20 @@ async def test_an_environment_out_of_reach_is_told_of_at_once_and_once_for_all_w
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
     assert said[0] == (
-        "the environment of countdown is out of reach (ServerUnreachable: nobody answers at "
+        "the environment of countdown is unreachable (ServerUnreachable: nobody answers at "
         "http://shop:8000); its episodes wait up to 60 s for it"
     )
-    assert said[1].startswith("the environment of countdown is back, ")
+    assert said[1].startswith("the environment of countdown is reachable again after ")
 
 
-async def test_an_opening_without_room_for_a_turn_says_how_much_it_needs(client: EnvClient) -> None:
+async def test_opening_without_room_for_turn_names_needed_context(client: EnvClient) -> None:
     actor = make_actor(ScriptedEngine(CHAT, always(DOWN)), client, max_context=130, environment_retries=0)
     trajectory = await actor.sibling(EPISODE)
     assert trajectory.end is EpisodeEnd.FAILED_ENGINE
-    told = re.fullmatch(
+    found = re.fullmatch(
         r"the opening of countdown takes (\d+) tokens and a turn up to engine.max_new_tokens = 120: raise "
-        r"engine.max_context from 130 to (\d+) at least",
+        r"engine.max_context from 130 to at least (\d+)",
         str(trajectory.error),
     )
-    assert told is not None
-    assert int(told[2]) == int(told[1]) + 120
+    assert found is not None
+    assert int(found[2]) == int(found[1]) + 120

@@ -79,7 +79,7 @@ def rescaled(groups: Sequence[TrajectoryGroup], factor: float, shift: float) -> 
     ]
 
 
-def test_the_winner_of_two_tokens_and_the_loser_of_eight_get_the_published_values():
+def test_task_normalization_matches_published_values():
     values, counts = [np.array([1.0, -1.0])], [np.array([2, 8])]
     (result,) = normalize_task(values, counts)
     assert result == pytest.approx([1.897367, -0.474342], abs=1e-6)
@@ -90,7 +90,7 @@ def test_the_winner_of_two_tokens_and_the_loser_of_eight_get_the_published_value
     ("wins", "leave_one_out", "std"),
     [(4, (0.571429, -0.571429), (0.935414, -0.935414)), (1, (1, -0.142857), (2.474874, -0.353553))],
 )
-def test_a_group_of_eight_gets_the_published_values(wins, leave_one_out, std):
+def test_group_of_eight_matches_published_values(wins, leave_one_out, std):
     rewards = [1.0] * wins + [0.0] * (8 - wins)
     loo = of(rewards, baseline="leave_one_out", scale="none")
     grpo = of(rewards)
@@ -99,20 +99,20 @@ def test_a_group_of_eight_gets_the_published_values(wins, leave_one_out, std):
 
 
 @given(reward_lists)
-def test_leave_one_out_is_the_mean_baseline_times_n_over_n_minus_one(rewards):
+def test_leave_one_out_is_scaled_mean_baseline(rewards):
     n = len(rewards)
     mean = of(rewards, scale="none")
     assert of(rewards, baseline="leave_one_out", scale="none") == pytest.approx(mean * n / (n - 1))
 
 
 @given(reward_lists, st.floats(-100, 100))
-def test_a_constant_added_to_a_group_changes_nothing(rewards, shift):
+def test_advantages_are_shift_invariant(rewards, shift):
     moved = of([reward + shift for reward in rewards])
     assert moved == pytest.approx(of(rewards), abs=1e-6)
 
 
 @given(task_groups(), st.floats(0.01, 1000), st.floats(-100, 100))
-def test_rewards_of_a_task_may_be_scaled_and_shifted(groups, factor, shift):
+def test_task_normalization_is_scale_and_shift_invariant(groups, factor, shift):
     for scale in ("std", "none"):
         before = advantages(groups, scale=scale)
         after = advantages(rescaled(groups, factor, shift), scale=scale)
@@ -121,12 +121,12 @@ def test_rewards_of_a_task_may_be_scaled_and_shifted(groups, factor, shift):
 
 
 @given(task_groups("a"), task_groups("b"))
-def test_adding_a_task_leaves_the_others_untouched(ours, theirs):
+def test_tasks_are_independent(ours, theirs):
     assert advantages([*theirs, *ours])[len(theirs) :] == advantages(ours)
 
 
 @given(task_groups())
-def test_every_task_has_mean_zero_and_std_one_over_its_tokens(groups):
+def test_task_advantages_have_mean_zero_and_std_one_over_tokens(groups):
     results = advantages(groups, scale="none")
     live = [
         (value, one.num_sampled_tokens)
@@ -142,28 +142,28 @@ def test_every_task_has_mean_zero_and_std_one_over_its_tokens(groups):
 
 
 @given(task_groups(), st.sampled_from([0.0, 0.1, 1.0]), st.integers(1, 5))
-def test_a_group_without_signal_stays_zero_and_out_of_the_statistics(groups, reward, size):
+def test_group_without_signal_stays_zero_and_out_of_statistics(groups, reward, size):
     flat = group([reward] * size, [30] * size)
     assert advantages([*groups, flat]) == [*advantages(groups), [0.0] * size]
 
 
-def test_a_group_of_one_has_no_signal_under_a_group_baseline():
+def test_group_of_one_has_no_signal_with_group_baseline():
     for baseline in ("mean", "leave_one_out"):
         assert of([3.0], baseline=baseline).tolist() == [0.0]
     assert of([3.0], baseline="none").tolist() == [3.0]
 
 
-def test_a_task_without_spread_or_with_one_token_is_left_as_it_is():
+def test_task_without_spread_or_with_one_token_is_unchanged():
     assert advantages([group([1.0, 1.0])], baseline="none", scale="none") == [[1.0, 1.0]]
     assert advantages([group([1.0], [1])], baseline="none", scale="none") == [[1.0]]
 
 
-def test_no_groups_and_empty_groups_have_no_advantages():
+def test_empty_groups_have_no_advantages():
     assert advantages([]) == []
     assert advantages([group([])]) == [[]]
 
 
-def test_penalties_are_taken_off_once_a_trajectory():
+def test_penalties_are_subtracted_once_per_trajectory():
     members = [
         trajectory(1.0, invalid_calls=3),
         trajectory(1.0, end=EpisodeEnd.TRUNCATED_LENGTH),
@@ -183,24 +183,24 @@ def test_penalties_are_taken_off_once_a_trajectory():
 
 
 @pytest.mark.parametrize("end", [EpisodeEnd.FAILED_ENVIRONMENT, EpisodeEnd.FAILED_ENGINE])
-def test_a_failed_trajectory_is_refused(end):
+def test_failed_trajectory_is_rejected(end):
     failed = TrajectoryGroup(
         group_id=7,
         task="a",
         trajectories=[trajectory(0.0, end=end), trajectory(1.0)],
         admitted_version=0,
     )
-    with pytest.raises(ValueError, match="group 7 of task 'a' holds a failed trajectory"):
+    with pytest.raises(ValueError, match="group 7 of task 'a' contains a failed trajectory"):
         advantages([failed])
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
-def test_a_reward_that_is_not_finite_is_refused(reward):
+def test_non_finite_reward_is_rejected(reward):
     with pytest.raises(ValueError, match="must be finite"):
         advantages([group([reward, 0.0])])
 
 
-def test_an_unknown_option_is_refused_by_name():
+def test_unknown_option_is_rejected():
     with pytest.raises(ValueError, match="baseline is 'median'; use one of mean"):
         advantages([group([1.0, 0.0])], baseline="median")
     with pytest.raises(ValueError, match="scale is 'max'; use one of std"):
@@ -209,8 +209,8 @@ def test_an_unknown_option_is_refused_by_name():
 
 @pytest.mark.parametrize("probability", [0.05, 0.2, 0.5, 0.9])
 @pytest.mark.parametrize(("baseline", "factor"), [("leave_one_out", 1.0), ("mean", 7 / 8), ("none", 1.0)])
-def test_the_expected_gradient_of_a_bernoulli_policy_is_right(probability, baseline, factor):
-    """One logit, reward = the action, eight siblings: all outcomes enumerated."""
+def test_expected_gradient_of_bernoulli_policy(probability, baseline, factor):
+    """One logit, the action is the reward, eight siblings; all outcomes are enumerated."""
     expected = 0.0
     for wins in range(9):
         actions = np.array([1.0] * wins + [0.0] * (8 - wins))

@@ -78,7 +78,7 @@ def row(
 
 @st.composite
 def rows(draw: st.DrawFn) -> list[TokenSequence]:
-    """Return sequences whose token ids are all different, so that each token can be found again."""
+    """Return sequences with unique token ids, so that each token can be identified."""
     made, first = [], 0
     for length in draw(st.lists(st.integers(2, 30), min_size=1, max_size=15)):
         made.append(
@@ -96,7 +96,7 @@ def rows(draw: st.DrawFn) -> list[TokenSequence]:
 
 
 def unpacked(micro: MicroBatch) -> list[MicroBatch]:
-    """Return the sequences of a micro-batch one by one, as the segment ids tell them apart."""
+    """Return the sequences of a micro-batch, separated by segment id."""
     found = []
     for r, segments in enumerate(micro.segment_ids):
         for number in range(1, int(segments.max()) + 1):
@@ -118,7 +118,7 @@ ids = st.lists(st.integers(1, 99), min_size=1, max_size=6)
 
 
 @given(st.lists(st.tuples(ids, st.one_of(ids, st.just([])), st.integers(0, 9)), min_size=1, max_size=5))
-def test_the_mask_lies_exactly_on_the_sampled_tokens(turns):
+def test_mask_covers_exactly_the_sampled_tokens(turns):
     one = sequence(trajectory([turn(*parts) for parts in turns]), -0.5, group([]))
     sampled = np.concatenate([completion for _, completion, _ in turns]).astype(int)
     at = one.loss_mask == 1
@@ -133,19 +133,19 @@ def test_the_mask_lies_exactly_on_the_sampled_tokens(turns):
     assert (one.versions[~at] == -1).all()
 
 
-def test_a_trajectory_that_starts_with_a_sampled_token_is_refused():
+def test_trajectory_without_prompt_is_rejected():
     with pytest.raises(ValueError, match="give it a prompt"):
         sequence(trajectory([turn([], [5])]), 1.0, group([]))
 
 
-def test_a_completion_whose_lists_differ_in_length_is_refused():
+def test_completion_with_unequal_lists_is_rejected():
     broken = Completion(token_ids=[1, 2], logprobs=[-1.0], versions=[0, 0], finish_reason="stop")
     bad = Turn(prompt_ids=[1], completion=broken, message=Message.assistant("x"), reply=[], reward=0.0)
     with pytest.raises(ValueError, match="2 tokens, 1 logprobs and 2 versions"):
         sequence(trajectory([bad]), 1.0, group([]))
 
 
-def test_trajectories_that_sampled_nothing_are_left_out():
+def test_trajectories_without_sampled_tokens_are_left_out():
     full, empty = trajectory([turn([1, 2], [3])]), trajectory([])
     (only,) = sequences([group([empty, full])], [[0.5, 2.0]])
     assert only.advantages.tolist() == [0.0, 0.0, 2.0]
@@ -173,7 +173,7 @@ def test_every_token_is_packed_exactly_once(made, max_tokens, minibatches, row_t
 
 
 @given(rows(), st.integers(1, 100), st.integers(0, 80))
-def test_a_batch_counts_its_tokens_and_slots(made, max_tokens, row_tokens):
+def test_batch_counts_tokens_and_slots(made, max_tokens, row_tokens):
     (batch,) = pack(made, max_tokens=max_tokens, row_tokens=row_tokens)
     assert batch.num_sequences == len(made)
     assert batch.num_tokens == sum(len(one) for one in made)
@@ -188,7 +188,7 @@ def test_a_batch_counts_its_tokens_and_slots(made, max_tokens, row_tokens):
 
 
 @given(rows(), st.sampled_from(AGGREGATIONS), st.integers(1, 100), st.integers(0, 80))
-def test_weights_do_not_depend_on_how_the_step_is_split(made, aggregation, max_tokens, row_tokens):
+def test_weights_do_not_depend_on_split(made, aggregation, max_tokens, row_tokens):
     expected = token_weights(made, aggregation=aggregation, constant_tokens=50)
     found = by_first_token(
         pack(
@@ -204,7 +204,7 @@ def test_weights_do_not_depend_on_how_the_step_is_split(made, aggregation, max_t
 
 
 @given(rows(), st.sampled_from(AGGREGATIONS[:4]), st.integers(1, 3))
-def test_the_weights_of_each_step_sum_to_one(made, aggregation, minibatches):
+def test_weights_of_each_step_sum_to_one(made, aggregation, minibatches):
     for batch in pack(made, aggregation=aggregation, num_minibatches=minibatches):
         total = sum(float(micro.weights.sum()) for micro in batch.micro_batches)
         assert total == pytest.approx(1.0, abs=1e-5)
@@ -220,7 +220,7 @@ def test_the_weights_of_each_step_sum_to_one(made, aggregation, minibatches):
         ("constant", 0.05, 0.05),
     ],
 )
-def test_two_and_eight_tokens_get_the_published_weights(aggregation, short, long):
+def test_token_weights_match_published_values(aggregation, short, long):
     made = [row(5, 2, group_id=0), row(9, 8, group_id=1)]
     first, second = token_weights(made, aggregation=aggregation, constant_tokens=10)
     assert first[-2:] == pytest.approx([short] * 2)
@@ -228,25 +228,25 @@ def test_two_and_eight_tokens_get_the_published_weights(aggregation, short, long
     assert not first[:-2].any()
 
 
-def test_tasks_weigh_the_same_whatever_their_number_of_tokens():
+def test_tasks_have_equal_weight():
     made = [row(3, 2, task="a"), row(9, 8, task="b"), row(9, 8, task="b")]
     few, *many = token_weights(made, aggregation="task_mean")
     assert few.sum() == pytest.approx(0.5)
     assert sum(weights.sum() for weights in many) == pytest.approx(0.5)
 
 
-def test_constant_aggregation_needs_its_constant():
+def test_constant_aggregation_requires_constant():
     with pytest.raises(ValueError, match="needs constant_tokens"):
         pack([row(3)], aggregation="constant")
 
 
-def test_an_unknown_aggregation_is_refused_by_name():
+def test_unknown_aggregation_is_rejected():
     with pytest.raises(ValueError, match="aggregation is 'median'; use one of token_mean"):
         pack([row(3)], aggregation="median")
 
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(0, 60))
-def test_first_fit_decreasing_wastes_less_than_half_of_all_rows_but_one(lengths, spare):
+def test_first_fit_decreasing_fills_rows_more_than_half(lengths, spare):
     capacity = max([*lengths, 1]) + spare
     packed = pack_rows(lengths, capacity)
     sizes = sorted(sum(lengths[i] for i in row) for row in packed)
@@ -255,7 +255,7 @@ def test_first_fit_decreasing_wastes_less_than_half_of_all_rows_but_one(lengths,
     assert all(2 * size > capacity for size in sizes[1:])
 
 
-def test_minibatches_share_the_sequences_evenly_and_by_seed():
+def test_minibatches_are_equal_and_seeded():
     made = [row(4, first=10 * i) for i in range(10)]
     first, again, other = (pack(made, num_minibatches=3, seed=seed) for seed in (1, 1, 2))
     assert [batch.num_sequences for batch in first] == [4, 3, 3]
@@ -267,13 +267,13 @@ def firsts(batches: Sequence[Batch]) -> list[list[int]]:
     return [sorted(by_first_token([batch])) for batch in batches]
 
 
-def test_more_minibatches_than_sequences_give_no_empty_step():
+def test_empty_minibatches_are_left_out():
     assert len(pack([row(4), row(4)], num_minibatches=5)) == 2
     assert pack([]) == []
 
 
 @given(rows(), st.sampled_from(AGGREGATIONS))
-def test_skipped_sequences_still_count_in_the_denominators(made, aggregation):
+def test_skipped_sequences_count_in_denominators(made, aggregation):
     options = {"aggregation": aggregation, "constant_tokens": 50, "num_minibatches": 2}
     whole = by_first_token(pack(made, **options))
     batches = pack(made, **options, skip_zero_advantages=True)
@@ -283,7 +283,7 @@ def test_skipped_sequences_still_count_in_the_denominators(made, aggregation):
     assert all(batch.micro_batches for batch in batches)
 
 
-def test_rows_of_one_sequence_are_kept_apart_from_packed_rows():
+def test_single_sequence_rows_are_separate_from_packed_rows():
     lengths = [20, 20, 20, 11, 9, 8, 8]
     made = [row(length, first=100 * i) for i, length in enumerate(lengths)]
     (batch,) = pack(made, max_tokens=60)

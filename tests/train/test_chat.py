@@ -21,7 +21,7 @@ def decode(ids: list[int]) -> str:
 
 
 @given(texts=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4))
-def test_appending_turn_by_turn_gives_the_tokens_of_rendering_all_at_once(
+def test_appended_turns_match_full_rendering(
     texts: list[tuple[str, str]],
 ) -> None:
     opening = [Message(role="user", content="start")]
@@ -36,7 +36,7 @@ def test_appending_turn_by_turn_gives_the_tokens_of_rendering_all_at_once(
 
 
 @given(name=NAMES, arguments=ARGUMENTS, thought=TEXT)
-def test_a_completion_parses_back_to_the_message_it_says(name: str, arguments: dict, thought: str) -> None:
+def test_completion_parses_to_its_message(name: str, arguments: dict, thought: str) -> None:
     message = Message.assistant(thought.strip() or None, ToolCall.of(name, **arguments))
     parsed = CHAT.parse(CHAT.completion(message), turn=1)
     assert (parsed.content or "").split() == (message.content or "").split()
@@ -46,17 +46,17 @@ def test_a_completion_parses_back_to_the_message_it_says(name: str, arguments: d
 
 
 @given(ids=st.lists(st.integers(0, 260), max_size=60))
-def test_any_sampled_tokens_parse_into_some_assistant_message(ids: list[int]) -> None:
+def test_any_tokens_parse_to_an_assistant_message(ids: list[int]) -> None:
     assert CHAT.parse(ids, turn=1).role == "assistant"
 
 
-def test_a_completion_that_did_not_stop_gets_its_end_from_the_reply() -> None:
+def test_reply_ends_a_completion_without_stop_token() -> None:
     reply = [Message(role="user", content="go on")]
     cut, whole = CHAT.reply(reply, stopped=False), CHAT.reply(reply, stopped=True)
     assert decode(cut) == "<|im_end|>" + decode(whole)
 
 
-def test_several_calls_get_ids_of_their_own() -> None:
+def test_calls_have_distinct_ids() -> None:
     message = Message.assistant(None, ToolCall.of("a"), ToolCall.of("b"))
     calls = CHAT.parse(CHAT.completion(message), turn=3).tool_calls
     assert calls is not None
@@ -74,40 +74,40 @@ def test_several_calls_get_ids_of_their_own() -> None:
         '{"name": "a", "arguments": {"n": ' + "1" * 5000 + "}}",
     ],
 )
-def test_a_call_that_cannot_be_read_keeps_its_text_and_has_no_name(body: str) -> None:
+def test_unparsable_call_keeps_text_and_has_empty_name(body: str) -> None:
     ids = CHAT.tokenizer(f"<tool_call>\n{body}\n</tool_call><|im_end|>", add_special_tokens=False).input_ids
     calls = CHAT.parse(ids, turn=1).tool_calls
     assert calls is not None
     assert (calls[0].function.name, calls[0].function.arguments) == ("", body)
 
 
-def test_a_call_cut_off_by_the_length_limit_still_counts_as_a_call() -> None:
+def test_truncated_call_counts_as_call() -> None:
     ids = CHAT.tokenizer('hm <tool_call>\n{"name": "lo', add_special_tokens=False).input_ids
     parsed = CHAT.parse(ids, turn=1)
     assert parsed.content == "hm"
     assert parsed.tool_calls is not None
 
 
-def test_a_call_inside_a_thought_does_not_count() -> None:
+def test_call_inside_think_is_ignored() -> None:
     text = '<think>maybe <tool_call>{"name": "a", "arguments": {}}</tool_call></think>no'
     assert CHAT.parse(CHAT.tokenizer(text, add_special_tokens=False).input_ids, turn=1).tool_calls is None
 
 
-def test_a_tokenizer_without_a_template_is_refused() -> None:
+def test_tokenizer_without_template_is_rejected() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="no chat template"):
         ChatFormat(tokenizer)
 
 
-def test_a_template_that_does_not_end_turns_with_eos_is_refused() -> None:
+def test_template_without_eos_after_turn_is_rejected() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }};{% endfor %}"
     with pytest.raises(ConfigError, match="does not end an assistant turn"):
         ChatFormat(tokenizer)
 
 
-def test_half_a_character_in_a_call_is_replaced_so_that_it_can_be_sent() -> None:
+def test_lone_surrogate_in_call_is_replaced() -> None:
     text = r'<tool_call>{"name": "\ud83d", "arguments": "\ud83d"}</tool_call>'
     parsed = CHAT.parse(CHAT.tokenizer(text, add_special_tokens=False).input_ids, turn=1)
     assert parsed.tool_calls is not None
@@ -115,11 +115,11 @@ def test_half_a_character_in_a_call_is_replaced_so_that_it_can_be_sent() -> None
     assert parsed.model_dump_json()
 
 
-def test_a_template_that_refuses_tool_messages_is_refused() -> None:
+def test_template_that_rejects_tool_messages_is_rejected() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
         "<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     )
-    with pytest.raises(ConfigError, match="refuses a tool message: no tools"):
+    with pytest.raises(ConfigError, match="rejects a tool message: no tools"):
         ChatFormat(tokenizer)

@@ -41,21 +41,21 @@ def one_token(ratio: float, advantage: float, **options) -> tuple[float, dict[st
         (0.5, -1.0, {"clip_low": 0.3}, 0.7, 1),
     ],
 )
-def test_a_token_is_clipped_as_published(ratio, advantage, options, expected, clipped):
+def test_clipping_matches_published_values(ratio, advantage, options, expected, clipped):
     loss, stats = one_token(ratio, advantage, **options)
     assert loss == pytest.approx(expected)
     assert stats["clip_fraction"] == clipped
 
 
 @pytest.mark.parametrize(("ratio", "advantage"), [(1.5, 1.0), (0.5, -1.0), (10.0, -1.0)])
-def test_a_clipped_token_has_no_gradient(ratio, advantage):
+def test_clipped_token_has_no_gradient(ratio, advantage):
     logprobs = tensor([ratio]).log().requires_grad_()
     policy_loss(logprobs, tensor([0.0]), tensor([advantage]), tensor([1.0]))[0].backward()
     assert logprobs.grad.item() == 0.0
 
 
 @given(token_lists)
-def test_the_gradient_of_an_unchanged_policy_is_the_plain_policy_gradient(tokens):
+def test_gradient_of_unchanged_policy_is_plain_policy_gradient(tokens):
     logprobs, advantages, weights = (tensor(column) for column in zip(*tokens, strict=True))
     logprobs.requires_grad_()
     loss, stats = policy_loss(logprobs, logprobs.detach().clone(), advantages, weights)
@@ -65,7 +65,7 @@ def test_the_gradient_of_an_unchanged_policy_is_the_plain_policy_gradient(tokens
     assert stats["kl"] == 0
 
 
-def test_gradients_agree_with_finite_differences():
+def test_gradients_match_finite_differences():
     torch.manual_seed(0)
     logits = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
     chosen = torch.tensor([0, 1, 2, 3, 4, 0])
@@ -84,7 +84,7 @@ def test_gradients_agree_with_finite_differences():
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
-def test_tokens_without_weight_give_no_loss_and_no_gradient(poison):
+def test_tokens_without_weight_have_no_loss_and_no_gradient(poison):
     logprobs = tensor([-1.0, -2.0]).requires_grad_()
     behaviour, weights = tensor([-1.0, poison]), tensor([0.5, 0.0])
     loss, stats = policy_loss(logprobs, behaviour, tensor([1.0, 1.0]), weights)
@@ -95,7 +95,7 @@ def test_tokens_without_weight_give_no_loss_and_no_gradient(poison):
     assert stats["kl"] == 0.0
 
 
-def test_no_tokens_give_a_loss_of_zero():
+def test_loss_of_no_tokens_is_zero():
     empty = torch.zeros(0, requires_grad=True)
     loss, stats = policy_loss(empty, torch.zeros(0), torch.zeros(0), torch.zeros(0))
     loss.backward()
@@ -103,14 +103,14 @@ def test_no_tokens_give_a_loss_of_zero():
     assert {float(value) for value in stats.values()} == {0.0}
 
 
-def test_an_absurd_ratio_does_not_overflow():
+def test_extreme_ratio_does_not_overflow():
     loss, stats = one_token(float("1e300"), -1.0)
     assert loss == pytest.approx(3.0)
     assert stats["ratio_max"] < 1e9
 
 
 @given(token_lists)
-def test_the_loss_of_a_batch_is_the_sum_over_any_split(tokens):
+def test_loss_is_sum_over_any_split(tokens):
     columns = [tensor(column) for column in zip(*tokens, strict=True)]
     logprobs, behaviour, advantages = columns
     weights = torch.full_like(logprobs, 1 / len(tokens))
@@ -123,7 +123,7 @@ def test_the_loss_of_a_batch_is_the_sum_over_any_split(tokens):
     assert float(sum(parts)) == pytest.approx(float(whole))
 
 
-def test_the_kl_estimate_is_exact_in_expectation():
+def test_kl_estimate_is_unbiased():
     torch.manual_seed(0)
     policy, reference = torch.randn(2, 7, dtype=torch.float64).log_softmax(-1)
     exact = (policy.exp() * (policy - reference)).sum()
@@ -131,12 +131,12 @@ def test_the_kl_estimate_is_exact_in_expectation():
 
 
 @given(token_lists)
-def test_the_kl_estimate_is_never_negative(tokens):
+def test_kl_estimate_is_never_negative(tokens):
     policy, reference, _ = (tensor(column) for column in zip(*tokens, strict=True))
     assert kl_penalty(policy, reference, torch.ones_like(policy)) >= 0
 
 
-def test_importance_weights_are_truncated_or_masked_as_published():
+def test_importance_weights_are_truncated_or_masked():
     ratio = tensor([0.1, 0.6, 1.0, 1.9, 3.0])
     truncated = importance_weights(ratio.log(), torch.zeros(5), cap=2.0)
     masked = importance_weights(ratio.log(), torch.zeros(5), cap=2.0, floor=0.5)
@@ -144,7 +144,7 @@ def test_importance_weights_are_truncated_or_masked_as_published():
     assert masked.tolist() == pytest.approx([0.0, 0.6, 1.0, 1.9, 0.0])
 
 
-def test_supervised_loss_is_the_weighted_cross_entropy():
+def test_sft_loss_is_weighted_cross_entropy():
     logprobs = tensor([-1.0, -3.0, -5.0]).requires_grad_()
     weights = tensor([0.5, 0.5, 0.0])
     loss, _ = sft_loss(logprobs, torch.zeros(3), torch.zeros(3), weights)

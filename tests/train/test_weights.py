@@ -1,4 +1,4 @@
-"""What tells wrong weights from rounding."""
+"""Comparison of log-probabilities between engine and trainer."""
 
 import math
 
@@ -21,7 +21,7 @@ def sampled(logprobs: list[float], versions: list[int]):
     return probe_sequence([1, 2], completion)
 
 
-def test_only_tokens_of_the_version_are_compared() -> None:
+def test_drift_compares_only_tokens_of_version() -> None:
     sequence = sampled([-1.0, -2.0, -3.0], [1, 2, 2])
     trainer = np.array([9.0, 9.0, 9.0, -2.5, -3.1])
     found = drift([trainer], [sequence], version=2)
@@ -29,7 +29,7 @@ def test_only_tokens_of_the_version_are_compared() -> None:
     assert drift([trainer], [sequence], version=3) == Drift()
 
 
-def test_a_few_tokens_that_are_far_off_are_rounding_where_the_mean_decides() -> None:
+def test_single_outliers_are_accepted_if_mean_is_within_tolerance() -> None:
     coarse = Drift(worst=math.inf, mean=0.1)
     require_agreement(Drift(worst=0.6, mean=0.04), tolerance=coarse, version=1)
     with pytest.raises(WeightMismatch, match=r"on average by 2\.00e-01 .* version 1 \(tolerance 0\.1\)"):
@@ -38,14 +38,14 @@ def test_a_few_tokens_that_are_far_off_are_rounding_where_the_mean_decides() -> 
         require_agreement(Drift(worst=0.6, mean=1e-5), tolerance=FLOAT32, version=1)
 
 
-def test_what_is_no_number_is_a_mismatch() -> None:
+def test_nan_drift_is_a_mismatch() -> None:
     found = drift([np.array([0.0, 0.0, math.nan])], [sampled([-1.0], [1])], version=1)
     with pytest.raises(WeightMismatch):
         require_agreement(found, tolerance=Drift(worst=math.inf, mean=0.1), version=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sharded_model_is_gathered_once_to_be_pushed(dtype: torch.dtype) -> None:
+def test_sharded_model_is_gathered_once_per_push(dtype: torch.dtype) -> None:
     whole = {f"layers.{n}.größe": torch.randn(3, n + 1, 5) for n in range(4)} | {"scale": torch.tensor(2.0)}
     asked: list[str] = []
 

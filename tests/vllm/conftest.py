@@ -1,4 +1,4 @@
-"""Real vLLM engines on the CPU, in the environment that ``make vllm`` installs."""
+"""Real vLLM engines on the CPU, in the environment of ``make vllm``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engine_contract import MAX_CONTEXT, POLICIES, STOP, Subject, contract
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm/bin/python"
 START_S = 240.0
-"""An engine starts in 10 s on a quiet machine, and in minutes on a busy one."""
+"""Start timeout: 10 s on an idle machine, minutes on a busy one."""
 PROBE = """\
 import sys
 from vllm import LLM, SamplingParams
@@ -27,12 +27,12 @@ engine = LLM(
 )
 engine.generate([{"prompt_token_ids": [5, 6, 7]}], SamplingParams(max_tokens=4, detokenize=False))
 """
-"""A program that uses vLLM alone, and nothing of this project."""
+"""A program that uses vLLM without this project."""
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the contract's model of seed 0."""
+    """Return a folder with the model of the engine contract, seed 0."""
     folder = tmp_path_factory.mktemp("vllm") / "model"
     contract_model(0).save_pretrained(folder)
     return folder
@@ -40,7 +40,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def python(model_folder: Path) -> str:
-    """Return the interpreter that has vLLM; skip where vLLM alone does not run on this machine."""
+    """Return the interpreter with vLLM; skip if vLLM does not run on this machine."""
     chosen = Path(os.environ.get("VLLM_PYTHON", PYTHON))
     if not chosen.exists():
         pytest.skip("vLLM is not installed here: run `make vllm`")
@@ -60,7 +60,7 @@ def python(model_folder: Path) -> str:
 
 @pytest.fixture(scope="session")
 def start_engine(python: str, model_folder: Path) -> Callable[..., EnginePool]:
-    """Return what starts an engine; the caller closes it."""
+    """Return a function that starts an engine; the caller closes it."""
 
     def start(*, model: Path = model_folder, kv_gib: float = 0.0625, **settings: object) -> EnginePool:
         options = ServingOptions(

@@ -1,4 +1,4 @@
-"""A trainer that starts an engine, says which process it is, and waits to be killed."""
+"""A trainer that starts an engine, prints its pid and waits to be killed."""
 
 import asyncio
 import signal

@@ -1,4 +1,4 @@
-"""vLLM keeps the contract of engines, as the torch engine does."""
+"""The engine contract, for vLLM."""
 
 import pytest
 
@@ -8,4 +8,4 @@ pytestmark = pytest.mark.vllm
 
 
 class TestVllmPool(EngineContract):
-    """The fixture ``subject`` is the folder's: one engine serves all of these."""
+    """Uses the fixture ``subject`` of ``conftest.py``: one engine for all tests."""

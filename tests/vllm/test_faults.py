@@ -1,4 +1,4 @@
-"""Engines that die, hang or hold the wrong weights: callers see a late completion or an error, never less."""
+"""Engines that die, hang or hold wrong weights: callers get a late completion or an error."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ pytestmark = pytest.mark.vllm
 
 
 def members(leader: int) -> list[int]:
-    """Return the processes of a group."""
+    """Return the pids of a process group."""
     found = subprocess.run(["pgrep", "-g", str(leader)], capture_output=True, text=True, check=False)
     return [int(number) for number in found.stdout.split()]
 
 
 def core_of(leader: int) -> int:
-    """Return the process that holds the model, of the engine that ``leader`` leads."""
+    """Return the pid of the process with the model in the group of ``leader``."""
     names = {number: Path(f"/proc/{number}/cmdline").read_text() for number in members(leader)}
     return next(number for number, name in names.items() if "EngineCore" in name)
 
 
 def gone(leader: int) -> bool:
-    """Whether a group ends within a minute."""
+    """Return whether a process group exits within a minute."""
     deadline = time.monotonic() + 60
     while members(leader) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -55,9 +55,7 @@ def gone(leader: int) -> bool:
 
 
 @pytest.mark.parametrize("victim", ["core", "hangs"])
-async def test_an_engine_killed_in_the_middle_comes_back_and_loses_no_completion(
-    subject: Subject, victim: str
-) -> None:
+async def test_killed_engine_is_restarted_and_loses_no_completion(subject: Subject, victim: str) -> None:
     engine = subject.engine
     assert isinstance(engine, EnginePool)
     version = await subject.publish(version_seed(subject))
@@ -81,7 +79,7 @@ async def test_an_engine_killed_in_the_middle_comes_back_and_loses_no_completion
     assert gone(leader)
 
 
-async def test_weights_published_while_an_engine_is_down_are_in_force_when_it_is_back(
+async def test_restarted_engine_has_weights_published_meanwhile(
     subject: Subject,
 ) -> None:
     assert isinstance(subject.engine, EnginePool)
@@ -94,7 +92,7 @@ async def test_weights_published_while_an_engine_is_down_are_in_force_when_it_is
     assert gone(leader)
 
 
-async def test_the_canary_stops_a_trainer_whose_weights_are_not_the_engines(subject: Subject) -> None:
+async def test_canary_detects_different_weights(subject: Subject) -> None:
     engine, seed = subject.engine, version_seed(subject)
     assert isinstance(engine, EnginePool)
 
@@ -120,13 +118,13 @@ async def test_the_canary_stops_a_trainer_whose_weights_are_not_the_engines(subj
 
 
 def trainers_logprobs(model: PreTrainedModel, row: TokenSequence) -> np.ndarray:
-    """Return [T], as the learner does."""
+    """Return log-probabilities [T], like the learner."""
     ids = row.token_ids.tolist()
     rest = Completion(token_ids=ids[1:], logprobs=[], versions=[], finish_reason="length")
     return np.concatenate([[0.0], reference_logprobs(model, ids[:1], rest, 1.0)])
 
 
-async def test_an_engine_that_holds_other_weights_samples_nothing_any_more(
+async def test_engine_with_mismatched_weights_stays_paused(
     start_engine: Callable[..., EnginePool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start_engine()
@@ -159,13 +157,13 @@ async def refuses_lacking(engine: EnginePool) -> None:
 
 
 async def refuses_stale(engine: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One tensor does not arrive as it was sent: the count of its layer differs."""
+    """One tensor is altered in transit: the checksum of its layer differs."""
 
     class Corrupted(SharedWeights):
-        def __init__(self, state, **told):
-            whole = SharedWeights(state, **told)
+        def __init__(self, state, **options):
+            whole = SharedWeights(state, **options)
             name = "model.layers.1.mlp.down_proj.weight"
-            super().__init__({**state, name: contract_model(9).get_parameter(name)}, **told)
+            super().__init__({**state, name: contract_model(9).get_parameter(name)}, **options)
             self.fingerprint = whole.fingerprint
             whole.close()
 
@@ -175,17 +173,17 @@ async def refuses_stale(engine: EnginePool, monkeypatch: pytest.MonkeyPatch) -> 
         await asyncio.to_thread(engine.publish, weights, policy_version=2)
 
 
-async def test_what_cannot_start_says_why_and_is_not_tried_again(
+async def test_engine_that_cannot_start_reports_reason_without_retry(
     start_engine: Callable[..., EnginePool], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
     engine = start_engine(model=tmp_path)
-    with pytest.raises(EngineError, match=r"given up: the engine did not start: .*unheard_of"):
+    with pytest.raises(EngineError, match=r"not restarted any more: the engine did not start: .*unheard_of"):
         await engine.generate(prompt(1), sampling=SamplingParams(max_new_tokens=2), session_key="a")
     await engine.close()
 
 
-def test_engines_end_with_their_trainer_however_it_ends(python: str, model_folder: Path) -> None:
+def test_engines_exit_with_their_trainer(python: str, model_folder: Path) -> None:
     trainer = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("orphan.py")), python, str(model_folder)],
         stdout=subprocess.PIPE,

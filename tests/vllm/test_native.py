@@ -1,4 +1,4 @@
-"""vLLM's own transfer needs GPUs; that its parts are there and fit together is seen without."""
+"""vLLM's NCCL transfer: its API exists and fits together, which needs no GPU."""
 
 import subprocess
 
@@ -29,7 +29,7 @@ print(asked)
 """
 
 
-def test_the_trainers_end_is_built_of_what_vllm_offers(python: str) -> None:
+def test_nccl_sender_is_compatible_with_vllm(python: str) -> None:
     done = subprocess.run([python, "-c", PARTS], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     expected = [

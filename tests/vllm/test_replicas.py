@@ -1,4 +1,4 @@
-"""Two engines of one policy with little memory, whose requests end before new weights come."""
+"""Two engines of one policy with little memory and drained weight updates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.vllm
 
 SESSIONS, MOST = 32, 16
 KV_GIB = 4 * MAX_CONTEXT / 2**20
-"""Room for four whole contexts in each engine: a token of the contract's model takes one KiB."""
+"""KV cache for four full contexts per engine: a token of the contract model takes one KiB."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def pair(start_engine: Callable[..., EnginePool]) -> Iterator[Subject]:
     asyncio.run(engine.close())
 
 
-async def test_a_full_cache_costs_no_completion_and_lowers_the_limit(pair: Subject) -> None:
+async def test_full_cache_loses_no_completion_and_lowers_limit(pair: Subject) -> None:
     engine = pair.engine
     assert isinstance(engine, EnginePool)
     running = [
@@ -45,7 +45,7 @@ async def test_a_full_cache_costs_no_completion_and_lowers_the_limit(pair: Subje
         assert pair.difference(prompt(number), done) < pair.tolerance
 
 
-async def test_drained_weights_come_between_completions_in_every_engine(pair: Subject) -> None:
+async def test_drained_push_updates_engines_between_completions(pair: Subject) -> None:
     engine, before = pair.engine, pair.version
     assert isinstance(engine, EnginePool)
     counted = engine.statistics()["sampled_tokens"]

@@ -1,4 +1,4 @@
-"""The quick start's configuration with ``engine.kind = "vllm"``: 20 steps, an engine killed in the middle."""
+"""The quickstart configuration with ``engine.kind = "vllm"``: 20 steps, one engine killed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHORT = {
 
 
 def started(python: str, folder: Path, errors: Path, **other: Any) -> subprocess.Popen[bytes]:
-    """Start the run; ``other`` settings stand for those above, with __ for the dot."""
+    """Start the run; ``other`` overrides settings, with __ for the dot."""
     chosen = {name.replace("__", "."): value for name, value in other.items()}
     settings = {**SHORT, **chosen, "run.folder": str(folder), "engine.vllm.python": python}
     options = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
@@ -50,14 +50,14 @@ def started(python: str, folder: Path, errors: Path, **other: Any) -> subprocess
 
 
 def records(run: Path) -> list[dict[str, Any]]:
-    """Return the records of the steps so far; the last line may be half written."""
+    """Return the recorded steps; the last line may be incomplete."""
     path = run / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
 
 def engines_of(run: int) -> list[int]:
-    """Return the processes that hold the models, of the engines that a run has started."""
+    """Return the pids of the engine processes with the models of a run."""
     leaders = subprocess.run(["pgrep", "-P", str(run)], capture_output=True, text=True, check=False).stdout
     cores = []
     for leader in leaders.split():
@@ -74,9 +74,7 @@ def wait_for_step(process: subprocess.Popen[bytes], run: Path, step: int) -> Non
         time.sleep(0.1)
 
 
-def test_twenty_steps_with_weights_in_flight_and_an_engine_killed_in_the_middle(
-    python: str, tmp_path: Path
-) -> None:
+def test_training_with_in_flight_updates_survives_killed_engine(python: str, tmp_path: Path) -> None:
     run, errors = tmp_path / "vllm", tmp_path / "output"
     process = started(python, tmp_path, errors)
     try:
@@ -88,7 +86,7 @@ def test_twenty_steps_with_weights_in_flight_and_an_engine_killed_in_the_middle(
     finally:
         process.kill()
         process.wait()
-    assert "was lost and is started again" in errors.read_text()
+    assert "was lost and is restarted" in errors.read_text()
     steps = records(run)
     assert len(steps) == STEPS
     assert 0.0 < max(step["canary_drift"] for step in steps) < TOLERANCE
@@ -100,7 +98,7 @@ def test_twenty_steps_with_weights_in_flight_and_an_engine_killed_in_the_middle(
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="`make ray` installs Ray")
-def test_two_engines_that_ray_places_take_drained_weights(python: str, tmp_path: Path) -> None:
+def test_two_ray_engines_load_drained_weights(python: str, tmp_path: Path) -> None:
     run, errors = tmp_path / "vllm", tmp_path / "output"
     process = started(
         python,
@@ -126,7 +124,7 @@ def test_two_engines_that_ray_places_take_drained_weights(python: str, tmp_path:
 
 
 def changed_in_the_middle(run: Path) -> int:
-    """Return how many completions were sampled by two versions of the weights."""
+    """Return the number of completions sampled by two versions of the weights."""
     count = 0
     for path in (run / "trajectories").glob("*.jsonl"):
         for line in path.read_text().splitlines():

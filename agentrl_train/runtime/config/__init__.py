@@ -1,11 +1,11 @@
-"""The configuration of a run: one TOML file, one section a step, nothing unknown accepted.
+"""The configuration of a run: one TOML file with one section per step; unknown keys are errors.
 
-``load_config(path, overrides)`` reads the file, applies ``--set section.key=value`` overrides, checks
-everything and names all problems in one ``ConfigError``. What a run reads (model, environments) is relative
-to the configuration file; what it writes (``run.folder``) is relative to the working directory. A loaded
-configuration holds absolute paths, so ``to_toml()`` in a run folder can be loaded from anywhere.
+``load_config(path, overrides)`` reads the file, applies ``--set section.key=value`` overrides, validates it
+and reports all problems in one ``ConfigError``. Input paths (model, environments) are relative to the
+configuration file; the output path (``run.folder``) is relative to the working directory. A loaded
+configuration holds absolute paths, so the ``to_toml()`` in a run folder can be loaded from anywhere.
 
-Nothing here imports torch.
+This package does not import torch.
 """
 
 from agentrl_train.runtime.config.loading import load_config

@@ -1,4 +1,4 @@
-"""A configuration file, read and checked, with the overrides of the command line."""
+"""Loads and validates a configuration file with the overrides of the command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentrl_train.runtime.config.toml import apply_override, problems, read_tom
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a configuration file, apply ``section.key=value`` overrides and check everything.
+    """Read a configuration file, apply ``section.key=value`` overrides and validate it.
 
     Raises ``ConfigError`` with all problems in one message.
     """
@@ -23,12 +23,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     missing = _resolve_paths(table, path.resolve().parent)
     if found := [*problems(table, RunConfig), *missing]:
         lines = "\n".join(f"  - {problem}" for problem in found)
-        raise ConfigError(f"{path} cannot be used; please correct:\n{lines}")
+        raise ConfigError(f"{path} is invalid; please correct:\n{lines}")
     return RunConfig.model_validate(table)
 
 
 def _resolve_paths(table: dict[str, Any], base: Path) -> list[str]:
-    """Make the paths of a raw table absolute and return what is not there; odd types are left alone."""
+    """Make the paths of a raw table absolute; return missing ones as problems. Other types are ignored."""
     problems = []
     run, model, environments = (table.get(key) for key in ("run", "model", "environments"))
     engine = table.get("engine")
@@ -56,7 +56,7 @@ def _resolve_paths(table: dict[str, Any], base: Path) -> list[str]:
 
 
 def _resolve_model(path: str, base: Path) -> tuple[str, list[str]]:
-    """Return a model's absolute path, or a hub name (``org/name`` that is no folder here) as it is."""
+    """Return the absolute path of a model folder; a hub name (``org/name``) stays unchanged."""
     folder = (base / Path(path).expanduser()).absolute()
     if folder.exists():
         return str(folder.resolve()), []
@@ -66,9 +66,9 @@ def _resolve_model(path: str, base: Path) -> tuple[str, list[str]]:
 
 
 def _resolve_target(target: str, base: Path) -> tuple[str, Path | None]:
-    """Return a target with its path made absolute, and that path; a ``module:Class`` has none."""
-    place, colon, name = target.rpartition(":") if ":" in target else (target, "", "")
-    if colon and not place.endswith(".py") and "/" not in place:
+    """Return a target with an absolute path, and that path; ``module:Class`` has None."""
+    source, colon, name = target.rpartition(":") if ":" in target else (target, "", "")
+    if colon and not source.endswith(".py") and "/" not in source:
         return target, None
-    path = (base / Path(place).expanduser()).resolve()
+    path = (base / Path(source).expanduser()).resolve()
     return f"{path}{colon}{name}", path

@@ -1,4 +1,4 @@
-"""Every setting with its default and what it means, as a TOML file: ``agentrl-train settings``."""
+"""Settings reference: every setting with default and description, as TOML (``agentrl-train settings``)."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ REQUIRED = {
     "train.lora.rank": 16,
     "train.lora.alpha": 32,
 }
-"""What stands for settings that have no default."""
+"""Example values of settings that have no default."""
 
 
 def reference() -> str:
-    """Return a configuration with every setting in it, those that are left out by default as comments."""
+    """Return a configuration with every setting; settings without a value by default are comments."""
     return "\n".join(_section(RunConfig, "", off=False)).lstrip("\n") + "\n"
 
 
 def _section(section: type[BaseModel], name: str, *, off: bool) -> Iterator[str]:
-    """Give the lines of a section, and after them those of the sections inside."""
+    """Yield the lines of a section, then those of its subsections."""
     inner = {key: kind for key, field in section.model_fields.items() if (kind := _model(field)) is not None}
     if name:
         yield ""
-        several = "[[environments]]" if name == "environments" else f"[{name}]"
-        yield f"{'# ' * off}{several:<{44 - 2 * off}}# {_plain(section.__doc__)}"
+        heading = "[[environments]]" if name == "environments" else f"[{name}]"
+        yield f"{'# ' * off}{heading:<{44 - 2 * off}}# {_plain(section.__doc__)}"
     for key, field in section.model_fields.items():
         if key not in inner:
             yield _line(f"{name}.{key}", key, field, off=off)
@@ -47,12 +47,12 @@ def _line(full_name: str, key: str, field: FieldInfo, *, off: bool) -> str:
     if full_name == "environments.serve":
         default = REQUIRED["environments"]
     value = REQUIRED.get(full_name, default)
-    left_out = off or value is None
-    told = f"{key} =" if value is None else f"{key} = {literal(value)}"
-    said = _plain(field.description)
+    commented = off or value is None
+    setting = f"{key} =" if value is None else f"{key} = {literal(value)}"
+    description = _plain(field.description)
     if choices := _choices(field):
-        said = f"{said} ({', '.join(choices)})".strip()
-    return f"{'# ' * left_out}{told:<{44 - 2 * left_out}}# {said}".rstrip(" #")
+        description = f"{description} ({', '.join(choices)})".strip()
+    return f"{'# ' * commented}{setting:<{44 - 2 * commented}}# {description}".rstrip(" #")
 
 
 def _choices(field: FieldInfo) -> list[str]:
@@ -60,7 +60,7 @@ def _choices(field: FieldInfo) -> list[str]:
 
 
 def _model(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the section that a field holds, one or several of it, if it does."""
+    """Return the section type of a field, also of a list of sections; None for plain values."""
     for kind in (field.annotation, *get_args(field.annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind

@@ -83,7 +83,7 @@ class EngineSection(Section):
     temperature: NonNegative = 1.0
     """Divides the logits, at sampling and in the loss."""
     deterministic: bool = False
-    """Make synchronous runs repeatable bit for bit on one machine, also across kill and resume; slower."""
+    """Make synchronous runs reproducible bit for bit on one machine, also across kill and resume; slower."""
     vllm: VllmSection = VllmSection()
 
     def problems(self) -> list[str]:
@@ -92,14 +92,14 @@ class EngineSection(Section):
         if self.max_new_tokens >= self.max_context:
             found.append(
                 f"max_new_tokens ({self.max_new_tokens}) must be below max_context "
-                f"({self.max_context}), or no room is left for the prompt"
+                f"({self.max_context}) to leave room for the prompt"
             )
         if self.kind == "torch" and self.vllm != VllmSection():
-            found.append("the settings of [engine.vllm] are for kind = 'vllm'")
+            found.append("the settings of [engine.vllm] need kind = 'vllm'")
         if self.kind == "vllm" and self.deterministic:
-            found.append("deterministic needs kind = 'torch': vLLM's sums depend on what is batched together")
+            found.append("deterministic needs kind = 'torch': results of vLLM depend on the batch")
         if self.device == "cpu" and self.vllm.on_gpus:
-            found.append(f"{self.vllm.on_gpus} is for device = 'cuda'")
+            found.append(f"{self.vllm.on_gpus} needs device = 'cuda'")
         return found
 
 
@@ -125,16 +125,16 @@ class PlacementSection(Section):
         found = []
         for name, gpus in (("learner", self.learner), ("engine", self.engine)):
             if len(set(gpus)) < len(gpus) or any(gpu < 0 for gpu in gpus):
-                found.append(f"{name} = {list(gpus)} must name different GPUs, counted from 0")
+                found.append(f"{name} = {list(gpus)} must list different GPUs, numbered from 0")
         if self.layout == "separated" and (shared := set(self.learner) & set(self.engine)):
             found.append(
-                f"GPU {min(shared)} is given to learner and engine: use others, or layout = 'colocated', "
-                "where they take turns"
+                f"GPU {min(shared)} is assigned to both learner and engine: use different GPUs, or "
+                "layout = 'colocated' to share them"
             )
         if self.launcher == "ray" and (self.learner or self.engine):
-            found.append("Ray chooses the GPUs itself: leave learner and engine out, or use another launcher")
+            found.append("Ray assigns the GPUs: leave learner and engine out, or use another launcher")
         if self.launcher != "ray" and self.ray_address is not None:
-            found.append("ray_address is for launcher = 'ray'")
+            found.append("ray_address needs launcher = 'ray'")
         return found
 
     def problems_with(self, *, device: str, processes: int, max_staleness: int, transfer: str) -> list[str]:
@@ -142,23 +142,23 @@ class PlacementSection(Section):
         found = []
         if transfer == "nccl" and (self.layout == "colocated" or self.launcher == "ray"):
             found.append(
-                "engine.vllm.transfer = 'nccl' needs GPUs of the engine's own on this machine: use "
-                "placement.layout = 'separated' and another launcher than Ray, or transfer = 'memory'"
+                "engine.vllm.transfer = 'nccl' needs separate GPUs for the engine on this machine: use "
+                "placement.layout = 'separated' and a launcher other than Ray, or transfer = 'memory'"
             )
         if (self.learner or self.engine) and device != "cuda":
             found.append(
-                "placement.learner and placement.engine name GPUs, and engine.device is "
+                "placement.learner and placement.engine list GPUs, but engine.device is "
                 f"{device!r}: set it to 'cuda'"
             )
         if self.layout == "colocated" and max_staleness > 0:
             found.append(
-                "placement.layout = 'colocated' lets learner and engine take turns, so nothing is played "
+                "placement.layout = 'colocated' makes learner and engine take turns, so no episode is played "
                 f"while the learner works: set rollout.max_staleness to 0, not {max_staleness}"
             )
         if self.launcher == "torchrun" and processes > 1:
             found.append(
-                "with placement.launcher = 'torchrun' the number of processes is torchrun's "
-                "--nproc-per-node: leave train.processes out"
+                "with placement.launcher = 'torchrun', --nproc-per-node sets the number of processes: leave "
+                "train.processes out"
             )
         return found
 
@@ -257,10 +257,10 @@ class TrainSection(Section):
         if 0.0 < self.dual_clip <= 1.0 + self.clip_high:
             found.append(
                 f"dual_clip ({self.dual_clip}) must be above 1 + clip_high "
-                f"({1.0 + self.clip_high:g}), or 0 to leave it out"
+                f"({1.0 + self.clip_high:g}), or 0 to disable it"
             )
         if 1.0 in self.betas:
-            found.append("betas must be below 1, or the optimizer never forgets")
+            found.append("betas must be below 1")
         if self.importance_floor is not None and self.importance_cap is None:
             found.append("importance_floor needs importance_cap: set both, or leave both out")
         if None not in (self.importance_floor, self.importance_cap) and (
@@ -354,7 +354,7 @@ class RolloutSection(Section):
     balance: Literal["tokens", "groups"] = "tokens"
     """Unit of task weights: trained tokens, as counted until each checkpoint, or groups."""
     max_staleness: CountOrOff = 1
-    """S: (S + 1) P groups may be under way; 0 is synchronous."""
+    """S: (S + 1) P groups may be in flight; 0 is synchronous."""
     window: Count = 1
     """W: look-ahead of the trainer beyond strict FIFO order, in groups; 1 is strict order."""
     episode_timeout_s: Positive = 120.0
@@ -386,7 +386,7 @@ class RolloutSection(Section):
         if self.max_staleness > 0 and self.window > most:
             return [
                 f"window ({self.window}) can be at most max_staleness * groups_per_step + 1 = "
-                f"{most}, because no more groups are under way"
+                f"{most}, the number of groups in flight"
             ]
         return []
 
@@ -487,18 +487,18 @@ class RunConfig(Section):
             )
         if self.engine.temperature == 0.0:
             found.append(
-                "engine.temperature = 0 makes all siblings of a group equal, so nothing can be "
-                "learned: use a temperature above 0"
+                "engine.temperature = 0 makes all siblings of a group equal, which gives no learning signal: "
+                "use a temperature above 0"
             )
         if self.engine.deterministic and rollout.max_staleness > 0:
             found.append(
-                "engine.deterministic repeats synchronous runs, and with rollout.max_staleness = "
-                f"{rollout.max_staleness} the time decides what is trained when: set it to 0"
+                "engine.deterministic needs a synchronous run: set rollout.max_staleness to 0, not "
+                f"{rollout.max_staleness}"
             )
         if self.engine.deterministic and rollout.stale_fraction > 0:
             found.append(
-                "engine.deterministic repeats resumed runs too, and no checkpoint holds the stale policy's "
-                "weights: set rollout.stale_fraction to 0"
+                "engine.deterministic excludes the stale policy, whose weights are not in checkpoints: set "
+                "rollout.stale_fraction to 0"
             )
         episodes = rollout.groups_per_step * rollout.group_size
         if self.train.minibatches > episodes:
@@ -508,7 +508,7 @@ class RunConfig(Section):
         if self.train.warmup_steps >= self.run.steps > 1:
             found.append(
                 f"train.warmup_steps ({self.train.warmup_steps}) must be below run.steps "
-                f"({self.run.steps}), or the learning rate is never reached"
+                f"({self.run.steps}) to reach the learning rate"
             )
         return found
 

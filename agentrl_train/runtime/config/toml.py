@@ -1,4 +1,4 @@
-"""TOML in and out: read a file, apply ``a.b=c`` overrides, write plain values, say what does not fit."""
+"""TOML: read files, apply ``a.b=c`` overrides, write plain values, describe validation errors."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ RENAMED = {
     "train.step_seconds": "train.step_timeout_s",
     "checkpoint.seconds": "checkpoint.write_timeout_s",
 }
-"""Former key -> its current name. A former key is refused with an error that names the current one."""
+"""Former key -> current key; using a former key is an error that names the current one."""
 
 
 def read_toml(path: Path) -> Table:
-    """Return a file's content; raises ``ConfigError`` if it is not there or is not TOML."""
+    """Return the content of a file; raises ``ConfigError`` if it does not exist or is not TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -45,9 +45,9 @@ def read_toml(path: Path) -> Table:
 
 
 def apply_override(table: Table, override: str) -> None:
-    """Set one value from ``section.key=value``; the value is TOML, or else a bare string.
+    """Set one value from ``section.key=value``; a value that is not TOML is a plain string.
 
-    Elements of an array of tables go by number: ``environments.0.url=...``. Raises ``ConfigError``.
+    Elements of an array of tables are indexed: ``environments.0.url=...``. Raises ``ConfigError``.
     """
     key, equals, text = override.partition("=")
     path = key.strip().split(".")
@@ -84,7 +84,7 @@ def _value(text: str) -> Any:
 
 
 def dump_toml(table: Mapping[str, Any]) -> str:
-    """Return tables of plain values as TOML: a section a table, an array of tables a list of tables."""
+    """Return tables of plain values as TOML; a list of tables becomes an array of tables."""
     parts = []
     for name, value in table.items():
         if isinstance(value, Mapping):
@@ -106,7 +106,7 @@ def _key(name: str) -> str:
 
 
 def literal(value: Any) -> str:
-    """Return a value as TOML has it."""
+    """Return a value as a TOML literal."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):
@@ -125,18 +125,18 @@ def _string(text: str) -> str:
 
 
 def problems(table: Table, model: type[BaseModel]) -> list[str]:
-    """Return what keeps a table from being a ``model``, one sentence a problem; empty if nothing does."""
-    refused = _refused(table, model)
+    """Return the validation errors of a table, one sentence each."""
+    errors = _errors(table, model)
     rest = deepcopy(table)
-    for problem in refused:
-        _remove(rest, problem["loc"])
-    # A refused value hides what is wrong between the others.
-    between = [problem for problem in _refused(rest, model) if problem["type"] == "value_error"]
-    sentences = [line for problem in [*refused, *between] for line in _sentences(problem, model)]
+    for error in errors:
+        _remove(rest, error["loc"])
+    # An invalid value keeps pydantic from checking constraints between the other values.
+    between = [error for error in _errors(rest, model) if error["type"] == "value_error"]
+    sentences = [line for error in [*errors, *between] for line in _sentences(error, model)]
     return list(dict.fromkeys(sentences))
 
 
-def _refused(table: Table, model: type[BaseModel]) -> Sequence[Any]:
+def _errors(table: Table, model: type[BaseModel]) -> Sequence[Any]:
     try:
         model.model_validate(table)
     except ValidationError as error:
@@ -145,7 +145,7 @@ def _refused(table: Table, model: type[BaseModel]) -> Sequence[Any]:
 
 
 def _remove(table: Any, location: Sequence[str | int]) -> None:
-    """Take a value out of its section; a whole section stays, and so does what is not there."""
+    """Remove a value from its section, if it exists; whole sections stay."""
     for part in location[:-1]:
         table = table[part]
     if len(location) > 1 and isinstance(table, dict):
@@ -173,7 +173,7 @@ def _unknown_key(location: Sequence[str | int], model: type[BaseModel]) -> str:
     name, key = ".".join(str(part) for part in location), str(location[-1])
     if name in RENAMED:
         unit = ", in seconds" if name == "run.minutes" else ""
-        return f"unknown key {name}: it is called {RENAMED[name]} now{unit}"
+        return f"unknown key {name}: it was renamed to {RENAMED[name]}{unit}"
     valid = list(_fields(location[:-1], model))
     if near := get_close_matches(key, valid, n=1, cutoff=0.6):
         return f"unknown key {name}; did you mean {near[0]}?"
@@ -184,7 +184,7 @@ def _unknown_key(location: Sequence[str | int], model: type[BaseModel]) -> str:
 
 
 def _fields(location: Sequence[str | int], model: type[BaseModel]) -> dict[str, Any]:
-    """Return the fields of the section at ``location``, or none if a plain value is there."""
+    """Return the fields of the section at ``location``; empty for a plain value."""
     here: Any = model
     for part in location:
         if isinstance(part, int):

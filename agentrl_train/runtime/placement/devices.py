@@ -1,4 +1,4 @@
-"""Which GPUs each process of a run gets."""
+"""Assignment of GPUs to the processes of a run."""
 
 from __future__ import annotations
 
@@ -16,66 +16,66 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
-    """GPUs by their names in ``CUDA_VISIBLE_DEVICES``; none at all where a run is on the CPU."""
+    """GPUs as named in ``CUDA_VISIBLE_DEVICES``; empty if the run uses the CPU."""
 
     learner: tuple[str, ...] = ()
-    """One for each of the learner's processes on this node."""
+    """One per learner process on this node."""
     engine: tuple[str, ...] = ()
-    """For all replicas, one after another."""
+    """Those of all replicas, in order."""
 
     @property
-    def of_the_first_rank(self) -> tuple[str, ...]:
-        """What the process sees that runs the loop, and the torch engine with it."""
+    def rank_0(self) -> tuple[str, ...]:
+        """GPUs visible to rank 0, which runs the loop and the torch engine."""
         return tuple(dict.fromkeys((*self.learner[:1], *self.engine[:1])))
 
     @property
-    def of_the_torch_engine(self) -> str | None:
-        """The torch engine's device, as the process that runs the loop counts what it sees."""
-        return f"cuda:{self.of_the_first_rank.index(self.engine[0])}" if self.engine else None
+    def torch_engine_device(self) -> str | None:
+        """Device of the torch engine, numbered as in the process of rank 0."""
+        return f"cuda:{self.rank_0.index(self.engine[0])}" if self.engine else None
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Return the names of the GPUs that this process may use; CUDA is not started by it."""
+    """Return the names of the GPUs that this process may use, without initializing CUDA."""
     count = torch.cuda.device_count()
-    given = os.environ.get(VISIBLE)
-    names = tuple(name.strip() for name in given.split(",")) if given else tuple(map(str, range(count)))
+    visible = os.environ.get(VISIBLE)
+    names = tuple(name.strip() for name in visible.split(",")) if visible else tuple(map(str, range(count)))
     return names[:count]
 
 
 def assign(config: RunConfig, *, gpus: Sequence[str], ranks: int, with_engine: bool = True) -> Devices:
-    """Return which GPUs learner and engine get.
+    """Return the GPUs of learner and engine.
 
     Args:
-        config: of the run.
-        gpus: those of this node, as ``CUDA_VISIBLE_DEVICES`` names them.
-        ranks: the learner's processes on this node.
-        with_engine: whether the engine is on this node.
+        config: configuration of the run.
+        gpus: GPUs of this node, as named in ``CUDA_VISIBLE_DEVICES``.
+        ranks: number of learner processes on this node.
+        with_engine: whether the engine runs on this node.
 
     Raises:
-        ConfigError: the placement does not fit the machine, or the processes.
+        ConfigError: the placement does not fit the machine or the number of processes.
     """
     place = config.placement
     if config.engine.device != "cuda":
         return Devices()
     if not gpus:
-        raise ConfigError("engine.device is 'cuda' and no GPU can be seen here: set it to 'cpu'")
-    learner = place.learner or _free(ranks, but=place.engine if place.layout == "separated" else ())
+        raise ConfigError("engine.device is 'cuda', but no GPU is visible: set it to 'cpu'")
+    learner = place.learner or _free(ranks, used=place.engine if place.layout == "separated" else ())
     needed = config.engine_gpus if with_engine else 0
     engine = (place.engine or _default_engine(config, learner, len(gpus))) if with_engine else ()
     if len(learner) != ranks:
         raise ConfigError(
-            f"placement.learner names {_gpus(len(learner))} for {ranks} processes of the learner on this "
-            "machine: name one each"
+            f"placement.learner lists {_gpus(len(learner))} for {ranks} learner processes on this machine: "
+            "list one per process"
         )
     if len(engine) != needed:
         raise ConfigError(
-            f"the engine takes {_gpus(needed)} and gets {len(engine)} by the placement: change "
+            f"the engine needs {_gpus(needed)}, but the placement gives it {len(engine)}: change "
             "placement.engine, engine.vllm.replicas or engine.vllm.tensor_parallel"
         )
     if max(*learner, *engine) >= len(gpus):
         raise ConfigError(
             f"the {place.layout} layout places the learner on GPU {_list(learner)} and the engine on GPU "
-            f"{_list(engine)}, and {_gpus(len(gpus))} can be seen here: use fewer processes"
+            f"{_list(engine)}, but this process sees {_gpus(len(gpus))}: use fewer processes"
             + ("" if place.layout == "colocated" else ", or layout = 'colocated'")
         )
     return Devices(learner=tuple(gpus[i] for i in learner), engine=tuple(gpus[i] for i in engine))
@@ -83,14 +83,14 @@ def assign(config: RunConfig, *, gpus: Sequence[str], ranks: int, with_engine: b
 
 def _default_engine(config: RunConfig, learner: Sequence[int], count: int) -> tuple[int, ...]:
     needed = config.engine_gpus
-    inside = config.engine.kind == "torch" and len(learner) >= count
-    if config.placement.layout == "colocated" or inside:
+    shared = config.engine.kind == "torch" and len(learner) >= count
+    if config.placement.layout == "colocated" or shared:
         return tuple(learner[:needed])
-    return _free(needed, but=learner)
+    return _free(needed, used=learner)
 
 
-def _free(count: int, *, but: Sequence[int]) -> tuple[int, ...]:
-    return tuple(i for i in range(count + len(but)) if i not in but)[:count]
+def _free(count: int, *, used: Sequence[int]) -> tuple[int, ...]:
+    return tuple(i for i in range(count + len(used)) if i not in used)[:count]
 
 
 def _gpus(count: int) -> str:

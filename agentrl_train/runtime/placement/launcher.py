@@ -21,48 +21,50 @@ from agentrl_train.runtime.config import RunConfig
 from agentrl_train.runtime.distributed import require_whole_shares, world_size
 from agentrl_train.runtime.placement.devices import VISIBLE, Devices, assign, visible_gpus
 
-LOOK_S = 0.25
-"""Time between two looks at whether a process still lives."""
+POLL_INTERVAL_S = 0.25
+"""Interval of liveness checks of the ranks."""
+EXIT_TIMEOUT_S = 10.0
+"""Time for the ranks to exit before they are killed."""
 
 
 class Launcher(Protocol):
-    """Starts the processes of a run, of which this one is rank 0 of the learner and runs the loop."""
+    """Seam: starts the processes of a run. The calling process is rank 0 of the learner and runs the loop."""
 
     @property
     def devices(self) -> Devices:
-        """Return the GPUs of this node that were given to the run."""
+        """Return the GPUs of the run on this node."""
         ...
 
     @property
-    def engines_apart(self) -> bool:
-        """Return whether the torch engine, too, has processes of its own."""
+    def separate_engines(self) -> bool:
+        """Return whether the torch engine runs in separate processes as well."""
         ...
 
     @property
     def spawn(self) -> Spawn:
-        """Return what starts an engine's process."""
+        """Return the function that creates an engine process."""
         ...
 
-    async def lost(self) -> None:
-        """Wait for a rank to be lost; raises ``RanksLost`` then."""
+    async def wait_lost(self) -> None:
+        """Wait until a rank is lost, then raise ``RanksLost``."""
         ...
 
-    def alone(self) -> AbstractContextManager[None]:
-        """Have this process see the GPUs of rank 0 for the length of the block, and start no rank."""
+    def single(self) -> AbstractContextManager[None]:
+        """Restrict this process to the GPUs of rank 0 for the block, without starting other ranks."""
         ...
 
     def ranks(self) -> AbstractContextManager[None]:
-        """Have the learner's other processes for the length of the block, by torchrun's variables.
+        """Start the other ranks for the block and set torchrun's environment variables.
 
         Raises:
-            RanksLost: they cannot be had.
+            RanksLost: the ranks could not be started.
         """
         ...
 
 
 @contextmanager
 def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables of this process for the length of the block."""
+    """Set environment variables of this process for the block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -75,77 +77,75 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 class Rendezvous:
-    """Where ranks find one another, by the variables that torchrun would set; to be kept while they do."""
+    """A rendezvous store and the environment variables that torchrun would set for it.
+
+    Keep the object until all ranks have connected.
+    """
 
     def __init__(self, count: int, *, host: str = "127.0.0.1") -> None:
-        """Open a store on this machine, which the others reach as ``host``."""
+        """Open a store on this machine, which the other ranks reach as ``host``."""
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._shared = {
             "MASTER_ADDR": host,
             "MASTER_PORT": str(self._store.port),
             "WORLD_SIZE": str(count),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store above: no rank opens its own
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 must not open another store
         }
 
     def variables(self, rank: int, *, gpus: Sequence[str] = ()) -> dict[str, str]:
-        """Return the variables of one rank, which sees the given GPUs alone and takes the first."""
+        """Return the variables of one rank, which sees only the given GPUs and uses the first."""
         own = {"RANK": str(rank), "LOCAL_RANK": "0" if gpus else str(rank)}
         return {**self._shared, **own, **visible_devices(gpus)}
 
 
 def visible_devices(gpus: Sequence[str]) -> dict[str, str]:
-    """Return what makes a process see these GPUs alone; nothing is changed where none are given."""
+    """Return the variables that restrict a process to these GPUs; empty if none are given."""
     return {VISIBLE: ",".join(gpus)} if gpus else {}
 
 
-END_S = 10.0
-"""How long ranks may take to end by themselves."""
-
-
 class Local:
-    """Starts ranks and engines beside this process; see ``Launcher``."""
+    """Starts ranks and engines on this machine; implements ``Launcher``."""
 
-    engines_apart = False
+    separate_engines = False
     spawn: Spawn = EngineProcess
 
     def __init__(self, config: RunConfig) -> None:
-        """Decide who gets which GPU; raises ``ConfigError``."""
+        """Assign the GPUs; raises ``ConfigError``."""
         self._config = config
         self.devices = assign(config, gpus=visible_gpus(), ranks=config.train.processes)
         self._others: Sequence[subprocess.Popen[bytes]] = ()
 
-    async def lost(self) -> None:
-        """Wait for a rank to be lost.
+    async def wait_lost(self) -> None:
+        """Wait until a rank exits.
 
         Raises:
-            RanksLost: says which, and how it ended.
+            RanksLost: a rank exited; names it and its exit status.
         """
         while True:
             for number, process in enumerate(self._others, start=1):
                 if (status := process.poll()) is not None:
                     raise RanksLost(
-                        f"rank {number} of the learner ended with status {status}: look at what it has "
-                        "printed, then go on with --resume"
+                        f"rank {number} of the learner exited with status {status}: check its output, then "
+                        "continue with --resume"
                     )
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
-    def alone(self) -> AbstractContextManager[None]:
-        """Have this process see the GPUs of rank 0."""
-        return environment(visible_devices(self.devices.of_the_first_rank))
+    def single(self) -> AbstractContextManager[None]:
+        """Restrict this process to the GPUs of rank 0."""
+        return environment(visible_devices(self.devices.rank_0))
 
     @contextmanager
     def ranks(self) -> Iterator[None]:
-        """Start ranks 1 and up, and stop them at the end."""
+        """Start all ranks but rank 0, and stop them on exit."""
         count, gpus = self._config.train.processes, self.devices.learner
-        own = self.devices.of_the_first_rank
         if count == 1:
-            with self.alone():
+            with self.single():
                 yield
             return
-        meeting = Rendezvous(count)
-        others = [meeting.variables(rank, gpus=gpus[rank : rank + 1]) for rank in range(1, count)]
+        rendezvous = Rendezvous(count)
+        others = [rendezvous.variables(rank, gpus=gpus[rank : rank + 1]) for rank in range(1, count)]
         with (
-            environment(meeting.variables(0, gpus=own)),
+            environment(rendezvous.variables(0, gpus=self.devices.rank_0)),
             _processes(others, config=self._config.to_toml()) as self._others,
         ):
             yield
@@ -164,7 +164,7 @@ def _processes(
         try:
             yield processes
         finally:
-            deadline = time.monotonic() + END_S
+            deadline = time.monotonic() + EXIT_TIMEOUT_S
             for process in processes:
                 try:
                     process.wait(max(0.0, deadline - time.monotonic()))
@@ -173,58 +173,58 @@ def _processes(
                     process.wait()
 
 
-ON_THIS_NODE = "LOCAL_WORLD_SIZE"
-"""Set by torchrun alone: how many ranks it has started on this node."""
+LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
+"""Number of ranks on this node; set only by torchrun."""
 
 
 class Torchrun:
-    """Starts engines beside rank 0, and no ranks; see ``Launcher``."""
+    """Starts engines on the node of rank 0; torchrun starts the ranks. Implements ``Launcher``."""
 
-    engines_apart = False
+    separate_engines = False
     spawn: Spawn = EngineProcess
 
     def __init__(self, config: RunConfig) -> None:
-        """Decide who gets which GPU of this node.
+        """Assign the GPUs of this node.
 
         Raises:
             ConfigError: torchrun did not start this process, or the placement does not fit the node.
         """
         if "WORLD_SIZE" not in os.environ:
             raise ConfigError(
-                "placement.launcher = 'torchrun' is for processes that torchrun starts: "
+                "placement.launcher = 'torchrun' needs processes started by torchrun: "
                 "torchrun --nproc-per-node N -m agentrl_train run CONFIG.toml"
             )
-        here = int(os.environ.get(ON_THIS_NODE, os.environ["WORLD_SIZE"]))
-        first = os.environ.get("GROUP_RANK", "0") == "0"
-        self.devices = assign(config, gpus=visible_gpus(), ranks=here, with_engine=first)
+        local_ranks = int(os.environ.get(LOCAL_WORLD_SIZE, os.environ["WORLD_SIZE"]))
+        first_node = os.environ.get("GROUP_RANK", "0") == "0"
+        self.devices = assign(config, gpus=visible_gpus(), ranks=local_ranks, with_engine=first_node)
 
-    async def lost(self) -> None:
-        """Wait for ever: torchrun ends all ranks when one fails."""
+    async def wait_lost(self) -> None:
+        """Wait forever: torchrun stops all ranks when one fails."""
         await asyncio.get_running_loop().create_future()
 
-    def alone(self) -> AbstractContextManager[None]:
-        """Have this process see its own GPUs alone."""
+    def single(self) -> AbstractContextManager[None]:
+        """Restrict this process to its GPUs."""
         return self.ranks()
 
     @contextmanager
     def ranks(self) -> Iterator[None]:
-        """Have this process see its own GPUs alone."""
+        """Restrict this process to its GPUs."""
         number = int(os.environ.get("LOCAL_RANK", "0"))
         gpus = self.devices.learner[number : number + 1]
         if int(os.environ["RANK"]) == 0:
-            gpus = self.devices.of_the_first_rank
+            gpus = self.devices.rank_0
         with environment({**visible_devices(gpus), **({"LOCAL_RANK": "0"} if gpus else {})}):
             yield
 
 
 @contextmanager
 def make_launcher(config: RunConfig) -> Iterator[Launcher]:
-    """Return who starts the processes of a run; what it holds is given back at the end.
+    """Yield the launcher of a run, and release its resources on exit.
 
-    A process that torchrun has started is one of its ranks, whatever the configuration says of launchers.
+    A process started by torchrun uses ``Torchrun`` regardless of ``placement.launcher``.
 
     Raises:
-        ConfigError: the placement does not fit the machine, or how this process was started.
+        ConfigError: the placement does not fit the machine or the launcher of this process.
     """
     if world_size() == 1:
         require_whole_shares(config.train.processes, config.train.sequence_parallel)
@@ -232,7 +232,7 @@ def make_launcher(config: RunConfig) -> Iterator[Launcher]:
         if config.placement.launcher == "ray":
             if world_size() > 1:
                 raise ConfigError(
-                    "placement.launcher = 'ray' starts the processes itself: start it without torchrun"
+                    "placement.launcher = 'ray' starts the processes itself: start the run without torchrun"
                 )
             yield stack.enter_context(_ray(config))
         elif config.placement.launcher == "torchrun" or world_size() > 1:
@@ -242,12 +242,12 @@ def make_launcher(config: RunConfig) -> Iterator[Launcher]:
 
 
 def follower_devices(config: RunConfig) -> AbstractContextManager[None]:
-    """Take the GPU of a rank other than 0; one that was not started by torchrun has it already.
+    """Restrict a rank other than 0 to its GPU; only torchrun leaves this to the process itself.
 
     Raises:
         ConfigError: the placement does not fit this node.
     """
-    return Torchrun(config).ranks() if ON_THIS_NODE in os.environ else nullcontext()
+    return Torchrun(config).ranks() if LOCAL_WORLD_SIZE in os.environ else nullcontext()
 
 
 def _ray(config: RunConfig) -> AbstractContextManager[Launcher]:

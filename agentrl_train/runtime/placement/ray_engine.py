@@ -1,4 +1,4 @@
-"""One engine in a Ray actor: the actor holds the engine's process, on whichever node it is placed."""
+"""One engine in a Ray actor, which runs the engine process on the node that Ray chooses."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from agentrl_train.engine.process import STOP_S, EngineLost, EngineProcess
 from agentrl_train.engine.rpc import Frame
 from agentrl_train.errors import EngineError
 
-BEAT_S = 0.25
+HEARTBEAT_INTERVAL_S = 0.25
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class EngineHost:
-    """The actor. Its answers say what goes wrong with the engine; Ray says what goes wrong with it."""
+    """The actor. It returns errors of the engine as frames; Ray raises errors of the actor itself."""
 
     async def start(
         self, options: Mapping[str, Any], python: str, liveness_s: float, within_s: float
     ) -> Frame:
-        """Start the engine's process and return its number."""
+        """Start the engine process and return its pid."""
         self._process = EngineProcess(ServingOptions(**options), python=python, liveness_s=liveness_s)
         try:
             await self._process.start(within_s=within_s)
@@ -40,37 +40,37 @@ class EngineHost:
         return {"process_id": self._process.process_id}
 
     async def ask(self, operation: str, fields: Mapping[str, Any]) -> Frame:
-        """Pass a request on."""
-        return await _told(self._process.ask(operation, **fields))
+        """Forward a request."""
+        return await _as_frame(self._process.ask(operation, **fields))
 
     async def load(self, operation: str, fields: Mapping[str, Any]) -> Frame:
-        """Pass on what stops the engine's steps."""
-        return await _told(self._process.load(operation, **fields))
+        """Forward a request that blocks the engine."""
+        return await _as_frame(self._process.load(operation, **fields))
 
     async def push(self, weights: np.ndarray, fields: Mapping[str, Any]) -> Frame:
-        """Give the engine weights that came through Ray's object store, as a file in this node's memory."""
+        """Write weights from Ray's object store to an anonymous memory file and load them from there."""
         descriptor = os.memfd_create("weights", os.MFD_CLOEXEC)
         try:
             with os.fdopen(descriptor, "wb", closefd=False) as file:
                 file.write(weights.data)
             path = f"/proc/{os.getpid()}/fd/{descriptor}"
-            return await _told(self._process.load("push", **{**fields, "path": path}))
+            return await _as_frame(self._process.load("push", **{**fields, "path": path}))
         finally:
             os.close(descriptor)
 
     async def beat(self) -> Frame:
-        """Return what the engine does, or why it is gone."""
+        """Return the last heartbeat of the engine, or the reason why it is lost."""
         self._process.check()
         if self._process.lost.done():
             return {"lost": self._process.lost.result()}
         return self._process.beat
 
     async def stop(self) -> None:
-        """End the engine and everything it started."""
+        """Stop the engine and its child processes."""
         await self._process.stop()
 
 
-async def _told(answer: Awaitable[Frame]) -> Frame:
+async def _as_frame(answer: Awaitable[Frame]) -> Frame:
     try:
         return await answer
     except EngineLost as error:
@@ -79,32 +79,32 @@ async def _told(answer: Awaitable[Frame]) -> Frame:
         return {"error": str(error)}
 
 
-class Carrier:
-    """Puts weights into Ray's object store, once for all engines; the last version is kept."""
+class WeightStore:
+    """Puts each version of the weights into Ray's object store once, for all engines; keeps the last one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: tuple[tuple[str, int], Any] | None = None
+        self._last: tuple[tuple[str, int], Any] | None = None
 
     def reference(self, path: str, policy_version: int) -> Any:
-        """Return the reference of what a file holds; blocking."""
+        """Return the object reference of a weight file. Blocking."""
         with self._lock:
-            # The path alone says nothing: a descriptor's number is used again.
-            if self._held is None or self._held[0] != (path, policy_version):
-                self._held = (path, policy_version), ray.put(np.fromfile(path, dtype=np.uint8))
-            return self._held[1]
+            # The path alone is no key: descriptor numbers are reused.
+            if self._last is None or self._last[0] != (path, policy_version):
+                self._last = (path, policy_version), ray.put(np.fromfile(path, dtype=np.uint8))
+            return self._last[1]
 
 
 class RayEngine:
-    """An engine under way in an actor; see ``EngineLink``.
+    """An engine in a Ray actor; implements ``EngineLink``.
 
     Args:
-        options: what the engine is told.
-        python: the interpreter it runs in, on its node.
-        liveness_s: longest silence.
-        place: returns the actor's options for Ray; called at its start.
-        leave: called once the actor is gone.
-        carrier: brings weights.
+        options: options of the engine.
+        python: interpreter of the engine process.
+        liveness_s: heartbeat timeout.
+        actor_options: returns the options of the actor when it starts.
+        on_stop: called once the actor is stopped.
+        weights: transfers weights.
     """
 
     def __init__(
@@ -113,73 +113,73 @@ class RayEngine:
         *,
         python: str,
         liveness_s: float,
-        place: Callable[[], Mapping[str, Any]],
-        leave: Callable[[], None],
-        carrier: Carrier,
+        actor_options: Callable[[], Mapping[str, Any]],
+        on_stop: Callable[[], None],
+        weights: WeightStore,
     ) -> None:
         self._options = options
         self._python = python
         self._liveness_s = liveness_s
-        self._place = place
-        self._leave = leave
-        self._carrier = carrier
+        self._actor_options = actor_options
+        self._on_stop = on_stop
+        self._weights = weights
         self._host: Any = None
-        self._heard = time.monotonic()
-        self._listening: asyncio.Task[None] | None = None
+        self._last_heartbeat = time.monotonic()
+        self._monitor: asyncio.Task[None] | None = None
         self.process_id = 0
         self.beat: Frame = {}
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def start(self, *, within_s: float) -> None:
-        """Place the actor and wait until its engine serves.
+        """Start the actor and wait until its engine is ready.
 
         Raises:
-            EngineError: it did not come up.
+            EngineError: the engine or its actor did not start.
         """
-        self._host = EngineHost.options(**self._place()).remote()  # type: ignore[attr-defined]
+        self._host = EngineHost.options(**self._actor_options()).remote()  # type: ignore[attr-defined]
         started = self._host.start.remote(asdict(self._options), self._python, self._liveness_s, within_s)
         try:
             async with asyncio.timeout(within_s):
                 answer = await started
                 self.beat = await self._host.beat.remote()
         except TimeoutError:
-            raise EngineError(f"the engine did not start within {within_s:g} s in Ray's cluster") from None
+            raise EngineError(f"the engine did not start within {within_s:g} s on Ray") from None
         except RayError as error:
-            raise EngineError(f"the engine's actor did not start: {_reason(error)}") from error
+            raise EngineError(f"the actor of the engine did not start: {_reason(error)}") from error
         if "error" in answer:
             raise EngineError(answer["error"])
         self.process_id = answer["process_id"]
-        self._heard = time.monotonic()
-        self._listening = asyncio.create_task(self._listen())
+        self._last_heartbeat = time.monotonic()
+        self._monitor = asyncio.create_task(self._receive_heartbeats())
 
     async def ask(self, operation: str, **fields: Any) -> Frame:
-        """Send one request and return its answer; cancelled, it is taken back.
+        """Send a request and return its answer; cancellation aborts the request.
 
         Raises:
-            EngineLost: the engine or its actor is gone.
-            EngineError: the engine refused.
+            EngineLost: the engine or its actor is lost.
+            EngineError: the engine rejected the request.
         """
         return await self._answer(self._host.ask.remote(operation, fields))
 
     async def load(self, operation: str, **fields: Any) -> Frame:
-        """Ask for what stops the engine's steps; weights are brought to its node."""
+        """Send a request that blocks the engine; weights travel through Ray's object store."""
         if operation != "push":
             return await self._answer(self._host.load.remote(operation, fields))
-        weights = await asyncio.to_thread(self._carrier.reference, fields["path"], fields["policy_version"])
+        weights = await asyncio.to_thread(self._weights.reference, fields["path"], fields["policy_version"])
         return await self._answer(self._host.push.remote(weights, fields))
 
     def check(self) -> None:
-        """Give the engine up if its actor has been silent for too long."""
-        if (silence := time.monotonic() - self._heard) > self._liveness_s:
-            self._lose(f"its actor was silent for {silence:.0f} s")
+        """Mark the engine as lost if its actor exceeded the heartbeat timeout."""
+        if (silence := time.monotonic() - self._last_heartbeat) > self._liveness_s:
+            self._lose(f"its actor sent no heartbeat for {silence:.0f} s")
 
     async def stop(self) -> None:
-        """End the engine and its actor; idempotent."""
+        """Stop the engine and its actor; idempotent."""
         if self._host is None:
             return
         host, self._host = self._host, None
-        if self._listening is not None:
-            self._listening.cancel()
+        if self._monitor is not None:
+            self._monitor.cancel()
         try:
             if not self.lost.done():
                 with contextlib.suppress(RayError, TimeoutError):
@@ -188,21 +188,21 @@ class RayEngine:
         finally:
             self._lose("it was stopped")
             ray.kill(host)
-            self._leave()
+            self._on_stop()
 
-    async def _listen(self) -> None:
+    async def _receive_heartbeats(self) -> None:
         while not self.lost.done():
             try:
                 frame = await self._host.beat.remote()
             except RayError as error:
-                self._lose(f"its actor is gone: {_reason(error)}")
+                self._lose(f"its actor is lost: {_reason(error)}")
                 return
-            self._heard = time.monotonic()
+            self._last_heartbeat = time.monotonic()
             if "lost" in frame:
                 self._lose(frame["lost"])
             else:
                 self.beat = frame
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
     async def _answer(self, reference: Any) -> Frame:
         answer = asyncio.ensure_future(reference)
@@ -215,7 +215,7 @@ class RayEngine:
             ray.cancel(reference)
             raise
         except RayError as error:
-            self._lose(f"its actor is gone: {_reason(error)}")
+            self._lose(f"its actor is lost: {_reason(error)}")
             raise EngineLost(self.lost.result()) from error
         finally:
             answer.cancel()
@@ -232,6 +232,6 @@ class RayEngine:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the line of Ray's message that says most."""
+    """Return the last line of Ray's message, which names the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

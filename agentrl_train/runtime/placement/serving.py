@@ -1,7 +1,7 @@
-"""The process of one torch engine: what ``engine.vllm`` is for vLLM, behind the same socket.
+"""The process of one torch engine: the counterpart of ``engine.vllm``, with the same protocol.
 
-``python -m agentrl_train.runtime.placement.serving DESCRIPTOR OPTIONS`` is started by ``engine.process``, and
-ends with whoever holds the other end of the socket.
+``python -m agentrl_train.runtime.placement.serving DESCRIPTOR OPTIONS`` is started by ``engine.process`` and
+exits when the socket is closed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agentrl_train.types import SamplingParams
 
 
 class Server:
-    """What a trainer may ask of the engine."""
+    """Handles the requests of the trainer."""
 
     def __init__(self, options: ServingOptions) -> None:
         """Load the model."""
@@ -43,7 +43,7 @@ class Server:
         await self._engine.close()
 
     async def beat(self) -> Frame:
-        """Return running totals, once the engine has come to the end of a step."""
+        """Return running totals after the current step."""
         await asyncio.to_thread(self._engine.ping)
         totals = self._engine.statistics()
         return {
@@ -55,14 +55,14 @@ class Server:
         }
 
     async def answer(self, frame: Frame) -> Frame:
-        """Answer a request; what the engine refuses, and lives, is its sender's to hear."""
+        """Answer a request; errors that the engine survives are returned in the answer."""
         try:
-            answered: Frame = await getattr(self, f"_{frame['op']}")(frame)
+            result: Frame = await getattr(self, f"_{frame['op']}")(frame)
         except (EngineBroken, EngineOutOfMemory):
             raise
         except EngineError as error:
-            answered = {"error": str(error)}
-        return answered
+            result = {"error": str(error)}
+        return result
 
     async def _generate(self, frame: Frame) -> Frame:
         sampling = SamplingParams(
@@ -79,7 +79,7 @@ class Server:
         }
 
     async def _push(self, frame: Frame) -> Frame:
-        """Exchange the weights between two decode steps; say so if they are not what was sent."""
+        """Load weights between two decode steps; return a ``mismatch`` if their fingerprint differs."""
         with safe_open(frame["path"], framework="pt", device="cpu") as file:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         await asyncio.to_thread(self._engine.publish, state, policy_version=frame["policy_version"])
@@ -96,13 +96,13 @@ class Server:
 
 
 async def main(descriptor: int, options: ServingOptions) -> None:
-    """Serve the trainer at the other end of ``descriptor``."""
+    """Serve the socket ``descriptor``."""
     reader, writer = await connect(descriptor)
     server = Server(options)
     try:
         await answer_frames(reader, writer, answer=server.answer, beat=server.beat)
     except ExceptionGroup as errors:
-        # The trainer, which starts another engine, reads why in the last line.
+        # The trainer reads the reason from the last line of the output.
         if (broken := errors.subgroup(EngineError)) is None:
             raise
         sys.exit(f"EngineError: {broken.exceptions[0]}")

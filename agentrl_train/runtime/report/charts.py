@@ -1,4 +1,4 @@
-"""Small charts as SVG text: lines over steps, intervals on a scale. Pure; colours come by CSS class."""
+"""SVG charts: lines over steps, and intervals on a scale. Pure functions; CSS classes set the colours."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEFT, RIGHT, TOP, BOTTOM = 48, 14, 10, 26
 INTERVAL_WIDTH, INTERVAL_HEIGHT, INTERVAL_MARGIN = 270, 34, 18
 BAR_WIDTH = 120
 MAX_POINTS = 240
-"""Points drawn of a line; more are averaged, so that a long run makes no huge page."""
+"""Maximum number of points of a line; more are averaged, so that the page stays small."""
 NUM_COLOURS = 8
 
 
@@ -25,7 +25,7 @@ class Series:
     name: str
     points: Sequence[Point]
     colour: int
-    """Number of its colour class, ``c0`` to ``c7``."""
+    """Number of the colour class, ``c0`` to ``c7``."""
     smooth: float = 0.0
     """Share of the old value in the moving average drawn; above 0 the raw line is drawn faintly below it."""
     marks: Sequence[Point] = ()
@@ -53,10 +53,10 @@ def line_chart(
 
     Args:
         series: the lines.
-        label: writes a value of the y axis.
-        bottom: where the y axis starts; None is at the smallest value.
-        top: where it ends at least.
-        x_name: what the x axis counts.
+        label: formats a value of the y axis.
+        bottom: start of the y axis; None is the smallest value.
+        top: minimum end of the y axis.
+        x_name: unit of the x axis.
     """
     points = [point for one in series for point in (*one.points, *one.marks)]
     if not points:
@@ -90,7 +90,7 @@ def interval_chart(before: Interval | None, after: Interval | None) -> str:
 
 
 def interval_axis() -> str:
-    """Return the scale that ``interval_chart`` is drawn on."""
+    """Return the scale of ``interval_chart``."""
     numbers = "".join(
         f'<text class="tick" x="{_place(x)}" y="12" text-anchor="middle">{percent_label(x)}</text>'
         for x in (0.0, 0.5, 1.0)
@@ -99,7 +99,7 @@ def interval_axis() -> str:
 
 
 def share_bar(share: float) -> str:
-    """Return a share of 1 as a bar."""
+    """Return a share, 0 to 1, as a bar."""
     width = round(BAR_WIDTH * min(1.0, max(0.0, share)), 1)
     return (
         f'<svg class="bar" viewBox="0 0 {BAR_WIDTH} 8"><rect class="whole" width="{BAR_WIDTH}" height="8" '
@@ -140,7 +140,7 @@ def percent_label(value: float) -> str:
 
 
 def moving_average(points: Sequence[Point], share: float) -> list[Point]:
-    """Return the exponential moving average of a line, without the drag of a start at zero."""
+    """Return the exponential moving average of a line, with bias correction."""
     smoothed, total, weight = [], 0.0, 0.0
     for x, y in points:
         total, weight = share * total + y, share * weight + 1.0
@@ -149,17 +149,17 @@ def moving_average(points: Sequence[Point], share: float) -> list[Point]:
 
 
 def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
-    """Return at most ``most`` points: means of equal stretches of a line."""
+    """Return at most ``most`` points: means of equally long parts of a line."""
     size = math.ceil(len(points) / most)
     if size <= 1:
         return list(points)
-    stretches = [points[i : i + size] for i in range(0, len(points), size)]
-    return [(stretch[-1][0], sum(y for _, y in stretch) / len(stretch)) for stretch in stretches]
+    parts = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Frame:
-    """Where values lie in the drawing."""
+    """Transforms values to drawing coordinates."""
 
     x_low: float
     x_high: float
@@ -190,7 +190,7 @@ def _x_axis(frame: _Frame, name: str) -> str:
         for tick in nice_ticks(frame.x_low, frame.x_high, most=6)
         if frame.x_low <= tick <= frame.x_high and tick == int(tick)
     ]
-    # The axis' name stands at the right end; a number that would touch it is left out.
+    # The name of the axis is at the right end; numbers that would overlap it are left out.
     inside = [tick for tick in inside if frame.x(tick) < WIDTH - RIGHT - 40]
     numbers = "".join(
         f'<text class="tick" x="{frame.x(tick)}" y="{HEIGHT - 8}" text-anchor="middle">{int(tick)}</text>'

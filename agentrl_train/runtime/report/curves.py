@@ -1,4 +1,4 @@
-"""The curves of a run: which numbers of ``metrics.jsonl`` are drawn, and how."""
+"""Charts of the metrics in ``metrics.jsonl`` over the training steps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from agentrl_train.runtime.report.charts import Point, Series, line_chart, number_label, percent_label
 
 SMOOTHING = 0.8
-"""Of the noisy values of single steps; the raw ones are drawn faintly."""
+"""Share of the old value in the moving average; raw values are drawn faintly."""
 
 Step = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One chart: a line for each name, or for each task if ``of_tasks``."""
+    """One chart: a line per name, or per task if ``of_tasks``."""
 
     title: str
     unit: str
@@ -59,13 +59,13 @@ CURVES = (
     ),
     Curve(
         title="Trained",
-        unit="tokens a second",
-        names={"trained_tokens_per_s": "trained", "trained_tokens_per_s_ceiling": "if it never waited"},
+        unit="tokens per second",
+        names={"trained_tokens_per_s": "trained", "trained_tokens_per_s_ceiling": "without waiting"},
     ),
     Curve(
         title="Sampled",
-        unit="tokens a second",
-        names={"sampled_tokens_per_s": "sampled", "sampled_tokens_per_s_ceiling": "if it were never idle"},
+        unit="tokens per second",
+        names={"sampled_tokens_per_s": "sampled", "sampled_tokens_per_s_ceiling": "without idle time"},
     ),
     Curve(
         title="Idle",
@@ -74,8 +74,8 @@ CURVES = (
         label=percent_label,
     ),
     Curve(
-        title="Work in vain",
-        unit="tokens a step",
+        title="Wasted work",
+        unit="tokens per step",
         names={"reprefilled_tokens": "prefilled again", "discarded_tokens": "sampled and discarded"},
     ),
     Curve(
@@ -98,8 +98,8 @@ CURVES = (
         names={"logprob_drift": "drift"},
         smooth=0.0,
     ),
-    Curve(title="Entropy", unit="nats a token", names={"entropy": "entropy"}),
-    Curve(title="KL", unit="nats a token, from the policy that sampled", names={"kl": "KL"}),
+    Curve(title="Entropy", unit="nats per token", names={"entropy": "entropy"}),
+    Curve(title="KL", unit="nats per token, from the sampling policy", names={"kl": "KL"}),
     Curve(
         title="Clipped",
         unit="share of tokens",
@@ -114,11 +114,11 @@ CURVES = (
 
 
 def curves(steps: Sequence[Step], *, tasks: Sequence[str], held_out: Mapping[str, Sequence[Point]]) -> str:
-    """Return all charts that there is something to draw in.
+    """Return all charts that have data.
 
     Args:
         steps: the lines of ``metrics.jsonl``.
-        tasks: a task has the same colour everywhere.
+        tasks: all tasks; the position of a task determines its colour.
         held_out: task -> (policy version, success), drawn as rings in the first chart.
     """
     return "".join(_figure(curve, steps, tasks, held_out) for curve in CURVES)

@@ -1,4 +1,4 @@
-"""The part of the report that says where a run's time and tokens went."""
+"""The efficiency section of the report: throughput beside its ceiling, and tokens by use, age and task."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from agentrl_train.runtime.report.curves import number, task_values
 
 Step = Mapping[str, Any]
 SPEEDS = (
-    ("trained_tokens_per_s", "trained tokens/s", "a trainer that never waits"),
-    ("sampled_tokens_per_s", "sampled tokens/s", "an engine that is never idle"),
-    ("publish_bytes_per_s", "weights pushed, bytes/s", "a copy in memory"),
+    ("trained_tokens_per_s", "trained tokens/s", "ceiling: a trainer that never waits"),
+    ("sampled_tokens_per_s", "sampled tokens/s", "ceiling: an engine that is never idle"),
+    ("publish_bytes_per_s", "weights pushed, bytes/s", "ceiling: a copy in memory"),
 )
 AGE = "tokens_of_age_"
 WORK = (
     ("loss_tokens", "trained on"),
-    ("discarded_tokens", "discarded: of failed episodes, dropped groups and abandoned completions"),
+    ("discarded_tokens", "discarded: failed episodes, dropped groups, aborted completions"),
 )
-PREFILL = ("reprefilled_tokens", "prefilled a second time: new weights or a lost place")
+PREFILL = ("reprefilled_tokens", "prefilled again: new weights or an evicted cache row")
 
 
 def efficiency(steps: Sequence[Step]) -> str:
-    """Return the speeds beside their ceilings, and tokens by use, age and task; empty without any."""
+    """Return throughput and token tables as HTML; empty without data."""
     cards = [
-        _card("Speed beside its ceiling", _speeds(steps)),
+        _card("Throughput and its ceiling", _speeds(steps)),
         _card("Tokens by use", _uses(steps)),
-        _card("Sampled tokens of the steps by age", _shares(_ages(steps))),
-        _card("Sampled tokens of the steps by task", _shares(_tasks(steps))),
+        _card("Sampled tokens of the trained groups by age", _shares(_ages(steps))),
+        _card("Sampled tokens of the trained groups by task", _shares(_tasks(steps))),
     ]
     return "".join(cards)
 
@@ -44,16 +44,16 @@ def _card(title: str, rows: Sequence[str]) -> str:
 
 
 def _speeds(steps: Sequence[Step]) -> list[str]:
-    """Weigh by time: all that was done over all the time it took."""
+    """Return the rows of the throughput table, averaged over time."""
     rows = []
     for name, title, ceiling in SPEEDS:
         pairs = [(number(step.get(name)), number(step.get(f"{name}_ceiling"))) for step in steps]
         known = [(value, top) for value, top in pairs if value and top]
         if known:
-            # The mean of times a unit of work, so that a slow step counts for as long as it took.
+            # The harmonic mean, so that a slow step counts for as long as it took.
             value, top = (len(known) / sum(1 / pair[i] for pair in known) for i in (0, 1))
-            told = f"{number_label(value)} of {number_label(top)}"
-            rows.append(_row(title, told, value / top, note=ceiling))
+            text = f"{number_label(value)} of {number_label(top)}"
+            rows.append(_row(title, text, value / top, note=ceiling))
     return rows
 
 
@@ -97,8 +97,8 @@ def _shares(counts: Mapping[str, float]) -> list[str]:
 def _row(title: str, value: str, share: float | None, note: str = "") -> str:
     below = f'<div class="dim small">{escape(note)}</div>' if note else ""
     bar = "" if share is None else share_bar(share)
-    told = "" if share is None else percent_label(round(share, 3))
-    return f"<tr><td>{escape(title)}{below}</td><td>{value}</td><td>{told}</td><td>{bar}</td></tr>"
+    percent = "" if share is None else percent_label(round(share, 3))
+    return f"<tr><td>{escape(title)}{below}</td><td>{value}</td><td>{percent}</td><td>{bar}</td></tr>"
 
 
 def _total(steps: Iterable[Step], name: str) -> float:

@@ -1,4 +1,4 @@
-"""Readable episodes as HTML: chat bubbles with tool calls, results, rewards and versions."""
+"""Episodes as HTML: chat bubbles with tool calls, results, rewards and policy versions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from agentrl_train.runtime.report.curves import number
 
 LONGEST_TEXT = 4000
-"""Characters shown of one message."""
+"""Maximum number of characters shown per message."""
 
 ENDS = {
     "terminated": ("ended by the task", ""),
@@ -108,7 +108,7 @@ def _call(call: Any) -> str:
 
 
 def _plain(content: Any) -> str:
-    """Return a message's content as text: a string, or content parts of which some are text."""
+    """Return the content of a message as text; parts other than text are shown by type."""
     if isinstance(content, list):
         parts = [part for part in content if isinstance(part, Mapping)]
         return "\n".join(str(part.get("text", f"[{part.get('type')}]")) for part in parts)

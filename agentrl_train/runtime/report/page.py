@@ -1,4 +1,4 @@
-"""``report.html``: a run on one self-contained page, made from whatever of the run folder is there."""
+"""``report.html``: a self-contained page about a run, built from the files that its folder has."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Record = Mapping[str, Any]
 
 EXAMPLES_PER_TASK = 2
 STEPS_SHOWN = 4
-"""Training steps of which episodes are shown, spread over the run."""
+"""Training steps whose episodes are shown, spread over the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """What a run folder holds; every part may be missing."""
+    """Contents of a run folder; every part may be missing."""
 
     name: str
     steps: Sequence[Record]
@@ -39,10 +39,10 @@ class RunRecord:
 
     @property
     def tasks(self) -> list[str]:
-        """Return all tasks that were played, in the order they were met."""
-        named = [str(line["task"]) for line in self.evaluations if "task" in line]
+        """Return all tasks, in order of appearance."""
+        evaluated = [str(line["task"]) for line in self.evaluations if "task" in line]
         trained = [task for step in self.steps for task in task_values(step)]
-        return list(dict.fromkeys([*named, *trained]))
+        return list(dict.fromkeys([*evaluated, *trained]))
 
     def evaluation(self, name: str, task: str) -> Record | None:
         """Return the last evaluation of that name, or None."""
@@ -64,7 +64,7 @@ def write_report(folder: Path) -> Path:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Return what is in a run folder, leaving out what cannot be read."""
+    """Read a run folder; unreadable files are skipped."""
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -101,35 +101,37 @@ def render(run: RunRecord) -> str:
 
 def _header(run: RunRecord) -> str:
     last = run.steps[-1] if run.steps else {}
-    told = run.summary or {}
+    summary = run.summary or {}
     badge = '<span class="badge good">finished</span>'
     if run.summary is None:
         badge = '<span class="badge warn">not finished</span>'
-    version = told.get("policy_version", last.get("policy_version"))
+    version = summary.get("policy_version", last.get("policy_version"))
     facts = [f"{int(last['step'])} steps"] if last else ["no step was trained"]
     facts += [f"policy version {version}"] if version is not None else []
-    facts += [f"seed {told['seed']}"] if "seed" in told else []
+    facts += [f"seed {summary['seed']}"] if "seed" in summary else []
     return (
         f'<header><div class="line"><h1>{escape(run.name)}</h1>{badge}</div>'
         f'<div class="dim">{escape(" · ".join(facts))}</div></header>'
-        f'<div class="tiles">{"".join(_tiles(run, told, last))}</div>'
+        f'<div class="tiles">{"".join(_tiles(run, summary, last))}</div>'
     )
 
 
-def _tiles(run: RunRecord, told: Record, last: Record) -> Iterable[str]:
+def _tiles(run: RunRecord, summary: Record, last: Record) -> Iterable[str]:
     before, after = _mean_success(run, "before"), _mean_success(run, "after")
     if after is not None:
         gain = "" if before is None else f"from {_percent(before)} before"
         yield _tile("Held-out success", _percent(after), gain)
     elif before is not None:
         yield _tile("Held-out success", _percent(before), "before training")
-    seconds = number(told.get("seconds", last.get("elapsed_s")))
+    seconds = number(summary.get("seconds", last.get("elapsed_s")))
     if seconds is not None:
         yield _tile("Time", _duration(seconds), f"{len(run.steps)} steps recorded")
-    tokens = number(told.get("trained_tokens")) or sum(_values(run, "loss_tokens"))
+    tokens = number(summary.get("trained_tokens")) or sum(_values(run, "loss_tokens"))
     if tokens:
         speed = _values(run, "trained_tokens_per_s")
-        yield _tile("Trained tokens", number_label(tokens), f"{fmean(speed):,.0f} a second" if speed else "")
+        yield _tile(
+            "Trained tokens", number_label(tokens), f"{fmean(speed):,.0f} per second" if speed else ""
+        )
     if staleness := _values(run, "staleness_mean"):
         most = max(_values(run, "staleness_max"), default=max(staleness))
         yield _tile("Staleness", f"{fmean(staleness):.2f}", f"steps, at most {most:g}")
@@ -195,30 +197,28 @@ def _change(before: float | None, after: float | None) -> str:
 
 
 def _curves(run: RunRecord) -> str:
-    drawn = curves(run.steps, tasks=run.tasks, held_out=_held_out_marks(run))
-    if not drawn:
+    charts = curves(run.steps, tasks=run.tasks, held_out=_held_out_marks(run))
+    if not charts:
         return ""
     head = _section_head("curves", "Curves", "Moving averages over training steps; single steps are faint.")
-    return f'{head}<div class="charts">{drawn}</div>'
+    return f'{head}<div class="charts">{charts}</div>'
 
 
 def _efficiency(run: RunRecord) -> str:
     cards = efficiency(run.steps)
     if not cards:
         return ""
-    note = "Over the whole run. Open trace.json at ui.perfetto.dev to see what happened when."
-    return (
-        f'{_section_head("efficiency", "Where time and tokens went", note)}<div class="charts">{cards}</div>'
-    )
+    note = "Over the whole run. Open trace.json at ui.perfetto.dev for a timeline."
+    return f'{_section_head("efficiency", "Time and tokens", note)}<div class="charts">{cards}</div>'
 
 
 def _held_out_marks(run: RunRecord) -> dict[str, list[tuple[float, float]]]:
-    """Return per task where held-out success was measured: policy version and share."""
+    """Return (policy version, success) of the held-out evaluations by task."""
     marks: dict[str, dict[float, float]] = {}
     for line in run.evaluations:
         version, success = number(line.get("policy_version")), number(line.get("success"))
         if version is not None and success is not None:
-            # The last one counts: a resumed run measures some versions again.
+            # The last one wins: a resumed run repeats some evaluations.
             marks.setdefault(str(line.get("task")), {})[version] = success
     return {task: sorted(found.items()) for task, found in marks.items()}
 
@@ -229,15 +229,15 @@ def _comparisons(run: RunRecord) -> str:
     for task in run.tasks:
         before, after = _held_out(run, "before", task), _held_out(run, "after", task)
         both = [key for key in before if key in after]
-        # Those that training changed tell most.
+        # Samples that training changed come first.
         both.sort(key=lambda key: bool(before[key].get("success")) - bool(after[key].get("success")))
         for key in both[:EXAMPLES_PER_TASK]:
             cards = episode_html(before[key], title="Before") + episode_html(after[key], title="After")
             title = f"{task}, sample {before[key].get('index')}: {_outcomes(before[key], after[key])}"
             parts.append(_fold(title, cards, is_open=not parts))
         if not both:
-            alone = list(before.values()) or list(after.values())
-            cards = "".join(episode_html(one) for one in alone[:EXAMPLES_PER_TASK])
+            shown = list(before.values()) or list(after.values())
+            cards = "".join(episode_html(one) for one in shown[:EXAMPLES_PER_TASK])
             parts += [_fold(f"{task}, held-out samples", cards, is_open=not parts)] if cards else []
     if not parts:
         return ""
@@ -246,7 +246,7 @@ def _comparisons(run: RunRecord) -> str:
 
 
 def _training_episodes(run: RunRecord) -> str:
-    """Show episodes of a few training steps, folded."""
+    """Show the episodes of a few training steps, collapsed."""
     parts = []
     for name, episodes in run.episodes.items():
         if name.startswith("step_") and episodes:
@@ -254,7 +254,7 @@ def _training_episodes(run: RunRecord) -> str:
             parts.append(_fold(f"Step {name.removeprefix('step_').lstrip('0')}", cards))
     if not parts:
         return ""
-    note = "The best and the worst sibling of a group, from steps spread over the run."
+    note = "The best and the worst sibling of some groups, from steps spread over the run."
     return _section_head("episodes", "Training episodes", note) + "".join(parts)
 
 
@@ -293,7 +293,7 @@ def _sample(episode: Record) -> tuple[str, str]:
 
 
 def _spread(items: Sequence[Path], most: int) -> list[Path]:
-    """Return the first, the last, and some between."""
+    """Return up to ``most`` items, evenly spaced, the first and the last included."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]

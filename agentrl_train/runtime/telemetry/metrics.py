@@ -2,20 +2,20 @@
 
 Files written to the run folder::
 
-    metrics.jsonl        a line a step: {"step", "policy_version", "elapsed_s", <name>: float...,
+    metrics.jsonl        one line per step: {"step", "policy_version", "elapsed_s", <name>: float...,
                          "tasks": {task: {<name>: float}}}
-    evaluations.jsonl    a line a task and evaluation: {"name": "before", "task", "success", ...}
+    evaluations.jsonl    one line per task and evaluation: {"name": "before", "task", "success", ...}
     trajectories/        step_000012.jsonl, held_out_before.jsonl, ...: a few episodes, readable
     summary.json         before and after per task, written at the end
 
 The same numbers go to every ``Sink``: TensorBoard, Prometheus, W&B, the counters of the trace.
 
-Names that the progress display and the report know: per step ``staleness_mean``, ``staleness_max``,
-``tokens_of_age_0`` ..., ``trained_tokens_per_s``, ``sampled_tokens_per_s``, both with ``_ceiling`` behind
-them as well, ``trainer_idle``, ``engine_idle`` (shares of the step's time), ``sampled_tokens``,
-``prefilled_tokens``, ``reprefilled_tokens``, ``discarded_tokens``, ``logprob_drift``, ``kl``,
-``clip_fraction``, ``entropy``, ``grad_norm``, ``learning_rate``, ``loss``; per task ``success``, ``reward``,
-``turns``, ``valid_calls``, ``token_share``. A name that is missing is left out, an unknown kept.
+The progress display and the report use, per step, ``staleness_mean``, ``staleness_max``, ``tokens_of_age_0``
+..., ``trained_tokens_per_s``, ``sampled_tokens_per_s`` and the same with the suffix ``_ceiling``,
+``trainer_idle``, ``engine_idle`` (shares of the step's time), ``sampled_tokens``, ``prefilled_tokens``,
+``reprefilled_tokens``, ``discarded_tokens``, ``logprob_drift``, ``kl``, ``clip_fraction``, ``entropy``,
+``grad_norm``, ``learning_rate`` and ``loss``; per task ``success``, ``reward``, ``turns``, ``valid_calls``
+and ``token_share``. Missing names are skipped, and other names are recorded too.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[f
     middle = share + z * z / (2 * trials)
     spread = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
     scale = 1 + z * z / trials
-    # At the ends rounding may leave the share itself just outside.
+    # Rounding may leave the share itself just outside the interval at 0 and 1.
     return max(0.0, min(share, (middle - spread) / scale)), min(1.0, max(share, (middle + spread) / scale))
 
 
 def pass_at_k(trials: int, successes: int, k: int) -> float:
-    """Return the unbiased estimate of the chance that one of ``k`` tries succeeds.
+    """Return the unbiased estimate of the probability that at least one of ``k`` attempts succeeds.
 
     ``1 - C(n - c, k) / C(n, k)`` (arXiv 2107.03374). Raises ``ValueError`` if ``k`` is not in 1..trials.
     """
     if not 1 <= k <= trials:
-        raise ValueError(f"pass@{k} needs at least {k} tries of a sample, and there are {trials}.")
+        raise ValueError(f"pass@{k} needs at least {k} attempts per sample, and there are {trials}.")
     return 1.0 - math.comb(trials - successes, k) / math.comb(trials, k)
 
 
@@ -126,7 +126,7 @@ class MetricsLog:
         chosen = _one_of_each(groups, self._num_trajectories)
         if chosen:
             self._write_trajectories(f"step_{step:06d}", chosen)
-        self._tell(dict(_flat(metrics, tasks)), step=step)
+        self._write_scalars(dict(_flat(metrics, tasks)), step=step)
         if self._progress is not None:
             self._progress.step(step, elapsed_s=elapsed_s, metrics=metrics, tasks=tasks)
 
@@ -138,9 +138,9 @@ class MetricsLog:
     def log_evaluation(
         self, name: str, *, policy_version: int, results: Mapping[str, Sequence[Trajectory]]
     ) -> None:
-        """Record an evaluation; ``name`` is "before", "after", or says when, such as "step 20".
+        """Record an evaluation named "before", "after" or, for example, "step 20".
 
-        Episodes that infrastructure failed are counted apart. Raises ``RunFolderError``.
+        Episodes that infrastructure failed are counted separately. Raises ``RunFolderError``.
         """
         lines = [_evaluation(name, policy_version, task, episodes) for task, episodes in results.items()]
         _append(self._folder / "evaluations.jsonl", lines)
@@ -149,7 +149,8 @@ class MetricsLog:
             [(None, one) for episodes in results.values() for one in episodes[:SHOWN_PER_TASK]],
         )
         shares = {f"held_out_success/{line['task']}": line["success"] for line in lines}
-        self._tell({name: share for name, share in shares.items() if share is not None}, step=policy_version)
+        known = {name: share for name, share in shares.items() if share is not None}
+        self._write_scalars(known, step=policy_version)
         if self._progress is not None:
             self._progress.evaluation(name, {line["task"]: line["success"] for line in lines})
 
@@ -158,7 +159,7 @@ class MetricsLog:
     ) -> dict[str, Any]:
         """Write ``summary.json`` from the evaluations "before" and "after", and return it.
 
-        A task that was evaluated only once has null for the other. Raises ``RunFolderError``.
+        A missing evaluation of a task is null. Raises ``RunFolderError``.
         """
         tasks: dict[str, dict[str, Any]] = {}
         for line in read_jsonl(self._folder / "evaluations.jsonl"):
@@ -185,7 +186,7 @@ class MetricsLog:
         if self._progress is not None:
             self._progress.close()
 
-    def _tell(self, scalars: Mapping[str, float], *, step: int) -> None:
+    def _write_scalars(self, scalars: Mapping[str, float], *, step: int) -> None:
         for sink in self._sinks:
             sink.write(scalars, step=step)
 
@@ -227,7 +228,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     records = []
-    # Not ``splitlines``, which also splits at characters that model output may contain.
+    # Not ``splitlines``, which also splits at other characters that model output may contain.
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             record = json.loads(line)
@@ -272,7 +273,7 @@ def _evaluation(name: str, version: int, task: str, episodes: Sequence[Trajector
 def _one_of_each(
     groups: Sequence[TrajectoryGroup], most: int
 ) -> list[tuple[TrajectoryGroup | None, Trajectory]]:
-    """Return up to ``most`` episodes, the tasks in turn: a best and a worst sibling of a group."""
+    """Return up to ``most`` episodes, tasks round-robin: the best and the worst sibling of each group."""
     by_task: dict[str, list[tuple[TrajectoryGroup | None, Trajectory]]] = {}
     for group in groups:
         ranked = sorted(group.trajectories, key=lambda one: -one.reward)

@@ -25,7 +25,7 @@ class _TaskLine:
 
 
 class Progress:
-    """Shows each step: success of the tasks, tokens a second, staleness, idle shares, time left.
+    """Shows each step: success of the tasks, tokens per second, staleness, idle shares, time left.
 
     Args:
         total_steps: steps of the run.
@@ -73,7 +73,7 @@ class Progress:
             self._console.print(self._plain_line(), highlight=False, soft_wrap=True)
         else:
             self._live.start()
-            self._live.update(self._picture(), refresh=True)
+            self._live.update(self._render(), refresh=True)
 
     def evaluation(self, name: str, success: Mapping[str, float | None]) -> None:
         """Show held-out success, task by task."""
@@ -122,12 +122,12 @@ class Progress:
         ]
         return [(name, value) for name, value in facts if value is not None]
 
-    def _picture(self) -> RenderableType:
+    def _render(self) -> RenderableType:
         head = Table.grid(padding=(0, 2))
         head.add_row(
             Text(f"step {self._step}/{self._total}", style="bold"),
             ProgressBar(total=self._total, completed=self._step, width=32),
-            Text(f"{_duration(self._elapsed_s)} gone, {_duration(self.seconds_left)} left", style="dim"),
+            Text(f"{_duration(self._elapsed_s)} elapsed, {_duration(self.seconds_left)} left", style="dim"),
         )
         facts = Text("  ").join(
             Text.assemble((f"{name} ", "dim"), value) for name, value in self._facts() if name != "left"
@@ -169,8 +169,8 @@ def _count(value: float | None) -> str | None:
 
 
 def _of(value: float | None, ceiling: float | None) -> str | None:
-    told = _count(value)
-    return told if told is None or not ceiling else f"{told} of {_count(ceiling)}"
+    text = _count(value)
+    return text if text is None or not ceiling else f"{text} of {_count(ceiling)}"
 
 
 def _pair(mean: float | None, most: float | None) -> str | None:

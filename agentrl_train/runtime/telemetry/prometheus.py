@@ -1,22 +1,26 @@
-"""The numbers of the last step as Prometheus text at ``/metrics``, served from a thread.
+"""The metrics of a run as a Prometheus endpoint, ``/metrics``, exported by ``prometheus_client``.
 
-Names are those of ``metrics.jsonl`` after ``agentrl_train_``; a task is a label. What adds up over steps is
-a counter, the ages of trained tokens are a histogram, everything else is a gauge. A run that hangs shows in
-``agentrl_train_last_step_timestamp_seconds``.
+Metrics are named as in ``metrics.jsonl``, with the prefix ``agentrl_train_``; a task is a label. Values that
+add up over steps are counters, the ages of trained tokens are a histogram, everything else is a gauge. A
+stalled run shows in ``agentrl_train_last_step_timestamp_seconds``.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator, Mapping
+from http.server import ThreadingHTTPServer
+from itertools import accumulate, groupby
 from urllib.parse import urlsplit
+
+from prometheus_client import CollectorRegistry, MetricsHandler
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from agentrl_train.errors import ConfigError
 
 PREFIX = "agentrl_train"
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 COUNTERS = {
     "loss_tokens": "trained_tokens",
     "sampled_tokens": "sampled_tokens",
@@ -25,32 +29,34 @@ COUNTERS = {
     "discarded_tokens": "discarded_tokens",
     "tokens": "trained_tokens_by_task",
 }
-"""Name in ``metrics.jsonl`` -> name of the counter; "tokens" counts for tasks alone."""
+"""Name in ``metrics.jsonl`` -> name of the counter; "tokens" is counted per task only."""
 AGE = "tokens_of_age_"
-Labels = tuple[tuple[str, str], ...]
 
 
-class Exposition:
-    """Serves what it was last told; satisfies ``Sink``.
+class PrometheusExporter(Collector):
+    """Serves the metrics of the last step from a thread. Implements ``Sink``.
 
     Args:
         host: address to listen on.
-        port: 0 takes a free one; see ``url``.
+        port: port to listen on; 0 picks a free one, see ``url``.
 
     Raises:
-        ConfigError: the address cannot be listened on.
+        ConfigError: the address is not available.
     """
 
     def __init__(self, *, host: str, port: int) -> None:
         self._lock = threading.Lock()
-        self._gauges: dict[tuple[str, Labels], float] = {}
-        self._counters: dict[tuple[str, Labels], float] = {}
+        self._gauges: dict[tuple[str, str], float] = {}
+        """(name, task) -> value; the task is empty for values of the whole run."""
+        self._counters: dict[tuple[str, str], float] = {}
         self._ages: dict[int, float] = {}
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
         try:
-            self._server = _Server((host, port), self.render)
+            self._server = _Server((host, port), _Handler.factory(registry))
         except OSError as error:
             raise ConfigError(
-                f"no metrics can be served on {host}:{port} ({error.strerror}): choose another "
+                f"the metrics cannot be served on {host}:{port} ({error.strerror}): choose another "
                 "metrics.prometheus_port, or leave it out"
             ) from error
         self.url = f"http://{host}:{self._server.server_address[1]}/metrics"
@@ -58,28 +64,35 @@ class Exposition:
         self._thread.start()
 
     def write(self, scalars: Mapping[str, float], *, step: int) -> None:
-        """Show these values from now on, beside those told before under other names."""
+        """Update the exported values; values under other names stay."""
         with self._lock:
-            self._gauges["step", ()] = float(step)
-            self._gauges["last_step_timestamp_seconds", ()] = time.time()
-            for flat, value in scalars.items():
-                name, _, task = flat.partition("/")
-                labels: Labels = (("task", task),) if task else ()
+            self._gauges["step", ""] = float(step)
+            self._gauges["last_step_timestamp_seconds", ""] = time.time()
+            for key, value in scalars.items():
+                name, _, task = key.partition("/")
                 if name.startswith(AGE):
                     age = int(name.removeprefix(AGE))
                     self._ages[age] = self._ages.get(age, 0.0) + value
                 elif name in COUNTERS and (name != "tokens" or task):
-                    key = (COUNTERS[name], labels)
-                    self._counters[key] = self._counters.get(key, 0.0) + value
+                    counter = COUNTERS[name], task
+                    self._counters[counter] = self._counters.get(counter, 0.0) + value
                 else:
-                    self._gauges[name, labels] = value
+                    self._gauges[name, task] = value
 
-    def render(self) -> str:
-        """Return everything as Prometheus text."""
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric family."""
         with self._lock:
-            lines = [*_samples(self._gauges, "gauge"), *_samples(self._counters, "counter", suffix="_total")]
-            lines += _histogram(self._ages)
-        return "\n".join(lines) + "\n"
+            gauges, counters, ages = dict(self._gauges), dict(self._counters), dict(self._ages)
+        yield from _families(GaugeMetricFamily, gauges)
+        yield from _families(CounterMetricFamily, counters, suffix="_total")
+        help_text = "Ages of trained tokens, in policy versions."
+        histogram = HistogramMetricFamily(f"{PREFIX}_token_staleness", help_text)
+        bounds = range(max(ages, default=-1) + 1)
+        counts = accumulate(ages.get(age, 0.0) for age in bounds)
+        buckets = [(str(bound), count) for bound, count in zip(bounds, counts, strict=True)]
+        total = sum(age * number for age, number in ages.items())
+        histogram.add_metric([], [*buckets, ("+Inf", sum(ages.values()))], total)
+        yield histogram
 
     def close(self) -> None:
         """Stop serving; idempotent."""
@@ -93,58 +106,27 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, address: tuple[str, int], render: Callable[[], str]) -> None:
-        super().__init__(address, _Handler)
-        self.render = render
 
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(MetricsHandler):
     timeout = 10.0
-    """Seconds that a peer may take to send its request."""
-    server: _Server
+    """Seconds a client may take to send its request."""
 
     def do_GET(self) -> None:
-        """Answer with the metrics, at their one path."""
-        if urlsplit(self.path).path != "/metrics":
+        """Serve the metrics at ``/metrics`` only."""
+        if urlsplit(self.path).path == "/metrics":
+            super().do_GET()
+        else:
             self.send_error(404, "the metrics are at /metrics")
-            return
-        body = self.server.render().encode()
-        self.send_response(200)
-        self.send_header("Content-Type", CONTENT_TYPE)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Write nothing: scrapes come all the time."""
 
 
-def _samples(values: Mapping[tuple[str, Labels], float], kind: str, suffix: str = "") -> Iterator[str]:
-    named = ""
-    for (name, labels), value in sorted(values.items()):
-        if name != named:
-            named = name
-            yield f"# TYPE {PREFIX}_{name}{suffix} {kind}"
-        yield _line(f"{PREFIX}_{name}{suffix}", value, labels)
-
-
-def _histogram(ages: Mapping[int, float]) -> Iterator[str]:
-    """Yield the ages of trained tokens, in policy versions."""
-    name = f"{PREFIX}_token_staleness"
-    yield f"# TYPE {name} histogram"
-    total = 0.0
-    for age in range(max(ages, default=-1) + 1):
-        total += ages.get(age, 0.0)
-        yield _line(f"{name}_bucket", total, (("le", str(age)),))
-    yield _line(f"{name}_bucket", total, (("le", "+Inf"),))
-    yield _line(f"{name}_sum", sum(age * number for age, number in ages.items()))
-    yield _line(f"{name}_count", total)
-
-
-def _line(name: str, value: float, labels: Labels = ()) -> str:
-    inner = ",".join(f'{key}="{_escape(text)}"' for key, text in labels)
-    return f"{name}{{{inner}}} {value:.10g}" if inner else f"{name} {value:.10g}"
-
-
-def _escape(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+def _families(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    values: Mapping[tuple[str, str], float],
+    suffix: str = "",
+) -> Iterator[Metric]:
+    """Yield one family per name; samples of tasks have a label."""
+    for name, samples in groupby(sorted(values.items()), key=lambda item: item[0][0]):
+        family = kind(f"{PREFIX}_{name}", name.replace("_", " ").capitalize() + ".")
+        for (_, task), value in samples:
+            family.add_sample(f"{PREFIX}_{name}{suffix}", {"task": task} if task else {}, value)
+        yield family

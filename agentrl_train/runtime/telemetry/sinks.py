@@ -19,13 +19,13 @@ from agentrl_train.errors import ConfigError
 from agentrl_train.runtime.atomic_io import run_folder_errors, write_file
 from agentrl_train.runtime.config import RunConfig
 from agentrl_train.runtime.telemetry.metrics import Sink
-from agentrl_train.runtime.telemetry.prometheus import Exposition
+from agentrl_train.runtime.telemetry.prometheus import PrometheusExporter
 from agentrl_train.runtime.telemetry.trace import TraceFile
 from agentrl_train.types import UNTRACED, Trace
 
 
 class ScalarWriter:
-    """Appends scalars to an event file of its own in ``folder``. Satisfies ``Sink``.
+    """Writes scalars to a TensorBoard event file in ``folder``. Implements ``Sink``.
 
     Raises:
         RunFolderError: the disk is full or not writable.
@@ -38,7 +38,7 @@ class ScalarWriter:
             self._writer: EventsWriter | None = EventsWriter(str(folder / "events"))
 
     def write(self, scalars: Mapping[str, float], *, step: int) -> None:
-        """Write one step's values; those that are not finite are left out."""
+        """Write the finite values of one step."""
         if self._writer is None:
             return
         with run_folder_errors(self._folder):
@@ -60,16 +60,16 @@ logger = logging.getLogger(__name__)
 
 
 class WandbWriter:
-    """Sends metrics to a W&B run, also after a resume. Implements ``Sink``.
+    """Sends metrics to a W&B run, and continues it after a resume. Implements ``Sink``.
 
     Args:
         folder: run folder, which holds the files of W&B and the run id.
-        project: of W&B.
-        name: of the run.
-        config: shown with the run.
+        project: W&B project.
+        name: name of the run.
+        config: configuration stored with the run.
 
     Raises:
-        ConfigError: the package is missing, or W&B rejects the run, such as without a login.
+        ConfigError: the package is missing, or W&B rejects the run, for example without a login.
     """
 
     def __init__(self, folder: Path, *, project: str, name: str, config: Mapping[str, Any]) -> None:
@@ -91,18 +91,18 @@ class WandbWriter:
             )
         except wandb.errors.Error as error:
             raise ConfigError(
-                f"W&B takes no run ({error}): run `wandb login`, set WANDB_MODE=offline, or leave out "
+                f"W&B rejected the run ({error}): run `wandb login`, set WANDB_MODE=offline, or leave out "
                 "metrics.wandb"
             ) from error
-        self._refused: type[Exception] = wandb.errors.Error
+        self._error: type[Exception] = wandb.errors.Error
 
     def write(self, scalars: Mapping[str, float], *, step: int) -> None:
-        """Log one step's values; those that are not finite are left out."""
+        """Log the finite values of one step."""
         if self._run is None:
             return
         try:
             self._run.log({key: v for key, v in scalars.items() if math.isfinite(v)}, step=step)
-        except self._refused as error:
+        except self._error as error:
             logger.warning("step %d was not logged to W&B: %s", step, error)
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class WandbWriter:
 
 
 def _run_id(path: Path) -> str:
-    """Return the id that W&B knows this run folder by."""
+    """Return the W&B id of this run folder, created on first use."""
     with run_folder_errors(path.parent):
         if not path.exists():
             write_file(path, secrets.token_hex(8).encode())
@@ -134,13 +134,13 @@ def traced(config: RunConfig) -> Iterator[Trace]:
         trace.close()
 
 
-def open_sinks(config: RunConfig, trace: Trace, *, tell: Callable[[str], None]) -> list[Sink]:
+def open_sinks(config: RunConfig, trace: Trace, *, notify: Callable[[str], None]) -> list[Sink]:
     """Return the configured sinks; if one fails to open, the others are closed.
 
-    ``tell`` is called with the address of the metrics endpoint.
+    ``notify`` is called with a message that names the address of the metrics endpoint.
 
     Raises:
-        ConfigError: a port is taken, a package is missing.
+        ConfigError: a port is in use or a package is missing.
         RunFolderError: the run folder cannot be written.
     """
     metrics, folder = config.metrics, config.run_folder
@@ -154,11 +154,11 @@ def open_sinks(config: RunConfig, trace: Trace, *, tell: Callable[[str], None]) 
         if metrics.tensorboard:
             add(ScalarWriter(folder / "tensorboard"))
         if metrics.prometheus_port is not None:
-            exposition = Exposition(host=metrics.prometheus_host, port=metrics.prometheus_port)
-            add(exposition)
-            tell(f"metrics are served at {exposition.url}")
+            exporter = PrometheusExporter(host=metrics.prometheus_host, port=metrics.prometheus_port)
+            add(exporter)
+            notify(f"metrics are served at {exporter.url}")
         if metrics.wandb is not None:
-            told = config.model_dump(mode="json")
-            add(WandbWriter(folder, project=metrics.wandb, name=config.run.name, config=told))
+            values = config.model_dump(mode="json")
+            add(WandbWriter(folder, project=metrics.wandb, name=config.run.name, config=values))
         opened.pop_all()
     return sinks

@@ -18,12 +18,12 @@ COPIED_BYTES = 1 << 26
 
 
 class Throughput:
-    """Turns the running totals of an engine into a step's speeds.
+    """Computes the throughput of a step from the running totals of an engine.
 
     Args:
-        statistics: running totals of the engine; ``sampled_tokens``, ``prefilled_tokens`` and ``busy_s``,
-            and whatever else it counts.
-        copy_bytes_per_s: how fast the memory that weights are pushed through is copied.
+        statistics: returns the running totals: ``sampled_tokens``, ``prefilled_tokens``, ``busy_s`` and any
+            others.
+        copy_bytes_per_s: copy bandwidth of the memory that weights are pushed through.
     """
 
     def __init__(self, statistics: Statistics, *, copy_bytes_per_s: float = 0.0) -> None:
@@ -33,19 +33,19 @@ class Throughput:
         self.begin()
 
     def begin(self) -> None:
-        """Count time from now on, and what the engine does."""
+        """Restart the measurement, so that the time before it belongs to no step."""
         self._mark, self._totals = time.monotonic(), dict(self._statistics())
         self._cpu_s = time.process_time()
 
     def step(
-        self, told: Mapping[str, float], *, waited_s: float, discarded_tokens: float = 0.0
+        self, metrics: Mapping[str, float], *, waited_s: float, discarded_tokens: float = 0.0
     ) -> dict[str, float]:
-        """Return the speeds since the last step ended.
+        """Return the throughput since the end of the last step.
 
         Args:
-            told: what the step said of itself; ``loss_tokens``, ``publish_bytes``, ``publish_seconds``.
-            waited_s: how long the trainer waited for episodes.
-            discarded_tokens: running total of finished turns that nobody trains on.
+            metrics: metrics of the step: ``loss_tokens``, ``publish_bytes``, ``publish_seconds``.
+            waited_s: time the trainer waited for episodes.
+            discarded_tokens: running total of sampled tokens that are not trained on.
         """
         now, totals = time.monotonic(), dict(self._statistics())
         seconds = max(now - self._mark, 1e-9)
@@ -54,7 +54,7 @@ class Throughput:
         self._mark, self._totals, self._discarded = now, totals, discarded_tokens
         cpu_s, self._cpu_s = time.process_time() - self._cpu_s, time.process_time()
         idle, busy_s = min(1.0, waited_s / seconds), min(spent.pop("busy_s"), seconds)
-        trained, sampled = told.get("loss_tokens", 0.0), spent["sampled_tokens"]
+        trained, sampled = metrics.get("loss_tokens", 0.0), spent["sampled_tokens"]
         return {
             **spent,
             "step_seconds": seconds,
@@ -65,21 +65,21 @@ class Throughput:
             "sampled_tokens_per_s_ceiling": sampled / max(busy_s, 1e-9) if sampled else 0.0,
             "trainer_idle": idle,
             "engine_idle": 1.0 - busy_s / seconds,
-            **self._push(told),
+            **self._publish_rate(metrics),
         }
 
-    def _push(self, told: Mapping[str, float]) -> dict[str, float]:
-        size, seconds = told.get("publish_bytes", 0.0), told.get("publish_seconds", 0.0)
+    def _publish_rate(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        size, seconds = metrics.get("publish_bytes", 0.0), metrics.get("publish_seconds", 0.0)
         if not (size and seconds):
             return {}
-        speed = {"publish_bytes_per_s": size / seconds}
+        rate = {"publish_bytes_per_s": size / seconds}
         if self._copy_bytes_per_s:
-            speed["publish_bytes_per_s_ceiling"] = self._copy_bytes_per_s
-        return speed
+            rate["publish_bytes_per_s_ceiling"] = self._copy_bytes_per_s
+        return rate
 
 
 def copy_bytes_per_s(device: str) -> float:
-    """Return how many bytes a second one copy within a device's memory moves, the best of three."""
+    """Return the copy bandwidth of a device's memory, the best of four measurements."""
     source = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     best = 0.0

@@ -1,16 +1,16 @@
-"""What happened when: a run's trace in the Chrome trace event format, which https://ui.perfetto.dev opens.
+"""Trace of a run in the Chrome trace event format, for https://ui.perfetto.dev.
 
-``trace.json`` is a whole JSON array after every event: an event is written over the closing bracket, with a
-new bracket behind it. A killed run leaves at worst a torn last line, which Perfetto reads over and a resumed
-run cuts off. Times are microseconds since the epoch.
+``trace.json`` is a complete JSON array after every event: each event overwrites the closing bracket and adds
+a new one. A killed run leaves at worst a truncated last line, which Perfetto ignores and a resumed run
+removes. Times are microseconds since the epoch.
 
 Tracks are named ``group/track``::
 
     trainer/steps        step: wait, advantages, check, forward, backward, optimizer, publish; evaluation
-    trainer/checkpoints  what is written beside training
-    engine/...           idle gaps and weight pushes, a track for each engine
-    slots/slot 7         episode > turn > engine | environment; a slot is free again after its episode
-    numbers              counters: speeds, idle shares, staleness
+    trainer/checkpoints  checkpoint writes in the background
+    engine/...           idle gaps and weight pushes, one track per engine
+    slots/slot 7         episode > turn > engine | environment; a slot is reused after its episode
+    numbers              counters: throughput, idle shares, staleness
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from agentrl_train.runtime.atomic_io import run_folder_errors
 logger = logging.getLogger(__name__)
 
 GROUPS = ("trainer", "engine", "slots", "numbers")
-"""Shown in this order, each as a process."""
+"""Groups of tracks in display order; each appears as a process."""
 COUNTERS = {
     "tokens a second": {"trained": "trained_tokens_per_s", "sampled": "sampled_tokens_per_s"},
     "idle share": {"trainer": "trainer_idle", "engine": "engine_idle"},
     "staleness": {"mean": "staleness_mean", "maximum": "staleness_max"},
 }
-"""Counter -> its lines -> their names in ``metrics.jsonl``."""
+"""Counter -> series -> name in ``metrics.jsonl``."""
 END = b"\n]"
 TAIL_BYTES = 1 << 16
 
 
 class TraceFile:
-    """Writes a trace as it happens; satisfies ``Trace`` and ``Sink``.
+    """Writes trace events to a file. Implements ``Trace`` and ``Sink``.
 
-    At half of ``max_bytes`` the file is set aside as ``trace.earlier.json``, over the one before, and begun
-    anew: the newest half is always there. A disk that refuses ends the trace with a warning, not the run.
+    At half of ``max_bytes`` the file is renamed to ``trace.earlier.json``, which replaces an earlier one, and
+    a new file is started. A write error ends the trace with a warning; the run continues.
 
     Args:
-        path: of the file; one that is there is gone on with.
-        max_bytes: most that both files take together.
+        path: the file; events are appended to an existing one.
+        max_bytes: size limit of both files together.
 
     Raises:
         RunFolderError: the file cannot be opened.
@@ -71,7 +71,7 @@ class TraceFile:
 
     @contextmanager
     def span(self, track: str, name: str, **facts: Any) -> Iterator[dict[str, Any]]:
-        """Record how long the block took; facts may be added to what it yields."""
+        """Record the duration of the block; facts known only at its end may be added to the yielded dict."""
         started = time.monotonic()
         try:
             yield facts
@@ -82,7 +82,7 @@ class TraceFile:
             self.mark(track, name, since=started, **facts)
 
     def mark(self, track: str, name: str, *, since: float, **facts: Any) -> None:
-        """Record what began at ``since`` (``time.monotonic``) and ends now."""
+        """Record a span that began at ``since`` (``time.monotonic``) and ends now."""
         group, _, _ = track.partition("/")
         event = {
             "name": name,
@@ -98,7 +98,7 @@ class TraceFile:
 
     @contextmanager
     def lane(self, group: str) -> Iterator[str]:
-        """Lend the first free track of a group: ``slots`` -> ``slots/slot 7``."""
+        """Yield the first free track of a group: ``slots`` -> ``slots/slot 7``."""
         with self._lock:
             free = self._free.setdefault(group, [])
             numbers = self._numbers.setdefault(group, count(1))
@@ -110,7 +110,7 @@ class TraceFile:
                 heapq.heappush(free, number)
 
     def write(self, scalars: Mapping[str, float], *, step: int) -> None:
-        """Draw a step's numbers as counters."""
+        """Record the metrics of a step as counters."""
         now = self._microseconds(time.monotonic())
         for name, lines in COUNTERS.items():
             values = {line: scalars[key] for line, key in lines.items() if _is_number(scalars.get(key))}
@@ -119,9 +119,9 @@ class TraceFile:
                 self._write("numbers", {"name": name, "ph": "C", "ts": now, "pid": pid, "args": values})
 
     def close(self) -> None:
-        """Close the file; what comes later is not recorded. Idempotent."""
+        """Close the file; later events are dropped. Idempotent."""
         with self._lock:
-            self._shut()
+            self._close()
 
     def _microseconds(self, monotonic_s: float) -> int:
         return round((self._epoch_s + monotonic_s) * 1e6)
@@ -132,18 +132,18 @@ class TraceFile:
                 return
             try:
                 if self._size >= self._max_bytes:
-                    self._set_aside()
+                    self._rotate()
                 if track not in self._named:
                     self._named.add(track)
-                    for one in _names(track):
+                    for one in _metadata(track):
                         self._append(one)
                 self._append(event)
             except OSError as error:
-                logger.warning("the trace ends here: %s cannot be written (%s)", self._path, error.strerror)
+                logger.warning("tracing stopped: %s cannot be written (%s)", self._path, error.strerror)
                 with suppress(OSError):
                     os.ftruncate(self._file, self._size)
                     os.pwrite(self._file, END, self._size)
-                self._shut()
+                self._close()
 
     def _append(self, event: Mapping[str, Any]) -> None:
         assert self._file is not None
@@ -151,31 +151,31 @@ class TraceFile:
         content = (b",\n" if self._size > 1 else b"\n") + line + END
         written = os.pwrite(self._file, content, self._size)
         if written < len(content):
-            raise OSError(0, "only a part of an event fitted")
+            raise OSError(0, "the event was written partially")
         self._size += written - len(END)
 
     def _open(self) -> None:
         self._file: int | None = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._named: set[str] = set()
-        self._size = _whole_bytes(self._file)
+        self._size = _complete_size(self._file)
         os.ftruncate(self._file, self._size)
         if not self._size:
             os.pwrite(self._file, b"[" + END, 0)
             self._size = 1
 
-    def _set_aside(self) -> None:
-        self._shut()
+    def _rotate(self) -> None:
+        self._close()
         os.replace(self._path, self._path.with_suffix(".earlier.json"))
         self._open()
 
-    def _shut(self) -> None:
+    def _close(self) -> None:
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
 
-def _whole_bytes(file: int) -> int:
-    """Return where the last whole event of a trace ends, 0 if there is none."""
+def _complete_size(file: int) -> int:
+    """Return the position after the last complete event of a trace, 0 if there is none."""
     size = os.fstat(file).st_size
     start = max(0, size - TAIL_BYTES)
     tail = os.pread(file, size - start, start)
@@ -200,12 +200,12 @@ def _is_number(value: float | None) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON can carry: a number that is not finite becomes text."""
+    """Return a value for JSON; non-finite numbers become text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _names(track: str) -> Iterator[dict[str, Any]]:
-    """Yield what tells a viewer the names of a track and its group, and where to put them."""
+def _metadata(track: str) -> Iterator[dict[str, Any]]:
+    """Yield the metadata events with name and display order of a track and its group."""
     group, _, name = track.partition("/")
     place = GROUPS.index(group) + 1
     yield {"name": "process_name", "ph": "M", "pid": place, "args": {"name": group}}
@@ -219,5 +219,5 @@ def _names(track: str) -> Iterator[dict[str, Any]]:
 
 
 def _track_id(track: str) -> int:
-    """Return a number that a track keeps when a run is resumed."""
+    """Return an id of the track that is stable across resumes."""
     return zlib.crc32(track.encode()) & 0x7FFFFFFF

@@ -234,12 +234,12 @@ async def test_disconnect_in_a_request_logs_no_error(server):
 
 @pytest.mark.parametrize("body", [b"content-length: 1", b"transfer-encoding: chunked"])
 async def test_upgrade_with_a_body_is_refused_and_the_connection_closed(server, body):
-    peer = await Peer.meet(
+    peer = await Peer.connect(
         server,
         b"GET /v1/ws HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
         b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n%b\r\n\r\n" % body,
     )
-    assert b"has no body" in await peer.rest()
+    assert b"has no body" in await peer.read_rest()
     peer.close()
 
 

@@ -1,0 +1,133 @@
+"""LoRA: training, checkpoints, and loading with PEFT."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from typer.testing import CliRunner
+
+from agentrl_train.__main__ import app
+from agentrl_train.batch import pack
+from agentrl_train.learner import Learner, Lora
+from agentrl_train.runtime.checkpoint import InModelFolder, save_checkpoint
+from agentrl_train.runtime.models import load_policy
+from tests.train.learner.test_learner import llama, made, on_policy, qwen, snapshot
+
+LORA = Lora(rank=4, alpha=8.0, targets=("q_proj", "mlp.down_proj"))
+IDS = torch.arange(1, 20)[None]
+
+
+def trained(model: PreTrainedModel, lora: Lora = LORA, steps: int = 4) -> Learner:
+    learner = Learner(model, learning_rate=1e-2, lora=lora)
+    for number in range(steps):
+        learner.step(pack(made(seed=number)))
+    return learner
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    return model.eval()(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize("make", [qwen, llama])
+def test_adapter_starts_as_identity_and_learns(make):
+    before = logits(make())
+    learner = Learner(make(), learning_rate=1e-2, lora=LORA)
+    assert torch.equal(logits(learner.model), before)
+    sequences = on_policy(learner, made(advantage=1.0))
+    likely = sum(row.sum() for row in learner.logprobs(sequences))
+    learner.step(pack(sequences))
+    assert sum(row.sum() for row in learner.logprobs(sequences)) > likely + 1.0
+    assert not torch.allclose(logits(learner.model), before, atol=1e-2)
+
+
+def test_only_adapters_are_trained():
+    learner = trained(qwen())
+    fresh = dict(qwen().named_parameters())
+    assert all(torch.equal(value, fresh.get(name, value)) for name, value in learner.model.named_parameters())
+    adapters = {name for name, value in learner.model.named_parameters() if value.requires_grad}
+    layers = {name.rpartition(".")[0] for name in adapters}
+    ends = {"self_attn.q_proj", "mlp.down_proj"}
+    assert layers == {f"model.layers.{number}.{end}" for number in (0, 1) for end in ends}
+    sizes = sum(value.numel() for value in learner.snapshot().state.values())
+    assert sizes < 0.5 * sum(value.numel() for value in fresh.values())
+
+
+def test_default_targets_are_all_linear_layers_but_head():
+    learner = trained(llama(), Lora(rank=2, alpha=4.0), steps=1)
+    names = [name for name, value in learner.model.named_parameters() if value.requires_grad]
+    assert len(names) == 2 * 2 * 7
+    assert not any("lm_head" in name for name in names)
+
+
+def test_unknown_target_is_rejected():
+    with pytest.raises(ValueError, match="matches no linear layer of Qwen3ForCausalLM; it has down_proj,"):
+        Learner(qwen(), learning_rate=1e-2, lora=Lora(rank=2, alpha=4.0, targets=("query",)))
+
+
+@pytest.mark.parametrize("make", [qwen, llama])
+def test_published_weights_are_merged_under_original_names(make):
+    learner = trained(make())
+    weights = dict(learner.weights())
+    plain = make()
+    assert list(weights) == [name for name, _ in plain.named_parameters()]
+    plain.load_state_dict(weights, strict=False)
+    assert torch.allclose(logits(plain), logits(learner.model), atol=1e-5)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, model, tokenizer) -> tuple[Path, Learner]:
+    """A checkpoint and the learner that wrote it."""
+    model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    policy, _ = load_policy(str(tmp_path / "base"))
+    learner = trained(policy)
+    parts = [learner.snapshot(), InModelFolder(pretrained=tokenizer)]
+    save_checkpoint(tmp_path / "run" / "checkpoints", step=4, parts=parts, loop={})
+    return tmp_path / "run" / "checkpoints" / "step_000004", learner
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT asks transformers
+def test_peft_loads_checkpoint(tmp_path: Path, checkpoint):
+    folder, learner = checkpoint
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    with_adapter = PeftModel.from_pretrained(base, str(folder / "model"))
+    assert torch.allclose(logits(with_adapter), logits(learner.model), atol=1e-5)
+    whole = with_adapter.merge_and_unload()
+    assert torch.allclose(logits(whole), logits(learner.model), atol=1e-5)
+
+
+def test_adapter_checkpoint_loads_as_policy(checkpoint):
+    folder, learner = checkpoint
+    policy, _ = load_policy(str(folder / "model"))
+    assert torch.allclose(logits(policy), logits(learner.model), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("named", "dtype", "tolerance"), [("run", "float32", 1e-5), ("step", "bfloat16", 0.1)]
+)
+def test_merge_writes_model_folder(tmp_path: Path, checkpoint, named: str, dtype: str, tolerance: float):
+    folder, learner = checkpoint
+    source = folder.parents[1] if named == "run" else folder
+    line = ["merge", str(source), "--output", str(tmp_path / "merged"), "--dtype", dtype]
+    done = CliRunner().invoke(app, line, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    merged, tokenizer = load_policy(str(tmp_path / "merged"))
+    assert torch.allclose(logits(merged), logits(learner.model), atol=tolerance)
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    assert {value.dtype for value in stored.parameters()} == {getattr(torch, dtype)}
+    assert tokenizer.chat_template
+    assert not (tmp_path / "merged" / "adapter_config.json").exists()
+
+
+def test_resumed_adapter_continues_bit_for_bit(tmp_path: Path):
+    straight = trained(qwen())
+    straight.snapshot().write(tmp_path)
+    resumed = Learner(qwen(), learning_rate=1e-2, lora=LORA)
+    resumed.load(tmp_path)
+    for one in (straight, resumed):
+        one.step(pack(made(seed=9)))
+    ours, theirs = snapshot(straight), snapshot(resumed)
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())

@@ -1,0 +1,32 @@
+"""The whole path improves a policy: served over HTTP, sampled, trained and published."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+QUICKSTART = Path(__file__).parents[3] / "examples/quickstart/train.toml"
+SETTINGS = {
+    "run.name": "learning",
+    "run.steps": 10,
+    "run.threads": 2,
+    "environments.0.tasks": "{household = 1.0}",
+    "rollout.groups_per_step": 8,
+    "train.warmup_steps": 2,
+    "eval.samples": 0,
+}
+
+
+def test_starter_policy_improves_within_ten_steps(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "agentrl_train", "run", str(QUICKSTART)]
+    for key, value in {**SETTINGS, "run.folder": tmp_path}.items():
+        command += ["--set", f"{key}={value}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads(line) for line in (tmp_path / "learning/metrics.jsonl").read_text().splitlines()]
+    success = [record["tasks"]["household"]["success"] for record in records]
+    valid = [record["tasks"]["household"]["valid_calls"] for record in records]
+    assert sum(success[-3:]) / 3 > sum(success[:3]) / 3 + 0.1
+    assert min(valid) > 0.9
+    assert max(record["staleness_max"] for record in records) <= 2
+    assert max(record["logprob_drift"] for record in records) < 1e-4

@@ -1,0 +1,57 @@
+"""Killed runs lose no finished group and train none twice."""
+
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from agentrl_train.runtime.journal import decode_group, read_records
+from tests.train.runs.processes import begin, finish, kill, steps, until_step, write_config
+
+pytestmark = pytest.mark.faults
+
+STEPS, PER_STEP = 14, 3
+AHEAD = ("rollout.max_staleness=2", "rollout.window=5")
+
+
+@pytest.mark.parametrize("every", [4, 100])
+def test_killed_run_loses_no_finished_group_and_trains_none_twice(
+    tmp_path: Path, every: int
+) -> None:
+    config, run, draw = write_config(tmp_path), tmp_path / "run", random.Random(every)
+    options = (
+        *AHEAD,
+        f"run.steps={STEPS}",
+        f"rollout.groups_per_step={PER_STEP}",
+        f"checkpoint.every={every}",
+    )
+    for number in range(2):
+        process = begin(config, *options, resume=number > 0)
+        until_step(process, run, 3 + 4 * number)
+        time.sleep(draw.uniform(0, 0.1))
+        kill(process)
+    done = finish(config, *options, resume=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    trained = Counter(group for step in steps(run) for group in step["groups"])
+    assert trained == Counter(range(STEPS * PER_STEP))
+    assert [step["step"] for step in steps(run)] == list(range(1, STEPS + 1))
+    if every == 100:  # no checkpoint but the first, so the journal still holds every group that finished
+        segments = sorted((run / "journal").iterdir())
+        records = [record for path in segments for record in read_records(path.read_bytes())]
+        played = Counter(decode_group(record).group_id for record in records)
+        assert played == trained
+
+
+def test_interrupted_run_stops_cleanly_and_prints_resume_command(tmp_path: Path) -> None:
+    config, run = write_config(tmp_path), tmp_path / "run"
+    process = begin(config, *AHEAD, "run.steps=100000")
+    until_step(process, run, 1)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "--resume" in output
+    assert "Traceback" not in errors
+    assert (run / "report.html").exists()

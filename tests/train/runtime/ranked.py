@@ -1,0 +1,159 @@
+"""``python -m tests.train.runtime.ranked FOLDER``: one of two ranks for ``test_distributed.py``.
+
+Each case trains a tiny model and records the results; the test runs the same case in one process.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from agentrl_train.batch import pack
+from agentrl_train.errors import LossNotFinite
+from agentrl_train.learner import Learner, Lora
+from agentrl_train.loss import sft_loss
+from agentrl_train.runtime.distributed import LeadLearner, Ranks, execute_commands, process_group
+from agentrl_train.types import Batch
+from tests.train.learner.test_learner import llama, made, moved, qwen, with_
+
+Facts = dict[str, Any]
+PACKING = {"max_tokens": 64, "row_tokens": 40}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Some training steps."""
+
+    steps: int = 3
+    first: int = 0
+    model: Callable[[], Any] = qwen
+    reference: Callable[[], Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    packing: dict[str, Any] = field(default_factory=lambda: PACKING)
+    sequences: int = 9
+    sequence_parallel: int = 1
+    loads: str | None = None
+    """Folder of the checkpoint to resume from."""
+    saves: bool = False
+
+
+LORA = Lora(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
+EVERYTHING = {
+    "importance_cap": 2.0,
+    "entropy_coefficient": 0.01,
+    "kl_coefficient": 0.1,
+    "activation_checkpointing": True,
+    "weight_decay": 0.1,
+    "warmup_steps": 2,
+    "max_logits": 5 * 48,
+}
+CASES = {
+    "twenty steps": Case(steps=20, saves=True),
+    "resumed": Case(steps=10, first=10, loads="alone at ten"),
+    "every option": Case(options=EVERYTHING, reference=lambda: moved(qwen())),
+    "an untied head": Case(model=llama),
+    "one row for two ranks": Case(sequences=1),
+    "optimizer on the host": Case(options={"offload_optimizer": True}, saves=True),
+    "lora": Case(options={"lora": LORA}, saves=True),
+    "rows shared": Case(steps=5, sequence_parallel=2),
+    "rows shared, one sequence each": Case(
+        sequence_parallel=2, packing={"max_tokens": 64, "packed": False}, options=EVERYTHING
+    ),
+    "rows shared, fewer key heads than ranks": Case(
+        sequence_parallel=2, model=lambda: qwen(num_key_value_heads=1), options={"objective": sft_loss}
+    ),
+}
+
+
+def batches(case: Case, number: int) -> list[Batch]:
+    """Return the batches of step ``number``."""
+    return pack(made(case.sequences, seed=number), seed=number, num_minibatches=1, **case.packing)
+
+
+def train(learner: Learner, case: Case, folder: Path) -> Facts:
+    """Train and return losses, log-probabilities and weights."""
+    if case.loads is not None:
+        learner.load(folder / case.loads)
+    metrics = [learner.step(batches(case, case.first + number)) for number in range(case.steps)]
+    return {
+        "metrics": [{k: v for k, v in one.items() if k != "seconds"} for one in metrics],
+        "logprobs": learner.logprobs(made(5, seed=99)),
+        "weights": {name: value.clone() for name, value in learner.weights().items()},
+    }
+
+
+def learner_of(case: Case, **place: Any) -> Learner:
+    """Return the learner of a case."""
+    reference = case.reference() if case.reference is not None else None
+    return Learner(case.model(), learning_rate=1e-3, reference=reference, **case.options, **place)
+
+
+def mesh_of(case: Case, ranks: Ranks) -> DeviceMesh:
+    """Return the mesh that a case asks for."""
+    shape = (dist.get_world_size() // case.sequence_parallel, case.sequence_parallel)
+    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("data", "sequence"))
+
+
+def refused(learner: Learner) -> str:
+    """Return the error of a step with non-finite advantages in one sequence, and so on one rank."""
+    sequences = made(9)
+    spoilt = np.where(sequences[0].loss_mask > 0, np.inf, 0).astype(np.float32)
+    try:
+        learner.step(pack([with_(sequences[0], advantages=spoilt), *sequences[1:]], **PACKING))
+    except LossNotFinite as error:
+        return str(error)
+    return "nothing"
+
+
+def led(ranks: Ranks, folder: Path) -> Facts:
+    """Train as rank 0 while the other rank executes its commands; return the results."""
+    learner = LeadLearner(qwen(), ranks=ranks, learning_rate=1e-3)
+    facts: Facts = {"refused": refused(learner)}
+    case = CASES["every option"]
+    learner.step(batches(case, 0))
+    snapshot = learner.snapshot()
+    learner.num_updates = 7
+    facts |= {"rates": [learner.step(batches(case, 1))["learning_rate"]], "updates": learner.num_updates}
+    (folder / "led").mkdir()
+    snapshot.write(folder / "led")
+    learner.load(folder / "led")
+    weights = learner.weights()
+    first = next(iter(weights))
+    facts |= {"updates after loading": learner.num_updates, "first": weights[first].clone()}
+    facts |= {"again": weights[first].clone(), "names": list(weights)}
+    learner.close()
+    learner.close()
+    return facts
+
+
+def main(folder: Path) -> None:
+    """Run every case; rank 0 writes the results."""
+    torch.set_num_threads(1)
+    facts: dict[str, Facts] = {}
+    with process_group(device="cpu", sequence_parallel=1, timeout_s=60.0) as ranks:
+        for name, case in CASES.items():
+            learner = learner_of(case, mesh=mesh_of(case, ranks), storage_group=ranks.storage)
+            facts[name] = train(learner, case, folder)
+            if case.saves:
+                learner.snapshot().write(folder / name)
+        facts["refused"] = {"sentence": refused(learner_of(Case(), mesh=ranks.mesh))}
+        if dist.get_rank() == 0:
+            facts["led"] = led(ranks, folder)
+            (folder / "facts.pickle").write_bytes(pickle.dumps(facts))
+        else:
+            execute_commands(
+                Learner(qwen(), mesh=ranks.mesh, storage_group=ranks.storage, learning_rate=1e-3), ranks
+            )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

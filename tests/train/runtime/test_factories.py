@@ -1,0 +1,42 @@
+"""Factories: conflicting engine settings are rejected."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl_train.errors import ConfigError
+from agentrl_train.runtime.config import load_config
+from agentrl_train.runtime.factories import require_vllm
+
+CONFIG = Path(__file__).parents[3] / "examples/quickstart/train.toml"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["engine.vllm.push=drained"], "the settings of [engine.vllm] need kind = 'vllm'"),
+        (["engine.kind=vllm", "engine.deterministic=true"], "deterministic needs kind = 'torch'"),
+        (["engine.kind=vllm", "engine.vllm.transfer=nccl"], "vllm.transfer = 'nccl' needs device = 'cuda'"),
+        (["engine.kind=vllm", "engine.vllm.replicas=0"], "engine.vllm.replicas"),
+        (["engine.kind=vllm", "engine.vllm.pull=x"], "engine.vllm.pull"),
+    ],
+)
+def test_conflicting_settings_are_rejected(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(CONFIG, overrides)
+    assert sentence in str(refused.value)
+
+
+def test_vllm_configuration_round_trips(tmp_path: Path) -> None:
+    chosen = ["engine.kind=vllm", "engine.vllm.replicas=2", "engine.vllm.push=drained"]
+    config = load_config(CONFIG, chosen)
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    assert load_config(tmp_path / "config.toml") == config
+
+
+def test_interpreter_without_vllm_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="make vllm"):
+        require_vllm(sys.executable)
+    with pytest.raises(ConfigError, match="cannot be run"):
+        require_vllm(str(tmp_path / "python"))

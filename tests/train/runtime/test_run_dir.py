@@ -1,0 +1,77 @@
+"""Run folders: claiming, locking, and settings that cannot change on resume."""
+
+from pathlib import Path
+
+import pytest
+
+from agentrl_train.errors import CheckpointError, ConfigError
+from agentrl_train.learner import Learner
+from agentrl_train.runtime.config import RunConfig
+from agentrl_train.runtime.run_dir import claim_run_dir, write_config
+from tests.conftest import make_model
+from tests.train.learner.test_learner import llama, qwen
+
+
+def configured(**train: object) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "one", "steps": 4},
+            "model": {"path": "policy"},
+            "environments": [{"serve": ["shop"]}],
+            "train": train,
+        }
+    )
+
+
+def begun(folder: Path) -> Path:
+    """Write a checkpoint and its configuration to a run folder."""
+    (folder / "checkpoints" / "step_000000").mkdir(parents=True)
+    write_config(folder, configured())
+    return folder
+
+
+def claim(folder: Path, config: RunConfig, *, resume: bool = False) -> list[str]:
+    """Claim and release a run folder; return the changed settings."""
+    with claim_run_dir(folder, config, resume=resume) as changed:
+        return changed
+
+
+def test_run_without_checkpoint_can_be_restarted_under_same_name(tmp_path: Path) -> None:
+    for resume in (False, False, True):
+        assert claim(tmp_path / "one", configured(), resume=resume) == []
+    with pytest.raises(ConfigError, match="contains no run to resume"):
+        claim(tmp_path / "none", configured(), resume=True)
+
+
+def test_existing_run_requires_resume(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="already contains a run"):
+        claim(begun(tmp_path), configured())
+
+
+def test_run_folder_is_locked(tmp_path: Path) -> None:
+    with (
+        claim_run_dir(tmp_path, configured(), resume=False),
+        pytest.raises(ConfigError, match="another process"),
+    ):
+        claim(tmp_path, configured())
+
+
+def test_resume_reports_changed_settings(tmp_path: Path) -> None:
+    changed = claim(begun(tmp_path), configured(learning_rate=3e-5), resume=True)
+    assert changed == ["train.learning_rate = 3e-05 (was 1e-05)"]
+
+
+def test_lora_settings_cannot_change_on_resume(tmp_path: Path) -> None:
+    folder = begun(tmp_path)
+    before = (folder / "config.toml").read_text()
+    lora = configured(lora={"rank": 4, "alpha": 8})
+    with pytest.raises(ConfigError, match=r"train\.lora\.rank was not set when .* began, and is 4 now"):
+        claim(folder, lora, resume=True)
+    assert (folder / "config.toml").read_text() == before
+
+
+@pytest.mark.parametrize("other", [qwen, llama])
+def test_checkpoint_of_different_model_is_rejected(tmp_path: Path, other) -> None:  # type: ignore[no-untyped-def]
+    Learner(make_model(), learning_rate=1e-3).snapshot().write(tmp_path)
+    with pytest.raises(CheckpointError, match=r"contains a different model than model\.path"):
+        Learner(other(), learning_rate=1e-3).load(tmp_path)
