@@ -459,6 +459,8 @@ class _Resumed(asyncio.Future[T]):
         awaited: future that it waits for.
     """
 
+    __slots__ = ("_awaited", "_cancelling", "_coroutine")
+
     def __init__(self, coroutine: Coroutine[Any, Any, T], awaited: asyncio.Future[Any]) -> None:
         super().__init__(loop=awaited.get_loop())
         self._coroutine = coroutine
