@@ -56,6 +56,8 @@ class ServingOptions:
                 "OMP_NUM_THREADS": str(self.threads),
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker inside the engine: one import less
+                # Compiling the kernel that ranks log-probabilities blocks the engine for more than 10 s.
+                "TORCHDYNAMO_DISABLE": "1",
             }
         elif self.devices:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)

@@ -38,6 +38,10 @@ class EngineStats(StatLoggerBase):  # type: ignore[misc]  # vLLM need not be her
     """Running totals that vLLM updates after each engine step."""
 
     def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Set all totals to zero."""
         self.sampled = self.prefilled = self.preempted = 0
         self.busy_s = 0.0
         self.kv_usage = 0.0
@@ -120,8 +124,15 @@ class Server:
         self._version = options.policy_version
 
     async def begin(self) -> None:
-        """Set the version of the initial weights."""
+        """Set the version of the initial weights, and sample one token.
+
+        The first request may compile kernels. It blocks the engine for so long that it would miss heartbeats,
+        which begin once this has returned.
+        """
         await self._engine.update_weight_version(str(self._version))
+        warm_up = {"id": "warm-up", "token_ids": [0], "max_new_tokens": 1, "temperature": 1.0, "seed": 0}
+        await self._generate(warm_up)
+        self._stats.reset()
 
     async def beat(self) -> Frame:
         """Return running totals after a round trip to the engine."""
