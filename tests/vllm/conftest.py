@@ -80,6 +80,6 @@ def start_engine(python: str, model_folder: Path) -> Callable[..., EnginePool]:
 @pytest.fixture(scope="session")
 def subject(start_engine: Callable[..., EnginePool]) -> Iterator[Subject]:
     """Return one pool of engines for all tests: two policies, the current one with two replicas' worth."""
-    engine = start_engine(policies=POLICIES, liveness_s=10.0)
+    engine = start_engine(policies=POLICIES, liveness_s=60.0)
     yield Subject(engine, tolerance=1e-3)
     asyncio.run(engine.close())
