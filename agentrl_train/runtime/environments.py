@@ -12,7 +12,7 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from agentrl_env.client import EnvClient
-from agentrl_env.errors import AgentRLError
+from agentrl_env.errors import AgentRLError, Unauthorized
 from agentrl_env.launch.process import ServerProcess
 from agentrl_env.types import TaskInfo
 from agentrl_train.errors import ConfigError, EnvironmentUnavailable
@@ -69,7 +69,8 @@ async def environments(
 async def _client(
     section: EnvironmentSection, stack: AsyncExitStack, *, max_sessions: int, oracle: bool
 ) -> EnvClient:
-    token = os.environ.get(section.token_env) if section.token_env else None
+    # Not the client's default, AGENTRL_TOKEN: every server of a run would learn the token of another.
+    token = os.environ.get(section.token_env, "") if section.token_env else ""
     if section.token_env and not token:
         raise ConfigError(f"environments.token_env is {section.token_env}, which is not set: export it")
     url = section.url
@@ -119,6 +120,9 @@ async def _supervise(current: list[ServerProcess], make: Callable[[], ServerProc
 async def _tasks(client: EnvClient, section: EnvironmentSection) -> dict[str, TaskInfo]:
     try:
         return await client.tasks()
+    except Unauthorized as error:
+        words = "name the variable that holds it in environments.token_env"
+        raise ConfigError(f"the environment server {section.url} needs a token: {words}") from error
     except AgentRLError as error:
         source = section.url or ", ".join(section.serve)
         raise EnvironmentUnavailable(f"the environment server {source} lists no tasks: {error}") from error

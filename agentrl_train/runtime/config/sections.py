@@ -326,7 +326,7 @@ class EnvironmentSection(Section):
     url: str | None = None
     """Address of a running server or controller."""
     token_env: str | None = None
-    """Environment variable with the token of the server."""
+    """Environment variable with the token of the server; without it no token is sent."""
     tasks: dict[str, Positive] = Field(default_factory=dict)
     """Weight of each task; left out, all tasks of the server weigh the same."""
     split: str = "train"
