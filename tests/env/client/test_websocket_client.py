@@ -283,12 +283,14 @@ async def test_server_without_a_websocket_raises_protocol_error(answer):
     listener.close()
 
 
-async def test_missing_answer_times_out(serving):
+async def test_missing_answer_times_out(serving, monkeypatch):
     server = await serving(Slow)
-    async with over_socket(server.url, timeout=0.2) as client:
+    async with over_socket(server.url) as client:
         session = await client.open("slow")
-        with pytest.raises(CallTimeout):
-            await session.step(ToolCall.of("wait"))
+        with monkeypatch.context() as patch:
+            patch.setattr(client.backend, "_timeout", 0.2)
+            with pytest.raises(CallTimeout):
+                await session.step(ToolCall.of("wait"))
         Slow.gate.set()
         assert (await session.step(ToolCall.of("wait"))).messages[0].content == "waited 1"
 
