@@ -209,7 +209,7 @@ async def _serve(server: Running, announce: Callable[[str], None]) -> None:
         # Steps make many short-lived objects and few cycles: frequent collections cost a third of the
         # throughput and most of the tail latency.
         gc.freeze()
-        gc.set_threshold(200_000, 20, 100)
+        gc.set_threshold(100_000, 10, 5)
         announce(server.announcement)
         logger.info("started", extra={"facts": {"what": server.announcement, "pid": os.getpid()}})
     await stopping
