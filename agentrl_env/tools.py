@@ -28,7 +28,6 @@ Content = str | Message | list[Message]
 Invoke = Callable[..., Awaitable[Any]]
 """Runs author code: ``await invoke(name, call_without_arguments, timeout_or_None)``."""
 _MARK = "__agentrl_tool__"
-AUTHOR_ERRORS = (Exception, SystemExit)
 
 
 @dataclass(frozen=True, slots=True)

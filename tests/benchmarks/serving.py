@@ -35,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agentrl_env.launch.process import ServerProcess
+from agentrl_env.server.serve import GC_THRESHOLDS
 from tests.benchmarks.serving_peers import APPS, PeerProcess, allow_many_sockets
 from tests.benchmarks.serving_players import AgentRLWorker, Batch, Ceiling, Client, OpenEnv, Player
 
@@ -45,9 +46,6 @@ STEPS, QUICK_STEPS = 8192, 4096
 SECONDS, QUICK_SECONDS = 480.0, 120.0
 """Total time of all rounds. There is at least one round of each size."""
 MAX_ROUNDS = 6
-COLLECTOR = (200_000, 20, 100)
-"""Thresholds of the garbage collector in the clients' process, as in our server: with the default ones,
-collection takes a third of the time of a client with thousands of sessions."""
 CEILINGS = {"JSON": "/v1/step", "FastAPI": "/parsed"}
 OWN = {"echo": "plain", "echo_inline": "inline"}
 OPENENV = {"openenv": "OpenEnv, plain", "openenv-inline": "OpenEnv, inline"}
@@ -117,7 +115,9 @@ async def measure(players: Sequence[Player], *, sessions: int, steps: int, secon
         gc.freeze()  # otherwise each collection traverses the sessions of all players
         stack.callback(gc.unfreeze)
         stack.callback(gc.set_threshold, *gc.get_threshold())
-        gc.set_threshold(*COLLECTOR)
+        # As in our server: with the default ones, collection takes a third of the time of a client with
+        # thousands of sessions.
+        gc.set_threshold(*GC_THRESHOLDS)
         order = list(zip(players, tallies, strict=True))
         for _ in range(MAX_ROUNDS):
             begin = perf_counter()
