@@ -15,7 +15,9 @@ from agentrl_env.errors import BodyTooLarge, InvalidRequest, StepPending, WireEr
 from agentrl_env.fast_wire import message_to_json
 from agentrl_env.types import Message, StepResult
 
-MAX_STEPS = 64
+MIN_STEPS = 32
+"""Steps that a batch may always hold; smaller batches cost more requests than they save time."""
+MAX_STEPS = 128
 MAX_BYTES = 1024 * 1024
 MAX_UNDER_WAY = 4
 """Batches under way at once; further steps wait and fill the next ones."""
@@ -39,10 +41,10 @@ class QueuedStep:
 class Batcher:
     """Queue of the steps of one event loop.
 
-    Steps of one tick share a request; while ``MAX_UNDER_WAY`` batches are under way, further ones queue; a
-    single step is sent alone. A batch is answered early: slower steps are requested again one by one (the
-    same ``seq`` waits for the first), and their sessions stay out of batches until they are fast again, so
-    that a slow tool delays no other session.
+    Steps of one tick share two requests, so that the server plays one half while the client reads the other.
+    While ``MAX_UNDER_WAY`` batches are under way, further steps queue; a single step is sent alone. A batch
+    is answered early: slower steps are requested again one by one (the same ``seq`` waits for the first), and
+    their sessions stay out of batches until they are fast again, so that a slow tool delays no other session.
     """
 
     def __init__(
@@ -83,16 +85,17 @@ class Batcher:
 
     def _flush(self) -> None:
         self._scheduled = False
+        number = min(max(MIN_STEPS, (len(self._queue) + 1) // 2), MAX_STEPS)
         while self._queue and self._under_way < MAX_UNDER_WAY:
-            items = self._take()
+            items = self._take(number)
             if items:
                 self._under_way += 1
                 self._spawn(self._deliver(items) if len(items) > 1 else self._deliver_single(items[0]))
 
-    def _take(self) -> list[QueuedStep]:
+    def _take(self, number: int) -> list[QueuedStep]:
         items: list[QueuedStep] = []
         size = 0
-        while self._queue and len(items) < MAX_STEPS and size < MAX_BYTES:
+        while self._queue and len(items) < number and size < MAX_BYTES:
             item = self._queue.popleft()
             if not item.answer.done():
                 items.append(item)

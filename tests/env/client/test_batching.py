@@ -5,7 +5,7 @@ import pytest
 
 from agentrl_env import Message, SessionStatus, StepResult
 from agentrl_env.client import batching
-from agentrl_env.client.batching import MAX_STEPS, MAX_UNDER_WAY, Batcher
+from agentrl_env.client.batching import MAX_STEPS, MAX_UNDER_WAY, MIN_STEPS, Batcher
 from agentrl_env.errors import BodyTooLarge, ServerUnreachable, StepPending, UnknownSession
 from tests.env.tasks import Clock, until
 
@@ -79,6 +79,13 @@ async def test_steps_of_one_tick_share_a_batch(server, batcher):
     answers = await step_all(batcher, "abc")
     assert server.batches == [["a", "b", "c"]]
     assert [answer.session_id for answer in answers] == ["a", "b", "c"]
+
+
+async def test_many_steps_are_sent_as_two_halves(server, batcher):
+    await step_all(batcher, [str(n) for n in range(3 * MIN_STEPS)])
+    assert [len(names) for names in server.batches] == [3 * MIN_STEPS // 2] * 2
+    await step_all(batcher, [str(n) for n in range(MIN_STEPS)])
+    assert len(server.batches) == 3
 
 
 async def test_batch_size_and_concurrent_batches_are_limited(server, batcher):
