@@ -26,6 +26,8 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
 _absent = partial(operator.is_, None)
 """True if a field is left out of the dumped message, as OpenAI's format does."""
 
@@ -145,11 +147,11 @@ class StepResult(_Frozen):
     session_id: str
     seq: int
     messages: tuple[Message, ...] = ()
-    reward: float = 0.0
+    reward: Finite = 0.0
     terminated: bool = False
     truncated: bool = False
     status: SessionStatus = SessionStatus.RUNNING
-    metrics: dict[str, float] = Field(default_factory=dict)
+    metrics: dict[str, Finite] = Field(default_factory=dict)
     info: dict[str, Any] = Field(default_factory=dict)
 
     @property
@@ -161,7 +163,7 @@ class StepResult(_Frozen):
 class SessionInfo(_Frozen):
     """State of a session, when it was opened or now (``GET /v1/sessions/{id}``)."""
 
-    session_id: str
+    session_id: Annotated[str, Field(min_length=1, max_length=256)]
     task: str
     sample: TaskSample
     messages: tuple[Message, ...] = ()

@@ -10,8 +10,9 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from agentrl_env.client import ClientSession, EnvClient
 from agentrl_env.errors import (
     AgentRLError,
     CallTimeout,
+    ProtocolError,
     ServerDraining,
     ServerFull,
     ServerUnreachable,
@@ -69,6 +71,12 @@ OUTAGES = (
     UnknownSession,
 )
 """Failures independent of what the policy sampled: the same draws may be repeated."""
+MAX_TOKEN_CHARACTERS = 256
+"""Characters of a token, at most; longer messages are refused before they are encoded."""
+MAX_REASON = 2_000
+"""Characters of an environment's error message that are kept."""
+MAX_VALUE = 1e12
+"""Largest magnitude of a reward or metric: its square still fits the float32 of the learner."""
 _numbers = itertools.count()
 
 
@@ -279,6 +287,7 @@ class _Attempt:
             )
         try:
             self._facts["session"] = session.session_id
+            _check_opening(session, episode)
             self._sample, self._opening = session.info.sample, session.messages
             return await self._converse(session)
         finally:
@@ -286,7 +295,7 @@ class _Attempt:
                 await _close(session)
 
     async def _converse(self, session: ClientSession) -> EpisodeEnd:
-        new_ids = self._chat.opening(session.messages, session.tools)
+        new_ids = self._render(lambda: self._chat.opening(session.messages, session.tools), session.messages)
         context = list(new_ids)
         while len(context) + self._sampling.max_new_tokens <= self._sampling.max_context:
             number = len(self._turns) + 1
@@ -294,12 +303,15 @@ class _Attempt:
                 completion = await self._complete(context)
                 message = self._chat.parse(completion.token_ids, turn=number)
                 with self._trace.span(self._track, "environment"):
-                    result = await session.step(message)
+                    result = _valid(await session.step(message))
             self._turns.append(_turn(new_ids, completion, message, result))
             if result.final:
                 self._metrics = dict(result.metrics)
                 return episode_end(result)
-            new_ids = self._chat.reply(result.messages, stopped=completion.finish_reason == "stop")
+            stopped = completion.finish_reason == "stop"
+            new_ids = self._render(
+                partial(self._chat.reply, result.messages, stopped=stopped), result.messages
+            )
             context = [*context, *completion.token_ids, *new_ids]
         if not self._turns:
             needed = len(context) + self._sampling.max_new_tokens
@@ -309,6 +321,19 @@ class _Attempt:
                 f"{self._sampling.max_context} to at least {needed}"
             )
         return EpisodeEnd.TRUNCATED_LENGTH
+
+    def _render(self, render: Callable[[], list[int]], messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of messages of the environment. Raises ProtocolError where there are none."""
+        size, most = sum(map(_size, messages)), MAX_TOKEN_CHARACTERS * self._sampling.max_context
+        if size > most:
+            raise ProtocolError(f"the environment sent {size} characters, more than any context can hold")
+        try:
+            return render()
+        except Exception as error:  # templates raise anything
+            reason = f"{type(error).__name__}: {error}"
+            raise ProtocolError(
+                f"the chat template cannot render the environment's messages ({reason})"
+            ) from error
 
     async def _complete(self, context: Sequence[int]) -> Completion:
         policy = "stale" if self._draws.random() < self._rollout.stale_fraction else "current"
@@ -335,6 +360,31 @@ async def _close(session: ClientSession) -> None:
         logger.debug("session %s was not closed: %s", session.session_id, error)
 
 
+def _check_opening(session: ClientSession, episode: Episode) -> None:
+    """Raise ProtocolError unless a session is one of the problem that was asked for, and says something."""
+    sample = session.sample
+    if sample.task != episode.task or (episode.index is not None and sample.index != episode.index):
+        asked, got = (episode.task, episode.index), (sample.task, sample.index)
+        raise ProtocolError(f"the environment opened a session of sample {got} in place of {asked}")
+    if not session.messages:
+        raise ProtocolError(f"the environment of {episode.task} opened a session without a message")
+
+
+def _size(message: Message) -> int:
+    """Return the number of characters of a message."""
+    return len(message.content if isinstance(message.content, str) else str(message.content))
+
+
+def _valid(result: StepResult) -> StepResult:
+    """Return a result with which a run can go on. Raises ProtocolError for any other."""
+    for name, value in {"reward": result.reward, **result.metrics}.items():
+        if not -MAX_VALUE <= value <= MAX_VALUE:
+            raise ProtocolError(
+                f"the environment answered {name} = {value:g}; at most {MAX_VALUE:g} is valid"
+            )
+    return result
+
+
 def _turn(new_ids: Sequence[int], completion: Completion, message: Message, result: StepResult) -> Turn:
     return Turn(
         prompt_ids=new_ids,
@@ -354,5 +404,6 @@ def episode_end(result: StepResult) -> EpisodeEnd:
     """
     if result.status in _ENDS:
         return _ENDS[result.status]
-    error = result.info.get("error") or {}
-    raise AgentRLError(f"the session ended as {result.status}: {error.get('message', 'no reason given')}")
+    error = result.info.get("error")
+    reason = error.get("message") if isinstance(error, dict) else error
+    raise AgentRLError(f"the session ended as {result.status}: {reason or 'no reason given'}"[:MAX_REASON])

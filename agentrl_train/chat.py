@@ -2,7 +2,8 @@
 
 The chat template is rendered once, for the opening of a session. Every turn then appends the tokens of the
 completion exactly as sampled, followed by the rendered reply. Tokens are never decoded and re-encoded; text
-is decoded only to parse tool calls.
+is decoded only to parse tool calls. Control tokens come from the template alone: where a message of the
+environment spells one, it is encoded as the text that it is.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from agentrl_env.types import FunctionCall, Message, ToolCall, ToolSpec
 from agentrl_train.errors import ConfigError
 
 _MARK = "\u2042the completion goes here\u2042"
+_BREAK = "\ufdd0"
+"""Splits a control token within a message into two texts; Unicode reserves it for internal use."""
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -37,6 +40,7 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.stop_token_ids: tuple[int, ...] = (int(tokenizer.eos_token_id),)
         self._stop_text: str = tokenizer.eos_token
+        self._control = _control_tokens(tokenizer)
         self._check_template()
 
     def _check_template(self) -> None:
@@ -63,7 +67,7 @@ class ChatFormat:
                 added here, unsampled.
         """
         before = [Message(role="user", content="hello"), Message.assistant(_MARK)]
-        text = self._render([*before, *messages], ()).rpartition(_MARK)[2]
+        text = self._render([*before, *messages], ()).partition(_MARK)[2]
         if not text.startswith(self._stop_text):
             raise ConfigError(
                 f"the chat template does not end an assistant turn with {self._stop_text!r}, "
@@ -91,20 +95,43 @@ class ChatFormat:
         """Return the tokens a model would sample to produce ``message`` (for supervised fine-tuning)."""
         calls = "\n".join(_call_text(call) for call in message.tool_calls or ())
         text = "\n".join(part for part in (message.content, calls) if isinstance(part, str) and part)
-        return self._encode(text + self._stop_text)
+        return self._encode(text.replace(_BREAK, "\ufffd") + self._stop_text)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
         rendered = self.tokenizer.apply_chat_template(
-            [_for_template(message) for message in messages],
-            tools=[tool.model_dump() for tool in tools] or None,
+            [self._as_text(_for_template(message)) for message in messages],
+            tools=[self._as_text(tool.model_dump()) for tool in tools] or None,
             add_generation_prompt=True,
             tokenize=False,
         )
         assert isinstance(rendered, str)
         return rendered
 
+    def _as_text(self, value: Any) -> Any:
+        """Return a JSON value in whose strings ``_encode`` finds no control token."""
+        if isinstance(value, str):
+            value = value.replace(_BREAK, "\ufffd")
+            return self._control.sub(lambda match: f"{match[0][0]}{_BREAK}{match[0][1:]}", value)
+        if isinstance(value, list | tuple):
+            return [self._as_text(item) for item in value]
+        if isinstance(value, dict):
+            return {self._as_text(key): self._as_text(item) for key, item in value.items()}
+        return value
+
     def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        parts = (self.tokenizer(part, add_special_tokens=False)["input_ids"] for part in text.split(_BREAK))
+        return [token_id for part in parts for token_id in part]
+
+
+def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Return a pattern of the special tokens, and of those added tokens that the chat template writes."""
+    names = [
+        str(token)
+        for token in tokenizer.added_tokens_decoder.values()
+        if str(token).strip() and (token.special or str(token) in str(tokenizer.chat_template))
+    ]
+    # Longest first: one may begin with another.
+    return re.compile("|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or "(?!)")
 
 
 def _for_template(message: Message) -> dict[str, Any]:

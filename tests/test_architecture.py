@@ -48,6 +48,7 @@ LAYERS = (
 REACHES_UP = {"__init__", "environment"}
 """The package root loads names lazily; ``Environment.local()`` and its siblings do too."""
 CODE_CARRYING = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+CODE_CARRYING |= {"torch.distributed.checkpoint"}  # its metadata is a pickle
 
 
 def module_name(path: Path) -> str:

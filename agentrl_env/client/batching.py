@@ -34,6 +34,7 @@ class QueuedStep:
     """A step that waits to be sent."""
 
     session_id: str
+    seq: int
     body: bytes
     answer: asyncio.Future[StepResult] = field(repr=False)
 
@@ -74,7 +75,7 @@ class Batcher:
         except PydanticSerializationError as error:
             raise InvalidRequest(f"the message cannot be sent as JSON: {error}") from error
         body = b'{"session_id":%b,"seq":%d,"message":%b}' % (to_json(session_id), seq, text)
-        item = QueuedStep(session_id, body, loop.create_future())
+        item = QueuedStep(session_id, seq, body, loop.create_future())
         if session_id in self._slow:
             return await self._step_alone(item)
         self._queue.append(item)

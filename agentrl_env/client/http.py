@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import time
@@ -117,12 +118,14 @@ class HttpBackend:
         if len(answer.results) != len(steps):
             raise ProtocolError(f"{self.url} answered {len(answer.results)} of {len(steps)} steps")
         return [
-            result if isinstance(result, StepResult) else _known_error(result.model_dump())
-            for result in answer.results
+            self._of_step(step, result)
+            if isinstance(result, StepResult)
+            else _known_error(result.model_dump())
+            for step, result in zip(steps, answer.results, strict=True)
         ]
 
     async def _send_one(self, step: QueuedStep) -> StepResult:
-        return self._read(StepResult, await self._send(STEP, step.body, step.session_id))
+        return self._of_step(step, self._read(StepResult, await self._send(STEP, step.body, step.session_id)))
 
     async def _send(
         self, call: Call, body: bytes, session_id: str | None = None, extra_s: float = 0.0
@@ -161,6 +164,12 @@ class HttpBackend:
             words = f"it answered {call.method} {call.path} with {response.status}"
             raise ProtocolError(f"{self.url} is no environment server: {words}")
         raise error
+
+    def _of_step(self, step: QueuedStep, result: StepResult) -> StepResult:
+        if (result.session_id, result.seq) != (step.session_id, step.seq):
+            asked = f"step {step.seq} of session {step.session_id}"
+            raise ProtocolError(f"{self.url} answered {asked} with the result of another step")
+        return result
 
     def _read(self, model: type[M], body: bytes) -> M:
         try:
@@ -217,7 +226,12 @@ def _error_of(response: Response) -> WireError | None:
 def _retry_after(response: Response) -> float:
     """Return the seconds to wait after a RateLimited answer."""
     error = _error_of(response) if response.status == RateLimited.status else None
-    return float(error.details.get("retry_after", MAX_PAUSE_S)) if error is not None else 0.0
+    if error is None:
+        return 0.0
+    seconds = error.details.get("retry_after")
+    if isinstance(seconds, int | float) and 0 <= seconds < math.inf:
+        return float(seconds)
+    return MAX_PAUSE_S
 
 
 def _is_temporary(response: Response) -> bool:

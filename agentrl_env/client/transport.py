@@ -26,6 +26,10 @@ from agentrl_env.wire import OPEN, OPEN_MANY, SOCKET_HEADER, Call
 CONNECT_TIMEOUT_S = 5.0
 ATTEMPT_TIMEOUT_S = 10.0
 """Seconds until another controller is asked as well; a running step is waited for there too."""
+MAX_ANSWER_BYTES = 256 * 1024 * 1024
+"""Size of one answer, to bound what a broken server can make a client hold."""
+MAX_CHUNKS, MIN_CHUNK_BYTES = 10_000, 16
+"""Number of pieces of an answer above which they must have this size on average: each takes time to read."""
 RECONNECT_S = 60.0
 """Seconds until a WebSocket that could not be opened is tried again."""
 
@@ -73,7 +77,7 @@ class HttpTransport:
     def __init__(self, url: str, *, headers: Mapping[str, str], max_connections: int) -> None:
         self._client = httpx.AsyncClient(
             base_url=url,
-            headers={"content-type": "application/json", **headers},
+            headers={"content-type": "application/json", "accept-encoding": "identity", **headers},
             limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
             verify=ssl.create_default_context() if url.startswith("https") else False,
@@ -97,7 +101,9 @@ class HttpTransport:
         if self._client.is_closed:
             raise ServerUnreachable("this client is closed")
         try:
-            response = await self._client.request(call.method, path, content=body if call.body else None)
+            content = body if call.body else None
+            async with self._client.stream(call.method, path, content=content) as response:
+                answer = await _read(response)
         except httpx.ConnectTimeout as error:
             raise ConnectionError(f"no connection within {CONNECT_TIMEOUT_S:g} s") from error
         except httpx.NetworkError as error:
@@ -113,11 +119,24 @@ class HttpTransport:
                 raise
             raise ServerUnreachable("this client is closed") from error
         self.offers_socket = SOCKET_HEADER in response.headers
-        return Response(response.status_code, response.content)
+        return Response(response.status_code, answer)
 
     async def aclose(self) -> None:
         """Close the connections."""
         await self._client.aclose()
+
+
+async def _read(response: httpx.Response) -> bytes:
+    """Return the body of an answer. Raises ProtocolError where it is endless."""
+    body, pieces = bytearray(), 0
+    async for piece in response.aiter_raw():
+        body += piece
+        pieces += 1
+        if len(body) > MAX_ANSWER_BYTES:
+            raise ProtocolError(f"the answer is larger than {MAX_ANSWER_BYTES} bytes")
+        if pieces > MAX_CHUNKS and len(body) < pieces * MIN_CHUNK_BYTES:
+            raise ProtocolError(f"the answer comes in more than {MAX_CHUNKS} chunks of a few bytes")
+    return bytes(body)
 
 
 class ServerTransport:

@@ -15,7 +15,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidMes
 from websockets.frames import CloseCode
 from websockets.typing import Subprotocol
 
-from agentrl_env.client.transport import CONNECT_TIMEOUT_S, Response
+from agentrl_env.client.transport import CONNECT_TIMEOUT_S, MAX_ANSWER_BYTES, Response
 from agentrl_env.errors import AgentRLError, BodyTooLarge, ProtocolError, ServerUnreachable, from_wire
 from agentrl_env.wire import SOCKET_PATH, SOCKET_PROTOCOL, Call
 
@@ -72,6 +72,11 @@ class _Connection:
             lost = ConnectionResetError(f"the WebSocket was closed ({error})")
             if error.rcvd is not None and error.rcvd.code == CloseCode.MESSAGE_TOO_BIG:
                 self._refuse_largest()
+            elif error.sent is not None and error.sent.code == CloseCode.MESSAGE_TOO_BIG:
+                lost = ProtocolError(f"the answer is larger than {MAX_ANSWER_BYTES} bytes")
+        except ValueError as error:
+            lost = ProtocolError(f"the server sent a frame that is not an answer ({error})"[:500])
+            self._websocket.transport.abort()
         finally:
             self.closed = True
             for answer in self._answers.values():
@@ -145,7 +150,7 @@ class WebSocketTransport:
                 open_timeout=CONNECT_TIMEOUT_S,
                 ping_interval=PING_INTERVAL_S,
                 ping_timeout=PING_TIMEOUT_S,
-                max_size=None,
+                max_size=MAX_ANSWER_BYTES,
                 max_queue=None,
                 proxy=None,
             )

@@ -291,7 +291,7 @@ class Learner:
         }
         if self._host is not None:
             self._host.refresh()
-        read_state(folder, self._updated, self._optimizer, others=others, group=self._group)
+        read_state(folder, self._updated, self._optimizer, others=others)
         self.num_updates = int(others["num_updates"])
         torch.set_rng_state(others["rng"])
         self._guard.restore(others["norms"])

@@ -1,14 +1,13 @@
 """Checkpoint state of the learner: copied at once, written in the background, loaded by any number of ranks.
 
 ``model/`` is a Hugging Face folder (a PEFT folder for LoRA) and the only copy of the parameters; ``learner/``
-holds the optimizer, the update count and the random state, sharded by rank
-(``torch.distributed.checkpoint``).
+holds the optimizer, the update count and the random state, a file for each rank (``shards``). Both are
+safetensors: loading them runs no code that they carry.
 """
 
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,14 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from agentrl_train.errors import CheckpointError
 from agentrl_train.learner.lora import Lora, adapter_base, read_adapter, save_adapter
+from agentrl_train.learner.shards import open_shards, raise_together, write_shards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,22 +53,17 @@ class Snapshot:
         """
         if self.announce is not None:
             self.announce(folder)
-        if self.weights and self.lora is not None:
-            save_adapter(folder / MODEL, self.model, self.lora, self.weights)
-        elif self.weights:
-            self.model.save_pretrained(str(folder / MODEL), state_dict=dict(self.weights))
-        writer = FileSystemWriter(folder / STATE, sync_files=False)
+        failure: Exception | None = None
         try:
-            with _quiet():
-                save(
-                    dict(self.state),
-                    storage_writer=writer,
-                    process_group=self.group,
-                    no_dist=self.group is None,
-                )
-        except CheckpointException as error:
-            rank, (cause, _) = next(iter(error.failures.items()))
-            raise RuntimeError(f"rank {rank} could not write {folder / STATE}: {cause}") from cause
+            if self.weights and self.lora is not None:
+                save_adapter(folder / MODEL, self.model, self.lora, self.weights)
+            elif self.weights:
+                self.model.save_pretrained(str(folder / MODEL), state_dict=dict(self.weights))
+            rank = 0 if self.group is None else dist.get_rank(self.group)
+            write_shards(folder / STATE, self.state, rank=rank)
+        except Exception as error:  # the other ranks wait for it
+            failure = error
+        raise_together(failure, self.group)
 
 
 def host_copy(tensor: Tensor) -> Tensor:
@@ -97,19 +88,19 @@ def read_state(
     optimizer: torch.optim.Optimizer,
     *,
     others: dict[str, Tensor],
-    group: dist.ProcessGroup | None,
 ) -> None:
     """Fill the optimizer and ``others`` from ``learner/`` of a checkpoint of any number of ranks."""
-    reader = FileSystemReader(folder / STATE)
-    with _quiet():
-        names = reader.read_metadata().state_dict_metadata
+    with open_shards(folder / STATE) as shards:
         found: dict[str, Tensor] = {}
-        for key in names:
+        for key in shards.names:
             if key.startswith(f"{OPTIMIZER}/"):
                 _, name, what = key.split("/")
+                if name not in updated:
+                    raise _different_model(folder)
                 like = updated[name].detach()
                 found[key] = torch.zeros((), device=like.device) if what == "step" else torch.zeros_like(like)
-        load(found | others, storage_reader=reader, process_group=group, no_dist=group is None)
+        for key, value in (found | others).items():
+            shards.fill(key, value)
     optimizer.state.clear()
     for key, value in found.items():
         _, name, what = key.split("/")
@@ -151,14 +142,6 @@ def fill(model: nn.Module, whole: Mapping[str, Tensor]) -> None:
             parameter.to_local().copy_(mine.to_local())
         else:
             parameter.copy_(value)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress the library's warning about saving from a single process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
-        yield
 
 
 class HostCopies:

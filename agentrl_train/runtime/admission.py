@@ -57,6 +57,10 @@ class AdmittedGroup:
     admitted_version: int
 
 
+MAX_PERMUTED = 10_000_000
+"""Size of a split above which samples are drawn with replacement: its permutation would fill the memory."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
     """One sample drawn from the mixture."""
@@ -133,7 +137,11 @@ class Mixer:
         index = position
         if (size := source.num_samples) is not None:
             epoch, offset = divmod(position, size)
-            index = int(self._permutation(source, epoch, size)[offset])
+            if size <= MAX_PERMUTED:
+                index = int(self._permutation(source, epoch, size)[offset])
+            else:
+                seed = stable_seed(self._seed, source.task, source.split, "index", position)
+                index = int(np.random.default_rng(seed).integers(size))
         return Draw(
             task=source.task,
             split=source.split,

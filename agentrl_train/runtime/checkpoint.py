@@ -3,7 +3,7 @@
 ``checkpoints/step_000012/`` holds::
 
     model/          weights (safetensors), configuration and tokenizer: loads with ``from_pretrained``
-    learner/        optimizer and other learner state, sharded as in training
+    learner/        optimizer and other learner state, a safetensors file of each rank
     loop.json       step, policy version, admission, random states
     groups.bin      finished groups that are not trained yet
     manifest.json   size and SHA-256 of every file

@@ -21,6 +21,7 @@ from agentrl_train.runtime.config import EnvironmentSection
 
 logger = logging.getLogger(__name__)
 
+MAX_SAMPLES = 2**62
 POLL_INTERVAL_S = 0.5
 """Interval of liveness checks of a child server."""
 
@@ -133,4 +134,7 @@ def _source(info: TaskInfo, split: str, *, weight: float = 1.0) -> TaskSource:
         raise ConfigError(f"task {info.name!r} has no tools, so an agent cannot act in it")
     if split not in info.splits:
         raise ConfigError(f"task {info.name!r} has no split {split!r}; available: {', '.join(info.splits)}")
-    return TaskSource(task=info.name, split=split, num_samples=info.splits[split].num_samples, weight=weight)
+    number = info.splits[split].num_samples
+    if number is not None and not 1 <= number <= MAX_SAMPLES:
+        raise ConfigError(f"split {split!r} of task {info.name!r} has {number} samples, so none can be drawn")
+    return TaskSource(task=info.name, split=split, num_samples=number, weight=weight)
