@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import functools
 import json
-import logging
 import math
 import os
 import random
@@ -41,6 +40,7 @@ from agentrl_env.sandbox.sandbox import (
     SandboxLimits,
     Stream,
     absolute,
+    announce,
     as_bytes,
     as_text,
     collect,
@@ -64,7 +64,6 @@ BEST_EFFORT = (
     "sandbox limits are best effort, as this process may not create cgroups: memory is limited for each "
     "process, and measured for all together, so that commands can exceed it for moments"
 )
-logger = logging.getLogger("agentrl_env")
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 
 
@@ -150,9 +149,9 @@ class BubblewrapSandbox(Sandbox):
         killed_by, answer = self._exchange(
             request, execution.stdin, execution.out, execution.err, execution.timeout
         )
-        if not answer and not self._out_of_memory:
+        if not answer and not self._ended_by:
             raise SandboxFailed("the sandbox ended while it ran a command")
-        if answer.get("memory") or self._oom_kills > oom_kills or self._out_of_memory:
+        if answer.get("memory") or self._oom_kills > oom_kills or self._ended_by:
             killed_by = killed_by or "memory"
         return ExitState(
             code=answer.get("code"),
@@ -235,7 +234,8 @@ class BubblewrapSandbox(Sandbox):
                 )
         answer = _line(self._control) if sent else {}
         oom_kills = self._group.oom_kills() if self._group else 0
-        self._out_of_memory = not answer and oom_kills > self._oom_kills
+        if not answer and oom_kills > self._oom_kills:
+            self._ended_by = "memory"
         self._oom_kills = oom_kills
         return killed_by, answer
 
@@ -282,20 +282,14 @@ def _group(limits: SandboxLimits) -> cgroups.Group | None:
     if not bases and not limits.best_effort:
         raise SandboxFailed(NO_CGROUPS)
     if "cpu" not in bases:
-        _announce("no cpu cgroup can be created: sandboxes use whole processors, the share is not limited")
+        announce("no cpu cgroup can be created: sandboxes use whole processors, the share is not limited")
     if not bases:
-        _announce(BEST_EFFORT)
+        announce(BEST_EFFORT)
         return None
     try:
         return cgroups.Group(bases, limits, extra_pids=_EXTRA_PIDS)
     except OSError as error:
         raise SandboxFailed(f"the sandbox's cgroup cannot be created: {error}") from None
-
-
-@functools.cache
-def _announce(text: str) -> None:
-    """Log a warning, once per process."""
-    logger.warning(text)
 
 
 def _choose_processors(pid: int, cpus: float) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import io
+import logging
 import os
 import posixpath
 import re
@@ -20,6 +22,7 @@ from typing import Literal, Self
 
 from agentrl_env.errors import SandboxFailed
 
+logger = logging.getLogger("agentrl_env")
 HOME = "/home/agent"
 """The working folder of commands; relative paths start here."""
 PATH = "/usr/local/bin:/usr/bin:/bin"
@@ -166,8 +169,8 @@ class Sandbox(ABC):
     _shell = "/bin/sh"
     _finish: weakref.finalize[..., Sandbox]
     """Releases everything when the sandbox is closed or collected, or at exit."""
-    _out_of_memory = False
-    """Whether commands used up the memory so that the sandbox itself ended. That is the commands' failure
+    _ended_by: KilledBy | None = None
+    """The limit that commands exceeded so far that the sandbox itself ended. That is the commands' failure
     and not the infrastructure's: further commands are results, and files raise OSError."""
 
     def __init__(self, limits: SandboxLimits) -> None:
@@ -220,13 +223,13 @@ class Sandbox(ABC):
         truncated = bool(out.dropped or err.dropped)
         note = {
             "timeout": f"killed: it ran longer than {timeout:g} s",
-            "memory": f"killed: out of memory, the limit is {self.limits.memory >> 20} MiB, files included"
-            + ("; the sandbox has ended" if self._out_of_memory else ""),
+            "memory": f"killed: out of memory, the limit is {self.limits.memory >> 20} MiB, files included",
             "pids": f"killed: too many processes, the limit is {self.limits.pids}",
             "output": f"killed: endless output, the first {max_output} bytes are shown",
             "signal": f"killed by signal {end.signal}",
             None: f"output cut off: the first {max_output} bytes are shown" if truncated else end.failed,
         }[killed_by]
+        note += "; the sandbox has ended" if self._ended_by else ""
         return ExecResult(
             code=end.code,
             stdout=as_text(out.data),
@@ -247,8 +250,8 @@ class Sandbox(ABC):
         """Write a file as the sandbox's user; missing folders are created.
 
         Raises:
-            OSError: the path is invalid or a folder, permission is denied, the disk is full, or an
-                earlier command used up the memory and ended the sandbox.
+            OSError: the path is invalid or a folder, permission is denied, the disk is full, or commands
+                exceeded a limit so far that the sandbox ended.
             SandboxFailed: see ``run``.
         """
 
@@ -263,7 +266,7 @@ class Sandbox(ABC):
 
         Raises:
             OSError: the path is invalid, the file does not exist or is not a regular file, permission is
-                denied, or an earlier command used up the memory and ended the sandbox.
+                denied, or commands exceeded a limit so far that the sandbox ended.
             SandboxFailed: see ``run``.
         """
 
@@ -282,13 +285,13 @@ class Sandbox(ABC):
     def _check_open(self) -> None:
         if not self._finish.alive:
             raise SandboxFailed("the sandbox is closed")
-        if self._out_of_memory:
-            raise OSError(errno.ENOMEM, "a command used up the sandbox's memory, which ended the sandbox")
+        if self._ended_by:
+            raise OSError(errno.EIO, f"commands exceeded a limit ({self._ended_by}), which ended the sandbox")
 
     def _end_state(self, execution: Execution) -> ExitState:
         """Run a command; one that cannot run for its own arguments is a result too."""
-        if self._finish.alive and self._out_of_memory:
-            return ExitState(killed_by="memory")
+        if self._finish.alive and self._ended_by:
+            return ExitState(killed_by=self._ended_by)
         try:
             cwd = absolute(execution.cwd)
         except OSError as error:
@@ -331,6 +334,12 @@ def tar_archive(files: Mapping[str, str | bytes]) -> bytes:
             entry.size, entry.mtime = len(data), time.time()
             tar.addfile(entry, io.BytesIO(data))
     return archive.getvalue()
+
+
+@functools.cache
+def announce(text: str) -> None:
+    """Log a warning, once per process."""
+    logger.warning(text)
 
 
 def as_bytes(data: str | bytes) -> bytes:

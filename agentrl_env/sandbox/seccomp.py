@@ -111,5 +111,5 @@ def docker_profile() -> str:
     for family in sorted({*range(last)} - {*_SOCKET_FAMILIES}):
         rules.append(refuse(["socket"], errno.EAFNOSUPPORT, value=family, op="SCMP_CMP_EQ"))
     rules.append(refuse(["socket"], errno.EAFNOSUPPORT, value=last, op="SCMP_CMP_GT"))
-    machines = ["SCMP_ARCH_X86_64", "SCMP_ARCH_AARCH64"]
-    return json.dumps({"defaultAction": "SCMP_ACT_ALLOW", "architectures": machines, "syscalls": rules})
+    machines = [{"architecture": f"SCMP_ARCH_{name.upper()}"} for name in _MACHINES]
+    return json.dumps({"defaultAction": "SCMP_ACT_ALLOW", "archMap": machines, "syscalls": rules})

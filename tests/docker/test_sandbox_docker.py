@@ -62,15 +62,19 @@ def test_commands_have_streams_and_persistent_files(box):
         ("dd if=/dev/zero of=/tmp/big bs=1M", None),
         ("kill -9 1; kill -9 -1", None),
         ("sleep 1e9 & setsid sleep 1e9 &", None),
-        ("python3 -c 'x = bytearray(10**9)'", "any"),
+        ("python3 -c 'x = bytearray(10**9)'", "memory"),
+        ("python3 -c 'x = bytearray(10**9)'; echo still here", "memory"),
+        ("kill -9 $$", None),
+        ("for i in $(seq 1000); do sleep 1000 & done; wait", "any"),
+        ("for i in $(seq 64); do ipcmk -M 1048576; ipcmk -Q; ipcmk -S 32; done", None),
     ],
 )
 def test_sandbox_stays_usable_after_an_attack(box, command, killed_by):
     done = box.run(command, timeout=2.0 if killed_by == "timeout" else 20.0)
-    if killed_by == "any":
-        assert done.code == 137
-    else:
+    if killed_by != "any":
         assert done.killed_by == killed_by
+    if killed_by == "memory":
+        assert done.note == "killed: out of memory, the limit is 64 MiB, files included"
     assert box.run("rm -f big /tmp/big; cat notes.txt").stdout == "buy milk\n"
     assert int(box.run("ls /proc | grep -c '^[0-9]'").stdout) <= 7
     assert box.alive
@@ -86,6 +90,58 @@ def test_server_and_other_sandboxes_are_invisible(box, base, monkeypatch):
         status = other.run("grep -E 'CapEff|CapBnd|NoNewPrivs|Seccomp:' /proc/self/status").stdout.split()
         assert status == ["CapEff:", "0" * 16, "CapBnd:", "0" * 16, "NoNewPrivs:", "1", "Seccomp:", "2"]
         assert "Read-only" in other.run("touch /usr/x /x /etc/x").stderr
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        ("socket(40, 1, 0)", "EAFNOSUPPORT"),  # AF_VSOCK
+        ("socket(17, 3, 0)", "EAFNOSUPPORT"),  # AF_PACKET
+        ("socket(38, 5, 0)", "EAFNOSUPPORT"),  # AF_ALG
+        ("syscall(425, 1, bytes(120))", "EPERM"),  # io_uring_setup
+        ("unshare(0x10000000)", "EPERM"),
+        ("syscall(435, 0, 0)", "ENOSYS"),  # clone3
+        ("syscall(56, 0x10000011, 0, 0, 0, 0)", "EPERM"),  # clone, in a new user namespace
+        ("ptrace(0, 0, 0, 0)", "EPERM"),
+        ("shmget(0, 16 << 20, 0o1600)", "ENOSPC"),
+    ],
+)
+def test_system_calls_that_bubblewrap_denies_are_denied(box, call, error):
+    code = "import ctypes, errno\nc = ctypes.CDLL(None, use_errno=True)\n"
+    code += f"print(c.{call}, errno.errorcode[ctypes.get_errno()])"
+    assert box.run(["python3", "-c", code]).stdout == f"-1 {error}\n"
+
+
+@pytest.mark.parametrize("cwd", ["nowhere", "notes.txt", "a\0b"])
+def test_command_without_its_folder_is_a_result(box, cwd):
+    assert box.run("true", cwd=cwd).code not in (0, None)
+    assert box.run("cat notes.txt").stdout == "buy milk\n"
+
+
+def test_sandbox_that_its_commands_ended_gives_results_and_no_failure(client, box):
+    box._kill_container("timeout")
+    until_none(client)
+    for _ in range(2):
+        assert "the sandbox has ended" in box.run("true").note
+    with pytest.raises(OSError, match="which ended the sandbox"):
+        box.read("notes.txt")
+    assert not box.alive
+
+
+def test_limits_that_the_daemon_discards_are_refused(client, base, monkeypatch, caplog):
+    create = type(client.api).create_container
+
+    def discarding(self, *arguments, **options):
+        warning = "Your kernel does not support memory limit capabilities. Limitation discarded."
+        return {**create(self, *arguments, **options), "Warnings": [warning]}
+
+    monkeypatch.setattr(type(client.api), "create_container", discarding)
+    with pytest.raises(SandboxFailed, match=r"Limitation discarded.*limits='best_effort'"):
+        open_sandbox(image=base)
+    assert not containers(client)
+    with open_sandbox(image=base, limits="best_effort") as box:
+        assert box.run("echo x").stdout == "x\n"
+    assert "best effort" in caplog.text
 
 
 def test_files_are_written_and_read_and_symlinks_do_not_lead_out(box):

@@ -551,7 +551,7 @@ def test_sandbox_that_its_commands_ended_for_memory_gives_results_and_no_failure
         assert (done.killed_by, done.stdout) == ("memory", "")
         assert done.note.endswith("files included; the sandbox has ended")
     for operation in (lambda: own.read("x"), lambda: own.write("x", "2")):
-        with pytest.raises(OSError, match="used up the sandbox's memory"):
+        with pytest.raises(OSError, match=r"exceeded a limit \(memory\), which ended the sandbox"):
             operation()
     assert not own.alive
     own.close()
