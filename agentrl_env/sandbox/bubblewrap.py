@@ -22,7 +22,7 @@ import struct
 import subprocess
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -164,8 +164,6 @@ class BubblewrapSandbox(Sandbox):
         try:
             if self._group:
                 self._group.add(self._process.pid)
-            if "cpu" not in _groups():
-                _choose_processors(self._process.pid, self.limits.cpus)
             self._control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             self._control.sendall(b"go\n")
             self._control.settimeout(START_S)
@@ -254,6 +252,14 @@ def check_available() -> None:
         raise SandboxUnavailable(f"bubblewrap cannot be used: {reason}")
 
 
+def announce_limits() -> None:
+    """Log, once per process, which limits cannot be enforced."""
+    if not _groups():
+        announce(BEST_EFFORT)
+    if "cpu" not in _groups():
+        announce("no cpu cgroup can be created: sandboxes use whole processors, the share is not limited")
+
+
 @functools.cache
 def _unavailable() -> str:
     if sys.platform != "linux":
@@ -281,21 +287,20 @@ def _group(limits: SandboxLimits) -> cgroups.Group | None:
     bases = _groups()
     if not bases and not limits.best_effort:
         raise SandboxFailed(NO_CGROUPS)
-    if "cpu" not in bases:
-        announce("no cpu cgroup can be created: sandboxes use whole processors, the share is not limited")
-    if not bases:
-        announce(BEST_EFFORT)
-        return None
     try:
-        return cgroups.Group(bases, limits, extra_pids=_EXTRA_PIDS)
+        return cgroups.Group(bases, limits, extra_pids=_EXTRA_PIDS) if bases else None
     except OSError as error:
         raise SandboxFailed(f"the sandbox's cgroup cannot be created: {error}") from None
 
 
-def _choose_processors(pid: int, cpus: float) -> None:
-    """Restrict a process and its descendants to as many processors as ``cpus``, rounded up."""
-    usable = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(pid, random.sample(usable, min(len(usable), math.ceil(cpus))))
+def _start_on_processors(cpus: float, start: Callable[[], Any]) -> Any:
+    """Start a process that runs on as many processors as ``cpus``, rounded up; it inherits this thread's."""
+    usable = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, random.sample(sorted(usable), min(len(usable), math.ceil(cpus))))
+    try:
+        return start()
+    finally:
+        os.sched_setaffinity(0, usable)
 
 
 @functools.cache
@@ -332,6 +337,8 @@ def _spawn(
         start_new_session=True,
         **_other_user(),
     )
+    if "cpu" not in _groups():
+        start = functools.partial(_start_on_processors, limits.cpus, start)
     try:
         process: subprocess.Popen[bytes] = _spawner(os.getpid()).submit(start).result()
         return process

@@ -113,7 +113,9 @@ def _make(kind: Kind, image: str | None, limits: SandboxLimits, allow_unsafe: bo
     try:
         if kind in ("bubblewrap", "auto"):
             bubblewrap.check_available()
-            return bubblewrap.BubblewrapSandbox(limits, image=folder)
+            sandbox = bubblewrap.BubblewrapSandbox(limits, image=folder)
+            bubblewrap.announce_limits()
+            return sandbox
     except SandboxUnavailable as error:
         if kind == "bubblewrap":
             raise

@@ -13,6 +13,14 @@ from agentrl_env.errors import SandboxFailed, SandboxUnavailable
 from agentrl_env.sandbox import HOME, open_sandbox
 from agentrl_env.sandbox.bubblewrap import check_available
 from agentrl_env.sandbox.docker import DockerSandbox
+from tests.docker.conftest import ROOT
+
+KERNEL_MEMORY = (
+    "echo 0 >/proc/self/oom_score_adj; for i in 1 2 3 4 5 6 7 8; do python3 -S -c '"
+    "import socket; pairs = [socket.socketpair() for _ in range(500)]; "
+    "[(a.setblocking(False), a.send(bytes(100000))) for a, b in pairs]' & done; wait"
+)
+"""Memory that counts for no process, held by small ones."""
 
 
 @pytest.fixture
@@ -66,6 +74,7 @@ def test_commands_have_streams_and_persistent_files(box):
         ("python3 -c 'x = bytearray(10**9)'; echo still here", "memory"),
         ("kill -9 $$", None),
         ("for i in $(seq 1000); do sleep 1000 & done; wait", "any"),
+        (KERNEL_MEMORY, "any"),
         ("for i in $(seq 64); do ipcmk -M 1048576; ipcmk -Q; ipcmk -S 32; done", None),
     ],
 )
@@ -216,6 +225,61 @@ def test_missing_daemon_is_a_clear_error(base, monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
     with pytest.raises(SandboxUnavailable, match="no Docker daemon answers"):
         open_sandbox("docker", image=base)
+
+
+IN_A_CONTAINER = """
+import logging, os, sys
+sys.path.insert(0, {root!r})
+from agentrl_env.errors import SandboxFailed, SandboxUnavailable
+from agentrl_env.sandbox import open_sandbox
+logging.basicConfig(stream=sys.stdout)
+if {user}:
+    import numpy.random  # an ordinary user may not be able to read root's Python
+    os.setgroups([]), os.setgid({user}), os.setuid({user})
+try:
+    open_sandbox()
+except (SandboxFailed, SandboxUnavailable) as error:
+    print(type(error).__name__, error)
+try:
+    with open_sandbox(memory="96m", disk="16m", limits="best_effort") as box:
+        hog = "python3 -c 'import time; x = bytearray(60 << 20); time.sleep(100)'"
+        print(box.run(f"for i in 1 2 3 4; do {{hog}} & done; wait", timeout=60).text)
+except SandboxUnavailable as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("user", [0, 65534])
+@pytest.mark.parametrize("nested", [True, False])
+def test_bubblewrap_in_a_container_is_refused_or_announces_its_limits(client, base, user, nested):
+    try:
+        check_available()
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+    prefixes = {"/usr", str(ROOT), sys.prefix, os.path.realpath(sys.base_prefix)}
+    options = {
+        "network_mode": "none",
+        "binds": [f"{folder}:{folder}:ro" for folder in prefixes],
+        "security_opt": ["seccomp=unconfined", "apparmor=unconfined"] if nested else [],
+    }
+    host = client.api.create_host_config(**options)
+    if nested:  # a container that may hold namespaces of its own, yet has no writable cgroup
+        host.update(MaskedPaths=[], ReadonlyPaths=[])
+    code = IN_A_CONTAINER.format(root=str(ROOT), user=user)
+    made = client.api.create_container(base, [sys.executable, "-c", code], host_config=host)
+    try:
+        client.api.start(made)
+        client.api.wait(made, timeout=120)
+        output = client.api.logs(made).decode()
+    finally:
+        client.api.remove_container(made, force=True, v=True)
+    if nested:
+        assert "SandboxFailed this process may not create cgroups" in output, output
+        assert output.count("sandbox limits are best effort") == 1
+        assert "out of memory, the limit is 96 MiB" in output
+    else:
+        assert output.count("bubblewrap cannot be used") == 2
+        assert "best effort" not in output
 
 
 def test_unpacked_image_is_a_root_folder_for_bubblewrap(client, base, tmp_path):
