@@ -327,15 +327,15 @@ def _create(client: Any, image: str, limits: SandboxLimits) -> str:
         raise SandboxUnavailable(
             f"there is no image {image!r} on this machine; build it, or docker pull {image}"
         ) from None
-    discarded = " ".join(text for text in made.get("Warnings") or [] if "discarded" in text)
+    discarded = docker_daemon.discarded_limits(client.api.inspect_container(made["Id"])["HostConfig"])
     if discarded and not limits.best_effort:
         client.api.remove_container(made["Id"], force=True, v=True)
         raise SandboxFailed(
-            f"the Docker daemon does not enforce a sandbox's limits: {discarded} Give it cgroups, or accept "
-            "that with open_sandbox(limits='best_effort') or AGENTRL_SANDBOX_LIMITS=best_effort"
+            f"the Docker daemon does not enforce a sandbox's limits of {discarded}; start it with cgroups, "
+            "or accept that with open_sandbox(limits='best_effort') or AGENTRL_SANDBOX_LIMITS=best_effort"
         )
     if discarded:
-        announce(f"sandbox limits are best effort: {discarded}")
+        announce(f"sandbox limits are best effort: the Docker daemon does not enforce those of {discarded}")
     return str(made["Id"])
 
 

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from agentrl_env.errors import SandboxFailed, SandboxUnavailable
+from agentrl_env.errors import LaunchError, SandboxFailed, SandboxUnavailable
+from agentrl_env.launch.docker import DockerServer
 from agentrl_env.sandbox import HOME, open_sandbox
 from agentrl_env.sandbox.bubblewrap import check_available
 from agentrl_env.sandbox.docker import DockerSandbox
@@ -138,15 +139,18 @@ def test_sandbox_that_its_commands_ended_gives_results_and_no_failure(client, bo
 
 
 def test_limits_that_the_daemon_discards_are_refused(client, base, monkeypatch, caplog):
-    create = type(client.api).create_container
+    inspect = type(client.api).inspect_container
 
-    def discarding(self, *arguments, **options):
-        warning = "Your kernel does not support memory limit capabilities. Limitation discarded."
-        return {**create(self, *arguments, **options), "Warnings": [warning]}
+    def discarding(self, container):  # as a daemon without cgroups answers
+        found = inspect(self, container)
+        found["HostConfig"].update(Memory=0, PidsLimit=None)
+        return found
 
-    monkeypatch.setattr(type(client.api), "create_container", discarding)
-    with pytest.raises(SandboxFailed, match=r"Limitation discarded.*limits='best_effort'"):
+    monkeypatch.setattr(type(client.api), "inspect_container", discarding)
+    with pytest.raises(SandboxFailed, match=r"limits of memory, processes; .*limits='best_effort'"):
         open_sandbox(image=base)
+    with pytest.raises(LaunchError, match="limits of memory, processes; start the daemon with cgroups"):
+        DockerServer(image=base).start()
     assert not containers(client)
     with open_sandbox(image=base, limits="best_effort") as box:
         assert box.run("echo x").stdout == "x\n"
