@@ -26,6 +26,7 @@ from agentrl_env.sandbox.docker_daemon import (
     RUN,
     connect,
     daemon_errors,
+    discarded_limits,
     make_folder,
     remove,
     remove_folder,
@@ -242,6 +243,11 @@ class DockerServer(ServerHandle):
                 environment={**self._options.environment, **token},
                 **options,
             )
+            if discarded := discarded_limits(self._container.attrs["HostConfig"]):
+                raise LaunchError(
+                    f"the Docker daemon does not enforce the container's limits of {discarded}; start the "
+                    "daemon with cgroups, or serve the task as a process"
+                )
             self._container.start()
             if "ports" in options:
                 self._container.reload()

@@ -12,14 +12,17 @@ import contextlib
 import fcntl
 import functools
 import json
+import math
 import os
+import random
 import secrets
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,7 @@ from agentrl_env.sandbox.sandbox import (
     SandboxLimits,
     Stream,
     absolute,
+    announce,
     as_bytes,
     as_text,
     collect,
@@ -50,6 +54,16 @@ _END_S = 1.0
 _MAX_ANSWER = 1 << 16
 _EXTRA_PIDS = 2
 """Processes beside the task's: bubblewrap's outer monitor and the supervisor."""
+NO_CGROUPS = (
+    "this process may not create cgroups, so nothing can enforce a sandbox's limit of memory. Run it as "
+    "root, in a container with a writable cgroup, or with systemd-run --user --scope -p Delegate=yes; or "
+    "accept limits that are measured and not enforced: open_sandbox(limits='best_effort') in the task, or "
+    "AGENTRL_SANDBOX_LIMITS=best_effort for all tasks"
+)
+BEST_EFFORT = (
+    "sandbox limits are best effort, as this process may not create cgroups: memory is limited for each "
+    "process, and measured for all together, so that commands can exceed it for moments"
+)
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 
 
@@ -57,21 +71,22 @@ class BubblewrapSandbox(Sandbox):
     """A sandbox of Linux namespaces; see ``Sandbox``.
 
     ``image`` is a folder that becomes the root file system; by default the host's ``/usr`` is visible.
-    Raises SandboxFailed if the sandbox does not start; the message contains the error output.
+    Raises SandboxFailed if the sandbox does not start; the message contains the error output. Without cgroups
+    it starts only with ``limits.best_effort``.
     """
 
     def __init__(self, limits: SandboxLimits, *, image: Path | None = None) -> None:
         super().__init__(limits)
         self._image = image
         self._shell = mounts.shell(image)
-        bases = _groups()
-        self._group = cgroups.Group(bases, limits, extra_pids=_EXTRA_PIDS) if bases else None
+        self._group = _group(limits)
+        self._oom_kills = 0
         ours, theirs = socket.socketpair()
         ours.settimeout(GRACE_S)
         self._control = ours
         try:
             with theirs:
-                self._process = _spawn(limits, image, theirs)
+                self._process = _spawn(limits, image, theirs, limited=self._group is not None)
         except BaseException:
             ours.close()
             if self._group:
@@ -126,7 +141,7 @@ class BubblewrapSandbox(Sandbox):
         request = {
             "op": "run",
             "argv": execution.arguments,
-            "cwd": absolute(execution.cwd),
+            "cwd": execution.cwd,
             "env": {**BASE_ENVIRONMENT, **execution.env},
             "background": self.limits.background,
         }
@@ -134,10 +149,10 @@ class BubblewrapSandbox(Sandbox):
         killed_by, answer = self._exchange(
             request, execution.stdin, execution.out, execution.err, execution.timeout
         )
-        if self._group and self._group.oom_kills() > oom_kills:
-            killed_by = killed_by or "memory"
-        elif not answer:
+        if not answer and not self._ended_by:
             raise SandboxFailed("the sandbox ended while it ran a command")
+        if answer.get("memory") or self._oom_kills > oom_kills or self._ended_by:
+            killed_by = killed_by or "memory"
         return ExitState(
             code=answer.get("code"),
             signal=answer.get("signal"),
@@ -149,10 +164,15 @@ class BubblewrapSandbox(Sandbox):
         try:
             if self._group:
                 self._group.add(self._process.pid)
+            self._control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             self._control.sendall(b"go\n")
             self._control.settimeout(START_S)
-            ready = _line(self._control)
+            ready = _sender(self._control)
             self._control.settimeout(GRACE_S)
+            if ready:
+                # Commands run at 1000, so that the kernel kills all of them before the supervisor.
+                with open(f"/proc/{ready}/oom_score_adj", "wb", buffering=0) as score:
+                    socket.send_fds(self._control, [b"{}\n"], [score.fileno()])
         except OSError as error:
             raise SandboxFailed(f"the sandbox did not start: {error}") from None
         if not ready:
@@ -172,6 +192,7 @@ class BubblewrapSandbox(Sandbox):
                 if not answer.get("pids"):
                     break
         if not answer:
+            self._check_open()
             raise SandboxFailed("the sandbox ended while it handled a file")
         if answer.get("code") != 0:
             number, _, text = as_text(err.data).partition(":")
@@ -185,6 +206,9 @@ class BubblewrapSandbox(Sandbox):
         """Send a request and return its answer; the answer is empty if the sandbox has died."""
         self._check_open()
         request["rlimits"] = self._rlimits()
+        if not self._group:
+            request["memory"] = self.limits.memory
+        killed_by: KilledBy | None = None
         with contextlib.ExitStack() as stack:
             read_out, write_out = os.pipe()
             read_err, write_err = os.pipe()
@@ -196,15 +220,22 @@ class BubblewrapSandbox(Sandbox):
             try:
                 data = json.dumps(request).encode() + b"\n"
                 self._control.sendall(data[socket.send_fds(self._control, [data], given) :])
-            except OSError as error:
-                raise SandboxFailed(f"the sandbox is dead: {error}") from None
+                sent = True
+            except OSError:  # the supervisor has ended
+                sent = False
             finally:
                 for descriptor in given:
                     os.close(descriptor)
-            killed_by = collect(
-                {read_out: out, read_err: err}, self._control.fileno(), timeout=timeout, kill=self._kill
-            )
-        return killed_by, _line(self._control)
+            if sent:
+                killed_by = collect(
+                    {read_out: out, read_err: err}, self._control.fileno(), timeout=timeout, kill=self._kill
+                )
+        answer = _line(self._control) if sent else {}
+        oom_kills = self._group.oom_kills() if self._group else 0
+        if not answer and oom_kills > self._oom_kills:
+            self._ended_by = "memory"
+        self._oom_kills = oom_kills
+        return killed_by, answer
 
     def _kill(self) -> None:
         with contextlib.suppress(OSError):
@@ -221,6 +252,14 @@ def check_available() -> None:
         raise SandboxUnavailable(f"bubblewrap cannot be used: {reason}")
 
 
+def announce_limits() -> None:
+    """Log, once per process, which limits cannot be enforced."""
+    if not _groups():
+        announce(BEST_EFFORT)
+    if "cpu" not in _groups():
+        announce("no cpu cgroup can be created: sandboxes use whole processors, the share is not limited")
+
+
 @functools.cache
 def _unavailable() -> str:
     if sys.platform != "linux":
@@ -229,7 +268,7 @@ def _unavailable() -> str:
         if shutil.which(name) is None:
             return f"{name} is not installed; install the package {package}"
     try:
-        BubblewrapSandbox(SandboxLimits(memory=64 << 20, disk=1 << 20, pids=8)).close()
+        BubblewrapSandbox(SandboxLimits(memory=64 << 20, disk=1 << 20, pids=8, best_effort=True)).close()
     except (SandboxFailed, OSError) as error:
         return str(error)
     return ""
@@ -243,6 +282,27 @@ def _groups() -> dict[str, Path]:
     return bases
 
 
+def _group(limits: SandboxLimits) -> cgroups.Group | None:
+    """Create a sandbox's cgroup; None with ``best_effort`` where this process may not create any."""
+    bases = _groups()
+    if not bases and not limits.best_effort:
+        raise SandboxFailed(NO_CGROUPS)
+    try:
+        return cgroups.Group(bases, limits, extra_pids=_EXTRA_PIDS) if bases else None
+    except OSError as error:
+        raise SandboxFailed(f"the sandbox's cgroup cannot be created: {error}") from None
+
+
+def _start_on_processors(cpus: float, start: Callable[[], Any]) -> Any:
+    """Start a process that runs on as many processors as ``cpus``, rounded up; it inherits this thread's."""
+    usable = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, random.sample(sorted(usable), min(len(usable), math.ceil(cpus))))
+    try:
+        return start()
+    finally:
+        os.sched_setaffinity(0, usable)
+
+
 @functools.cache
 def _spawner(pid: int) -> ThreadPoolExecutor:
     """Return this process's thread for starting sandboxes.
@@ -253,10 +313,16 @@ def _spawner(pid: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"agentrl-sandbox-{pid}")
 
 
-def _spawn(limits: SandboxLimits, image: Path | None, control: socket.socket) -> subprocess.Popen[bytes]:
-    """Start the setup script, which waits for a line on ``control``."""
+def _spawn(
+    limits: SandboxLimits, image: Path | None, control: socket.socket, *, limited: bool
+) -> subprocess.Popen[bytes]:
+    """Start the setup script, which waits for a line on ``control``; ``limited`` means by a cgroup."""
     source = _memory_file("supervisor", _SUPERVISOR.read_bytes())
-    program = seccomp.program()
+    uncounted = [
+        *([] if limited else ["memfd_create"]),
+        *([] if "cpu" in _groups() else ["sched_setaffinity"]),
+    ]
+    program = seccomp.program(uncounted=uncounted)
     code = None if program is None else _memory_file("seccomp", program)
     passed = [source] if code is None else [source, code]
     start: Any = functools.partial(
@@ -271,6 +337,8 @@ def _spawn(limits: SandboxLimits, image: Path | None, control: socket.socket) ->
         start_new_session=True,
         **_other_user(),
     )
+    if "cpu" not in _groups():
+        start = functools.partial(_start_on_processors, limits.cpus, start)
     try:
         process: subprocess.Popen[bytes] = _spawner(os.getpid()).submit(start).result()
         return process
@@ -322,6 +390,13 @@ def _memory_file(name: str, data: bytes) -> int:
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
     os.lseek(file, 0, os.SEEK_SET)
     return file
+
+
+def _sender(control: socket.socket) -> int:
+    """Wait for the supervisor's first message; return its process id here, 0 if it has ended."""
+    data, ancillary, *_ = control.recvmsg(_MAX_ANSWER, socket.CMSG_SPACE(struct.calcsize("3i")))
+    found = [content for _, kind, content in ancillary if kind == socket.SCM_CREDENTIALS]
+    return int(struct.unpack("3i", found[0])[0]) if data and found else 0
 
 
 def _line(control: socket.socket) -> dict[str, Any]:

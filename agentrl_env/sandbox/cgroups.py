@@ -66,8 +66,12 @@ def find() -> dict[str, Path]:
             bases.update(dict.fromkeys(controllers, folder if folder.is_dir() else mount))
         else:
             bases.update(_delegated(folder, mount))
-    usable = {c: base for c, base in bases.items() if c in REQUIRED | {"cpu"} and os.access(base, os.W_OK)}
+    usable = {c: base for c, base in bases.items() if c in REQUIRED | {"cpu"} and _writable(base)}
     return usable if usable.keys() >= REQUIRED else {}
+
+
+def _writable(base: Path) -> bool:
+    return os.access(base, os.W_OK) and os.access(base / "cgroup.procs", os.W_OK)
 
 
 def remove_orphans(bases: Mapping[str, Path]) -> None:

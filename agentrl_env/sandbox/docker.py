@@ -10,11 +10,10 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from agentrl_env.errors import LaunchError, SandboxFailed, SandboxUnavailable
-from agentrl_env.sandbox import docker_daemon
+from agentrl_env.sandbox import docker_daemon, seccomp
 from agentrl_env.sandbox.orphans import process_identity
 from agentrl_env.sandbox.sandbox import (
     BASE_ENVIRONMENT,
@@ -29,17 +28,36 @@ from agentrl_env.sandbox.sandbox import (
     SandboxLimits,
     Stream,
     absolute,
+    announce,
     as_bytes,
     as_text,
     tar_archive,
 )
 
 USER = "1000:1000"
-_WRAPPED = 'read -r _; keep=$1; shift; "$@"; code=$?; [ -n "$keep" ] || kill -9 -1 2>/dev/null; exit $code'
+_COUNT = """count() {
+    kills=0
+    for file in /sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control; do
+        [ -r $file ] && while read -r name number; do [ "$name" = oom_kill ] && kills=$number; done <$file
+    done
+}
+count
+"""
+"""Shell function that counts the processes that the kernel has killed for lack of memory."""
+_WRAPPED = f"""read -r _; keep=$1; shift
+{_COUNT}
+before=$kills
+(echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@")
+code=$?
+[ -n "$keep" ] || kill -9 -1 2>/dev/null
+count
+[ $kills = $before ] || code=137
+exit $code"""
 """Shell wrapper of a command: waits for a line on stdin, and kills the processes that the command leaves.
 
 The wait is needed because output that arrives before the SDK has read the daemon's headers is lost in the
-SDK's buffer. ``kill -1`` as a builtin spares its own shell and starts no process.
+SDK's buffer. ``kill -1`` as a builtin spares its own shell and starts no process. At a score of 1000 the
+kernel kills the command before the container's first process. The code is 137 if memory ran out.
 """
 _WRITE = 'mkdir -p -- "$(dirname -- "$1")" && [ ! -d "$1" ] && [ ! -p "$1" ] && cat >"$1"'
 _READ = """[ -e "$1" ] || exit 102
@@ -49,6 +67,8 @@ exec head -c "$2" -- "$1" """
 _PACK = """cd / && set -- home/agent
 for file in tmp/* tmp/.[!.]*; do [ -e "$file" ] && set -- "$@" "$file"; done
 exec tar -cf - "$@" """
+_SYSCTLS = {"kernel.shmall": "1024", "kernel.msgmni": "16", "kernel.sem": "32 512 32 16"}
+"""Limits of System V IPC, which outlives commands: 4 MiB, 256 KiB and 512 semaphores."""
 _TICK_S = 0.05
 _FILE_S = 30.0
 
@@ -69,6 +89,8 @@ class DockerSandbox(Sandbox):
         except LaunchError as error:
             raise SandboxUnavailable(str(error)) from error
         self._api = client.api
+        self._began = int(time.time())
+        self._oom_kills = 0
         try:
             with _failures("the sandbox's container does not start"):
                 docker_daemon.remove_orphans(client)
@@ -119,7 +141,7 @@ class DockerSandbox(Sandbox):
     def _execute(self, execution: Execution) -> ExitState:
         if any("\0" in argument for argument in execution.arguments):
             return ExitState(code=126, failed="cannot run it: embedded null byte")
-        return self._exec(replace(execution, cwd=absolute(execution.cwd)))
+        return self._exec(execution)
 
     def _copy(self, command: list[str], stdin: bytes, limit: int) -> bytes:
         try:
@@ -142,6 +164,16 @@ class DockerSandbox(Sandbox):
     def _exec(self, execution: Execution) -> ExitState:
         """Run a command until it ends or exceeds a limit."""
         self._check_open()
+        try:
+            return self._exec_in_container(execution)
+        except SandboxFailed:
+            if self._finish.alive and not self._ended_by and self._ended_for_memory():
+                self._ended_by = "memory"
+            if self._ended_by is None:
+                raise
+            return ExitState(killed_by=self._ended_by)
+
+    def _exec_in_container(self, execution: Execution) -> ExitState:
         keep = "yes" if self.limits.background else ""
         with _failures("the sandbox does not run a command"):
             made = self._api.exec_create(
@@ -158,7 +190,7 @@ class DockerSandbox(Sandbox):
                 ).start()
                 killed_by = self._follow(connection, made, execution)
             code = self._api.exec_inspect(made)["ExitCode"]
-            if killed_by is None and code == 137 and (self._state() or {}).get("OOMKilled"):
+            if killed_by is None and code == 137 and self._count_oom_kills():
                 killed_by = "memory"
         return ExitState(code=None if killed_by in ("timeout", "output") else code, killed_by=killed_by)
 
@@ -181,14 +213,14 @@ class DockerSandbox(Sandbox):
                 ended = not self._api.exec_inspect(made)["Running"]  # its last output may be in transit
             late = time.monotonic() >= deadline
             if killed_by is not None and late:
-                self._api.kill(self._id)
+                self._kill_container(killed_by)
                 return killed_by
             if killed_by is None and (late or frames.dropped > DISCARD_LIMIT):
                 killed_by = "timeout" if late else "output"
                 deadline = time.monotonic() + GRACE_S / 2
-                self._kill_all()
+                self._kill_all(killed_by)
 
-    def _kill_all(self) -> None:
+    def _kill_all(self, reason: KilledBy) -> None:
         """Kill every process of the sandbox's user; if no process can be started, kill the container."""
         import docker
 
@@ -196,7 +228,25 @@ class DockerSandbox(Sandbox):
             made = self._api.exec_create(self._id, ["/bin/sh", "-c", "kill -9 -1"], user=USER)["Id"]
             self._api.exec_start(made, detach=True)
         except docker.errors.APIError:
-            self._api.kill(self._id)
+            self._kill_container(reason)
+
+    def _kill_container(self, reason: KilledBy) -> None:
+        self._ended_by = reason
+        self._api.kill(self._id)
+
+    def _count_oom_kills(self) -> bool:
+        """Return whether the kernel has killed a process for lack of memory since the last count."""
+        made = self._api.exec_create(self._id, ["/bin/sh", "-c", f"{_COUNT}echo $kills"], user=USER)["Id"]
+        before, self._oom_kills = self._oom_kills, int(self._api.exec_start(made) or 0)
+        return self._oom_kills > before
+
+    def _ended_for_memory(self) -> bool:
+        """Return whether the container has ended and the daemon saw its memory run out."""
+        with _failures("the Docker daemon fails"):
+            span = {"since": self._began, "until": int(time.time()) + 1}
+            return self._state() is None and any(
+                self._api.events(**span, filters={"container": self._id, "event": "oom"})
+            )
 
     def _state(self) -> dict[str, Any] | None:
         """Return the container's state; None if it does not run."""
@@ -253,7 +303,8 @@ def _create(client: Any, image: str, limits: SandboxLimits) -> str:
         pids_limit=limits.pids + 3,  # its init, its first process, and the shell around a command
         nano_cpus=int(limits.cpus * 1e9),
         cap_drop=["ALL"],
-        security_opt=["no-new-privileges"],
+        security_opt=["no-new-privileges", f"seccomp={seccomp.docker_profile()}"],
+        sysctls=_SYSCTLS,
         init=True,
         ipc_mode="private",
         shm_size=1 << 20,
@@ -276,6 +327,15 @@ def _create(client: Any, image: str, limits: SandboxLimits) -> str:
         raise SandboxUnavailable(
             f"there is no image {image!r} on this machine; build it, or docker pull {image}"
         ) from None
+    discarded = docker_daemon.discarded_limits(client.api.inspect_container(made["Id"])["HostConfig"])
+    if discarded and not limits.best_effort:
+        client.api.remove_container(made["Id"], force=True, v=True)
+        raise SandboxFailed(
+            f"the Docker daemon does not enforce a sandbox's limits of {discarded}; start it with cgroups, "
+            "or accept that with open_sandbox(limits='best_effort') or AGENTRL_SANDBOX_LIMITS=best_effort"
+        )
+    if discarded:
+        announce(f"sandbox limits are best effort: the Docker daemon does not enforce those of {discarded}")
     return str(made["Id"])
 
 

@@ -88,6 +88,15 @@ def remove_folder(folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def discarded_limits(host: dict[str, Any]) -> str:
+    """Return which limits the daemon has dropped from a container's HostConfig; empty if it enforces all.
+
+    A daemon without cgroups, such as a rootless one, sets a limit that it cannot enforce to zero.
+    """
+    names = {"Memory": "memory", "PidsLimit": "processes", "NanoCpus": "CPU time"}
+    return ", ".join(text for name, text in names.items() if (host.get(name) or 0) <= 0)
+
+
 @contextlib.contextmanager
 def daemon_errors(action: str) -> Any:
     """Convert the daemon's errors to LaunchError, with ``action`` as the start of the message."""

@@ -1,20 +1,25 @@
-"""Opening a sandbox: a container, else bubblewrap, else none unless that is allowed."""
+"""Opening a sandbox: a container if the task names an image, else bubblewrap, else none unless allowed."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from agentrl_env.errors import SandboxFailed, SandboxUnavailable
 from agentrl_env.sandbox import bubblewrap, docker
 from agentrl_env.sandbox.sandbox import Sandbox, SandboxLimits, parse_size
 from agentrl_env.sandbox.unsafe import UnsafeSandbox
 
+logger = logging.getLogger("agentrl_env")
 Kind = Literal["auto", "docker", "bubblewrap", "unsafe"]
+Limits = Literal["enforced", "best_effort"]
 ALLOW_UNSAFE = "AGENTRL_ALLOW_UNSAFE_SANDBOX"
 """Environment variable that allows commands without a sandbox when set to 1."""
+SANDBOX_LIMITS = "AGENTRL_SANDBOX_LIMITS"
+"""Environment variable that accepts limits that are not enforced when set to best_effort."""
 
 
 def open_sandbox(
@@ -30,12 +35,13 @@ def open_sandbox(
     max_output: int = 16_384,
     network: bool = False,
     background: bool = False,
+    limits: Limits = "enforced",
     allow_unsafe: bool = False,
 ) -> Sandbox:
     """Open an isolated sandbox for one episode's commands; close it when the episode ends.
 
     Args:
-        kind: "auto" uses a container if ``image`` is given and a Docker daemon answers, else bubblewrap.
+        kind: "auto" uses a container if ``image`` names one, else bubblewrap.
         image: a container image, or the absolute path of a folder that becomes bubblewrap's root file
             system. By default commands see the host's ``/usr`` and nothing else of the host.
         files: path -> content, written before the first command; relative paths start at ``/home/agent``.
@@ -48,14 +54,20 @@ def open_sandbox(
         network: whether commands can reach this machine's networks. Leave it off unless the task needs it.
         background: whether processes that a command leaves behind keep running until a command exceeds
             its timeout or the sandbox closes; by default they end with the command.
-        allow_unsafe: run commands without a sandbox if none is available, as
-            ``AGENTRL_ALLOW_UNSAFE_SANDBOX=1`` does for all tasks.
+        limits: "enforced" opens no sandbox where nothing can enforce the limits; "best_effort" opens one with
+            what can be had, and logs that once, as ``AGENTRL_SANDBOX_LIMITS=best_effort`` does for all tasks.
+        allow_unsafe: run commands without a sandbox if none is available, without the image if no Docker
+            daemon answers, and with best-effort limits, as ``AGENTRL_ALLOW_UNSAFE_SANDBOX=1`` does for all
+            tasks.
 
     Raises:
         SandboxUnavailable: this machine has no sandbox; the message says what to install or allow.
-        SandboxFailed: a sandbox is available and does not start.
+        SandboxFailed: a sandbox is available and does not start, or nothing can enforce its limits.
     """
-    limits = SandboxLimits(
+    if limits not in get_args(Limits):
+        raise ValueError(f"limits={limits!r} must be one of {', '.join(get_args(Limits))}")
+    allow_unsafe = allow_unsafe or os.environ.get(ALLOW_UNSAFE) == "1"
+    bounds = SandboxLimits(
         memory=parse_size(memory),
         disk=parse_size(disk),
         pids=pids,
@@ -64,8 +76,9 @@ def open_sandbox(
         max_output=max_output,
         network=network,
         background=background,
+        best_effort="best_effort" in (limits, os.environ.get(SANDBOX_LIMITS)) or allow_unsafe,
     )
-    sandbox = _make(kind, image, limits, allow_unsafe or os.environ.get(ALLOW_UNSAFE) == "1")
+    sandbox = _make(kind, image, bounds, allow_unsafe)
     try:
         if files:
             sandbox.write_all(files)
@@ -93,10 +106,16 @@ def _make(kind: Kind, image: str | None, limits: SandboxLimits, allow_unsafe: bo
         if kind == "docker":
             raise
         reasons.append(str(error))
+        if not allow_unsafe:
+            refusal = f"To run the task's commands with this machine's programs instead, set {ALLOW_UNSAFE}=1"
+            raise SandboxUnavailable(f"{error}. {refusal}") from None
+        logger.warning("%s; commands run with this machine's programs and not in %s", error, container)
     try:
         if kind in ("bubblewrap", "auto"):
             bubblewrap.check_available()
-            return bubblewrap.BubblewrapSandbox(limits, image=folder)
+            sandbox = bubblewrap.BubblewrapSandbox(limits, image=folder)
+            bubblewrap.announce_limits()
+            return sandbox
     except SandboxUnavailable as error:
         if kind == "bubblewrap":
             raise

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import functools
 import io
+import logging
 import os
 import posixpath
 import re
@@ -14,11 +17,12 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 from agentrl_env.errors import SandboxFailed
 
+logger = logging.getLogger("agentrl_env")
 HOME = "/home/agent"
 """The working folder of commands; relative paths start here."""
 PATH = "/usr/local/bin:/usr/bin:/bin"
@@ -66,6 +70,8 @@ class SandboxLimits:
     max_output: int = 16_384
     network: bool = False
     background: bool = False
+    best_effort: bool = False
+    """Whether the sandbox may start where cgroups cannot enforce the limits."""
 
     def __post_init__(self) -> None:
         if self.disk <= 0 or self.disk + OVERHEAD > self.memory:
@@ -163,6 +169,9 @@ class Sandbox(ABC):
     _shell = "/bin/sh"
     _finish: weakref.finalize[..., Sandbox]
     """Releases everything when the sandbox is closed or collected, or at exit."""
+    _ended_by: KilledBy | None = None
+    """The limit that commands exceeded so far that the sandbox itself ended. That is the commands' failure
+    and not the infrastructure's: further commands are results, and files raise OSError."""
 
     def __init__(self, limits: SandboxLimits) -> None:
         self.limits = limits
@@ -208,7 +217,7 @@ class Sandbox(ABC):
         )
         with self._lock:
             begin = time.monotonic()
-            end = self._execute(execution)
+            end = self._end_state(execution)
             seconds = time.monotonic() - begin
         killed_by = end.killed_by or ("signal" if end.signal else None)
         truncated = bool(out.dropped or err.dropped)
@@ -220,6 +229,7 @@ class Sandbox(ABC):
             "signal": f"killed by signal {end.signal}",
             None: f"output cut off: the first {max_output} bytes are shown" if truncated else end.failed,
         }[killed_by]
+        note += "; the sandbox has ended" if self._ended_by else ""
         return ExecResult(
             code=end.code,
             stdout=as_text(out.data),
@@ -240,7 +250,8 @@ class Sandbox(ABC):
         """Write a file as the sandbox's user; missing folders are created.
 
         Raises:
-            OSError: the path is a folder, permission is denied, or the disk is full.
+            OSError: the path is invalid or a folder, permission is denied, the disk is full, or commands
+                exceeded a limit so far that the sandbox ended.
             SandboxFailed: see ``run``.
         """
 
@@ -254,7 +265,8 @@ class Sandbox(ABC):
         """Return at most ``limit`` bytes of a regular file, read as the sandbox's user.
 
         Raises:
-            OSError: the file does not exist, is not a regular file, or permission is denied.
+            OSError: the path is invalid, the file does not exist or is not a regular file, permission is
+                denied, or commands exceeded a limit so far that the sandbox ended.
             SandboxFailed: see ``run``.
         """
 
@@ -273,6 +285,18 @@ class Sandbox(ABC):
     def _check_open(self) -> None:
         if not self._finish.alive:
             raise SandboxFailed("the sandbox is closed")
+        if self._ended_by:
+            raise OSError(errno.EIO, f"commands exceeded a limit ({self._ended_by}), which ended the sandbox")
+
+    def _end_state(self, execution: Execution) -> ExitState:
+        """Run a command; one that cannot run for its own arguments is a result too."""
+        if self._finish.alive and self._ended_by:
+            return ExitState(killed_by=self._ended_by)
+        try:
+            cwd = absolute(execution.cwd)
+        except OSError as error:
+            return ExitState(code=126, failed=f"cannot run it: {error.strerror}")
+        return self._execute(replace(execution, cwd=cwd))
 
     @abstractmethod
     def _execute(self, execution: Execution) -> ExitState:
@@ -294,15 +318,15 @@ def argument_list(command: Command, shell: str) -> list[str]:
 def absolute(path: str) -> str:
     """Return the normalized absolute path in a sandbox; relative paths start at ``HOME``.
 
-    Raises ValueError if the path is empty or contains a NUL.
+    Raises OSError if the path is empty, contains a NUL or cannot be encoded.
     """
-    if not path or "\0" in path:
-        raise ValueError(f"path {path!r} names no file")
+    if not path or "\0" in path or re.search("[\ud800-\udfff]", path):
+        raise OSError(errno.EINVAL, f"the path {path!r} names no file")
     return posixpath.normpath(posixpath.join(HOME, path)).replace("//", "/", 1)
 
 
 def tar_archive(files: Mapping[str, str | bytes]) -> bytes:
-    """Return a tar archive of files, path -> content, relative to the root folder. Raises ValueError."""
+    """Return a tar archive of files, path -> content, relative to the root folder. Raises OSError."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
         for path, content in files.items():
@@ -310,6 +334,12 @@ def tar_archive(files: Mapping[str, str | bytes]) -> bytes:
             entry.size, entry.mtime = len(data), time.time()
             tar.addfile(entry, io.BytesIO(data))
     return archive.getvalue()
+
+
+@functools.cache
+def announce(text: str) -> None:
+    """Log a warning, once per process."""
+    logger.warning(text)
 
 
 def as_bytes(data: str | bytes) -> bytes:

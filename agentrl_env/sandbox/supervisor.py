@@ -6,7 +6,7 @@ it exits, and the kernel kills all other processes.
 
 A request is a JSON line with three descriptors (stdin, stdout, stderr); ``{"op": "kill"}`` has none. A
 response is a JSON line: ``{"code"}``, ``{"signal"}`` or ``{"failed"}``, with ``"pids": true`` if the process
-limit was hit.
+limit was hit, ``"memory": true`` if memory ran out.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from typing import Any
 
 CHUNK = 1 << 16
 PR_SET_DUMPABLE = 4
+TICK_MS = 50
+"""Milliseconds between two measurements of the memory in use, where no cgroup limits it."""
 LAYERS = "/dev/layers"
 """Read-only view of the writable layers, without what lies below them."""
 OPAQUE = "AGENTRL.opaque"
@@ -38,8 +40,6 @@ def main() -> None:
     control = socket.socket(fileno=os.dup(0))
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
-    oom = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
-    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     awake, wake = os.pipe()
     os.set_blocking(awake, False)
     os.set_blocking(wake, False)
@@ -49,8 +49,15 @@ def main() -> None:
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     _send(control, {"ready": True})
+    _, (oom,) = _receive(control)  # this process's oom_score_adj, which nobody can open in the sandbox
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    memory = 0
     while True:
+        while memory and not select.select([control], [], [], TICK_MS / 1000)[0]:
+            if _used() > memory:
+                _kill_all()
         request, descriptors = _receive(control)
+        memory = request.get("memory", 0) if request.get("background") else 0
         if request.get("op") != "kill":
             _send(control, _serve(control, awake, oom, request, descriptors))
         for descriptor in descriptors:
@@ -64,29 +71,29 @@ def _serve(
     _reap()
     try:
         # The child inherits this score: when memory runs out, the kernel kills commands before process 1.
-        os.write(oom, b"500")
+        os.write(oom, b"1000")
         child = os.fork()
     except OSError as error:
         _kill_all()
-        return {"failed": os.strerror(error.errno or 0), "pids": error.errno == errno.EAGAIN}
+        return {"pids": error.errno == errno.EAGAIN, "memory": error.errno == errno.ENOMEM}
     if child == 0:
         _child(request, descriptors)
     os.write(oom, b"0")
     for descriptor in descriptors:
         os.close(descriptor)
     descriptors.clear()
-    ended = _wait(control, awake, child)
-    if not request.get("background") or ended is None:
+    ended = _wait(control, awake, child, request.get("memory", 0))
+    if not request.get("background") or isinstance(ended, str):
         _kill_all()
-    if ended is None:
-        return {"signal": int(signal.SIGKILL)}
+    if isinstance(ended, str):
+        return {"signal": int(signal.SIGKILL), "memory": ended == "memory"}
     if os.WIFSIGNALED(ended):
         return {"signal": os.WTERMSIG(ended)}
     return {"code": os.WEXITSTATUS(ended)}
 
 
-def _wait(control: socket.socket, awake: int, child: int) -> int | None:
-    """Return the child's status when it ends, or None when a kill is requested."""
+def _wait(control: socket.socket, awake: int, child: int, memory: int) -> int | str:
+    """Return the child's status when it ends, or why it must be killed: "kill" or "memory"."""
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(awake, select.POLLIN)
@@ -94,11 +101,28 @@ def _wait(control: socket.socket, awake: int, child: int) -> int | None:
         ended = _reap()
         if child in ended:
             return ended[child]
-        for descriptor, _ in poll.poll():
+        if memory and _used() > memory:
+            return "memory"
+        for descriptor, _ in poll.poll(TICK_MS if memory else None):
             if descriptor == awake:
                 os.read(awake, CHUNK)
             elif _receive(control)[0].get("op") == "kill":
-                return None
+                return "kill"
+
+
+def _used() -> int:
+    """Return the bytes that all commands and files use; memory shared by processes counts for each."""
+    files = os.statvfs(LAYERS)
+    total = (files.f_blocks - files.f_bfree) * files.f_frsize
+    for pid in os.listdir("/proc"):
+        if pid.isdigit() and pid != "1":
+            with contextlib.suppress(OSError):
+                last = max(os.listdir(f"/proc/{pid}/task"), key=int)  # the first may have ended before others
+                with open(f"/proc/{pid}/task/{last}/status", "rb") as status:
+                    for line in status:
+                        if line.startswith((b"RssAnon:", b"RssShmem:")):
+                            total += int(line.split()[1]) << 10
+    return total
 
 
 def _reap() -> dict[int, int]:

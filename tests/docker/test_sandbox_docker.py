@@ -9,10 +9,19 @@ import time
 
 import pytest
 
-from agentrl_env.errors import SandboxFailed, SandboxUnavailable
+from agentrl_env.errors import LaunchError, SandboxFailed, SandboxUnavailable
+from agentrl_env.launch.docker import DockerServer
 from agentrl_env.sandbox import HOME, open_sandbox
 from agentrl_env.sandbox.bubblewrap import check_available
 from agentrl_env.sandbox.docker import DockerSandbox
+from tests.docker.conftest import ROOT
+
+KERNEL_MEMORY = (
+    "echo 0 >/proc/self/oom_score_adj; for i in 1 2 3 4 5 6 7 8; do python3 -S -c '"
+    "import socket; pairs = [socket.socketpair() for _ in range(500)]; "
+    "[(a.setblocking(False), a.send(bytes(100000))) for a, b in pairs]' & done; wait"
+)
+"""Memory that counts for no process, held by small ones."""
 
 
 @pytest.fixture
@@ -62,15 +71,20 @@ def test_commands_have_streams_and_persistent_files(box):
         ("dd if=/dev/zero of=/tmp/big bs=1M", None),
         ("kill -9 1; kill -9 -1", None),
         ("sleep 1e9 & setsid sleep 1e9 &", None),
-        ("python3 -c 'x = bytearray(10**9)'", "any"),
+        ("python3 -c 'x = bytearray(10**9)'", "memory"),
+        ("python3 -c 'x = bytearray(10**9)'; echo still here", "memory"),
+        ("kill -9 $$", None),
+        ("for i in $(seq 1000); do sleep 1000 & done; wait", "any"),
+        (KERNEL_MEMORY, "any"),
+        ("for i in $(seq 64); do ipcmk -M 1048576; ipcmk -Q; ipcmk -S 32; done", None),
     ],
 )
 def test_sandbox_stays_usable_after_an_attack(box, command, killed_by):
     done = box.run(command, timeout=2.0 if killed_by == "timeout" else 20.0)
-    if killed_by == "any":
-        assert done.code == 137
-    else:
+    if killed_by != "any":
         assert done.killed_by == killed_by
+    if killed_by == "memory":
+        assert done.note == "killed: out of memory, the limit is 64 MiB, files included"
     assert box.run("rm -f big /tmp/big; cat notes.txt").stdout == "buy milk\n"
     assert int(box.run("ls /proc | grep -c '^[0-9]'").stdout) <= 7
     assert box.alive
@@ -86,6 +100,61 @@ def test_server_and_other_sandboxes_are_invisible(box, base, monkeypatch):
         status = other.run("grep -E 'CapEff|CapBnd|NoNewPrivs|Seccomp:' /proc/self/status").stdout.split()
         assert status == ["CapEff:", "0" * 16, "CapBnd:", "0" * 16, "NoNewPrivs:", "1", "Seccomp:", "2"]
         assert "Read-only" in other.run("touch /usr/x /x /etc/x").stderr
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        ("socket(40, 1, 0)", "EAFNOSUPPORT"),  # AF_VSOCK
+        ("socket(17, 3, 0)", "EAFNOSUPPORT"),  # AF_PACKET
+        ("socket(38, 5, 0)", "EAFNOSUPPORT"),  # AF_ALG
+        ("syscall(425, 1, bytes(120))", "EPERM"),  # io_uring_setup
+        ("unshare(0x10000000)", "EPERM"),
+        ("syscall(435, 0, 0)", "ENOSYS"),  # clone3
+        ("syscall(56, 0x10000011, 0, 0, 0, 0)", "EPERM"),  # clone, in a new user namespace
+        ("ptrace(0, 0, 0, 0)", "EPERM"),
+        ("shmget(0, 16 << 20, 0o1600)", "ENOSPC"),
+    ],
+)
+def test_system_calls_that_bubblewrap_denies_are_denied(box, call, error):
+    code = "import ctypes, errno\nc = ctypes.CDLL(None, use_errno=True)\n"
+    code += f"print(c.{call}, errno.errorcode[ctypes.get_errno()])"
+    assert box.run(["python3", "-c", code]).stdout == f"-1 {error}\n"
+
+
+@pytest.mark.parametrize("cwd", ["nowhere", "notes.txt", "a\0b"])
+def test_command_without_its_folder_is_a_result(box, cwd):
+    assert box.run("true", cwd=cwd).code not in (0, None)
+    assert box.run("cat notes.txt").stdout == "buy milk\n"
+
+
+def test_sandbox_that_its_commands_ended_gives_results_and_no_failure(client, box):
+    box._kill_container("timeout")
+    until_none(client)
+    for _ in range(2):
+        assert "the sandbox has ended" in box.run("true").note
+    with pytest.raises(OSError, match="which ended the sandbox"):
+        box.read("notes.txt")
+    assert not box.alive
+
+
+def test_limits_that_the_daemon_discards_are_refused(client, base, monkeypatch, caplog):
+    inspect = type(client.api).inspect_container
+
+    def discarding(self, container):  # as a daemon without cgroups answers
+        found = inspect(self, container)
+        found["HostConfig"].update(Memory=0, PidsLimit=None)
+        return found
+
+    monkeypatch.setattr(type(client.api), "inspect_container", discarding)
+    with pytest.raises(SandboxFailed, match=r"limits of memory, processes; .*limits='best_effort'"):
+        open_sandbox(image=base)
+    with pytest.raises(LaunchError, match="limits of memory, processes; start the daemon with cgroups"):
+        DockerServer(image=base).start()
+    assert not containers(client)
+    with open_sandbox(image=base, limits="best_effort") as box:
+        assert box.run("echo x").stdout == "x\n"
+    assert "best effort" in caplog.text
 
 
 def test_files_are_written_and_read_and_symlinks_do_not_lead_out(box):
@@ -160,6 +229,61 @@ def test_missing_daemon_is_a_clear_error(base, monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
     with pytest.raises(SandboxUnavailable, match="no Docker daemon answers"):
         open_sandbox("docker", image=base)
+
+
+IN_A_CONTAINER = """
+import logging, os, sys
+sys.path.insert(0, {root!r})
+from agentrl_env.errors import SandboxFailed, SandboxUnavailable
+from agentrl_env.sandbox import open_sandbox
+logging.basicConfig(stream=sys.stdout)
+if {user}:
+    import numpy.random  # an ordinary user may not be able to read root's Python
+    os.setgroups([]), os.setgid({user}), os.setuid({user})
+try:
+    open_sandbox()
+except (SandboxFailed, SandboxUnavailable) as error:
+    print(type(error).__name__, error)
+try:
+    with open_sandbox(memory="96m", disk="16m", limits="best_effort") as box:
+        hog = "python3 -c 'import time; x = bytearray(60 << 20); time.sleep(100)'"
+        print(box.run(f"for i in 1 2 3 4; do {{hog}} & done; wait", timeout=60).text)
+except SandboxUnavailable as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("user", [0, 65534])
+@pytest.mark.parametrize("nested", [True, False])
+def test_bubblewrap_in_a_container_is_refused_or_announces_its_limits(client, base, user, nested):
+    try:
+        check_available()
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+    prefixes = {"/usr", str(ROOT), sys.prefix, os.path.realpath(sys.base_prefix)}
+    options = {
+        "network_mode": "none",
+        "binds": [f"{folder}:{folder}:ro" for folder in prefixes],
+        "security_opt": ["seccomp=unconfined", "apparmor=unconfined"] if nested else [],
+    }
+    host = client.api.create_host_config(**options)
+    if nested:  # a container that may hold namespaces of its own, yet has no writable cgroup
+        host.update(MaskedPaths=[], ReadonlyPaths=[])
+    code = IN_A_CONTAINER.format(root=str(ROOT), user=user)
+    made = client.api.create_container(base, [sys.executable, "-c", code], host_config=host)
+    try:
+        client.api.start(made)
+        client.api.wait(made, timeout=120)
+        output = client.api.logs(made).decode()
+    finally:
+        client.api.remove_container(made, force=True, v=True)
+    if nested:
+        assert "SandboxFailed this process may not create cgroups" in output, output
+        assert output.count("sandbox limits are best effort") == 1
+        assert "out of memory, the limit is 96 MiB" in output
+    else:
+        assert output.count("bubblewrap cannot be used") == 2
+        assert "best effort" not in output
 
 
 def test_unpacked_image_is_a_root_folder_for_bubblewrap(client, base, tmp_path):

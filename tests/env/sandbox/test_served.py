@@ -32,6 +32,11 @@ ATTACKS = {
     "suicide": "kill -9 1; kill -9 -1; kill -9 $PPID",
     "busy": "while :; do :; done",
     "stopped": "kill -STOP $$",
+    "System V memory": "python3 -c 'import ctypes; c = ctypes.CDLL(None); "
+    "[c.memset(c.shmat(c.shmget(0, 1 << 20, 0o1600), None, 0), 1, 1 << 20) for _ in range(200)]'",
+    "kernel memory": "echo 0 >/proc/self/oom_score_adj; for i in 1 2 3 4 5 6 7 8; do python3 -S -c '"
+    "import socket; pairs = [socket.socketpair() for _ in range(500)]; "
+    "[(a.setblocking(False), a.send(bytes(100000))) for a, b in pairs]' & done; wait",
 }
 
 
