@@ -48,6 +48,7 @@ from agentrl_env.wire import (
 )
 
 _RESULTS = b'{"results":['
+SHUTTING_DOWN = "the controller is shutting down; open sessions at another"
 
 
 class FleetService:
@@ -108,6 +109,11 @@ class FleetService:
             "agentrl_sessions_waiting": float(self._placement.waiting),
             "agentrl_sessions_capacity": float(sum(server.capacity for server in servers)),
         }
+
+    def check_ready(self) -> None:
+        """Raise ServerDraining where no session can be opened."""
+        if self.draining:
+            raise ServerDraining(SHUTTING_DOWN)
 
     async def start(self) -> None:
         """Connect to the store, and begin to watch the servers. Raises ServeError."""
@@ -204,7 +210,7 @@ class FleetService:
 
     async def _open(self, request: OpenRequest, key: str) -> bytes:
         if self.draining:
-            raise ServerDraining("the controller is shutting down; open sessions at another")
+            raise ServerDraining(SHUTTING_DOWN)
         tasks = self.registry.tasks
         await self.registry.wait_at_startup(lambda: request.task in tasks or bool(tasks and not request.task))
         request = request.model_copy(update={"task": choose_task(request.task, tasks)})
