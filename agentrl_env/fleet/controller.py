@@ -57,6 +57,7 @@ class FleetService:
     Args:
         store: shared with the other controllers; by default there are none.
         lost_after_s: seconds without a heartbeat after which a server's sessions are lost.
+        stuck_after_s: as for ``Registry``.
         queue_s: minimum of the seconds that an opening waits for a place.
         adoption_s: seconds that a session of a lost server waits for a place; ``queue_s`` by default.
         task_limits: maximum number of sessions of a task in the whole fleet.
@@ -72,6 +73,7 @@ class FleetService:
         *,
         store: FleetStore | None = None,
         lost_after_s: float = 5.0,
+        stuck_after_s: float = 0.0,
         queue_s: float = 30.0,
         adoption_s: float | None = None,
         task_limits: Mapping[str, int] | None = None,
@@ -83,7 +85,11 @@ class FleetService:
         self.store: FleetStore = store or MemoryStore(clock)
         self._queue_s = queue_s
         self.registry = Registry(
-            self.store, lost_after_s=lost_after_s, on_room=lambda: self._placement.serve(), clock=clock
+            self.store,
+            lost_after_s=lost_after_s,
+            stuck_after_s=stuck_after_s,
+            on_room=lambda: self._placement.serve(),
+            clock=clock,
         )
         self.servers = self.registry.servers
         """Servers by id."""

@@ -38,6 +38,8 @@ class Registry:
     Args:
         store: shared with the other controllers.
         lost_after_s: seconds without a heartbeat after which a server's sessions are lost.
+        stuck_after_s: the same over a link that is open, where that is longer: such a server is busy, and
+            its watchdog kills it where it stays so.
         on_room: callback when a server may have room.
         clock: seconds, monotonic.
     """
@@ -47,6 +49,7 @@ class Registry:
         store: FleetStore,
         *,
         lost_after_s: float,
+        stuck_after_s: float = 0.0,
         on_room: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -57,6 +60,7 @@ class Registry:
         """Finds the server of a session."""
         self._store = store
         self._lost_after_s = lost_after_s
+        self._stuck_after_s = max(lost_after_s, stuck_after_s)
         self._on_room = on_room
         self._clock = clock
         self._started = -math.inf
@@ -190,12 +194,13 @@ class Registry:
             silent_s = self._clock() - max(server.seen, self._awake)
             if await self.is_lost(server.server_id):
                 continue
-            if silent_s < self._lost_after_s:
+            limit_s = self._stuck_after_s if server.linked else self._lost_after_s
+            if silent_s < limit_s:
                 await self._report_alive(server)
             elif await self._heard_elsewhere(server, silent_s):
                 server.cut()  # alive, but not over this link
             else:
-                await self.lose(server.server_id, f"no heartbeat for {self._lost_after_s:g} s")
+                await self.lose(server.server_id, f"no heartbeat for {limit_s:g} s")
 
     async def _report_lost(self, server_id: str) -> None:
         await self._store.report_lost(server_id)

@@ -24,6 +24,7 @@ from agentrl_env.server.sockets import Listener
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.server.telemetry.session_metrics import SLOW_STEP_S, SessionMetrics
 from agentrl_env.server.telemetry.tracing import Tracing
+from agentrl_env.server.watchdog import Watchdog
 from agentrl_env.session.pool import SessionPool
 
 logger = logging.getLogger("agentrl_env")
@@ -113,6 +114,11 @@ class EnvServer:
         through = " through its controller" if self._links is not None else ""
         return f"serving {', '.join(self.names)}{where}{through}"
 
+    @property
+    def drain_notice(self) -> str:
+        """What a drain waits for."""
+        return sessions_get(self.pool.open_sessions, self._drain_s)
+
     async def start(self) -> None:
         """Start to answer requests. Raises ServeError where the startup of a task fails."""
         try:
@@ -152,6 +158,10 @@ class Running(Protocol):
     def announcement(self) -> str:
         """The line that announces that it is ready."""
 
+    @property
+    def drain_notice(self) -> str:
+        """What a drain waits for."""
+
     async def start(self) -> None:
         """Start to answer requests."""
 
@@ -166,6 +176,7 @@ def serve(
     targets: Sequence[str | type[Environment]],
     *,
     announce: Callable[[str], None] | None = None,
+    watchdog: Watchdog | None = None,
     **options: object,
 ) -> None:
     """Serve until SIGINT or SIGTERM: the first drains, a second one stops at once.
@@ -173,17 +184,27 @@ def serve(
     Args:
         targets: as for ``EnvServer``.
         announce: receives the line that announces that the server is ready; prints it by default.
+        watchdog: of this process, started; it watches the event loop from now on.
         options: of ``EnvServer``.
     """
     server = EnvServer(targets, **options)  # type: ignore[arg-type]
-    run_until_stopped(server, announce or print_now)
+    run_until_stopped(server, announce or print_now, watchdog)
 
 
-def run_until_stopped(server: Running, announce: Callable[[str], None]) -> None:
+def run_until_stopped(
+    server: Running, announce: Callable[[str], None], watchdog: Watchdog | None = None
+) -> None:
     """Run a server on its own event loop until SIGINT or SIGTERM; a second one stops at once."""
     factory = uvicorn.Config("").get_loop_factory()  # uvloop where it is installed
     with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(_serve(server, announce))
+        runner.run(_serve(server, announce, watchdog))
+
+
+def sessions_get(number: int, drain_s: float) -> str:
+    """Return what the drain of a number of open sessions waits for."""
+    if not number or not drain_s:
+        return f"{number} open sessions"
+    return f"{number} open sessions get {drain_s:g} s to end; a second signal ends them at once"
 
 
 def print_now(line: str) -> None:
@@ -191,18 +212,24 @@ def print_now(line: str) -> None:
     print(line, flush=True)
 
 
-async def _serve(server: Running, announce: Callable[[str], None]) -> None:
+async def _serve(server: Running, announce: Callable[[str], None], watchdog: Watchdog | None) -> None:
     stop = asyncio.Event()
 
-    def on_signal() -> None:
+    def log(event: str, **facts: str) -> None:
+        logger.info(event, extra={"facts": {"pid": os.getpid(), **facts}})
+
+    def on_signal(number: signal.Signals) -> None:
         if stop.is_set():
-            logger.info("stopping at once", extra={"facts": {"pid": os.getpid()}})
+            log("stopping at once", signal=number.name)
             server.stop_waiting()
+        else:
+            log("draining", signal=number.name, what=server.drain_notice)
+            announce(f"draining after {number.name}: {server.drain_notice}")
         stop.set()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, on_signal, number)
     starting = asyncio.ensure_future(server.start())
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -214,8 +241,10 @@ async def _serve(server: Running, announce: Callable[[str], None]) -> None:
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         announce(server.announcement)
-        logger.info("started", extra={"facts": {"what": server.announcement, "pid": os.getpid()}})
+        log("started", what=server.announcement)
+    beating = asyncio.create_task(watchdog.keep_beating()) if watchdog is not None else None
     await stopping
-    logger.info("draining", extra={"facts": {"pid": os.getpid()}})
     await server.stop()
-    logger.info("stopped", extra={"facts": {"pid": os.getpid()}})
+    if beating is not None:
+        beating.cancel()
+    log("stopped")

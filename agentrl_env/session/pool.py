@@ -122,7 +122,9 @@ class SessionPool:
         if self.draining:
             raise ServerDraining(DRAINING)
         if self._threads.exhausted:
-            reason = f"all {self._threads.abandoned} threads of this server run author code that does not return"
+            reason = (
+                f"all {self._threads.abandoned} threads of this server run author code that does not return"
+            )
             raise ServerFull(f"{reason}; open sessions elsewhere, or restart it", retry_after=10)
 
     async def tasks(self, request: EmptyRequest = EMPTY) -> TaskList:

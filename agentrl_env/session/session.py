@@ -362,10 +362,8 @@ class Session:
     def _invoke(self, name: str, call: Callable[[], Any], timeout: float | None) -> Coroutine[Any, Any, Any]:
         """Call a tool within its own deadline and the session's. Raises LoopTimeSpent."""
         if self._executor.loop_s > self._message_loop_s:
-            raise LoopTimeSpent(
-                f"the calls of a message may hold the server for {self._message_loop_s:g} s, and those before "
-                "this one have; send fewer"
-            )
+            reason = f"the calls of a message may hold the server for {self._message_loop_s:g} s"
+            raise LoopTimeSpent(f"{reason}, and those before this one have; send fewer")
         own = self._class.tool_timeout if timeout is None else timeout
         left = math.inf if self._class.max_seconds is None else self._time_left()
         return self._observer.traced("tool", self._executor.run_tool(name, call, own, left), self, name)
