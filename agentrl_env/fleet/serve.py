@@ -90,8 +90,8 @@ class ControllerServer:
 
     @property
     def drain_notice(self) -> str:
-        """What a drain waits for."""
-        return "calls under way are answered; sessions go on in their servers"
+        """What a drain waits for: only for the calls under way, since sessions go on in their servers."""
+        return ""
 
     async def start(self) -> None:
         """Start to answer requests. Raises ServeError where Redis does not answer."""
@@ -171,7 +171,7 @@ class WorkerServer:
 
     @property
     def drain_notice(self) -> str:
-        """What a drain waits for."""
+        """What a drain waits for; empty for nothing."""
         return sessions_get(int(self._fleet.gauges()["agentrl_sessions_open"]), self._drain_s)
 
     async def start(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -116,7 +117,7 @@ class EnvServer:
 
     @property
     def drain_notice(self) -> str:
-        """What a drain waits for."""
+        """What a drain waits for; empty for nothing."""
         return sessions_get(self.pool.open_sessions, self._drain_s)
 
     async def start(self) -> None:
@@ -160,7 +161,7 @@ class Running(Protocol):
 
     @property
     def drain_notice(self) -> str:
-        """What a drain waits for."""
+        """What a drain waits for; empty for nothing."""
 
     async def start(self) -> None:
         """Start to answer requests."""
@@ -201,9 +202,11 @@ def run_until_stopped(
 
 
 def sessions_get(number: int, drain_s: float) -> str:
-    """Return what the drain of a number of open sessions waits for."""
-    if not number or not drain_s:
-        return f"{number} open sessions"
+    """Return what the drain of a number of open sessions waits for; empty where there are none."""
+    if not number:
+        return ""
+    if not drain_s:
+        return f"{number} open sessions end"
     return f"{number} open sessions get {drain_s:g} s to end; a second signal ends them at once"
 
 
@@ -222,10 +225,13 @@ async def _serve(server: Running, announce: Callable[[str], None], watchdog: Wat
         if stop.is_set():
             log("stopping at once", signal=number.name)
             server.stop_waiting()
-        else:
-            log("draining", signal=number.name, what=server.drain_notice)
-            announce(f"draining after {number.name}: {server.drain_notice}")
+            return
         stop.set()
+        notice = server.drain_notice
+        log("draining", signal=number.name, what=notice or "no session is open")
+        if notice:
+            with contextlib.suppress(OSError):  # the reader of standard output may be gone
+                announce(f"draining after {number.name}: {notice}")
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
