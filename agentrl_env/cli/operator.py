@@ -58,14 +58,8 @@ def serve(
         log_messages=log_messages,
         traces=traces,
     )
-    watchdog = Watchdog(
-        0.0 if workers > 1 else stuck_after,  # each worker has one
-        stop_with_stdin=stop_with_stdin,
-        drain_s=drain,
-        unreachable=host == "none",
-        log_format=log_format,
-    )
-    watchdog.start()
+    watchdog = Watchdog(0.0 if workers > 1 else stuck_after, log_format)  # each worker has its own
+    watchdog.start(drain if stop_with_stdin else None, unreachable=host == "none")
     common: dict[str, Any] = {
         "host": host,
         "port": port,

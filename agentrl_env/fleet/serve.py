@@ -90,7 +90,7 @@ class ControllerServer:
 
     @property
     def drain_notice(self) -> str:
-        """What a drain waits for: only for the calls under way, since sessions go on in their servers."""
+        """Empty: sessions go on in their servers."""
         return ""
 
     async def start(self) -> None:
@@ -171,7 +171,7 @@ class WorkerServer:
 
     @property
     def drain_notice(self) -> str:
-        """What a drain waits for; empty for nothing."""
+        """The sessions that a drain waits for, in words; empty where there are none."""
         return sessions_get(int(self._fleet.gauges()["agentrl_sessions_open"]), self._drain_s)
 
     async def start(self) -> None:

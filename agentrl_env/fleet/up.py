@@ -65,7 +65,7 @@ class LocalFleet:
 
     @property
     def drain_notice(self) -> str:
-        """What a drain waits for; empty for nothing."""
+        """The sessions that a drain waits for, in words; empty where there are none."""
         open_sessions = sum(len(server.sessions) for server in self._controller.fleet.servers.values())
         return sessions_get(open_sessions, max(task.drain for task in self._config.tasks))
 

@@ -117,7 +117,7 @@ class EnvServer:
 
     @property
     def drain_notice(self) -> str:
-        """What a drain waits for; empty for nothing."""
+        """The sessions that a drain waits for, in words; empty where there are none."""
         return sessions_get(self.pool.open_sessions, self._drain_s)
 
     async def start(self) -> None:
@@ -161,7 +161,7 @@ class Running(Protocol):
 
     @property
     def drain_notice(self) -> str:
-        """What a drain waits for; empty for nothing."""
+        """The sessions that a drain waits for, in words; empty where there are none."""
 
     async def start(self) -> None:
         """Start to answer requests."""

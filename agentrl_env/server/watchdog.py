@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import json
 import logging
+import math
 import os
 import select
 import signal
@@ -46,46 +47,37 @@ class Watchdog:
 
     Args:
         stuck_s: seconds without the event loop after which the process is killed; 0 never kills it.
-        stop_with_stdin: stop when standard input closes: by SIGTERM, at the end by SIGKILL.
-        drain_s: seconds that open sessions then get.
-        unreachable: no client can continue the open sessions then, so that they are not waited for.
         log_format: ``text`` or ``json``.
     """
 
-    def __init__(
-        self,
-        stuck_s: float = STUCK_S,
-        *,
-        stop_with_stdin: bool = False,
-        drain_s: float = 0.0,
-        unreachable: bool = False,
-        log_format: str = "text",
-    ) -> None:
+    def __init__(self, stuck_s: float = STUCK_S, log_format: str = "text") -> None:
         self._stuck_s = stuck_s
-        self._stop_with_stdin = stop_with_stdin
-        self._options = {
-            "pid": os.getpid(),
-            "stuck_s": stuck_s,
-            "drain_s": drain_s,
-            "stop_with_stdin": stop_with_stdin,
-            "unreachable": unreachable,
-            "log_format": log_format,
-        }
+        self._options: dict[str, object] = {"pid": os.getpid(), "stuck_s": stuck_s, "log_format": log_format}
         self._process: subprocess.Popen[bytes] | None = None
         self._beats = -1
-        self._ran = 0.0
+        self._ran = math.inf
 
-    def start(self) -> None:
-        """Start the process, if there is anything that it has to watch."""
-        if not self._stuck_s and not self._stop_with_stdin:
+    def start(self, drain_s: float | None = None, *, unreachable: bool = False) -> None:
+        """Start the process, if there is anything that it has to watch.
+
+        Args:
+            drain_s: stop when standard input closes, by SIGTERM, and by SIGKILL after a drain of so many
+                seconds; by default it is not watched.
+            unreachable: no client can continue the open sessions then, so that they are not waited for.
+        """
+        if not self._stuck_s and drain_s is None:
             return
+        self._options |= {"drain_s": drain_s, "unreachable": unreachable}
         with contextlib.suppress(RuntimeError, ValueError, OSError):  # standard error is no file
             faulthandler.register(signal.SIGQUIT, all_threads=True)
+        self._spawn()
+
+    def _spawn(self) -> None:
         reading, self._beats = os.pipe()
         os.set_blocking(self._beats, False)
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, json.dumps({**self._options, "beats": reading})],
-            stdin=None if self._stop_with_stdin else subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if self._options["drain_s"] is None else None,
             stdout=subprocess.DEVNULL,
             pass_fds=(reading,),
         )
@@ -95,20 +87,22 @@ class Watchdog:
         """Show that the event loop runs, until cancelled."""
         if not self._stuck_s or self._process is None:
             return
-        self._ran = time.monotonic()
         looking = threading.Thread(target=self._log_blocks, args=(threading.get_ident(),), daemon=True)
         looking.start()
-        while True:
-            self._ran = time.monotonic()
-            try:
-                os.write(self._beats, b".")
-            except BlockingIOError:
-                pass  # the watchdog is suspended
-            except BrokenPipeError:
-                logger.warning("the watchdog of this process has ended; another one starts")
-                self.stop()
-                self.start()
-            await asyncio.sleep(BEAT_S)
+        try:
+            while True:
+                self._ran = time.monotonic()
+                try:
+                    os.write(self._beats, b".")
+                except BlockingIOError:
+                    pass  # the watchdog is suspended
+                except BrokenPipeError:
+                    logger.warning("the watchdog of this process has ended; another one starts")
+                    self.stop()
+                    self._spawn()
+                await asyncio.sleep(BEAT_S)
+        finally:
+            self._ran = math.inf
 
     def stop(self) -> None:
         """End the process."""
@@ -120,7 +114,7 @@ class Watchdog:
     def _log_blocks(self, loop_thread: int) -> None:
         """Log the stack of the event loop whenever it is blocked; needs the interpreter's lock."""
         logged = 0.0
-        while self._process is not None:
+        while True:
             time.sleep(BEAT_S)
             blocked_s = time.monotonic() - self._ran
             frame = sys._current_frames().get(loop_thread)
@@ -146,19 +140,18 @@ class _Guard:
         pid: int,
         beats: int,
         stuck_s: float,
-        drain_s: float,
-        stop_with_stdin: bool,
+        drain_s: float | None,
         unreachable: bool,
         log_format: str,
     ) -> None:
         self._pid, self._beats, self._stuck_s, self._log_format = pid, beats, stuck_s, log_format
         self._signals = 2 if unreachable else 1
-        self._inputs = [beats, 0] if stop_with_stdin else [beats]
+        self._inputs = [beats] if drain_s is None else [beats, 0]
         self._silent_s: float | None = None
         """Seconds since the last beat; None before the first."""
         self._left_s: float | None = None
         """Seconds until a server without a parent is killed."""
-        self._limit_s = drain_s + KILL_S
+        self._limit_s = (drain_s or 0.0) + KILL_S
 
     def watch(self) -> None:
         """Return when the server has ended."""
