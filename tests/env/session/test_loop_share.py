@@ -142,7 +142,7 @@ class Hangs(Slow):
     @tool(timeout=0.05)
     def hang(self):
         """Never return."""
-        self.blocker.wait(60)
+        self.blocker.wait(600)
         return "returned"
 
     @tool
