@@ -274,11 +274,17 @@ class StateUnavailable(WireError):
 _BY_TYPE: dict[str, type[WireError]] = {error.type: error for error in WireError.__subclasses__()}
 
 
+def _is_duration(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value <= 86_400  # type: ignore[operator]
+
+
 def from_wire(body: Any) -> WireError | None:
     """Rebuild the error that ``{"error": {...}}`` carries; None where the body is not one."""
     error = body.get("error") if isinstance(body, dict) else None
     if not isinstance(error, dict) or not isinstance(error.get("type"), str):
         return None
     details = {key: value for key, value in error.items() if key not in ("type", "message")}
+    if not _is_duration(details.get("retry_after", 0)):
+        del details["retry_after"]
     known = _BY_TYPE.get(error["type"], InternalError)
     return known(str(error.get("message", error["type"])), **details)

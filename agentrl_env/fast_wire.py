@@ -20,7 +20,7 @@ from pydantic_core import PydanticSerializationError, to_json
 from agentrl_env.errors import WireError
 from agentrl_env.types import TRUNCATED, Message, SessionStatus
 from agentrl_env.types import ToolCall as ToolCallModel
-from agentrl_env.wire import StepRequest
+from agentrl_env.wire import MAX_WAIT_S, StepRequest
 
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 """Errors of a decoder of these structures; the models then read the text, or say what is wrong."""
@@ -76,7 +76,7 @@ class FastBatch(Struct, frozen=True, gc=False):
     """``wire.StepBatch``."""
 
     steps: list[FastStep]
-    wait_s: Annotated[float, Meta(ge=0)] | None = None
+    wait_s: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] | None = None
 
 
 class ToolAnswer(Struct, frozen=True, gc=False):

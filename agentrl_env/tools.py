@@ -130,6 +130,10 @@ class TimeLimitReached(Exception):
     """The session's ``max_seconds`` have passed."""
 
 
+class LoopTimeSpent(Exception):
+    """The calls of a message have held the event loop for as long as one message may."""
+
+
 class StepBuilder:
     """The result of one step, built up while the tool calls of its message run.
 
@@ -176,6 +180,9 @@ class StepBuilder:
             except TimeLimitReached:
                 self._skip(calls[position:], "the time limit was reached")
                 raise
+            except LoopTimeSpent as error:
+                self._skip(calls[position:], str(error))
+                return
             self.messages += tool_messages(self._take(value), request.id, tool.name)
             if self.done:
                 self._skip(calls[position + 1 :], "the task has ended")

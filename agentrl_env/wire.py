@@ -27,6 +27,8 @@ LINK_PATH = "/v1/link"
 """WebSocket endpoint of a controller to which servers connect; the controller sends the calls."""
 SEED_BITS = 53
 """Seeds are below 2**53, so that every JSON parser represents them exactly."""
+MAX_WAIT_S = 3600.0
+"""Seconds that a call may ask to wait."""
 _INT64 = 2**63
 
 
@@ -56,7 +58,7 @@ class OpenRequest(_Model):
     index: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | str | None = None
     seed: int | None = Field(default=None, ge=0, lt=_INT64)
     sample: dict[str, Any] | None = None
-    wait_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    wait_s: float = Field(default=0.0, ge=0, le=MAX_WAIT_S, allow_inf_nan=False)
     """Seconds to wait in the fair queue of a full server; 0 fails at once."""
     request_id: str | None = Field(default=None, max_length=128)
     """Idempotency key: the same id again returns the same session."""
@@ -93,7 +95,7 @@ class StepBatch(_Model):
     """
 
     steps: Annotated[list[StepRequest], FailFast()]
-    wait_s: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    wait_s: float | None = Field(default=None, ge=0, le=MAX_WAIT_S, allow_inf_nan=False)
 
 
 class ForkBody(_Model):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +10,7 @@ import typer
 
 from agentrl_env.cli import options
 from agentrl_env.errors import AgentRLError
-from agentrl_env.server.parent_watch import signal_own_group, stop_at_end_of_input
+from agentrl_env.server.watchdog import STUCK_S, Watchdog, signal_own_group
 
 
 def serve(
@@ -25,6 +24,7 @@ def serve(
     lease: options.Lease = 900.0,
     drain: options.Drain = 30.0,
     oracle: options.Oracle = False,
+    stuck_after: options.StuckAfter = STUCK_S,
     token: options.ServerToken = None,
     token_file: options.TokenFile = None,
     insecure: options.Insecure = False,
@@ -58,8 +58,8 @@ def serve(
         log_messages=log_messages,
         traces=traces,
     )
-    if stop_with_stdin:
-        threading.Thread(target=stop_at_end_of_input, args=(drain, host == "none"), daemon=True).start()
+    watchdog = Watchdog(0.0 if workers > 1 else stuck_after, log_format)  # each worker has its own
+    watchdog.start(drain if stop_with_stdin else None, unreachable=host == "none")
     common: dict[str, Any] = {
         "host": host,
         "port": port,
@@ -74,7 +74,8 @@ def serve(
             each = ["--max-sessions", str(-(-max_sessions // workers)), "--lease", str(lease)]
             each += ["--slow-step", str(slow_step), *settings.arguments()]
             each += ["--oracle"] if oracle else []
-            serve_with_workers(targets, workers=workers, arguments=each, resume=resume, **common, **begun)
+            common |= {"workers": workers, "arguments": each, "resume": resume, "stuck_s": stuck_after}
+            serve_with_workers(targets, **common, **begun)
             return
         run(
             targets,
@@ -83,6 +84,7 @@ def serve(
             lease_s=lease,
             controllers=controller or (),
             slow_step_s=slow_step,
+            watchdog=watchdog,
             **common,
             **begun,
         )

@@ -93,6 +93,15 @@ Drain = Annotated[
     float,
     sessions_option(metavar="SECONDS", help="The time that open sessions get when the server stops."),
 ]
+StuckAfter = Annotated[
+    float,
+    sessions_option(
+        min=0,
+        metavar="SECONDS",
+        help="Kill a process where its event loop has not run for this long; 0 never does. "
+        "--workers and up start another.",
+    ),
+]
 Oracle = Annotated[bool, sessions_option("--oracle", help="Let clients ask the task's expert.")]
 WorkerCount = Annotated[
     int,

@@ -25,6 +25,7 @@ from agentrl_env.wire import (
     EXPERT,
     FORK,
     INFO,
+    MAX_WAIT_S,
     OPEN,
     OPEN_MANY,
     TASKS,
@@ -275,6 +276,6 @@ def _request(
         index=index,
         seed=seed,
         sample=sample,
-        wait_s=wait,
+        wait_s=min(wait, MAX_WAIT_S),
         request_id=secrets.token_urlsafe(12),
     )

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from agentrl_env.errors import LaunchError
 from agentrl_env.launch.docker import ContainerLimits
+from agentrl_env.server.watchdog import STUCK_S
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid")
 
@@ -54,6 +55,7 @@ class TaskConfig(BaseModel):
     lease: float = Field(default=900.0, gt=0.0)
     drain: float = Field(default=30.0, ge=0.0)
     oracle: bool = False
+    stuck_after: float = Field(default=STUCK_S, ge=0.0, allow_inf_nan=False)
     network: str = "none"
     environment: dict[str, str] = Field(default_factory=dict)
     limits: ContainerLimits = ContainerLimits()
@@ -82,7 +84,7 @@ class TaskConfig(BaseModel):
 
     def serve_options(self) -> dict[str, Any]:
         """Return the options of ``ServeOptions`` that concern sessions."""
-        return self.model_dump(include={"max_sessions", "lease", "drain", "oracle"})
+        return self.model_dump(include={"max_sessions", "lease", "drain", "oracle", "stuck_after"})
 
 
 class FleetConfig(BaseModel):

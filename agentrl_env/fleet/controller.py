@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
+import msgspec
 from pydantic import BaseModel
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
 from agentrl_env.errors import (
-    InvalidRequest,
     ServerDraining,
     SessionLost,
     StateUnavailable,
@@ -25,6 +25,7 @@ from agentrl_env.errors import (
 from agentrl_env.fast_wire import FastBatch, FastStep, Step, encode
 from agentrl_env.fleet.failover import Failover
 from agentrl_env.fleet.registry import BEAT_S, Registry
+from agentrl_env.fleet.remote_server import RemoteServer
 from agentrl_env.fleet.scheduler import Opener, Placement
 from agentrl_env.fleet.store import FleetStore, MemoryStore
 from agentrl_env.session.listing import merge_lists
@@ -34,6 +35,7 @@ from agentrl_env.types import SessionInfo
 from agentrl_env.wire import (
     EMPTY,
     EmptyRequest,
+    ExpertAnswer,
     FleetInfo,
     ForkAnswer,
     ForkRequest,
@@ -43,11 +45,14 @@ from agentrl_env.wire import (
     SessionRequest,
     StepBatch,
     TaskList,
+    Transcript,
     TranscriptRequest,
     choose_task,
 )
 
-_RESULTS = b'{"results":['
+LIST_S = 2.0
+"""Seconds that a server may take to list its sessions; its sessions are missing after that."""
+SHUTTING_DOWN = "the controller is shutting down; open sessions at another"
 
 
 class FleetService:
@@ -56,6 +61,7 @@ class FleetService:
     Args:
         store: shared with the other controllers; by default there are none.
         lost_after_s: seconds without a heartbeat after which a server's sessions are lost.
+        stuck_after_s: as for ``Registry``.
         queue_s: minimum of the seconds that an opening waits for a place.
         adoption_s: seconds that a session of a lost server waits for a place; ``queue_s`` by default.
         task_limits: maximum number of sessions of a task in the whole fleet.
@@ -71,6 +77,7 @@ class FleetService:
         *,
         store: FleetStore | None = None,
         lost_after_s: float = 5.0,
+        stuck_after_s: float = 0.0,
         queue_s: float = 30.0,
         adoption_s: float | None = None,
         task_limits: Mapping[str, int] | None = None,
@@ -82,12 +89,16 @@ class FleetService:
         self.store: FleetStore = store or MemoryStore(clock)
         self._queue_s = queue_s
         self.registry = Registry(
-            self.store, lost_after_s=lost_after_s, on_room=lambda: self._placement.serve(), clock=clock
+            self.store,
+            lost_after_s=lost_after_s,
+            stuck_after_s=stuck_after_s,
+            on_room=lambda: self._placement.serve(),
+            clock=clock,
         )
         self.servers = self.registry.servers
         """Servers by id."""
         self._placement = Placement(self.servers, task_limits=task_limits or {}, client_limit=client_limit)
-        self._opener = Opener(self.registry.find, self._placement, self.store, clock)
+        self._opener = Opener(self.registry, self._placement, self.store, clock)
         self._openings: SingleFlight[bytes] = SingleFlight()
         if resume:
             wait_s = queue_s if adoption_s is None else adoption_s
@@ -108,6 +119,11 @@ class FleetService:
             "agentrl_sessions_waiting": float(self._placement.waiting),
             "agentrl_sessions_capacity": float(sum(server.capacity for server in servers)),
         }
+
+    def check_ready(self) -> None:
+        """Raise ServerDraining where no session can be opened."""
+        if self.draining:
+            raise ServerDraining(SHUTTING_DOWN)
 
     async def start(self) -> None:
         """Connect to the store, and begin to watch the servers. Raises ServeError."""
@@ -163,10 +179,18 @@ class FleetService:
     async def sessions(self, request: SessionQuery) -> SessionList:
         """Return the sessions of all servers, newest first."""
         text = _json(request)
-        calls = [server.call("sessions", text) for server in self.servers.values() if server.linked]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        lists = [SessionList.model_validate_json(answer) for answer in answers if isinstance(answer, bytes)]
-        return merge_lists(lists, request)
+
+        async def ask(server: RemoteServer) -> SessionList | None:
+            """Return the sessions of a server; None where it does not answer in time."""
+            with suppress(WireError, TimeoutError):
+                async with asyncio.timeout(LIST_S):
+                    answer = await server.call("sessions", text)
+                return await self.registry.checked(server, answer, SessionList.model_validate_json)
+            return None
+
+        linked = [server for server in self.servers.values() if server.linked]
+        lists = await asyncio.gather(*map(ask, linked))
+        return merge_lists([found for found in lists if found is not None], request)
 
     async def transcript(self, request: TranscriptRequest) -> bytes:
         """Return the last turns of a session."""
@@ -204,7 +228,7 @@ class FleetService:
 
     async def _open(self, request: OpenRequest, key: str) -> bytes:
         if self.draining:
-            raise ServerDraining("the controller is shutting down; open sessions at another")
+            raise ServerDraining(SHUTTING_DOWN)
         tasks = self.registry.tasks
         await self.registry.wait_at_startup(lambda: request.task in tasks or bool(tasks and not request.task))
         request = request.model_copy(update={"task": choose_task(request.task, tasks)})
@@ -216,6 +240,7 @@ class FleetService:
             server = await self._routing.find(session_id)
             try:
                 answer = await server.call(call, request)
+                await self.registry.checked(server, answer, _READ[call])
                 await self._routing.confirm([session_id])
                 return answer
             except SessionLost:
@@ -258,17 +283,25 @@ class FleetService:
                     return await self._step_many(steps, wait_s)  # they have moved to several servers
             try:
                 answer = await server.call("step_many", request)
+                results = await self.registry.checked(server, answer, partial(_split, len(steps)))
                 try:
                     await self._routing.confirm(session_ids)
                 except StateUnavailable:
                     return [StepPending(STEP_PENDING)] * len(steps)
-                return _split(answer, len(steps))
+                return results
             except SessionLost:
                 if not self.resumes:
                     raise
             return await self._step_many(steps, wait_s)
         except WireError as error:
             return [error] * len(steps)
+
+
+class _Results(msgspec.Struct):
+    results: list[msgspec.Raw]
+
+
+_RESULTS, _JSON = msgspec.json.Decoder(_Results), msgspec.json.Decoder(msgspec.Raw)
 
 
 def _json(request: BaseModel) -> bytes:
@@ -282,12 +315,27 @@ def _step_json(step: Step) -> bytes:
     return encode(step)
 
 
-def _split(answer: bytes, number: int) -> list[bytes | WireError]:
-    """Return the results of a batch, each as JSON."""
-    parts: list[bytes | WireError] = [*answer[len(_RESULTS) : -2].split(b",\n")]
-    if answer.startswith(_RESULTS) and len(parts) == number:
-        return parts
-    results = from_json(answer).get("results", [])
-    if len(results) != number:
-        raise InvalidRequest(f"a server answered {len(results)} of {number} steps")
-    return [to_json(result) for result in results]
+def _split(number: int, answer: bytes) -> list[bytes | WireError]:
+    """Return the results of a batch, each as JSON. Raises ValueError or MsgspecError."""
+    parts: list[bytes | WireError] = [_object(result) for result in _RESULTS.decode(answer).results]
+    if len(parts) != number:
+        raise ValueError("not one result for each step")
+    return parts
+
+
+def _object(answer: bytes | msgspec.Raw) -> bytes:
+    """Return an answer that is a JSON object; what it holds concerns its own session only."""
+    text = bytes(answer)
+    if not text.startswith(b"{"):
+        raise ValueError("not an object")
+    return text
+
+
+_READ: dict[str, Callable[[bytes], object]] = {
+    "step": lambda answer: _object(_JSON.decode(answer)),
+    "info": SessionInfo.model_validate_json,
+    "transcript": Transcript.model_validate_json,
+    "expert": ExpertAnswer.model_validate_json,
+    "fork": ForkAnswer.model_validate_json,
+}
+"""Readers of the answers of a session's calls; only those of steps are not read in full."""

@@ -100,5 +100,6 @@ async def _read(websocket: WebSocket, registry: Registry, server_id: str, outbox
             else:
                 registry.routing.hear(server_id, frame)
         except ValueError:
+            await registry.lose(server_id, "it sent what is not a frame of a link")
             await websocket.close(1008, "not a frame of a link")
             return

@@ -8,13 +8,16 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import TypeVar
 
-from agentrl_env.errors import SessionLost, StateUnavailable, UnknownSession
+from agentrl_env.errors import SessionLost, StateUnavailable, UnknownSession, WireError
+from agentrl_env.fast_wire import UNREADABLE
 from agentrl_env.fleet.remote_server import Outbox, RemoteServer
 from agentrl_env.fleet.store import FleetStore
 from agentrl_env.types import TaskInfo
 from agentrl_env.wire import Beat, Hello, SessionRequest, Welcome
 
+T = TypeVar("T")
 logger = logging.getLogger("agentrl_env")
 
 BEAT_S = 1.0
@@ -38,6 +41,8 @@ class Registry:
     Args:
         store: shared with the other controllers.
         lost_after_s: seconds without a heartbeat after which a server's sessions are lost.
+        stuck_after_s: the same over a link that is open, where that is longer: such a server is busy, and
+            its watchdog kills it where it stays so.
         on_room: callback when a server may have room.
         clock: seconds, monotonic.
     """
@@ -47,6 +52,7 @@ class Registry:
         store: FleetStore,
         *,
         lost_after_s: float,
+        stuck_after_s: float = 0.0,
         on_room: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -57,6 +63,7 @@ class Registry:
         """Finds the server of a session."""
         self._store = store
         self._lost_after_s = lost_after_s
+        self._stuck_after_s = max(lost_after_s, stuck_after_s)
         self._on_room = on_room
         self._clock = clock
         self._started = -math.inf
@@ -70,6 +77,8 @@ class Registry:
         """Servers that have shut down in order."""
         self._unreported: set[str] = set()
         """Lost servers that the store could not be told of."""
+        self._probes: dict[str, asyncio.Task[None]] = {}
+        """Calls to servers that have not answered for a while."""
         self._reported: dict[str, float] = {}
         """Last heartbeat of each server that the store was told of."""
         self._watching: asyncio.Task[None] | None = None
@@ -83,6 +92,8 @@ class Registry:
         """Stop watching."""
         if self._watching is not None:
             self._watching.cancel()
+        for probe in self._probes.values():
+            probe.cancel()
 
     async def join(self, hello: Hello, outbox: Outbox) -> bool:
         """Accept the link of a server; return False where its sessions were declared lost before."""
@@ -190,12 +201,41 @@ class Registry:
             silent_s = self._clock() - max(server.seen, self._awake)
             if await self.is_lost(server.server_id):
                 continue
-            if silent_s < self._lost_after_s:
+            limit_s = self._stuck_after_s if server.linked else self._lost_after_s
+            mute_s = server.mute_s()
+            if mute_s > 2 * self._lost_after_s:
+                await self.lose(server.server_id, f"heartbeats, but no answer for {mute_s:.0f} s")
+                continue
+            if mute_s > self._lost_after_s / 2:
+                self._probe(server)
+            if silent_s < limit_s:
                 await self._report_alive(server)
             elif await self._heard_elsewhere(server, silent_s):
                 server.cut()  # alive, but not over this link
             else:
-                await self.lose(server.server_id, f"no heartbeat for {self._lost_after_s:g} s")
+                await self.lose(server.server_id, f"no heartbeat for {limit_s:g} s")
+
+    async def checked(self, server: RemoteServer, answer: bytes, read: Callable[[bytes], T]) -> T:
+        """Return what ``read`` makes of an answer; a server whose answer it cannot read is put aside.
+
+        Raises SessionLost then.
+        """
+        try:
+            return read(answer)
+        except UNREADABLE:
+            await self.lose(server.server_id, "it answered a call with something else than an answer")
+            raise SessionLost(LOST, server=server.server_id) from None
+
+    def _probe(self, server: RemoteServer) -> None:
+        """Make a call that every server answers at once: calls of sessions may take long."""
+
+        async def ask() -> None:
+            with suppress(WireError):
+                await server.call("fleet", b'{"probe":true}')
+
+        if server.server_id not in self._probes:
+            probe = self._probes[server.server_id] = asyncio.create_task(ask())
+            probe.add_done_callback(lambda _: self._probes.pop(server.server_id, None))
 
     async def _report_lost(self, server_id: str) -> None:
         await self._store.report_lost(server_id)

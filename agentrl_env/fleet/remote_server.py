@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import re
 import time
 from collections import Counter, OrderedDict, deque
@@ -13,11 +14,13 @@ from functools import partial
 
 from pydantic_core import from_json, to_json
 
-from agentrl_env.errors import InternalError, SessionLost, WireError, from_wire
+from agentrl_env.errors import SessionLost, WireError, from_wire
 from agentrl_env.server.telemetry.tracing import traceparent
 from agentrl_env.types import TaskInfo
 from agentrl_env.wire import Beat, Hello, ServerSummary, SessionRow
 
+SILENT_S = 3.0
+"""Seconds without a heartbeat after which a server is busy or lost, rather than mute."""
 _ANSWER = re.compile(rb'\{"id":(\d+),"(result|error)":')
 
 
@@ -100,6 +103,10 @@ class RemoteServer:
         self._calls: dict[int, _Call] = {}
         self._outbox: Outbox | None = None
         self._lost: Callable[[], WireError] | None = None
+        self._asked = False
+        """True if there was a call since the last answer."""
+        self._answered = -math.inf
+        self._mute_since: float | None = None
         self.greet(hello)
 
     def greet(self, hello: Hello) -> None:
@@ -181,7 +188,8 @@ class RemoteServer:
 
     def hear_answer(self, frame: bytes) -> None:
         """Pass an answer to its caller. Raises ValueError where the frame is no answer."""
-        self.seen = self._clock()
+        self.seen = self._answered = self._clock()
+        self._asked = False
         match = _ANSWER.match(frame)
         if match is None:
             raise ValueError("not an answer")
@@ -193,7 +201,9 @@ class RemoteServer:
             call.answer.set_result(body)
         else:
             error = from_wire({"error": from_json(body)})
-            call.answer.set_exception(error or InternalError("a server answered a malformed error"))
+            if error is None:
+                raise ValueError("not an error")
+            call.answer.set_exception(error)
 
     async def call(self, name: str, request: bytes) -> bytes:
         """Make a call; return its result as JSON.
@@ -210,6 +220,7 @@ class RemoteServer:
         span = traceparent()
         trace = b"" if span is None else b'"traceparent":%b,' % to_json(span)
         frame = b'{"id":%d,"call":"%b",%b%b' % (number, name.encode(), trace, request[1:])
+        self._asked = True
         call = self._calls[number] = _Call(frame, asyncio.get_running_loop().create_future())
         if self._outbox is not None:
             self._outbox.put_call(number, frame)
@@ -219,6 +230,15 @@ class RemoteServer:
             del self._calls[number]
             if self._outbox is not None:
                 self._outbox.drop_call(number)
+
+    def mute_s(self) -> float:
+        """Return the seconds, as far as previous looks saw, in which heartbeats came, and no answer."""
+        now = self._clock()
+        if not self._asked or not self.linked or now - self.seen > SILENT_S:
+            self._mute_since = None
+        elif self._mute_since is None or self._mute_since < self._answered:
+            self._mute_since = now
+        return 0.0 if self._mute_since is None else now - self._mute_since
 
     def lose(self, reason: str) -> None:
         """Fail all calls, now and later, with SessionLost, and end the link."""

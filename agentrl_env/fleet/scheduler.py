@@ -7,6 +7,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 
 from agentrl_env.errors import (
     ServerDraining,
@@ -16,7 +17,7 @@ from agentrl_env.errors import (
     UnknownSession,
     WireError,
 )
-from agentrl_env.fleet.registry import close_session
+from agentrl_env.fleet.registry import Registry, close_session, home
 from agentrl_env.fleet.remote_server import RemoteServer, decrement
 from agentrl_env.fleet.store import FleetStore
 from agentrl_env.types import SessionInfo
@@ -153,7 +154,7 @@ class Opener:
     at this controller or another, returns the same session.
 
     Args:
-        find: returns a server by its id, like ``Registry.find``.
+        registry: the servers.
         placement: reserves places.
         store: claims.
         clock: seconds, monotonic.
@@ -161,12 +162,12 @@ class Opener:
 
     def __init__(
         self,
-        find: Callable[[str], Awaitable[RemoteServer]],
+        registry: Registry,
         placement: Placement,
         store: FleetStore,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._find = find
+        self._registry = registry
         self._placement = placement
         self._store = store
         self._clock = clock
@@ -208,9 +209,11 @@ class Opener:
     async def _open_at(self, server_id: str, request: OpenRequest, key: str) -> bytes | None:
         """Open the session on the server with the claim; where that cannot, drop the claim."""
         with suppress(SessionLost, UnknownSession):
-            server = await self._find(server_id)
+            server = await self._registry.find(server_id)
             try:
-                return await self._ask(server, request, key)
+                opened = await self._ask(server, request, key)
+                await self._registry.checked(server, opened, partial(_check_opened, server.server_id))
+                return opened
             except ServerFull:
                 server.full = True
             except ServerDraining:
@@ -239,6 +242,12 @@ class Opener:
         closing = asyncio.create_task(ignore_errors(close_session(server, session_id)))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
+
+
+def _check_opened(server_id: str, answer: bytes) -> None:
+    """Raise ValueError where a server has not opened a session of its own."""
+    if home(SessionInfo.model_validate_json(answer).session_id) != server_id:
+        raise ValueError("a session of another server")
 
 
 def _full(request: OpenRequest) -> ServerFull:

@@ -20,10 +20,11 @@ from agentrl_env.launch.process import ServerHandle, ServerProcess
 from agentrl_env.server.app import create_app
 from agentrl_env.server.auth import is_link_token, link_token
 from agentrl_env.server.limits import Limits
-from agentrl_env.server.serve import print_now, run_until_stopped
+from agentrl_env.server.serve import print_now, run_until_stopped, sessions_get
 from agentrl_env.server.sockets import Listener
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.server.telemetry.tracing import Tracing
+from agentrl_env.server.watchdog import STUCK_S
 from agentrl_env.session.pool import place_of
 from agentrl_env.wire import LINK_PATH
 
@@ -31,6 +32,8 @@ logger = logging.getLogger("agentrl_env")
 
 STOP_S = 3.0
 """Seconds that a stopping controller waits for answers; then callers may ask another controller."""
+STUCK_MARGIN_S = 2.0
+"""Seconds after which a server that its watchdog has not killed is lost."""
 ADOPTION_S = 30.0
 """Seconds that a session waits for a place on another worker, or for its own worker to restart."""
 
@@ -85,6 +88,11 @@ class ControllerServer:
         """The line that announces that the controller is ready, with its address."""
         return f"controlling a fleet at {self.url}"
 
+    @property
+    def drain_notice(self) -> str:
+        """Empty: sessions go on in their servers."""
+        return ""
+
     async def start(self) -> None:
         """Start to answer requests. Raises ServeError where Redis does not answer."""
         try:
@@ -117,6 +125,7 @@ class WorkerServer:
         arguments: further options of ``agentrl-env serve`` for each.
         drain_s: seconds that open sessions get to end when the server stops.
         resume: as for ``FleetService``.
+        stuck_s: seconds without its event loop after which a process is killed and replaced; 0 never does.
         options: of ``ControllerServer``.
     """
 
@@ -128,9 +137,12 @@ class WorkerServer:
         arguments: Sequence[str],
         drain_s: float,
         resume: bool = False,
+        stuck_s: float = STUCK_S,
         **options: Any,
     ) -> None:
-        self._fleet = FleetService(queue_s=0.0, adoption_s=ADOPTION_S, resume=resume)
+        self._fleet = FleetService(
+            queue_s=0.0, adoption_s=ADOPTION_S, resume=resume, stuck_after_s=stuck_s + STUCK_MARGIN_S
+        )
         self._controller = ControllerServer(self._fleet, **options)
         self._drain_s = drain_s
         make = partial(
@@ -139,6 +151,7 @@ class WorkerServer:
             controllers=[self._controller.local_url],
             token=link_token(options.get("token") or secrets.token_urlsafe()),
             drain=drain_s,
+            stuck_after=stuck_s,
             arguments=arguments,
             forward_output=True,
             start_timeout=START_S,
@@ -155,6 +168,11 @@ class WorkerServer:
         """The line that announces that the server is ready, with its address."""
         tasks = ", ".join(sorted({task for server in self._fleet.servers.values() for task in server.tasks}))
         return f"serving {tasks} at {self._controller.url} with {len(self._supervisor.replicas)} workers"
+
+    @property
+    def drain_notice(self) -> str:
+        """The sessions that a drain waits for, in words; empty where there are none."""
+        return sessions_get(int(self._fleet.gauges()["agentrl_sessions_open"]), self._drain_s)
 
     async def start(self) -> None:
         """Return once every worker serves. Raises ServeError if one ends at once."""

@@ -15,13 +15,13 @@ from rich.table import Table
 
 from agentrl_env.fleet.config import FleetConfig, TaskConfig
 from agentrl_env.fleet.controller import FleetService
-from agentrl_env.fleet.serve import ControllerServer
+from agentrl_env.fleet.serve import STUCK_MARGIN_S, ControllerServer
 from agentrl_env.fleet.supervisor import START_S, Replica, Supervisor
 from agentrl_env.launch.docker import DockerServer
 from agentrl_env.launch.image import build_image
 from agentrl_env.launch.process import ServerHandle, ServerProcess
 from agentrl_env.server.auth import link_token
-from agentrl_env.server.serve import print_now, run_until_stopped
+from agentrl_env.server.serve import print_now, run_until_stopped, sessions_get
 
 _REFRESH_S = 0.5
 
@@ -40,7 +40,11 @@ class LocalFleet:
     def __init__(self, config: FleetConfig, report: Callable[[str], None] = lambda line: None) -> None:
         self._config = config
         settings = config.controller
-        sessions = FleetService(queue_s=settings.queue, resume=settings.resume)
+        sessions = FleetService(
+            queue_s=settings.queue,
+            resume=settings.resume,
+            stuck_after_s=max(task.stuck_after for task in config.tasks) + STUCK_MARGIN_S,
+        )
         self._controller = ControllerServer(
             sessions, host=settings.host, port=settings.port, token=config.token
         )
@@ -58,6 +62,12 @@ class LocalFleet:
         """The line that announces that the fleet is ready, with its address."""
         servers = ", ".join(f"{task.name} x{task.replicas}" for task in self._config.tasks)
         return f"fleet {self._config.name} at {self.url}: {servers}"
+
+    @property
+    def drain_notice(self) -> str:
+        """The sessions that a drain waits for, in words; empty where there are none."""
+        open_sessions = sum(len(server.sessions) for server in self._controller.fleet.servers.values())
+        return sessions_get(open_sessions, max(task.drain for task in self._config.tasks))
 
     async def start(self) -> None:
         """Return once every server has joined the fleet. Raises AgentRLError if one cannot start."""

@@ -23,6 +23,7 @@ import httpx
 
 from agentrl_env.client.loop_thread import LoopThread
 from agentrl_env.errors import ServeError
+from agentrl_env.server.watchdog import STUCK_S
 
 if TYPE_CHECKING:
     from agentrl_env.environment import Environment
@@ -45,6 +46,7 @@ class ServeOptions:
         lease: seconds a session may be idle.
         drain: seconds that open sessions get to end when the server stops.
         oracle: whether clients may call ``expert``.
+        stuck_after: seconds without its event loop after which the server is killed; 0 never does.
         start_timeout: seconds until the server must answer.
         controllers: ``http://HOST:PORT`` of controllers to connect to; the server then has no address of
             its own.
@@ -57,6 +59,7 @@ class ServeOptions:
     lease: float = 900.0
     drain: float = 0.0
     oracle: bool = False
+    stuck_after: float = STUCK_S
     start_timeout: float = 60.0
     controllers: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -72,7 +75,10 @@ class ServeOptions:
     def session_arguments(self) -> list[str]:
         """Return the options of ``agentrl-env serve`` that concern sessions."""
         options = ["--max-sessions", str(self.max_sessions), "--lease", str(self.lease)]
-        return [*options, "--drain", str(self.drain), *(["--oracle"] if self.oracle else [])]
+        options += ["--drain", str(self.drain), *(["--oracle"] if self.oracle else [])]
+        if self.stuck_after != STUCK_S:
+            options += ["--stuck-after", str(self.stuck_after)]
+        return options
 
 
 class ServerHandle(ABC):

@@ -28,7 +28,6 @@ from agentrl_env.server.service import Service
 from agentrl_env.server.telemetry.metrics import CONTENT_TYPE, Metrics, measure_loop_lag
 from agentrl_env.server.telemetry.tracing import Tracing
 from agentrl_env.server.websocket import websocket_endpoint
-from agentrl_env.session.capacity import DRAINING
 from agentrl_env.session.pool import VERSION
 from agentrl_env.wire import CALLS, OPEN, OPEN_MANY, SOCKET_PATH, Call, Error, Health
 
@@ -139,17 +138,18 @@ def _add_probes(app: FastAPI, api: Api, *, secured: bool) -> None:
     async def health() -> Health:
         return Health(status="draining" if service.draining else "ok")
 
-    draining: dict[int | str, dict[str, Any]] = {503: {"model": Error, "description": "`server_draining`"}}
+    unready: dict[int | str, dict[str, Any]] = {
+        503: {"model": Error, "description": "`server_draining`, `server_full`"}
+    }
 
     @app.get(
         "/ready",
         summary="Return whether new sessions are accepted.",
         operation_id="ready",
-        responses=draining,
+        responses=unready,
     )
     async def ready() -> Health:
-        if service.draining:
-            raise e.ServerDraining(DRAINING)
+        service.check_ready()
         return Health(status="ready")
 
     @app.get(

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentrl_env.errors import InvalidRequest, ServeError
 from agentrl_env.fast_wire import AnyToolCall, AssistantMessage
+from agentrl_env.session.session import MESSAGE_LOOP_S
 
 MAX_BUCKETS = 10_000
 """Number of clients whose rates are kept; the least recent are dropped first."""
@@ -33,6 +34,8 @@ class Limits(BaseModel):
             16 times as many in any other call.
         max_message_chars: size of one assistant message: its text, and the names and arguments of its calls.
         max_tool_calls: calls in one assistant message.
+        message_loop_s: seconds for which the calls of one message may hold the event loop, where a task's
+            methods run there (``blocking = False``); the model is told that further ones were not executed.
         max_batch_steps: items of one ``POST /v1/step``.
         max_batch_opens: sessions of one ``POST /v1/sessions``.
         max_forks: sessions of one ``POST /v1/sessions/{id}/fork``.
@@ -52,6 +55,7 @@ class Limits(BaseModel):
     max_values: int = Field(default=65_536, ge=64)
     max_message_chars: int = Field(default=1_000_000, ge=1)
     max_tool_calls: int = Field(default=128, ge=1)
+    message_loop_s: float = Field(default=MESSAGE_LOOP_S, gt=0, allow_inf_nan=False)
     max_batch_steps: int = Field(default=16_384, ge=1)
     max_batch_opens: int = Field(default=1024, ge=1)
     max_forks: int = Field(default=256, ge=1)

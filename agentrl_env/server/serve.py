@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -24,6 +25,7 @@ from agentrl_env.server.sockets import Listener
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.server.telemetry.session_metrics import SLOW_STEP_S, SessionMetrics
 from agentrl_env.server.telemetry.tracing import Tracing
+from agentrl_env.server.watchdog import Watchdog
 from agentrl_env.session.pool import SessionPool
 
 logger = logging.getLogger("agentrl_env")
@@ -88,6 +90,7 @@ class EnvServer:
         self._listener = None if host == NOWHERE else Listener(host, port, token=own, insecure=insecure)
         self.url = self._listener.url if self._listener else ""
         self.metrics = Metrics()
+        self._limits = limits or Limits()
         self.pool = SessionPool(
             environments,
             max_sessions=max_sessions,
@@ -95,8 +98,8 @@ class EnvServer:
             oracle=oracle,
             threads=threads,
             observer=SessionMetrics(self.metrics, slow_step_s, tracing=tracing is not None),
+            message_loop_s=self._limits.message_loop_s,
         )
-        self._limits = limits or Limits()
         self._app = create_app(self.pool, self.metrics, token=own, limits=self._limits, tracing=tracing)
         self._links = (
             ControllerLinks(self.pool, self.metrics, controllers, token, tracing) if controllers else None
@@ -111,6 +114,11 @@ class EnvServer:
         where = f" at {self.url}" if self.url else ""
         through = " through its controller" if self._links is not None else ""
         return f"serving {', '.join(self.names)}{where}{through}"
+
+    @property
+    def drain_notice(self) -> str:
+        """The sessions that a drain waits for, in words; empty where there are none."""
+        return sessions_get(self.pool.open_sessions, self._drain_s)
 
     async def start(self) -> None:
         """Start to answer requests. Raises ServeError where the startup of a task fails."""
@@ -151,6 +159,10 @@ class Running(Protocol):
     def announcement(self) -> str:
         """The line that announces that it is ready."""
 
+    @property
+    def drain_notice(self) -> str:
+        """The sessions that a drain waits for, in words; empty where there are none."""
+
     async def start(self) -> None:
         """Start to answer requests."""
 
@@ -165,6 +177,7 @@ def serve(
     targets: Sequence[str | type[Environment]],
     *,
     announce: Callable[[str], None] | None = None,
+    watchdog: Watchdog | None = None,
     **options: object,
 ) -> None:
     """Serve until SIGINT or SIGTERM: the first drains, a second one stops at once.
@@ -172,17 +185,29 @@ def serve(
     Args:
         targets: as for ``EnvServer``.
         announce: receives the line that announces that the server is ready; prints it by default.
+        watchdog: of this process, started; it watches the event loop from now on.
         options: of ``EnvServer``.
     """
     server = EnvServer(targets, **options)  # type: ignore[arg-type]
-    run_until_stopped(server, announce or print_now)
+    run_until_stopped(server, announce or print_now, watchdog)
 
 
-def run_until_stopped(server: Running, announce: Callable[[str], None]) -> None:
+def run_until_stopped(
+    server: Running, announce: Callable[[str], None], watchdog: Watchdog | None = None
+) -> None:
     """Run a server on its own event loop until SIGINT or SIGTERM; a second one stops at once."""
     factory = uvicorn.Config("").get_loop_factory()  # uvloop where it is installed
     with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(_serve(server, announce))
+        runner.run(_serve(server, announce, watchdog))
+
+
+def sessions_get(number: int, drain_s: float) -> str:
+    """Return what the drain of a number of open sessions waits for; empty where there are none."""
+    if not number:
+        return ""
+    if not drain_s:
+        return f"{number} open sessions end"
+    return f"{number} open sessions get {drain_s:g} s to end; a second signal ends them at once"
 
 
 def print_now(line: str) -> None:
@@ -190,18 +215,27 @@ def print_now(line: str) -> None:
     print(line, flush=True)
 
 
-async def _serve(server: Running, announce: Callable[[str], None]) -> None:
+async def _serve(server: Running, announce: Callable[[str], None], watchdog: Watchdog | None) -> None:
     stop = asyncio.Event()
 
-    def on_signal() -> None:
+    def log(event: str, **facts: str) -> None:
+        logger.info(event, extra={"facts": {"pid": os.getpid(), **facts}})
+
+    def on_signal(number: signal.Signals) -> None:
         if stop.is_set():
-            logger.info("stopping at once", extra={"facts": {"pid": os.getpid()}})
+            log("stopping at once", signal=number.name)
             server.stop_waiting()
+            return
         stop.set()
+        notice = server.drain_notice
+        log("draining", signal=number.name, what=notice or "no session is open")
+        if notice:
+            with contextlib.suppress(OSError):  # the reader of standard output may be gone
+                announce(f"draining after {number.name}: {notice}")
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, on_signal, number)
     starting = asyncio.ensure_future(server.start())
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -213,8 +247,10 @@ async def _serve(server: Running, announce: Callable[[str], None]) -> None:
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         announce(server.announcement)
-        logger.info("started", extra={"facts": {"what": server.announcement, "pid": os.getpid()}})
+        log("started", what=server.announcement)
+    beating = asyncio.create_task(watchdog.keep_beating()) if watchdog is not None else None
     await stopping
-    logger.info("draining", extra={"facts": {"pid": os.getpid()}})
     await server.stop()
-    logger.info("stopped", extra={"facts": {"pid": os.getpid()}})
+    if beating is not None:
+        beating.cancel()
+    log("stopped")

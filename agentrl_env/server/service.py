@@ -37,6 +37,9 @@ class Service(Protocol):
     def gauges(self) -> Mapping[str, float]:
         """Return the gauges of ``/metrics``."""
 
+    def check_ready(self) -> None:
+        """Raise ServerDraining or ServerFull where no session can be opened, with the reason."""
+
     async def tasks(self, request: EmptyRequest) -> TaskList | bytes:
         """Return the tasks."""
 

@@ -29,10 +29,14 @@ QUICK_JOBS = 20
 """Jobs per thread and interval above which jobs are quick, and more threads would not help."""
 REPLACEMENT_FACTOR = 4
 """Maximum number of threads, as a multiple of ``limit``, where jobs never return."""
-MIN_CEILING = 64
+MIN_CEILING = 256
 """Lower bound of that maximum."""
 WATCH_S = 0.02
 """Interval in which new jobs that have not ended get a timer for their deadline."""
+SLICE_S = 0.005
+"""Seconds of author code on the event loop after which the loop does everything else once."""
+MAX_RELEASED = 256
+"""Calls that get their turn at once, where those before were quick."""
 
 
 class AuthorTimeout(Exception):
@@ -166,6 +170,55 @@ class _Inbox:
             job.check_deadline()
 
 
+class LoopShare:
+    """Divides an event loop between author code that runs on it and everything else.
+
+    Once calls have taken ``SLICE_S`` seconds together, further ones wait in order until the loop has run:
+    other callers, timers and heartbeats wait for one call at most, however many are sent at once.
+    """
+
+    def __init__(self) -> None:
+        self.taken = False
+        """True while further calls must wait for their turn."""
+        self._seconds = 0.0
+        self._released = 1
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def charge(self, seconds: float) -> None:
+        """Count a call that has ended."""
+        self._seconds += seconds
+        if self._seconds > SLICE_S and not self.taken:
+            self.taken, self._loop = True, asyncio.get_running_loop()
+            self._loop.call_soon(self._open)
+
+    async def turn(self) -> None:
+        """Wait for a turn."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # the last calls ran on a loop that has ended
+            self.taken, self._seconds = False, 0.0
+            self._waiting.clear()
+            return
+        waiter = loop.create_future()
+        self._waiting.append(waiter)
+        await waiter
+        while self._seconds > SLICE_S:  # a call that was released before has taken the slice
+            waiter = loop.create_future()
+            self._waiting.appendleft(waiter)
+            await waiter
+
+    def _open(self) -> None:
+        quick, self._seconds = self._seconds <= SLICE_S, 0.0
+        self._released = min(2 * self._released, MAX_RELEASED) if quick else 1
+        for _ in range(min(self._released, len(self._waiting))):
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+        self.taken = bool(self._waiting)
+        if self._waiting and self._loop is not None:
+            self._loop.call_soon(self._open)  # after the calls that were released
+
+
 class ThreadPool:
     """At most ``limit`` daemon threads: code that never returns cannot keep the process alive.
 
@@ -192,11 +245,18 @@ class ThreadPool:
         self._stopped = False
         self._wake_ups: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._inbox: _Inbox | None = None
+        self.loop_share = LoopShare()
+        """Of the calls that run on no thread."""
 
     @property
     def abandoned(self) -> int:
         """Number of threads whose job runs past its deadline."""
         return len(self._abandoned)
+
+    @property
+    def exhausted(self) -> bool:
+        """True where every thread that there may be runs a job past its deadline."""
+        return len(self._abandoned) >= self._ceiling
 
     def submit(self, function: Callable[[], Any], timeout: float) -> _Job:
         """Call ``function`` on a thread; ``answer`` of the job is its outcome.
@@ -308,6 +368,8 @@ class Executor:
         self._blocking = blocking
         self._threads = threads
         self._on_tool = on_tool
+        self.loop_s = 0.0
+        """Seconds for which calls have held the event loop; the caller resets it."""
         self._job: _Job | None = None
         self._awaitable: asyncio.Future[Any] | None = None
 
@@ -323,15 +385,24 @@ class Executor:
 
         Raises TimeLimitReached after ``time_left`` seconds, where those are less than ``timeout``.
         """
-        begin, limit = time.perf_counter(), timeout if timeout < time_left else time_left
+        limit = timeout if timeout < time_left else time_left
+        on_thread = self._blocking and not _is_async(call)
+        if not on_thread and self._threads.loop_share.taken:
+            await self._threads.loop_share.turn()
+        begin = time.perf_counter()
         try:
-            if self._blocking and not _is_async(call):
+            if on_thread:
                 job = self._job = self._threads.submit(call, limit)
                 value, error = await job.answer
                 if error is not None:
                     raise error
             else:
-                value = call()
+                try:
+                    value = call()
+                finally:
+                    seconds = time.perf_counter() - begin
+                    self.loop_s += seconds
+                    self._threads.loop_share.charge(seconds)
             if isinstance(value, str) or not inspect.isawaitable(value):
                 return value
             return await self._awaited(value, limit)

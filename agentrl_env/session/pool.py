@@ -14,13 +14,13 @@ from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from agentrl_env.errors import NotSupported, StepPending, WireError
+from agentrl_env.errors import NotSupported, ServerDraining, ServerFull, StepPending, WireError
 from agentrl_env.fast_wire import FastBatch, Step
 from agentrl_env.session import listing
-from agentrl_env.session.capacity import Capacity
+from agentrl_env.session.capacity import DRAINING, Capacity
 from agentrl_env.session.executor import ThreadPool
 from agentrl_env.session.observer import NO_OBSERVER, Observer
-from agentrl_env.session.session import Session
+from agentrl_env.session.session import MESSAGE_LOOP_S, Session
 from agentrl_env.session.session_table import Entry, SessionTable, SessionWatcher
 from agentrl_env.session.single_flight import SingleFlight
 from agentrl_env.session.tasks import Tasks
@@ -68,6 +68,7 @@ class SessionPool:
         threads: number of calls of blocking author code that may run at once; by default one for each
             session, up to ``MAX_THREADS``.
         observer: counts, logs and traces.
+        message_loop_s: as for ``Session``.
         clock: seconds, monotonic.
     """
 
@@ -80,6 +81,7 @@ class SessionPool:
         oracle: bool = False,
         threads: int | None = None,
         observer: Observer = NO_OBSERVER,
+        message_loop_s: float = MESSAGE_LOOP_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.draining = False
@@ -88,6 +90,7 @@ class SessionPool:
         self._oracle = oracle
         self._lease_s = lease_s
         self._observer = observer
+        self._message_loop_s = message_loop_s
         self._clock = clock
         self._epoch = time.time() - clock()
         self._threads = ThreadPool(threads or min(max_sessions, MAX_THREADS))
@@ -113,6 +116,16 @@ class SessionPool:
             "agentrl_sessions_capacity": float(self._capacity.total),
             "agentrl_threads_abandoned": float(self._threads.abandoned),
         }
+
+    def check_ready(self) -> None:
+        """Raise ServerDraining or ServerFull where no session can be opened."""
+        if self.draining:
+            raise ServerDraining(DRAINING)
+        if self._threads.exhausted:
+            reason = (
+                f"all {self._threads.abandoned} threads of this server run author code that does not return"
+            )
+            raise ServerFull(f"{reason}; open sessions elsewhere, or restart it", retry_after=10)
 
     async def tasks(self, request: EmptyRequest = EMPTY) -> TaskList:
         """Return the tasks; the first call runs their ``startup``. Raises EnvironmentFailed."""
@@ -270,7 +283,7 @@ class SessionPool:
 
     async def expire_idle(self) -> int:
         """End every session that is idle past its lease; return their number."""
-        closing = self._begin_expiring()
+        closing = self._begin_expiring(self._clock())
         if closing:
             await asyncio.wait(closing)
         return len(closing)
@@ -319,6 +332,8 @@ class SessionPool:
 
     async def _open(self, request: OpenRequest) -> SessionInfo:
         environment = self._tasks.environment(request.task)
+        if environment.blocking and self._threads.exhausted:
+            self.check_ready()
         await self._tasks.describe()
         await self._capacity.take(wait_s=request.wait_s)
 
@@ -401,6 +416,7 @@ class SessionPool:
             threads=self._threads,
             clock=self._clock,
             observer=self._observer,
+            message_loop_s=self._message_loop_s,
         )
 
     def _submit(self, batch: _Batch, position: int) -> None:
@@ -453,8 +469,8 @@ class SessionPool:
                 self._retire(session_id)
         return closing
 
-    def _begin_expiring(self) -> list[asyncio.Task[None]]:
-        closing = self._begin_end(self._table.idle_for(self._lease_s), SessionStatus.EXPIRED)
+    def _begin_expiring(self, now: float) -> list[asyncio.Task[None]]:
+        closing = self._begin_end(self._table.idle_since(now - self._lease_s), SessionStatus.EXPIRED)
         self._table.forget_old()
         return closing
 
@@ -479,9 +495,13 @@ class SessionPool:
             self._sweeper = asyncio.create_task(self._sweep())
 
     async def _sweep(self) -> None:
+        last = self._clock()
         while True:
             await asyncio.sleep(min(SWEEP_S, self._lease_s / 2))
-            self._begin_expiring()  # not awaited: a slow close must not delay other leases
+            # By the time of the sweep before: steps that arrived while this process could not run, frozen or
+            # busy, have been read since. Not awaited: a slow close must not delay other leases.
+            self._begin_expiring(last)
+            last = self._clock()
 
 
 class _Batch:

@@ -26,6 +26,7 @@ from agentrl_env.session.executor import Executor, ThreadPool
 from agentrl_env.session.history import History
 from agentrl_env.session.observer import NO_OBSERVER, Observer, log_failure
 from agentrl_env.tools import (
+    LoopTimeSpent,
     StepBuilder,
     TimeLimitReached,
     as_messages,
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _RUNNING = SessionStatus.RUNNING  # looking up an enum's member is slow
+MESSAGE_LOOP_S = 5.0
+"""Seconds for which the calls of one message may hold the event loop."""
 SETTLE_TIMEOUT_S = 10.0
 """Seconds that ``close`` waits for author code that runs past its deadline."""
 
@@ -59,6 +62,8 @@ class Session:
         threads: pool for blocking author code.
         clock: seconds, monotonic.
         observer: counts, logs and traces.
+        message_loop_s: seconds for which the calls of one message may hold the event loop; further ones are
+            not executed, and the model is told so.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class Session:
         threads: ThreadPool,
         clock: Callable[[], float] = time.monotonic,
         observer: Observer = NO_OBSERVER,
+        message_loop_s: float = MESSAGE_LOOP_S,
     ) -> None:
         self.session_id = session_id
         self.sample = sample
@@ -89,6 +95,7 @@ class Session:
         )
         self._clock = clock
         self._observer = observer
+        self._message_loop_s = message_loop_s
         self._environment: Environment | None = None
         self._restore: Callable[[Environment], Any] | None = None
         self._queue_tail: asyncio.Future[Any] | None = None
@@ -336,6 +343,7 @@ class Session:
 
     async def _turn(self, result: StepBuilder) -> bytes:
         """Play one turn and return its StepResult as JSON; author errors become its status."""
+        self._executor.loop_s = 0.0
         try:
             try:
                 await result.run(self._alive(), self._invoke)
@@ -352,7 +360,10 @@ class Session:
         return self._end_turn(result, status)
 
     def _invoke(self, name: str, call: Callable[[], Any], timeout: float | None) -> Coroutine[Any, Any, Any]:
-        """Call a tool within its own deadline and the session's."""
+        """Call a tool within its own deadline and the session's. Raises LoopTimeSpent."""
+        if self._executor.loop_s > self._message_loop_s:
+            reason = f"the calls of a message may hold the server for {self._message_loop_s:g} s"
+            raise LoopTimeSpent(f"{reason}, and those before this one have; send fewer")
         own = self._class.tool_timeout if timeout is None else timeout
         left = math.inf if self._class.max_seconds is None else self._time_left()
         return self._observer.traced("tool", self._executor.run_tool(name, call, own, left), self, name)
@@ -396,6 +407,7 @@ class Session:
             threads=self._threads,
             clock=self._clock,
             observer=self._observer,
+            message_loop_s=self._message_loop_s,
         )
         forked.continue_from(
             lambda environment: environment.restore(state),

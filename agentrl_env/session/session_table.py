@@ -133,9 +133,8 @@ class SessionTable:
         if entry.users == 0 and self._idle.pop(session_id, None) is not None:
             self._idle[session_id] = self._clock()
 
-    def idle_for(self, seconds: float) -> list[str]:
-        """Return the open sessions that have been idle for so long, longest first."""
-        horizon = self._clock() - seconds
+    def idle_since(self, horizon: float) -> list[str]:
+        """Return the open sessions that have been idle since before a time, longest first."""
         found: list[str] = []
         for session_id, since in self._idle.items():
             if since > horizon:

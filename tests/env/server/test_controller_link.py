@@ -150,6 +150,8 @@ async def test_lost_server_is_disconnected_and_rejoins_with_a_new_id(controller,
 
 async def test_outbox_of_a_server_that_does_not_read_is_bounded(controller):
     """The server sends heartbeats, so that it is not lost; calls to it time out."""
+    watching = controller.fleet.registry
+    watching._lost_after_s = watching._stuck_after_s = 600.0  # a round may take long beside other load
     async with linked(controller) as websocket:
         await websocket.send(hello())
         await websocket.recv()

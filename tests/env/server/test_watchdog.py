@@ -1,0 +1,198 @@
+"""The watchdog of a serving process, with real processes that are stuck."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from agentrl_env import EnvClient, Environment, ToolCall, tool
+from agentrl_env.errors import AgentRLError, SessionLost
+from agentrl_env.server.watchdog import Watchdog
+from tests.env.fleet.test_supervisor import ask, until_dead
+from tests.env.tasks import until
+
+
+class Sticks(Environment):
+    """Tools that hold up their process."""
+
+    max_turns = 50
+
+    def reset(self, sample, rng):
+        return "Hello."
+
+    @tool
+    async def ask(self):
+        """Return the process id."""
+        return str(os.getpid())
+
+    @tool(timeout=2)
+    def backtrack(self):
+        """Hold the interpreter's lock on a thread, so that no other thread runs."""
+        return str(re.search("(a+)+$", "a" * 60 + "b"))
+
+    @tool
+    async def block(self, seconds: float):
+        """Hold the event loop only."""
+        time.sleep(seconds)  # noqa: ASYNC251
+        return str(os.getpid())
+
+
+STICKING = [ToolCall.of("backtrack"), ToolCall.of("block", seconds=600.0)]
+TARGET = f"{__file__}:Sticks"
+
+
+@contextlib.contextmanager
+def serving(*options):
+    command = [sys.executable, "-m", "agentrl_env", "serve", TARGET, "--port", "0", "--drain", "0", *options]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("serving sticks at http://"), process.stderr.read()
+        yield process, line.split(" at ")[1].split()[0]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def by_worker(client, number):
+    """Open sessions until every worker has one; return one for each, by process id."""
+    found = {}
+    while len(found) < number:
+        session = await client.open("sticks", wait=20)
+        found[await ask(session)] = session
+    return found
+
+
+@pytest.mark.parametrize("call", STICKING, ids=lambda call: call.function.name)
+async def test_stuck_worker_is_killed_and_replaced_and_its_neighbours_stay(call):
+    with serving("--workers", "2", "--stuck-after", "1") as (process, url):
+        async with EnvClient.connect(url, timeout=60) as client:
+            (stuck, lost), (alive, kept) = (await by_worker(client, 2)).items()
+            with pytest.raises(SessionLost):
+                await lost.step(call)
+            until_dead([stuck])
+            assert await ask(kept) == alive
+            assert stuck not in await by_worker(client, 2)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+    assert "ERROR killed by its watchdog: its event loop has not run for 1 s (--stuck-after); " in errors
+    assert f"pid={stuck}" in errors
+    assert f"in {call.function.name}" in errors  # its stack
+    assert "ended (exit code -9); starting another" in errors
+
+
+@pytest.mark.parametrize(
+    "stuck_after", ["1", pytest.param("0", marks=pytest.mark.slow)], ids=["watched", "unwatched"]
+)
+@pytest.mark.parametrize("call", STICKING, ids=lambda call: call.function.name)
+async def test_stuck_worker_ends_with_a_killed_parent(call, stuck_after):
+    with serving("--workers", "2", "--stuck-after", stuck_after) as (process, url):
+        async with EnvClient.connect(url, timeout=60) as client:
+            (stuck, session), (other, _) = (await by_worker(client, 2)).items()
+            step = asyncio.create_task(session.step(call))
+            await asyncio.sleep(0.2)
+            process.kill()
+            until_dead([stuck, other], 60)
+            step.cancel()
+            with contextlib.suppress(asyncio.CancelledError, AgentRLError):
+                await step
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+async def test_stuck_server_without_workers_ends_with_a_line_in_its_log(log_format):
+    with serving("--stuck-after", "1", "--log-format", log_format) as (process, url):
+        async with EnvClient.connect(url, timeout=60) as client:
+            session = await client.open("sticks")
+            step = asyncio.create_task(session.step(STICKING[0]))
+            _, errors = await asyncio.to_thread(process.communicate, timeout=60)
+            step.cancel()
+            with contextlib.suppress(asyncio.CancelledError, AgentRLError):
+                await step
+    assert process.returncode == -signal.SIGKILL
+    (line,) = [line for line in errors.splitlines() if "killed by its watchdog" in line]
+    if log_format == "json":
+        fields = json.loads(line)
+        assert (fields["level"], fields["pid"]) == ("error", process.pid)
+    assert "in backtrack" in errors
+
+
+async def test_blocked_event_loop_is_logged_with_its_stack_and_goes_on():
+    with serving("--stuck-after", "60") as (process, url):
+        async with EnvClient.connect(url, timeout=60) as client:
+            session = await client.open("sticks")
+            result = await session.step(ToolCall.of("block", seconds=3.5))
+            assert result.messages[0].content == str(process.pid)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert errors.count("the event loop has not run for") == 1
+    assert "time.sleep(seconds)" in errors
+
+
+async def test_busy_worker_is_not_lost():
+    with serving("--workers", "2", "--stuck-after", "60") as (_, url):
+        async with EnvClient.connect(url, timeout=60) as client:
+            session = await client.open("sticks", wait=20)
+            pid = await ask(session)
+            result = await session.step(ToolCall.of("block", seconds=7.0))  # more than --lost-after
+            assert result.messages[0].content == str(pid)
+            assert await ask(session) == pid
+
+
+async def test_stopped_process_counts_as_stuck():
+    with serving("--workers", "2", "--stuck-after", "1") as (_, url):
+        async with EnvClient.connect(url, timeout=60) as client:
+            (stopped, session), _ = (await by_worker(client, 2)).items()
+            os.kill(stopped, signal.SIGSTOP)
+            with pytest.raises(SessionLost):
+                await session.step(ToolCall.of("ask"))
+            until_dead([stopped])
+            assert stopped not in await by_worker(client, 2)
+
+
+async def test_frozen_server_keeps_sessions_whose_steps_wait():
+    with serving("--lease", "2") as (process, url):
+        async with EnvClient.connect(url, timeout=60) as client:
+            sessions = [await client.open("sticks") for _ in range(5)]
+            process.send_signal(signal.SIGSTOP)
+            steps = [asyncio.create_task(ask(session)) for session in sessions]
+            await asyncio.sleep(3)
+            process.send_signal(signal.SIGCONT)
+            assert await asyncio.gather(*steps) == [process.pid] * 5
+
+
+async def test_watchdog_that_ended_is_replaced(caplog):
+    watchdog = Watchdog(60.0)
+    watchdog.start()
+    beating = asyncio.create_task(watchdog.keep_beating())
+    first = watchdog._process
+    first.kill()
+    await until(lambda: watchdog._process is not first and watchdog._process is not None)
+    assert "the watchdog of this process has ended" in caplog.text
+    second = watchdog._process
+    beating.cancel()
+    watchdog.stop()
+    assert (first.returncode, second.returncode) == (-signal.SIGKILL, 0)
+
+
+async def test_drain_says_what_it_waits_for():
+    with serving("--drain", "60") as (process, url):
+        async with EnvClient.connect(url) as client:
+            await client.open("sticks")
+            process.send_signal(signal.SIGTERM)
+            line = await asyncio.to_thread(process.stdout.readline)
+            assert line == (
+                "draining after SIGTERM: 1 open sessions get 60 s to end; a second signal ends them at once\n"
+            )
+            process.send_signal(signal.SIGTERM)
+            _, errors = await asyncio.to_thread(process.communicate, timeout=30)
+    assert (process.returncode, errors) == (0, "")

@@ -1,0 +1,250 @@
+"""Author code on the event loop: other callers are served between its calls, and a message has a budget."""
+
+import asyncio
+import time
+
+import httpx
+import pytest
+
+from agentrl_env import EnvClient, Message, ToolCall, tool
+from agentrl_env.errors import InvalidRequest, ServerFull, SessionExpired
+from agentrl_env.server.limits import Limits
+from agentrl_env.server.serve import EnvServer
+from agentrl_env.session import executor as executor_module
+from agentrl_env.session.executor import SLICE_S, LoopShare
+from agentrl_env.session.pool import SessionPool
+from agentrl_env.wire import MAX_WAIT_S, OpenRequest, StepBatch, StepRequest
+from tests.env.tasks import Clock, Quick, Slow, play_many, play_step, until
+
+
+class Holds(Quick):
+    """Its tool holds the event loop, and records how often others ran before."""
+
+    max_turns = 1000
+    others = 0
+    seen: list[int]
+
+    @tool
+    def hold(self):
+        """Hold the event loop for more than a slice."""
+        Holds.seen.append(Holds.others)
+        time.sleep(1.1 * SLICE_S)
+        return "held"
+
+
+@pytest.fixture
+async def others():
+    """Another user of the event loop, who takes part in each of its rounds."""
+
+    async def run():
+        while True:
+            Holds.others += 1
+            await asyncio.sleep(0)
+
+    Holds.others, Holds.seen = 0, []
+    running = asyncio.create_task(run())
+    yield
+    running.cancel()
+
+
+async def opened(pool, number=1, task="holds"):
+    return [(await pool.open(OpenRequest(task=task))).session_id for _ in range(number)]
+
+
+def calls(number, name="hold"):
+    return Message.assistant(None, *(ToolCall.of(name) for _ in range(number)))
+
+
+async def test_loop_runs_between_the_calls_of_a_message(others):
+    pool = SessionPool([Holds])
+    (session_id,) = await opened(pool)
+    result = await play_step(pool, session_id, 1, calls(20))
+    assert [message.content for message in result.messages] == ["held"] * 20
+    assert len(set(Holds.seen)) == 20
+    await pool.aclose()
+
+
+@pytest.mark.parametrize("in_one_batch", [True, False])
+async def test_loop_runs_between_the_calls_of_many_sessions(others, in_one_batch):
+    pool = SessionPool([Holds])
+    ids = await opened(pool, 40)
+    if in_one_batch:
+        await play_many(pool, [StepRequest(session_id=name, seq=1, message=calls(1)) for name in ids])
+    else:
+        await asyncio.gather(*(play_step(pool, name, 1, calls(1)) for name in ids))
+    assert len(set(Holds.seen)) == 40
+    await pool.aclose()
+
+
+async def test_waiting_calls_run_in_order_and_cancelled_ones_never():
+    share, ran = LoopShare(), []
+
+    async def call(number):
+        if share.taken:
+            await share.turn()
+        ran.append(number)
+        share.charge(1.0)
+
+    tasks = [asyncio.create_task(call(number)) for number in range(50)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert 0 < len(ran) < 40
+    tasks[40].cancel()
+    await asyncio.wait(tasks)
+    assert ran == [number for number in range(50) if number != 40]
+    await until(lambda: not share.taken)
+
+
+def test_share_of_a_loop_that_has_ended_does_not_block_the_next_one():
+    share = LoopShare()
+
+    async def charge():
+        share.charge(1.0)
+
+    async def call():
+        if share.taken:
+            await asyncio.wait_for(share.turn(), 10)
+
+    asyncio.run(charge())
+    asyncio.run(call())
+    assert not share.taken
+
+
+async def test_calls_past_the_loop_time_of_a_message_are_not_executed(others):
+    pool = SessionPool([Holds], message_loop_s=1.05 * SLICE_S)
+    (session_id,) = await opened(pool)
+    result = await play_step(pool, session_id, 1, calls(4))
+    answers = [message.content for message in result.messages]
+    assert answers[0] == "held"
+    assert {answer.split(":")[0] for answer in answers[1:]} == {"Not executed"}
+    assert "the calls of a message may hold the server for" in answers[1]
+    assert len(Holds.seen) == 1
+    assert result.status == "running"
+    again = await play_step(pool, session_id, 2, calls(1))  # each message has its own budget
+    assert again.messages[0].content == "held"
+    await pool.aclose()
+
+
+async def test_loop_time_of_a_message_is_a_limit_of_the_server(others):
+    server = EnvServer([Holds], port=0, drain_s=0, limits=Limits.parse([f"message_loop_s={1.05 * SLICE_S}"]))
+    await server.start()
+    async with EnvClient.connect(server.url) as client:
+        session = await client.open("holds")
+        result = await session.step(calls(2))
+        assert result.messages[1].content.startswith("Not executed: the calls of a message")
+        await session.close()
+    await server.stop()
+
+
+class Hangs(Slow):
+    """Calls that never return, beside calls on the event loop."""
+
+    @tool(timeout=0.05)
+    def hang(self):
+        """Never return."""
+        self.blocker.wait(600)
+        return "returned"
+
+    @tool
+    async def ask(self):
+        """Answer on the event loop."""
+        return "served"
+
+
+@pytest.fixture
+def hangs():
+    Hangs.prepare()
+    yield
+    Hangs.blocker.set()
+
+
+async def hang(client, number):
+    sessions = [await client.open("hangs") for _ in range(number)]
+    return await asyncio.gather(*(session.step(ToolCall.of("hang")) for session in sessions))
+
+
+async def test_hanging_calls_on_64_threads_leave_other_sessions_served(hangs):
+    server = EnvServer([Hangs], port=0, drain_s=0, max_sessions=80, threads=8)
+    await server.start()
+    async with EnvClient.connect(server.url) as client, httpx.AsyncClient(base_url=server.url) as http:
+        other = await client.open("hangs")
+        for _ in range(8):
+            results = await hang(client, 8)
+            assert {result.status for result in results} == {"failed_environment"}
+        assert (await other.step(ToolCall.of("ask"))).messages[0].content == "served"
+        assert (await client.open("hangs")).status == "running"
+        assert (await http.get("/ready")).status_code == 200
+        Hangs.blocker.set()
+    await server.stop()
+
+
+async def test_server_whose_threads_all_hang_refuses_sessions_at_once_and_says_so(hangs, monkeypatch):
+    monkeypatch.setattr(executor_module, "MIN_CEILING", 2)
+    monkeypatch.setattr(executor_module, "REPLACEMENT_FACTOR", 2)
+    server = EnvServer([Hangs], port=0, drain_s=0, threads=1)
+    await server.start()
+    async with EnvClient.connect(server.url) as client, httpx.AsyncClient(base_url=server.url) as http:
+        other = await client.open("hangs")
+        for _ in range(2):
+            await hang(client, 1)
+        with pytest.raises(ServerFull, match="all 2 threads of this server run author code that does not"):
+            await client.open("hangs")
+        answer = await http.get("/ready")
+        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_full")
+        assert "does not return" in answer.json()["error"]["message"]
+        assert (await other.step(ToolCall.of("ask"))).messages[0].content == "served"
+        Hangs.blocker.set()
+        await until(lambda: not server.pool.gauges()["agentrl_threads_abandoned"])
+        assert (await http.get("/ready")).status_code == 200
+        assert (await client.open("hangs")).status == "running"
+    await server.stop()
+
+
+async def test_sweep_after_a_freeze_ends_no_session_whose_step_may_wait_in_a_socket(monkeypatch):
+    clock = Clock()
+    pool = SessionPool([Quick], lease_s=2.0, clock=clock)
+    sweeps = asyncio.Semaphore(0)
+    swept = asyncio.Event()
+
+    async def sleep(seconds):
+        swept.set()
+        await sweeps.acquire()
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    (session_id,) = await opened(pool, task="quick")
+    await swept.wait()
+
+    async def sweep():
+        swept.clear()
+        sweeps.release()
+        await swept.wait()
+
+    clock.now += 3.0  # the process was frozen; now its sweep runs, before it reads its sockets
+    await sweep()
+    assert (await play_step(pool, session_id, 1, calls(1, "refuse"))).seq == 1
+    clock.now += 1.0
+    await sweep()
+    assert pool.open_sessions == 1
+    clock.now += 3.0  # idle for longer than its lease
+    await sweep()
+    await sweep()
+    with pytest.raises(SessionExpired):
+        await play_step(pool, session_id, 2, calls(1, "refuse"))
+    monkeypatch.undo()
+    await pool.aclose()
+
+
+@pytest.mark.parametrize("wait_s", [MAX_WAIT_S + 1, 1e300])
+async def test_wait_of_a_call_is_bounded(wait_s):
+    with pytest.raises(ValueError, match="less than or equal to 3600"):
+        OpenRequest(task="quick", wait_s=wait_s)
+    with pytest.raises(ValueError, match="less than or equal to 3600"):
+        StepBatch(steps=[], wait_s=wait_s)
+    server = EnvServer([Quick], port=0, drain_s=0)
+    await server.start()
+    async with httpx.AsyncClient(base_url=server.url) as http, EnvClient.connect(server.url) as client:
+        for path, body in (("/v1/sessions", {"task": "quick"}), ("/v1/step", {"steps": []})):
+            answer = await http.post(path, json={**body, "wait_s": wait_s})
+            assert (answer.status_code, answer.json()["error"]["type"]) == (422, InvalidRequest.type)
+        assert (await client.open("quick", wait=wait_s)).status == "running"  # the client asks for less
+    await server.stop()
