@@ -26,7 +26,7 @@ from agentrl_env.server.telemetry.session_metrics import SLOW_STEP_S, SessionMet
 from agentrl_env.server.telemetry.tracing import Tracing
 from agentrl_env.session.pool import SessionPool
 
-logger = logging.getLogger("agentrl_env")
+logger = logging.getLogger("agentrl_env.process")
 
 GC_THRESHOLDS = (100_000, 10, 5)
 """Thresholds of the garbage collector. Steps make many short-lived objects and few cycles: with the default
