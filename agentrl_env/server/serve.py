@@ -26,7 +26,9 @@ from agentrl_env.server.telemetry.session_metrics import SLOW_STEP_S, SessionMet
 from agentrl_env.server.telemetry.tracing import Tracing
 from agentrl_env.session.pool import SessionPool
 
-logger = logging.getLogger("agentrl_env.process")
+logger = logging.getLogger("agentrl_env")
+lifecycle = logging.getLogger("agentrl_env.process")
+"""The drain and the end of the process, which text logs show too by default."""
 
 GC_THRESHOLDS = (100_000, 10, 5)
 """Thresholds of the garbage collector. Steps make many short-lived objects and few cycles: with the default
@@ -195,7 +197,7 @@ async def _serve(server: Running, announce: Callable[[str], None]) -> None:
 
     def on_signal() -> None:
         if stop.is_set():
-            logger.info("stopping at once", extra={"facts": {"pid": os.getpid()}})
+            lifecycle.info("stopping at once", extra={"facts": {"pid": os.getpid()}})
             server.stop_waiting()
         stop.set()
 
@@ -215,6 +217,6 @@ async def _serve(server: Running, announce: Callable[[str], None]) -> None:
         announce(server.announcement)
         logger.info("started", extra={"facts": {"what": server.announcement, "pid": os.getpid()}})
     await stopping
-    logger.info("draining", extra={"facts": {"pid": os.getpid()}})
+    lifecycle.info("draining", extra={"facts": {"pid": os.getpid()}})
     await server.stop()
-    logger.info("stopped", extra={"facts": {"pid": os.getpid()}})
+    lifecycle.info("stopped", extra={"facts": {"pid": os.getpid()}})

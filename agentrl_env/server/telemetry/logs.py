@@ -36,8 +36,8 @@ def configure_logs(form: LogFormat = "text", *, level: str | None = None, messag
 
     Args:
         form: one readable line per event, or one JSON object.
-        level: lowest level; by default ``info`` as JSON, and ``warning`` as text, with start and end of
-            the process.
+        level: lowest level; by default ``info`` as JSON, and ``warning`` as text, with the drain and the end
+            of the process.
         messages: also log the messages of models and environments.
     """
     logging.getLogger("agentrl_env.messages").setLevel(logging.DEBUG if messages else logging.WARNING)

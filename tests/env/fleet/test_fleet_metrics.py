@@ -205,9 +205,12 @@ async def test_lost_server_is_listed_for_ten_minutes():
         assert (await site.fleet.fleet()).lost == ()
 
 
-async def test_server_that_is_stopped_in_order_is_not_lost():
+async def test_server_that_is_stopped_in_order_is_not_lost_and_tells_its_last_counts():
     async with Site() as site:
-        server = await site.serve(Guess)
+        server = await site.serve(Quick)
+        await play(await site.client.open("quick"))
         await server.stop()
         await until(lambda: not site.fleet.servers)
-        assert (await site.fleet.fleet()).lost == ()
+        fleet = await site.fleet.fleet()
+        assert fleet.lost == ()
+        assert (fleet.counts["quick"].steps, dict(fleet.counts["quick"].ended)) == (3, {"completed": 1})
