@@ -115,6 +115,44 @@ class TaskInfo(_Frozen):
     capabilities: tuple[str, ...] = ()
 
 
+_Count = Annotated[int, Field(ge=0, le=2**53)]
+_Seconds = Annotated[float, Field(ge=0, le=2**53)]
+
+
+class Durations(_Frozen):
+    """Durations, counted in the buckets of ``/metrics``."""
+
+    buckets: tuple[_Count, ...] = ()
+    seconds: _Seconds = 0.0
+    """Their sum."""
+
+
+class TaskCounts(_Frozen):
+    """Counts of one task since its servers have started."""
+
+    opened: _Count = 0
+    ended: dict[str, _Count] = Field(default_factory=dict)
+    """Ended sessions by status."""
+    steps: _Count = 0
+    invalid_calls: _Count = 0
+    scored: _Count = 0
+    """Sessions that ended with a reward: those that the task or a limit has ended."""
+    succeeded: _Count = 0
+    reward: float = Field(default=0.0, ge=-1e300, le=1e300)
+    """Sum of the rewards of the scored sessions."""
+
+
+class Counts(_Frozen):
+    """Everything that one serving process has counted since its start; it goes with heartbeats."""
+
+    source: str = Field(min_length=1, max_length=64)
+    """Id of the process, which stays the same where its server takes another id."""
+    tasks: dict[str, TaskCounts] = Field(default_factory=dict)
+    tools: dict[str, dict[str, Durations]] = Field(default_factory=dict)
+    """Durations of tool calls by task and tool."""
+    step_seconds: Durations = Durations()
+
+
 class SessionStatus(StrEnum):
     """Status of a session; all but RUNNING are final."""
 

@@ -14,7 +14,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from agentrl_env import errors as e
-from agentrl_env.types import Message, SessionInfo, SessionStatus, StepResult, TaskInfo, TaskSample, ToolSpec
+from agentrl_env.types import (
+    Counts,
+    Message,
+    SessionInfo,
+    SessionStatus,
+    StepResult,
+    TaskCounts,
+    TaskInfo,
+    TaskSample,
+    ToolSpec,
+)
 
 PROTOCOL_VERSION = 1
 PROTOCOL_HEADER = "x-agentrl-protocol"
@@ -255,6 +265,22 @@ class ServerSummary(_Model):
     heard_s: float = 0.0
     """Seconds since the last heartbeat."""
     version: str = ""
+    steps: int = 0
+    """Steps since its start."""
+
+
+class LostServer(_Model):
+    """One server that was lost in the last minutes, in ``GET /v1/fleet``."""
+
+    server_id: str
+    place: str = ""
+    """Host name and process id."""
+    tasks: tuple[str, ...] = ()
+    open: int = 0
+    """Number of its open sessions when it was lost."""
+    reason: str = ""
+    lost_s: float = 0.0
+    """Seconds since then."""
 
 
 class FleetInfo(_Model):
@@ -267,6 +293,9 @@ class FleetInfo(_Model):
     waiting: int = 0
     """Number of openings that wait for capacity anywhere."""
     servers: tuple[ServerSummary, ...] = ()
+    lost: tuple[LostServer, ...] = ()
+    counts: dict[str, TaskCounts] = Field(default_factory=dict)
+    """Counts by task."""
 
 
 def choose_task(name: str | None, known: Collection[str]) -> str:
@@ -494,6 +523,8 @@ class Beat(_Model):
     draining: bool = False
     leaving: bool = False
     """True if the server is shutting down gracefully and has no open session."""
+    counts: Counts | None = None
+    """What the server has counted, where that has changed since the last of its beats that told it."""
 
 
 class Welcome(_Model):

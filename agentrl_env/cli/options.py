@@ -66,7 +66,11 @@ LogLevel = Annotated[
     ),
 ]
 LogMessages = Annotated[
-    bool, logs_option("--log-messages", help="Also log the messages of models and environments.")
+    bool,
+    logs_option(
+        "--log-messages",
+        help="Also log the messages of models and environments, and the texts of exceptions.",
+    ),
 ]
 Traces = Annotated[
     bool | None,

@@ -28,6 +28,7 @@ from agentrl_env.fleet.registry import BEAT_S, Registry
 from agentrl_env.fleet.remote_server import RemoteServer
 from agentrl_env.fleet.scheduler import Opener, Placement
 from agentrl_env.fleet.store import FleetStore, MemoryStore
+from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.session.listing import merge_lists
 from agentrl_env.session.pool import STEP_PENDING, VERSION, place_of
 from agentrl_env.session.single_flight import SingleFlight
@@ -88,11 +89,14 @@ class FleetService:
         self.draining = False
         self.store: FleetStore = store or MemoryStore(clock)
         self._queue_s = queue_s
+        self.metrics = Metrics()
+        """Counters of the controller, with the sums of what its servers count."""
         self.registry = Registry(
             self.store,
             lost_after_s=lost_after_s,
             stuck_after_s=stuck_after_s,
             on_room=lambda: self._placement.serve(),
+            metrics=self.metrics,
             clock=clock,
         )
         self.servers = self.registry.servers
@@ -115,6 +119,7 @@ class FleetService:
         servers = self.servers.values()
         return {
             "agentrl_fleet_servers": float(sum(server.linked for server in servers)),
+            "agentrl_fleet_servers_lost": float(len(self.registry.recently_lost())),
             "agentrl_sessions_open": float(sum(len(server.sessions) for server in servers)),
             "agentrl_sessions_waiting": float(self._placement.waiting),
             "agentrl_sessions_capacity": float(sum(server.capacity for server in servers)),
@@ -205,6 +210,8 @@ class FleetService:
             draining=self.draining,
             waiting=self._placement.waiting,
             servers=tuple(server.summary() for server in self.servers.values()),
+            lost=self.registry.recently_lost(),
+            counts=self.metrics.by_task(),
         )
 
     async def expert(self, request: SessionRequest) -> bytes:

@@ -286,8 +286,10 @@ class Failover(Routing):
 
     def _end_adoption(self, session_id: str, adoption: asyncio.Task[RemoteServer]) -> None:
         del self._adoptions[session_id]
-        if not adoption.cancelled() and adoption.exception() is not None:
-            logger.warning("session %s could not be continued: %s", session_id, adoption.exception())
+        error = None if adoption.cancelled() else adoption.exception()
+        if error is not None:  # without its text, which may quote what the environment said
+            why = getattr(error, "type", type(error).__name__)
+            logger.warning("session %s could not be continued: %s", session_id, why)
 
     async def _adopt(self, session_id: str) -> RemoteServer:
         """Return the server with a session, once it is open there. Raises SessionLost, StateUnavailable."""

@@ -6,16 +6,19 @@ import asyncio
 import logging
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TypeVar
 
 from agentrl_env.errors import SessionLost, StateUnavailable, UnknownSession, WireError
 from agentrl_env.fast_wire import UNREADABLE
+from agentrl_env.fleet.counts import FleetCounts
 from agentrl_env.fleet.remote_server import Outbox, RemoteServer
 from agentrl_env.fleet.store import FleetStore
+from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.types import TaskInfo
-from agentrl_env.wire import Beat, Hello, SessionRequest, Welcome
+from agentrl_env.wire import Beat, Hello, LostServer, SessionRequest, Welcome
 
 T = TypeVar("T")
 logger = logging.getLogger("agentrl_env")
@@ -24,6 +27,8 @@ BEAT_S = 1.0
 """Interval of heartbeats."""
 BLIND_FACTOR = 3
 """Factor on ``lost_after_s`` while the store cannot tell whether another controller hears a server."""
+LOST_SHOWN, LOST_SHOWN_S = 100, 600.0
+"""Lost servers that are listed, and seconds for which they are."""
 LOST = "the server that held the session is gone; open a new one"
 
 
@@ -44,6 +49,7 @@ class Registry:
         stuck_after_s: the same over a link that is open, where that is longer: such a server is busy, and
             its watchdog kills it where it stays so.
         on_room: callback when a server may have room.
+        metrics: of the controller; what the servers count is added to them.
         clock: seconds, monotonic.
     """
 
@@ -54,6 +60,7 @@ class Registry:
         lost_after_s: float,
         stuck_after_s: float = 0.0,
         on_room: Callable[[], None],
+        metrics: Metrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.servers: dict[str, RemoteServer] = {}
@@ -66,6 +73,9 @@ class Registry:
         self._stuck_after_s = max(lost_after_s, stuck_after_s)
         self._on_room = on_room
         self._clock = clock
+        self._counts = FleetCounts(metrics or Metrics())
+        self._recently_lost: OrderedDict[str, tuple[LostServer, float]] = OrderedDict()
+        """Lost servers, and when, oldest first."""
         self._started = -math.inf
         """Time since when servers can connect."""
         self._awake = -math.inf
@@ -137,6 +147,8 @@ class Registry:
         server = self.servers.get(server_id)
         if server is not None:
             server.hear_beat(beat)
+            if beat.counts is not None:
+                self._counts.add(server, beat.counts)
             self.routing.ended(server_id, beat.ended)
             self._on_room()
 
@@ -155,6 +167,7 @@ class Registry:
             await self._report_lost(server_id)
         if server is not None:
             logger.warning("server %s is lost with %d sessions: %s", server_id, len(server.sessions), reason)
+            self._show_lost(server, reason)
             self._remove(server_id, LOST)
 
     def has_left(self, server_id: str) -> bool:
@@ -165,8 +178,17 @@ class Registry:
         """Return whether a server was declared lost, by any controller, or has shut down; then remove it."""
         lost = server_id in self._lost or server_id in self._left or await self._store.is_lost(server_id)
         if lost:
+            server = self.servers.get(server_id)
+            if server is not None and server_id not in self._left:
+                self._show_lost(server, "another controller declared it lost")
             self._remove(server_id, LOST)
         return lost
+
+    def recently_lost(self) -> tuple[LostServer, ...]:
+        """Return the servers that were lost in the last ``LOST_SHOWN_S`` seconds, newest first."""
+        now = self._clock()
+        ages = [(server, now - at) for server, at in reversed(self._recently_lost.values())]
+        return tuple(server.model_copy(update={"lost_s": age}) for server, age in ages if age < LOST_SHOWN_S)
 
     async def find(self, server_id: str) -> RemoteServer:
         """Return a server.
@@ -275,6 +297,18 @@ class Registry:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds), self._joined:
                 await self._joined.wait_for(condition)
+
+    def _show_lost(self, server: RemoteServer, reason: str) -> None:
+        lost = LostServer(
+            server_id=server.server_id,
+            place=server.place,
+            tasks=tuple(server.tasks),
+            open=len(server.sessions),
+            reason=reason,
+        )
+        self._recently_lost[server.server_id] = lost, self._clock()
+        if len(self._recently_lost) > LOST_SHOWN:
+            self._recently_lost.popitem(last=False)
 
     def _remove(self, server_id: str, reason: str) -> None:
         self._reported.pop(server_id, None)

@@ -98,6 +98,8 @@ class RemoteServer:
         """True from an answer ``server_full`` until the next heartbeat."""
         self.draining = False
         self.leaving = False
+        self.steps = 0
+        """Steps that it has reported."""
         self._clock = clock
         self._numbers = itertools.count(1)
         self._calls: dict[int, _Call] = {}
@@ -147,6 +149,7 @@ class RemoteServer:
             draining=self.draining,
             heard_s=self._clock() - self.seen,
             version=self.version,
+            steps=self.steps,
         )
 
     def link(self, outbox: Outbox) -> None:

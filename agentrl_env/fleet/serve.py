@@ -22,7 +22,6 @@ from agentrl_env.server.auth import is_link_token, link_token
 from agentrl_env.server.limits import Limits
 from agentrl_env.server.serve import print_now, run_until_stopped, sessions_get
 from agentrl_env.server.sockets import Listener
-from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.server.telemetry.tracing import Tracing
 from agentrl_env.server.watchdog import STUCK_S
 from agentrl_env.session.pool import place_of
@@ -71,7 +70,7 @@ class ControllerServer:
             reason = "a link token only permits a server to join a fleet"
             raise ServeError(f"{reason}; a controller needs the operator's")
         self.fleet = fleet
-        self.metrics = Metrics()
+        self.metrics = fleet.metrics
         self._listener = Listener(host, port, token=token, insecure=insecure)
         self.url = self._listener.url
         self._limits = limits or Limits()

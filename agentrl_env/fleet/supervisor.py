@@ -12,6 +12,7 @@ from typing import Literal, TypeVar
 
 from agentrl_env.errors import AgentRLError
 from agentrl_env.launch.process import ServerHandle
+from agentrl_env.server.telemetry.logs import escaped
 
 T = TypeVar("T")
 
@@ -107,9 +108,9 @@ class Supervisor:
             self.report(f"{replica.name} was replaced")
 
     def report(self, line: str) -> None:
-        """Report an event; errors of writing it are ignored."""
+        """Report an event on one line; errors of writing it are ignored."""
         with contextlib.suppress(OSError, ValueError):
-            self._write(line)
+            self._write(escaped(line))
 
     async def _run(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)

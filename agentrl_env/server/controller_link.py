@@ -25,6 +25,7 @@ from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.server.telemetry.tracing import Tracing
 from agentrl_env.server.websocket import CallSocket
 from agentrl_env.session.pool import STEP_PENDING, VERSION, SessionPool, place_of
+from agentrl_env.types import Counts
 from agentrl_env.wire import LINK_PATH, Beat, Hello, SessionRow, Welcome
 
 logger = logging.getLogger("agentrl_env")
@@ -148,7 +149,7 @@ class ControllerLinks:
             max_size=4 * MAX_BODY_BYTES,
             proxy=None,
         ) as websocket:
-            link = _Link(websocket, self._pool)
+            link = _Link(websocket, self._pool, self._metrics)
             rows = self._pool.watch(link)
             self._open.add(link)
             try:
@@ -201,10 +202,13 @@ class ControllerLinks:
 class _Link:
     """One link: a ``Channel`` for calls, and the heartbeats of the server."""
 
-    def __init__(self, websocket: ClientConnection, pool: SessionPool) -> None:
+    def __init__(self, websocket: ClientConnection, pool: SessionPool, metrics: Metrics) -> None:
         self.websocket = websocket
         self.calls: CallSocket | None = None
         self._pool = pool
+        self._metrics = metrics
+        self._reported: Counts | None = None
+        """Counts of the last heartbeat that told any."""
         self._opened: list[SessionRow] = []
         self._ended: list[str] = []
 
@@ -219,7 +223,7 @@ class _Link:
             async with asyncio.timeout(CONNECT_S):
                 if finish and self.calls is not None:
                     await self.calls.finish()
-                await self.beat(leaving=True)
+                await self.beat(leaving=True, counts=self._metrics.counts())
                 await self.websocket.close()
 
     def opened(self, row: SessionRow) -> None:
@@ -252,18 +256,28 @@ class _Link:
         with contextlib.suppress(ConnectionClosed):
             await self.websocket.send(frame)
 
-    async def beat(self, *, leaving: bool = False) -> None:
-        """Send a heartbeat."""
+    async def beat(self, *, leaving: bool = False, counts: Counts | None = None) -> None:
+        """Send a heartbeat, with counts where they have changed."""
+        if counts == self._reported:
+            counts = None
+        elif counts is not None:
+            self._reported = counts
         opened, self._opened = self._opened, []
         ended, self._ended = self._ended, []
-        beat = Beat(opened=tuple(opened), ended=tuple(ended), draining=self._pool.draining, leaving=leaving)
+        beat = Beat(
+            opened=tuple(opened),
+            ended=tuple(ended),
+            draining=self._pool.draining,
+            leaving=leaving,
+            counts=counts,
+        )
         await self.websocket.send('{"beat":' + beat.model_dump_json() + "}")
 
     async def keep_beating(self, every_s: float) -> None:
         """Send heartbeats until the link is closed."""
         with contextlib.suppress(ConnectionClosed):
             while True:
-                await self.beat()
+                await self.beat(counts=self._metrics.counts())
                 await asyncio.sleep(every_s)
 
 

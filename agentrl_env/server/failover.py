@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
-from agentrl_env.errors import AUTHOR_ERRORS, EnvironmentFailed, InvalidRequest, WireError
+from agentrl_env.errors import AUTHOR_ERRORS, EnvironmentFailed, InvalidRequest, StateError, WireError
 from agentrl_env.fast_wire import FastBatch, Step
 from agentrl_env.server.api import Api
 from agentrl_env.server.telemetry.metrics import Metrics
@@ -248,8 +248,11 @@ class FailoverApi(Api):
         except EnvironmentFailed as error:
             if row.task not in self._warned:
                 self._warned.add(row.task)
-                facts = {"facts": {"task": row.task, "session_id": row.session_id, "why": error.message}}
-                logger.warning("sessions of task %s have no failover: %s", row.task, error, extra=facts)
+                own = error.__cause__ is None or isinstance(error.__cause__, StateError)
+                why = error.message if own else "snapshot() failed"  # the author's text may quote the agent
+                facts = {"facts": {"task": row.task, "session_id": row.session_id, "why": why}}
+                words = "sessions of task %s have no failover: %s"
+                logger.warning(words, row.task, why, exc_info=None if own else error, extra=facts)
             self._sent[session] = _NEVER  # the controller's last checkpoint is out of date now
             gone = Checkpoint(session_id=row.session_id, seq=session.turn, task=row.task, client=row.client)
             frame = msgspec.json.encode(_Frame(gone))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import os
@@ -29,6 +28,8 @@ from agentrl_env.server.watchdog import Watchdog
 from agentrl_env.session.pool import SessionPool
 
 logger = logging.getLogger("agentrl_env")
+lifecycle = logging.getLogger("agentrl_env.process")
+"""The drain and the end of the process, which text logs show too by default."""
 
 GC_THRESHOLDS = (100_000, 10, 5)
 """Thresholds of the garbage collector. Steps make many short-lived objects and few cycles: with the default
@@ -219,7 +220,7 @@ async def _serve(server: Running, announce: Callable[[str], None], watchdog: Wat
     stop = asyncio.Event()
 
     def log(event: str, **facts: str) -> None:
-        logger.info(event, extra={"facts": {"pid": os.getpid(), **facts}})
+        lifecycle.info(event, extra={"facts": {"pid": os.getpid(), **facts}})
 
     def on_signal(number: signal.Signals) -> None:
         if stop.is_set():
@@ -227,11 +228,7 @@ async def _serve(server: Running, announce: Callable[[str], None], watchdog: Wat
             server.stop_waiting()
             return
         stop.set()
-        notice = server.drain_notice
-        log("draining", signal=number.name, what=notice or "no session is open")
-        if notice:
-            with contextlib.suppress(OSError):  # the reader of standard output may be gone
-                announce(f"draining after {number.name}: {notice}")
+        log("draining", signal=number.name, what=server.drain_notice or "no session is open")
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -247,7 +244,7 @@ async def _serve(server: Running, announce: Callable[[str], None], watchdog: Wat
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         announce(server.announcement)
-        log("started", what=server.announcement)
+        logger.info("started", extra={"facts": {"what": server.announcement, "pid": os.getpid()}})
     beating = asyncio.create_task(watchdog.keep_beating()) if watchdog is not None else None
     await stopping
     await server.stop()

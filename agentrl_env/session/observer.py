@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from agentrl_env.session.session import Session
     from agentrl_env.tools import StepBuilder
+    from agentrl_env.types import TaskCounts
 
 T = TypeVar("T")
 logger = logging.getLogger("agentrl_env")
@@ -41,6 +42,9 @@ class Observer(Protocol):
     def stepped(self, session: Session, result: StepBuilder, seconds: float) -> None:
         """Observe a step that has been taken."""
 
+    def counts(self) -> Mapping[str, TaskCounts]:
+        """Return what was counted so far, by task."""
+
 
 class _NoObserver:
     def opened(self, session: Session, client: str) -> None:
@@ -59,6 +63,9 @@ class _NoObserver:
 
     def stepped(self, session: Session, result: StepBuilder, seconds: float) -> None:
         return
+
+    def counts(self) -> Mapping[str, TaskCounts]:
+        return {}
 
 
 NO_OBSERVER: Observer = _NoObserver()

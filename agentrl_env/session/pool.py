@@ -190,7 +190,7 @@ class SessionPool:
 
     async def fleet(self, request: EmptyRequest = EMPTY) -> FleetInfo:
         """Return this server as a fleet of one."""
-        place = place_of(os.getpid())
+        place, counts = place_of(os.getpid()), dict(self._observer.counts())
         server = ServerSummary(
             server_id=self.server_id,
             place=place,
@@ -200,6 +200,7 @@ class SessionPool:
             waiting=self._capacity.waiting,
             draining=self.draining,
             version=VERSION,
+            steps=sum(task.steps for task in counts.values()),
         )
         return FleetInfo(
             kind="server",
@@ -208,6 +209,7 @@ class SessionPool:
             draining=self.draining,
             waiting=server.waiting,
             servers=(server,),
+            counts=counts,
         )
 
     async def expert(self, request: SessionRequest) -> ExpertAnswer:

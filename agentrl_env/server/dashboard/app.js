@@ -7,6 +7,7 @@ import { session } from "./session.js";
 import { sessions } from "./sessions.js";
 
 const FLEET_S = 2;
+const RATE_LOOKS = 6; // throughput is over the last ten seconds
 const views = { "": overview, sessions, session, play: playground };
 const watchers = new Set();
 let leave = new AbortController();
@@ -14,8 +15,16 @@ let leave = new AbortController();
 /** Where we are: "#/sessions?task=guess" is ["sessions"] with a query. */
 function route() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
-  const [view = "", id = ""] = path.split("/").map(decodeURIComponent);
+  const [view = "", id = ""] = path.split("/").map(decoded);
   return { view, id, query: new URLSearchParams(query) };
+}
+
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part; // a lone "%": no name here has one
+  }
 }
 
 function show() {
@@ -26,7 +35,7 @@ function show() {
   report("user", null);
   const { view, id, query } = route();
   const main = document.getElementById("main");
-  const name = view in views ? view : "";
+  const name = Object.hasOwn(views, view) ? view : "";
   for (const link of document.querySelectorAll("nav a")) {
     const here = link.hash === (name === "session" ? "#/sessions" : `#/${name}`);
     if (here) link.setAttribute("aria-current", "page");
@@ -38,6 +47,7 @@ function show() {
 }
 
 let latest = null;
+let looks = []; // what was counted at the last looks, and when, by this page's clock
 
 /** Tell a view of the fleet, now and whenever it was looked at again. */
 function watch(listener) {
@@ -48,8 +58,11 @@ function watch(listener) {
 async function look() {
   try {
     latest = await call("v1/fleet");
+    looks = [...looks.slice(1 - RATE_LOOKS), { at: performance.now(), fleet: latest }];
+    latest.rate = (count) => rate(count, looks[0], looks.at(-1));
   } catch (error) {
     latest = null;
+    looks = [];
     health("unreachable", "failed_environment");
     throw error;
   } finally {
@@ -60,6 +73,13 @@ async function look() {
     kind === "controller" ? `fleet of ${servers.length} at ${name || "this address"}` : name;
   health(draining ? "draining" : "ok", draining ? "truncated_time" : "completed");
   for (const listener of watchers) listener(latest);
+}
+
+/** What grows by how much a second, where `count` takes it out of a fleet; null while that is unknown. */
+function rate(count, first, last) {
+  const [before, now] = [count(first.fleet), count(last.fleet)];
+  if (last.at === first.at || before === undefined || now === undefined) return null;
+  return Math.max(0, now - before) / ((last.at - first.at) / 1000);
 }
 
 function health(words, kind) {

@@ -1,47 +1,121 @@
 // The servers and their load; the tasks and their tools.
 
 import { call, poll } from "./api.js";
-import { count, duration, h, reconcile, table } from "./dom.js";
+import { count, duration, h, number, reconcile, table } from "./dom.js";
 
 const TASKS_S = 10;
 
 export function overview(root, { signal, onFleet }) {
   const servers = table("Servers", [
-    ["Server"], ["Load"], ["State"], ["Tasks", "extra"], ["Last sign of life", "extra"], ["Version", "extra"],
+    ["Server"], ["Load"], ["State"], ["Steps/s", "number extra"], ["Tasks", "extra"],
+    ["Last sign of life", "extra"], ["Version", "extra"],
   ]);
   const summary = h("p", { class: "faint" });
+  const figures = h("dl", { class: "figures", "aria-label": "Figures" });
   const tasks = h("div", { class: "cards" }, h("p", { class: "faint" }, "Loading …"));
-  root.append(h("h2", {}, "Servers"), summary, servers.element, h("h2", {}, "Tasks"), tasks);
+  root.append(h("h2", {}, "Servers"), figures, summary, servers.element, h("h2", {}, "Tasks"), tasks);
+  let latest = null;
+  const showResults = () => {
+    for (const line of latest ? tasks.querySelectorAll("[data-task]") : []) {
+      line.replaceChildren(...entries(taskFigures(latest, line.dataset.task)));
+    }
+  };
   onFleet((fleet) => {
+    latest = fleet;
+    figures.replaceChildren(...entries(fleetFigures(fleet)));
+    showResults();
     const open = fleet.servers.reduce((sum, server) => sum + server.open, 0);
     const capacity = fleet.servers.reduce((sum, server) => sum + server.capacity, 0);
     const waiting = fleet.waiting ? `, ${count(fleet.waiting, "opening")} waiting for room` : "";
     summary.textContent = fleet.servers.length
       ? `${open} of ${count(capacity, "session")} open on ${count(fleet.servers.length, "server")}${waiting}.`
       : "No server has dialled in yet.";
-    reconcile(servers.body, fleet.servers, (server) => server.server_id, serverCells);
+    const rows = [...fleet.servers, ...(fleet.lost ?? [])];
+    reconcile(servers.body, rows, (server) => server.server_id, (server) =>
+      server.lost_s === undefined ? serverCells(server, fleet) : lostCells(server));
   });
   let shown = "";
   poll(async () => {
     const answer = await call("v1/tasks", { signal });
     const text = JSON.stringify(answer.tasks);
     if (text !== shown) tasks.replaceChildren(...answer.tasks.map(taskCard));
+    showResults();
     if (!answer.tasks.length) tasks.replaceChildren(h("p", { class: "faint" }, "No task is served yet."));
     shown = text;
   }, TASKS_S, signal);
   return "Overview";
 }
 
-function serverCells(server) {
+/** Sums over tasks. */
+function sum(fleet, name) {
+  return Object.values(fleet.counts ?? {}).reduce((total, task) => total + task[name], 0);
+}
+
+function fleetFigures(fleet) {
+  const failed = Object.values(fleet.counts ?? {}).reduce((n, task) => n + (task.ended.failed_environment ?? 0), 0);
+  return [
+    ["Steps/s", perSecond(fleet.rate((one) => sum(one, "steps")))],
+    ["Episodes", sum(fleet, "scored").toLocaleString("en")],
+    ["Success", share(sum(fleet, "succeeded"), sum(fleet, "scored"))],
+    ["Broken", failed.toLocaleString("en")],
+    ["Servers lost", String((fleet.lost ?? []).length)],
+  ];
+}
+
+function taskFigures(fleet, name) {
+  const counts = Object.hasOwn(fleet.counts ?? {}, name) ? fleet.counts[name] : null;
+  if (!counts) return [["Success", "no step yet"]];
+  const mean = counts.scored ? number(counts.reward / counts.scored) : "–";
+  return [
+    ["Success", share(counts.succeeded, counts.scored)],
+    ["Mean reward", mean],
+    ["Episodes", counts.scored.toLocaleString("en")],
+    ["Steps/s", perSecond(fleet.rate((one) => one.counts?.[name]?.steps))],
+  ];
+}
+
+function entries(figures) {
+  return figures.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)));
+}
+
+function share(part, whole) {
+  return whole ? `${((100 * part) / whole).toFixed(part && part < whole ? 1 : 0)} %` : "–";
+}
+
+function perSecond(value) {
+  return value === null ? "…" : value < 10 ? value.toFixed(1) : Math.round(value).toLocaleString("en");
+}
+
+function tasksOf(server) {
+  const text = server.tasks.length > 4
+    ? `${server.tasks.slice(0, 3).join(", ")} and ${server.tasks.length - 3} more` : server.tasks.join(", ");
+  return h("td", { class: "extra wrap", title: server.tasks.join(", ") }, text);
+}
+
+/** A lost server, which stays in sight for some minutes. */
+function lostCells(server) {
+  return [
+    h("th", { scope: "row" }, h("code", {}, server.server_id), h("div", { class: "faint" }, server.place)),
+    h("td", {}, `${count(server.open, "session")} at its loss`),
+    h("td", {}, h("span", { class: "badge failed_environment" }, "lost"),
+      h("div", { class: "faint" }, `${duration(server.lost_s)} ago: ${server.reason}`)),
+    h("td", { class: "number extra" }, ""),
+    tasksOf(server),
+    h("td", { class: "extra" }, ""),
+    h("td", { class: "extra" }, ""),
+  ];
+}
+
+function serverCells(server, fleet) {
+  const stepsOf = (one) => one.servers.find(({ server_id: id }) => id === server.server_id)?.steps;
   const state = server.draining ? ["draining", "truncated_time"] : ["ok", "completed"];
   const heard = server.heard_s < 1 ? "now" : `${duration(server.heard_s)} ago`;
-  const tasks = server.tasks.length > 4
-    ? `${server.tasks.slice(0, 3).join(", ")} and ${server.tasks.length - 3} more` : server.tasks.join(", ");
   return [
     h("th", { scope: "row" }, h("code", {}, server.server_id), h("div", { class: "faint" }, server.place)),
     h("td", {}, load(server)),
     h("td", {}, h("span", { class: `badge ${state[1]}` }, state[0])),
-    h("td", { class: "extra wrap", title: server.tasks.join(", ") }, tasks),
+    h("td", { class: "number extra" }, perSecond(fleet.rate(stepsOf))),
+    tasksOf(server),
     h("td", { class: "extra" }, heard),
     h("td", { class: "extra" }, server.version),
   ];
@@ -67,6 +141,7 @@ function taskCard(task) {
   return h("article", { class: "card" },
     h("h3", {}, task.name),
     h("p", { class: "description" }, task.description),
+    h("dl", { class: "figures", "data-task": task.name }),
     h("dl", {}, facts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
     h("details", {}, h("summary", {}, count(task.tools.length, "tool")), task.tools.map(toolEntry)),
     h("p", {},

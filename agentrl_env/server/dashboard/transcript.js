@@ -80,12 +80,30 @@ function pretty(text) {
   try {
     const value = JSON.parse(text);
     // Numbers beyond double precision must show as they were written.
-    if (/\d{16}/.test(text)) return text;
+    if (/\d{16}/.test(text.replace(/"(?:[^"\\]|\\.)*"/g, ""))) return text;
+    if (hasLines(value)) return outline(value, "").trimStart();
     const line = JSON.stringify(value, null, 1).replace(/\n\s*/g, " ");
     return line.length <= ONE_LINE ? line : JSON.stringify(value, null, 2);
   } catch {
     return text;
   }
+}
+
+/** Whether a value holds a text of several lines. */
+function hasLines(value) {
+  if (typeof value === "string") return value.includes("\n");
+  return value !== null && typeof value === "object" && Object.values(value).some(hasLines);
+}
+
+/** A value with its texts of several lines written as such, each line of them after a bar. */
+function outline(value, indent) {
+  if (typeof value === "string" && value.includes("\n")) {
+    return value.split("\n").map((line) => `\n${indent}│ ${line}`).join("");
+  }
+  if (value === null || typeof value !== "object" || !hasLines(value)) return ` ${JSON.stringify(value)}`;
+  return Object.entries(value).map(([name, part]) =>
+    `\n${indent}${Array.isArray(value) ? "-" : `${/^[\w-]+$/.test(name) ? name : JSON.stringify(name)}:`}` +
+    outline(part, `${indent}  `)).join("");
 }
 
 /** Text, cut where it is long until someone wants to see it all. */

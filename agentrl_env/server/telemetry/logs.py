@@ -1,15 +1,34 @@
-"""The log of a serving process: one line per event, as text or as JSON."""
+"""The log of a serving process: one line per event, as text or as JSON.
+
+Without ``messages`` it tells nothing of what models and environments say: of an exception it shows types,
+files and lines, because its text may quote arguments, and of libraries that quote what they carry the place
+of the record. Nothing that is logged can pass for another line, or for a terminal's control sequence.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Literal
+from operator import attrgetter
+from typing import Any, Literal
 
 from agentrl_env.server.auth import caller
 
 LogFormat = Literal["text", "json"]
+logger = logging.getLogger("agentrl_env")
+_LIBRARIES = ("asyncio", "httpcore", "httpx", "mcp", "py", "uvicorn", "websockets")
+"""Loggers whose records may quote messages; ``py`` is that of Python's warnings."""
+_WORDLESS = {"asyncio": re.compile(r"[\w ]+"), "py": re.compile(r".*?:\d+: \w+")}
+"""Beginnings of their texts that quote nothing: what happened, and place and kind of a warning."""
+_FRAMES, _CAUSES = 40, 20
+"""Frames of a traceback, and exceptions, that are shown; a recursion has a thousand."""
 
 
 def configure_logs(form: LogFormat = "text", *, level: str | None = None, messages: bool = False) -> None:
@@ -17,41 +36,136 @@ def configure_logs(form: LogFormat = "text", *, level: str | None = None, messag
 
     Args:
         form: one readable line per event, or one JSON object.
-        level: lowest level; by default ``info`` as JSON and ``warning`` as text.
+        level: lowest level; by default ``info`` as JSON, and ``warning`` as text, with the drain and the end
+            of the process.
         messages: also log the messages of models and environments.
     """
+    logging.getLogger("agentrl_env.messages").setLevel(logging.DEBUG if messages else logging.WARNING)
+    if logging.getLogger().handlers:
+        return
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    handler.setFormatter(JsonLines(messages=messages) if form == "json" else TextLines(messages=messages))
     lowest = level or ("info" if form == "json" else "warning")
     logging.basicConfig(handlers=[handler], level=lowest.upper())
-    logging.getLogger("agentrl_env.messages").setLevel(logging.DEBUG if messages else logging.WARNING)
+    if level is None:
+        logging.getLogger("agentrl_env.process").setLevel(logging.INFO)
+    if not messages:
+        for name in _LIBRARIES:
+            logging.getLogger(name).setLevel(logging.WARNING)  # below, they log whole frames
+    logging.captureWarnings(True)
+    sys.unraisablehook = threading.excepthook = _log_uncaught
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object per record: time, level, event, facts, client, and the traceback of an exception."""
+    """One JSON object per record: time, level, event, facts, client, and the traceback of an exception.
+
+    Args:
+        messages: show the texts of exceptions, and of libraries that quote what they carry.
+    """
+
+    def __init__(self, *, messages: bool = False) -> None:
+        super().__init__()
+        self._messages = messages
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line."""
         line: dict[str, object] = {
             "time": _time(record),
             "level": record.levelname.lower(),
-            "event": record.getMessage(),
+            "event": _event(record, self._messages),
             "logger": record.name,
             **_facts(record),
         }
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        error = _error(record)
+        if error is not None:
+            line["traceback"] = "\n".join(_traceback(error, self._messages))
+        return json.dumps(line, default=str).replace("\x7f", "\\u007f")
 
 
 class TextLines(logging.Formatter):
-    """Time, level and event, then each fact as ``name=value``; a traceback follows on its own lines."""
+    """Time, level and event, then each fact as ``name=value``; a traceback follows on indented lines.
+
+    Args:
+        messages: as for ``JsonLines``.
+    """
+
+    def __init__(self, *, messages: bool = False) -> None:
+        super().__init__()
+        self._messages = messages
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as a line."""
         facts = "".join(f" {name}={_shown(value)}" for name, value in _facts(record).items())
-        line = f"{_time(record)} {record.levelname} {_one_line(record.getMessage())}{facts}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        lines = [f"{_time(record)} {record.levelname} {_event(record, self._messages)}{facts}"]
+        error = _error(record)
+        if error is not None:
+            lines += [f"  {line}" for line in _traceback(error, self._messages)]
+        return "\n".join(map(escaped, lines))
+
+
+def escaped(text: str) -> str:
+    """Return text in which control characters and line breaks are escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _event(record: logging.LogRecord, messages: bool) -> str:
+    text, library = record.getMessage(), record.name.partition(".")[0]
+    if messages or library not in _LIBRARIES:
+        return text
+    wordless = _WORDLESS[library].match(text) if library in _WORDLESS else None
+    place = f"{record.name} logged at {record.filename}:{record.lineno}"
+    return wordless[0] if wordless else f"{place}; --log-messages shows it"
+
+
+def _error(record: logging.LogRecord) -> BaseException | None:
+    return record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+
+
+def _traceback(error: BaseException, messages: bool) -> Iterator[str]:
+    """Yield the lines of a traceback."""
+    if messages:
+        for part in traceback.format_exception(error):
+            yield from part.splitlines()
+    else:
+        yield from outline(error)
+
+
+def outline(error: BaseException, seen: set[int] | None = None) -> Iterator[str]:
+    """Yield files, lines and types of an exception and of its causes, without their texts."""
+    seen = set() if seen is None else seen
+    seen.add(id(error))
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    for other in (cause, *getattr(error, "exceptions", ())):
+        if other is not None and id(other) not in seen and len(seen) < _CAUSES:
+            yield from outline(other, seen)
+            yield "which led to:"
+    frames = list(traceback.walk_tb(error.__traceback__))
+    for frame, line in frames[-_FRAMES:]:
+        code = frame.f_code
+        # Code without a file may be the agent's, with names of its own.
+        where = f'"{code.co_filename}", line {line}, in {code.co_name}'
+        yield f"File {where if os.path.isfile(code.co_filename) else f'<none>, line {line}'}"
+    yield type_name(type(error))
+
+
+def type_name(kind: type[BaseException]) -> str:
+    """Return the name of a class, or of the first base that a module defines under its name."""
+    for base in kind.__mro__:
+        try:
+            found = attrgetter(base.__qualname__)(sys.modules[base.__module__])
+        except Exception:  # made by a call, or by the agent's code
+            continue
+        if found is base:
+            return f"{base.__module__}.{base.__qualname__}".removeprefix("builtins.")
+    return "BaseException"
+
+
+def _log_uncaught(args: Any) -> None:
+    """Log an exception that nobody catches, in a thread or in a finalizer."""
+    if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
+        logger.error("an exception in a thread or a finalizer was not caught", exc_info=args.exc_value)
 
 
 def _facts(record: logging.LogRecord) -> dict[str, object]:
@@ -74,7 +188,3 @@ def _time(record: logging.LogRecord) -> str:
 def _shown(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if text.isprintable() and " " not in text and text else json.dumps(text)
-
-
-def _one_line(text: str) -> str:
-    return text.replace("\n", "\\n").replace("\r", "\\r")

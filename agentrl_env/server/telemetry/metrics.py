@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
+
+from agentrl_env.types import Counts, Durations, TaskCounts
 
 __all__ = ["CONTENT_TYPE", "Histogram", "Metrics", "measure_loop_lag"]
 
+N = TypeVar("N", int, float)
 BUCKETS_S = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
 LAG_EVERY_S = 0.25
 _STATM = Path("/proc/self/statm")
@@ -28,15 +38,28 @@ class Histogram:
     """Durations in seconds, counted in buckets."""
 
     __slots__ = ("_buckets", "_seconds")
+    _NONE = (0,) * (len(BUCKETS_S) + 1)
 
     def __init__(self) -> None:
-        self._buckets = [0] * (len(BUCKETS_S) + 1)
+        self._buckets = list(self._NONE)
         self._seconds = 0.0
 
     def observe(self, seconds: float) -> None:
         """Count one duration."""
         self._buckets[bisect_left(BUCKETS_S, seconds)] += 1
         self._seconds += seconds
+
+    def counted(self) -> Durations:
+        """Return the counts."""
+        return Durations(buckets=tuple(self._buckets), seconds=self._seconds)
+
+    def add(self, now: Durations, before: Durations) -> None:
+        """Add what another histogram has counted between two looks at it."""
+        if len(now.buckets) != len(self._buckets):
+            return  # a server of another version, with other buckets
+        for index, (count, was) in enumerate(zip(now.buckets, before.buckets or self._NONE, strict=True)):
+            self._buckets[index] = _more(self._buckets[index], count, was)
+        self._seconds = _more(self._seconds, now.seconds, before.seconds)
 
     def add_to(self, family: HistogramMetricFamily, labels: tuple[str, ...] = ()) -> None:
         """Add the samples to a metric family."""
@@ -69,11 +92,18 @@ class Metrics(Collector):
         """HTTP answers by method, route and status; calls over the WebSocket are not among them."""
         self.calls: Counter[str] = Counter()
         """Calls of protocol 1 by name, over HTTP and the WebSocket."""
+        self.scored: Counter[str] = Counter()
+        """Sessions that ended with a reward, by task."""
+        self.succeeded: Counter[str] = Counter()
+        """Those among them that succeeded, by task."""
+        self.reward: defaultdict[str, float] = defaultdict(float)
+        """Sum of their rewards by task."""
         self.step_seconds = Histogram()
         self.tool_seconds: dict[tuple[str, str], Histogram] = {}
         """By task and tool; declared tools only, so that a model cannot make up labels."""
         self.loop_lag_seconds = Histogram()
         """Delay of the event loop."""
+        self._source = secrets.token_hex(8)
         self._gauges: Mapping[str, float] = {}
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -85,10 +115,62 @@ class Metrics(Collector):
 
     def tool_ran(self, task: str, tool: str, seconds: float) -> None:
         """Count one call of a tool and its duration."""
-        histogram = self.tool_seconds.get((task, tool))
-        if histogram is None:
-            histogram = self.tool_seconds[task, tool] = Histogram()
+        histogram = self.tool_seconds.get((task, tool)) or self._tool(task, tool)
         histogram.observe(seconds)
+
+    def scored_session(self, task: str, reward: float, *, success: bool) -> None:
+        """Count a session that ended with a reward."""
+        self.scored[task] += 1
+        self.succeeded[task] += success
+        self.reward[task] = _bounded(self.reward[task] + reward)
+
+    def counts(self) -> Counts:
+        """Return everything that is counted by task, for a controller."""
+        tools: dict[str, dict[str, Durations]] = {}
+        for (task, tool), histogram in self.tool_seconds.items():
+            tools.setdefault(task, {})[tool] = histogram.counted()
+        return Counts(
+            source=self._source, tasks=self.by_task(), tools=tools, step_seconds=self.step_seconds.counted()
+        )
+
+    def by_task(self) -> dict[str, TaskCounts]:
+        """Return the counts of each task."""
+        ended: dict[str, dict[str, int]] = {}
+        for (task, status), count in self.ended.items():
+            ended.setdefault(task, {})[str(status)] = count
+        return {
+            task: TaskCounts(
+                opened=self.opened[task],
+                ended=ended.get(task, {}),
+                steps=self.steps[task],
+                invalid_calls=self.invalid_calls[task],
+                scored=self.scored[task],
+                succeeded=self.succeeded[task],
+                reward=self.reward.get(task, 0.0),
+            )
+            for task in {**self.opened, **self.steps, **ended}
+        }
+
+    def add_task(self, task: str, now: TaskCounts, before: TaskCounts) -> None:
+        """Add what a server has counted between two looks at it; no count falls."""
+        for own, name in (
+            (self.opened, "opened"),
+            (self.steps, "steps"),
+            (self.invalid_calls, "invalid_calls"),
+            (self.scored, "scored"),
+            (self.succeeded, "succeeded"),
+        ):
+            own[task] = _more(own[task], getattr(now, name), getattr(before, name))
+        for status, count in now.ended.items():
+            self.ended[task, status] = _more(self.ended[task, status], count, before.ended.get(status, 0))
+        self.reward[task] = _bounded(self.reward[task] + now.reward - before.reward)
+
+    def add_tool(self, task: str, tool: str, now: Durations, before: Durations) -> None:
+        """Add the calls of a tool that a server has counted between two looks at it."""
+        self._tool(task, tool).add(now, before)
+
+    def _tool(self, task: str, tool: str) -> Histogram:
+        return self.tool_seconds.setdefault((task, tool), Histogram())
 
     def render(self, gauges: Mapping[str, float]) -> bytes:
         """Return everything as Prometheus text, with the given gauges and those of the process."""
@@ -105,6 +187,16 @@ class Metrics(Collector):
         yield _counter("agentrl_errors", "Errors answered.", ["type"], self.errors)
         invalid = "Tool calls that named no tool or did not fit its schema."
         yield _counter("agentrl_invalid_tool_calls", invalid, ["task"], self.invalid_calls)
+        succeeded = "Sessions that ended with a reward, in success."
+        yield _counter("agentrl_episodes_succeeded", succeeded, ["task"], self.succeeded)
+        rewards = SummaryMetricFamily(
+            "agentrl_episode_reward",
+            "Rewards of sessions that the task or a limit has ended.",
+            labels=["task"],
+        )
+        for task, count in self.scored.items():
+            rewards.add_metric([task], count, self.reward[task])
+        yield rewards
         requests = "HTTP requests answered."
         yield _counter("agentrl_requests", requests, ["method", "route", "status"], self.requests)
         yield _counter("agentrl_calls", "Calls over HTTP and the WebSocket.", ["call"], self.calls)
@@ -113,6 +205,15 @@ class Metrics(Collector):
         yield _histograms("agentrl_tool_seconds", tools, ["task", "tool"], self.tool_seconds)
         lag = "Delay of the event loop."
         yield _histograms("agentrl_event_loop_lag_seconds", lag, [], {(): self.loop_lag_seconds})
+
+
+def _more(total: N, now: N, before: N) -> N:
+    """Return a total that has grown like a server's count, within what is exact as a float."""
+    return min(total + max(0, now - before), 2**53)
+
+
+def _bounded(reward: float) -> float:
+    return max(-1e300, min(1e300, reward))
 
 
 async def measure_loop_lag(metrics: Metrics) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.server.telemetry.tracing import annotate, spanned
+from agentrl_env.types import SessionStatus, TaskCounts
 
 if TYPE_CHECKING:
     from agentrl_env.session import Session
     from agentrl_env.tools import StepBuilder
 
 T = TypeVar("T")
+_RUNNING = SessionStatus.RUNNING
 logger = logging.getLogger("agentrl_env")
 messages = logging.getLogger("agentrl_env.messages")
 """Messages of models and environments, at level DEBUG, with ``--log-messages`` only."""
@@ -66,10 +68,18 @@ class SessionMetrics:
         """Observe a call of a tool."""
         self._metrics.tool_ran(task, name, seconds)
 
+    def counts(self) -> Mapping[str, TaskCounts]:
+        """Return what was counted so far, by task."""
+        return self._metrics.by_task()
+
     def stepped(self, session: Session, result: StepBuilder, seconds: float) -> None:
         """Observe a step that has been taken."""
         task = session.sample.task
         self._metrics.step_taken(task, seconds)
+        if session.status is not _RUNNING and session.status is not SessionStatus.FAILED_ENVIRONMENT:
+            self._metrics.scored_session(
+                task, session.episode_return, success=result.metrics.get("success", 0.0) > 0
+            )
         invalid = result.metrics.get("invalid_calls")
         if invalid:
             self._metrics.invalid_calls[task] += int(invalid)

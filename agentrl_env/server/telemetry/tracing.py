@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl_env.errors import ServeError
+from agentrl_env.server.telemetry.logs import outline, type_name
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -78,6 +79,7 @@ class Tracing:
         self._tracer = provider.get_tracer("agentrl_env")
         self._extract, self._inject = propagate.extract, propagate.inject
         self._current = trace.get_current_span
+        self._failed = trace.StatusCode.ERROR
 
     def activate(self) -> None:
         """Switch tracing on for the running task and the tasks that it starts."""
@@ -85,10 +87,23 @@ class Tracing:
 
     def span(self, name: str, carrier: Mapping[str, str] | None, /, **attributes: str) -> Span:
         """Return a span below the current one, or below the one that W3C headers name."""
-        context = None if carrier is None else self._extract(carrier)
-        shown = {f"agentrl.{key}": value for key, value in attributes.items()}
-        manager: Span = self._tracer.start_as_current_span(name, context=context, attributes=shown)
-        return manager
+        return self._span(name, carrier, {f"agentrl.{key}": value for key, value in attributes.items()})
+
+    @contextmanager
+    def _span(
+        self, name: str, carrier: Mapping[str, str] | None, attributes: Mapping[str, str]
+    ) -> Iterator[Any]:
+        """Record an exception without its text, which may quote what an agent said."""
+        options: dict[str, Any] = {"record_exception": False, "set_status_on_exception": False}
+        options["context"] = None if carrier is None else self._extract(carrier)
+        with self._tracer.start_as_current_span(name, attributes=attributes, **options) as span:
+            try:
+                yield span
+            except Exception as error:
+                kind, lines = type_name(type(error)), "\n".join(outline(error))
+                span.add_event("exception", {"exception.type": kind, "exception.stacktrace": lines})
+                span.set_status(self._failed, kind)
+                raise
 
     def traceparent(self) -> str | None:
         """Return the current span as a W3C header; None where there is none."""

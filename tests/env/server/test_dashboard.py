@@ -9,12 +9,14 @@ from typing import Literal
 import pytest
 import pytest_asyncio
 from playwright.async_api import async_playwright, expect
+from pydantic import BaseModel
 
 from agentrl_env import Done, Environment, Message, Reply, ToolCall, tool
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import ControllerServer
 from agentrl_env.server.auth import agent_token
 from agentrl_env.server.serve import NOWHERE, EnvServer
+from agentrl_env.types import FunctionCall
 from agentrl_env.wire import OpenRequest
 from tests.env.tasks import Guess, close_session, play_step, until
 
@@ -105,6 +107,44 @@ class Trove(Environment):
 
     def expert(self, rng):
         return ToolCall.of("take", thing="treasure")
+
+
+class Line(BaseModel):
+    """One line of an order."""
+
+    order_id: int
+    reason: str = "damaged"
+    express: bool = False
+
+
+class Place(BaseModel):
+    city: str
+    within: "Place | None" = None
+
+
+class Support(Environment):
+    """Answer the customers of a shop."""
+
+    blocking = False
+
+    def reset(self, sample, rng):
+        return "My parcel is broken."
+
+    @tool
+    def refund(self, line: Line, to: Place | None = None, others: list[Line] | None = None):
+        """Refund a line of an order."""
+        others = [other.model_dump() for other in others] if others else others
+        return json.dumps([line.model_dump(), to and to.model_dump(), others])
+
+    @tool
+    def write(self, path: str, code: str, lines: list[Line] | None = None):
+        """Write a file."""
+        return "written"
+
+    @tool
+    def crash(self):
+        """Break."""
+        raise ZeroDivisionError
 
 
 class Labyrinth(Guess):
@@ -256,6 +296,30 @@ async def test_transcript_updates_live(server, visit):
     await expect(page.get_by_role("link", name="Play on")).to_be_hidden()
 
 
+async def test_text_of_several_lines_in_arguments_is_shown_as_lines(visit):
+    async with serving(Support) as server:
+        session_id = await opened(server, "support")
+        code = 'def greet():\n    return "Hi \\n"\n\nprint(greet(), 12345678901234567890)'
+        await step(server, session_id, 1, "write", path="a b.py", code=code)
+        nested = [{"order_id": 1, "reason": "first\n<b>second</b>"}]
+        await step(server, session_id, 2, "write", path="x", code="y", lines=nested)
+        odd = '{"order_id": 12345678901234567890, "code": "a\\nb"}'
+        call = ToolCall(id="1", function=FunctionCall(name="write", arguments=odd))
+        await play_step(server.pool, session_id, 3, Message.assistant(None, call))
+        page = await visit(server, f"#/session/{session_id}")
+        shown = page.locator(".call pre")
+        await expect(shown).to_have_count(3)
+        assert await shown.nth(0).inner_text() == (
+            'path: "a b.py"\ncode:\n  │ def greet():\n  │     return "Hi \\n"\n  │ \n'
+            "  │ print(greet(), 12345678901234567890)"
+        )
+        assert await shown.nth(1).inner_text() == (
+            'path: "x"\ncode: "y"\nlines:\n  -\n    order_id: 1\n'
+            "    reason:\n      │ first\n      │ <b>second</b>"
+        )
+        assert await shown.nth(2).inner_text() == odd  # the digits stay
+
+
 async def test_transcript_follows_its_end_unless_scrolled_up(server, visit):
     session_id = await opened(server)
     for seq in range(1, 31):
@@ -374,6 +438,40 @@ async def test_tool_form_builds_arguments_from_the_schema(server, visit):
     )
 
 
+async def test_nested_arguments_have_fields(visit):
+    async with serving(Support) as server:
+        session_id = await opened(server, "support")
+        page = await visit(server, f"#/play/{session_id}")
+        log, call = page.get_by_role("log"), page.get_by_role("button", name="Call")
+        line = page.get_by_role("group", name="line", exact=True)
+        await expect(line).to_contain_text("One line of an order; object")
+        await call.click()  # the browser requires the nested number first
+        await expect(line.get_by_label("order_id")).to_be_focused()
+        await line.get_by_label("order_id").fill("7")
+        await call.click()  # the optional object, with its required field, is left out
+        await expect(log).to_contain_text(
+            '[{"order_id": 7, "reason": "damaged", "express": false}, null, null]'
+        )
+        to = page.get_by_role("group", name="to", exact=True)
+        await to.get_by_label("city").first.fill("Rome")
+        await to.get_by_role("group", name="within").first.get_by_label("city").first.fill("Italy")
+        others = page.get_by_role("group", name="others", exact=True)
+        for _ in range(2):
+            await others.get_by_role("button", name="Add to others").click()
+        await others.get_by_label("order_id").nth(0).fill("1")
+        await others.get_by_label("order_id").nth(1).fill("2")
+        await others.get_by_role("button", name="Remove").first.click()
+        await call.click()
+        await expect(log).to_contain_text(
+            '{"city": "Rome", "within": {"city": "Italy", "within": null}}, [{"order_id": 2,'
+        )
+        await page.get_by_label("raw JSON arguments").check()
+        await expect(page.get_by_label("Arguments", exact=True)).to_have_value(
+            '{"line": {"order_id": 7}, "to": {"city": "Rome", "within": {"city": "Italy"}}, '
+            '"others": [{"order_id": 2}]}'
+        )
+
+
 async def test_raw_json_is_sent_exactly_as_written(server, visit):
     session_id = await opened(server)
     page = await visit(server, f"#/play/{session_id}")
@@ -477,6 +575,92 @@ async def test_controller_shows_its_fleet_and_sessions(visit):
         for server in servers:
             await server.stop()
         await controller.stop()
+
+
+async def test_lost_server_stays_in_sight_and_results_are_shown(visit):
+    controller = ControllerServer(FleetService(queue_s=0.0), port=0)
+    await controller.start()
+    here, gone = [
+        EnvServer([Trove, Support], host=NOWHERE, controllers=[controller.url], drain_s=0) for _ in range(2)
+    ]
+    try:
+        for server in (here, gone):
+            await server.start()
+            await step(server, await opened(server), 1, "take", thing="treasure")
+        session_id = await opened(here)
+        for seq in range(1, 500):
+            await step(here, session_id, seq)
+        await step(here, session_id, 500)  # the turn limit: no success
+        await step(here, await opened(here, "support"), 1, "crash")
+        await opened(gone), await opened(gone)
+        lost_id = gone.pool.server_id
+        await until(lambda: controller.metrics.steps["trove"] == 502)
+        await until(lambda: len(controller.fleet.servers) == 2)
+        await until(lambda: len(controller.fleet.servers[lost_id].sessions) == 2)
+        for task in gone._links._tasks.values():
+            task.cancel()
+        await controller.fleet.registry.lose(lost_id, "no heartbeat for 5 s")
+        page = await visit(controller)
+        row = page.get_by_role("row").filter(has_text=lost_id)
+        await expect(row).to_contain_text("2 sessions at its loss")
+        await expect(row).to_contain_text("lost")
+        await expect(row).to_contain_text("no heartbeat for 5 s")
+        figures = page.get_by_label("Figures")
+        await expect(figures).to_contain_text("Success66.7 %")
+        await expect(figures).to_contain_text("Episodes3")
+        await expect(figures).to_contain_text("Broken1")
+        await expect(figures).to_contain_text("Servers lost1")
+        card = page.get_by_role("article").filter(has=page.get_by_role("heading", name="trove"))
+        await expect(card).to_contain_text("Success66.7 %")
+        await expect(card).to_contain_text("Mean reward0.666667")
+        await expect(figures).to_contain_text(re.compile(r"Steps/s\d"))  # the second look knows
+        steps = controller.metrics.steps["trove"]
+        await step(here, await opened(here), 1)
+        await until(lambda: controller.metrics.steps["trove"] == steps + 1)
+        await look_again(page)
+        await expect(figures).to_contain_text(re.compile(r"Steps/s(0\.[1-9]|[1-9])"))
+    finally:
+        for server in (here, gone):
+            await server.stop()
+        await controller.stop()
+
+
+async def test_single_server_shows_its_results(server, visit):
+    await step(server, await opened(server), 1, "take", thing="treasure")
+    page = await visit(server)
+    await expect(page.get_by_label("Figures")).to_contain_text("Success100 %")
+    card = page.get_by_role("article").filter(has=page.get_by_role("heading", name="guess"))
+    await expect(card).to_contain_text("Successno step yet")
+
+
+@pytest.mark.parametrize(
+    "view", ["constructor", "__proto__", "toString/x", "hasOwnProperty?task=x", "%", "%E0%A4"]
+)
+async def test_unknown_address_shows_the_overview(server, visit, view):
+    page = await visit(server, f"#/{view}")
+    await expect(page.get_by_role("heading", name="trove")).to_be_visible()
+    await expect(page.get_by_role("alert")).to_be_hidden()
+
+
+async def test_every_column_of_the_sessions_is_on_a_narrow_screen(visit):
+    async with serving(Trove, Labyrinth, Support) as server:
+        await opened(server, Labyrinth.name)
+        await step(server, await opened(server, "support"), 1, "crash")
+        session_id = await opened(server)
+        for seq in range(1, 101):
+            await step(server, session_id, seq)
+        await step(server, session_id, 101, "echo", word="x", number=1)
+        page = await visit(server, "#/sessions", viewport={"width": 390, "height": 800})
+        rows = page.locator("tbody tr")
+        await expect(rows).to_have_count(3)
+        await expect(page.get_by_text("failed environment", exact=True).last).to_be_visible()
+        frame = await page.get_by_role("region", name="Sessions").bounding_box()
+        for cell in [
+            page.get_by_role("columnheader", name="Reward"),
+            *await rows.locator("td:nth-child(5)").all(),
+        ]:
+            box = await cell.bounding_box()
+            assert box["x"] + box["width"] <= frame["x"] + frame["width"]
 
 
 VIEWS = ["#/", "#/sessions", "#/session/ID", "#/play", "#/play/ID"]

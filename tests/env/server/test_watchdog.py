@@ -189,10 +189,13 @@ async def test_drain_says_what_it_waits_for():
         async with EnvClient.connect(url) as client:
             await client.open("sticks")
             process.send_signal(signal.SIGTERM)
-            line = await asyncio.to_thread(process.stdout.readline)
-            assert line == (
-                "draining after SIGTERM: 1 open sessions get 60 s to end; a second signal ends them at once\n"
-            )
+            line = await asyncio.to_thread(process.stderr.readline)
+            assert "INFO draining" in line
+            assert 'signal=SIGTERM what="1 open sessions get 60 s to end; a second signal ends them at once"' in line
             process.send_signal(signal.SIGTERM)
             _, errors = await asyncio.to_thread(process.communicate, timeout=30)
-    assert (process.returncode, errors) == (0, "")
+    assert process.returncode == 0
+    assert [line.split(" INFO ")[1].split(" pid=")[0] for line in errors.splitlines()] == [
+        "stopping at once",
+        "stopped",
+    ]
