@@ -14,6 +14,8 @@ import pytest
 
 from agentrl_env import EnvClient, Environment, ToolCall, tool
 from agentrl_env.errors import AgentRLError, SessionLost
+from agentrl_env.fleet.config import ControllerConfig, FleetConfig, TaskConfig
+from agentrl_env.fleet.up import LocalFleet
 from agentrl_env.server.watchdog import Watchdog
 from tests.env.fleet.test_supervisor import ask, until_dead
 from tests.env.tasks import until
@@ -88,6 +90,23 @@ async def test_stuck_worker_is_killed_and_replaced_and_its_neighbours_stay(call)
     assert f"pid={stuck}" in errors
     assert f"in {call.function.name}" in errors  # its stack
     assert "ended (exit code -9); starting another" in errors
+
+
+async def test_stuck_server_of_up_is_replaced_with_the_reason():
+    task = TaskConfig(name="sticks", target=TARGET, stuck_after=1.0, drain=0.0)
+    lines = []
+    fleet = LocalFleet(FleetConfig(controller=ControllerConfig(port=0), tasks=(task,)), report=lines.append)
+    await fleet.start()
+    try:
+        async with EnvClient.connect(fleet.url, timeout=60) as client:
+            session = await client.open("sticks")
+            stuck = await ask(session)
+            with pytest.raises(SessionLost):
+                await session.step(STICKING[0])
+            assert await ask(await client.open("sticks", wait=30)) != stuck
+    finally:
+        await fleet.stop()
+    assert "killed by its watchdog: its event loop has not run for 1 s" in lines[0]
 
 
 @pytest.mark.parametrize(
