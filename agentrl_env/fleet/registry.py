@@ -27,6 +27,8 @@ BEAT_S = 1.0
 """Interval of heartbeats."""
 BLIND_FACTOR = 3
 """Factor on ``lost_after_s`` while the store cannot tell whether another controller hears a server."""
+PROBE_S = 2.0
+"""Seconds without an answer, while there are heartbeats, after which a server is asked whether it answers."""
 LOST_SHOWN, LOST_SHOWN_S = 100, 600.0
 """Lost servers that are listed, and seconds for which they are."""
 LOST = "the server that held the session is gone; open a new one"
@@ -228,7 +230,7 @@ class Registry:
             if mute_s > 2 * self._lost_after_s:
                 await self.lose(server.server_id, f"heartbeats, but no answer for {mute_s:.0f} s")
                 continue
-            if mute_s > self._lost_after_s / 2:
+            if mute_s > min(PROBE_S, self._lost_after_s / 2):
                 self._probe(server)
             if silent_s < limit_s:
                 await self._report_alive(server)
@@ -249,11 +251,13 @@ class Registry:
             raise SessionLost(LOST, server=server.server_id) from None
 
     def _probe(self, server: RemoteServer) -> None:
-        """Make a call that every server answers at once: calls of sessions may take long."""
+        """Make a call that every server answers at once, since those of sessions may take long."""
+        server.suspect = True
 
         async def ask() -> None:
             with suppress(WireError):
                 await server.call("fleet", b'{"probe":true}')
+                self._on_room()
 
         if server.server_id not in self._probes:
             probe = self._probes[server.server_id] = asyncio.create_task(ask())

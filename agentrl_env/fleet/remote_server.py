@@ -96,6 +96,8 @@ class RemoteServer:
         """Number of places that are reserved for openings under way."""
         self.full = False
         """True from an answer ``server_full`` until the next heartbeat."""
+        self.suspect = False
+        """True where calls got no answer for some seconds, until the next answer; no session opens here."""
         self.draining = False
         self.leaving = False
         self.steps = 0
@@ -134,7 +136,7 @@ class RemoteServer:
 
     def has_room(self, task: str) -> bool:
         """Return whether a session of a task may be placed here."""
-        ready = self.linked and not (self.full or self.draining or self.leaving)
+        ready = self.linked and not (self.full or self.suspect or self.draining or self.leaving)
         return ready and task in self.tasks and self.load < 1
 
     def summary(self) -> ServerSummary:
@@ -192,7 +194,7 @@ class RemoteServer:
     def hear_answer(self, frame: bytes) -> None:
         """Pass an answer to its caller. Raises ValueError where the frame is no answer."""
         self.seen = self._answered = self._clock()
-        self._asked = False
+        self._asked = self.suspect = False
         match = _ANSWER.match(frame)
         if match is None:
             raise ValueError("not an answer")

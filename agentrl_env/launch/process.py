@@ -23,7 +23,7 @@ import httpx
 
 from agentrl_env.client.loop_thread import LoopThread
 from agentrl_env.errors import ServeError
-from agentrl_env.server.watchdog import STUCK_S
+from agentrl_env.server.watchdog import KILLED, STUCK_S
 
 if TYPE_CHECKING:
     from agentrl_env.environment import Environment
@@ -243,7 +243,8 @@ class ServerProcess(ServerHandle):
         """Return the server's last output line, and its exit code if it has ended."""
         code = self._process.poll() if self._process is not None else None
         lines = [line for line in self.output().splitlines() if line.strip()] or ["it printed nothing"]
-        reason = [] if self._forward_output else [lines[-1].removeprefix("error: ")]
+        last = next((line for line in lines if KILLED in line), lines[-1])
+        reason = [] if self._forward_output else [last.removeprefix("error: ")]
         return "; ".join([*reason, *([] if code is None else [f"exit code {code}"])])
 
     def _answers(self) -> bool:

@@ -33,6 +33,8 @@ BLOCKED_S = 2.0
 """Seconds without the event loop after which its stack is logged."""
 STACKS_S = 0.2
 """Seconds that a stuck server gets to print the stacks of its threads."""
+KILLED = "killed by its watchdog"
+"""Start of the line that it logs."""
 KILL_S = 10.0
 """Seconds that a server may take to stop, after the drain."""
 
@@ -187,7 +189,7 @@ class _Guard:
 
     def _kill(self, reason: str) -> None:
         """Kill the server and, where it leads a process group, its children, among them this process."""
-        self._say(f"killed by its watchdog: {reason}", "ERROR")
+        self._say(f"{KILLED}: {reason}", "ERROR")
         self._signal(signal.SIGQUIT)
         time.sleep(STACKS_S)
         with contextlib.suppress(ProcessLookupError):

@@ -12,8 +12,10 @@ import time
 
 import pytest
 
-from agentrl_env import EnvClient, Environment, ToolCall, tool
+from agentrl_env import EnvClient, Environment, Message, ToolCall, tool
 from agentrl_env.errors import AgentRLError, SessionLost
+from agentrl_env.fleet.config import ControllerConfig, FleetConfig, TaskConfig
+from agentrl_env.fleet.up import LocalFleet
 from agentrl_env.server.watchdog import Watchdog
 from tests.env.fleet.test_supervisor import ask, until_dead
 from tests.env.tasks import until
@@ -22,7 +24,7 @@ from tests.env.tasks import until
 class Sticks(Environment):
     """Tools that hold up their process."""
 
-    max_turns = 50
+    max_turns = 10_000
 
     def reset(self, sample, rng):
         return "Hello."
@@ -44,19 +46,32 @@ class Sticks(Environment):
         return str(os.getpid())
 
 
+class Inline(Sticks):
+    """A slow tool on the event loop."""
+
+    blocking = False
+
+    @tool
+    def query(self):
+        """Hold the event loop for a while."""
+        time.sleep(0.17)
+        return "found"
+
+
 STICKING = [ToolCall.of("backtrack"), ToolCall.of("block", seconds=600.0)]
 TARGET = f"{__file__}:Sticks"
 
 
 @contextlib.contextmanager
-def serving(*options):
-    command = [sys.executable, "-m", "agentrl_env", "serve", TARGET, "--port", "0", "--drain", "0", *options]
+def serving(*options, task="Sticks"):
+    target = f"{__file__}:{task}"
+    command = [sys.executable, "-m", "agentrl_env", "serve", target, "--port", "0", "--drain", "0", *options]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
         line = process.stdout.readline()
-        assert line.startswith("serving sticks at http://"), process.stderr.read()
+        assert line.startswith(f"serving {task.lower()} at http://"), process.stderr.read()
         yield process, line.split(" at ")[1].split()[0]
     finally:
         process.kill()
@@ -88,6 +103,43 @@ async def test_stuck_worker_is_killed_and_replaced_and_its_neighbours_stay(call)
     assert f"pid={stuck}" in errors
     assert f"in {call.function.name}" in errors  # its stack
     assert "ended (exit code -9); starting another" in errors
+
+
+async def test_legal_message_of_127_slow_calls_loses_no_neighbour():
+    with serving("--workers", "2", "--stuck-after", "2", task="Inline") as (_, url):
+        async with EnvClient.connect(url, timeout=60) as client:
+            greedy = await client.open("inline", wait=20)
+            neighbours = [await client.open("inline", wait=20) for _ in range(10)]
+            pids = [await ask(session) for session in neighbours]
+            assert await ask(greedy) in pids
+            message = Message.assistant(None, *(ToolCall.of("query") for _ in range(127)))
+            step = asyncio.create_task(greedy.step(message))
+            rounds = 0
+            while not step.done():
+                assert [await ask(session) for session in neighbours[:2]] == pids[:2]
+                rounds += 1
+            assert rounds > 1
+            answers = [message.content for message in (await step).messages]
+            assert answers[0] == "found"
+            assert answers[-1].startswith("Not executed: the calls of a message may hold the server for 5 s")
+            assert [await ask(session) for session in neighbours] == pids
+
+
+async def test_stuck_server_of_up_is_replaced_with_the_reason():
+    task = TaskConfig(name="sticks", target=TARGET, stuck_after=1.0, drain=0.0)
+    lines = []
+    fleet = LocalFleet(FleetConfig(controller=ControllerConfig(port=0), tasks=(task,)), report=lines.append)
+    await fleet.start()
+    try:
+        async with EnvClient.connect(fleet.url, timeout=60) as client:
+            session = await client.open("sticks")
+            stuck = await ask(session)
+            with pytest.raises(SessionLost):
+                await session.step(STICKING[0])
+            assert await ask(await client.open("sticks", wait=30)) != stuck
+    finally:
+        await fleet.stop()
+    assert "killed by its watchdog: its event loop has not run for 1 s" in lines[0]
 
 
 @pytest.mark.parametrize(
