@@ -62,20 +62,20 @@ class RedisStore:
         except StateUnavailable as error:
             raise ServeError(error.message) from error
 
-    async def claim(self, key: str, server_id: str) -> str:
-        """Claim an opening for a server, unless it is claimed already; return the server with the claim."""
+    async def claim(self, key: str, claim: str) -> str:
+        """Claim an idempotency key, unless it is claimed already; return its claim."""
         name = self._key("claim", key)
-        owner = await _answer(self._redis.set(name, server_id, nx=True, get=True, ex=int(CLAIM_S)))
-        return str(owner) if owner is not None else server_id
+        first = await _answer(self._redis.set(name, claim, nx=True, get=True, ex=int(CLAIM_S)))
+        return str(first) if first is not None else claim
 
-    async def unclaim(self, key: str, server_id: str) -> None:
-        """Drop the claim of a server."""
-        await _answer(self._redis.eval(_UNCLAIM, 1, self._key("claim", key), server_id))
+    async def unclaim(self, key: str, claim: str) -> None:
+        """Drop a claim."""
+        await _answer(self._redis.eval(_UNCLAIM, 1, self._key("claim", key), claim))
 
     async def claimed(self, key: str) -> str | None:
-        """Return the server with the claim of an opening."""
-        owner: str | None = await _answer(self._redis.get(self._key("claim", key)))
-        return owner
+        """Return the claim of an idempotency key."""
+        claim: str | None = await _answer(self._redis.get(self._key("claim", key)))
+        return claim
 
     async def report_alive(self, server_id: str) -> None:
         """Record that this controller has heard a server."""

@@ -42,6 +42,7 @@ from agentrl_env.wire import (
     StepBatch,
     StepBody,
     StepRequest,
+    payload_digest,
     siblings,
 )
 
@@ -92,9 +93,9 @@ class Api:
                 ]
             return encode_items("results", results)
         if call is OPEN_MANY:
-            return encode_items("sessions", await self._open_many(request.sessions))
+            return encode_items("sessions", await self._open_many([*map(self._bound, request.sessions)]))
         if call is OPEN:
-            return await self._open_or_siblings(request)
+            return await self._open_or_siblings(self._bound(request))
         if call is FORK:
             self._check_fork(request)
         answer = _to_json(await getattr(self.service, call.name)(request))
@@ -199,6 +200,12 @@ class Api:
             if not isinstance(answer, bytes):
                 self.count(answer)
         return answers
+
+    def _bound(self, request: OpenRequest) -> OpenRequest:
+        """Return a client's opening with the digest that its ``request_id`` is bound to."""
+        if self._limits is None:  # of a controller, which has bound it
+            return request
+        return request.model_copy(update={"digest": payload_digest(request)})
 
     async def _open_or_siblings(self, request: OpenRequest) -> bytes:
         if request.n is None:
