@@ -190,6 +190,12 @@ class ExpertAnswer(_Model):
     message: Message
 
 
+class AgentToken(_Model):
+    """Answer of ``POST /v1/sessions/{id}/token``."""
+
+    agent_token: str
+
+
 class SessionSummary(_Model):
     """One session, open or recently ended, in ``GET /v1/sessions``."""
 
@@ -423,6 +429,16 @@ FORK = Call(
     status=201,
     errors=(e.IdempotencyConflict, e.SessionEnded, e.NotSupported, *_GONE, *_OPENS),
 )
+RENEW = Call(
+    name="renew_token",
+    method="POST",
+    path=f"{_SESSION}/token",
+    summary="Issue a new agent token of this session, and revoke those before.",
+    request=SessionRequest,
+    answer=AgentToken,
+    status=201,
+    errors=(e.NotSupported, e.StateUnavailable, *_GONE),
+)
 EXPERT = Call(
     name="expert",
     method="POST",
@@ -459,6 +475,7 @@ CALLS: Mapping[str, Call] = {
         INFO,
         CLOSE,
         FORK,
+        RENEW,
         EXPERT,
         TRANSCRIPT,
         FLEET,
@@ -486,10 +503,20 @@ class SessionRow(_Model):
     client: str = ""
 
 
+_ID_CHARS = 32
+
+
+def server_id_of(server_key: str) -> str:
+    """Return the id of a server: the hash of its key, so that no other server can claim it."""
+    return sha256(server_key.encode()).hexdigest()[:_ID_CHARS]
+
+
 class Hello(_Model):
     """First frame of a server on a link: ``{"hello": {...}}``."""
 
     server_id: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")
+    server_key: str = Field(default="", max_length=128)
+    """Secret of the server's process, of which its id is the hash."""
     protocol: int = PROTOCOL_VERSION
     tasks: tuple[TaskInfo, ...]
     capacity: int = Field(ge=1)
@@ -498,6 +525,11 @@ class Hello(_Model):
     place: str = ""
     """Host name and process id."""
     version: str = ""
+
+    @property
+    def is_genuine(self) -> bool:
+        """True if the key is that of the id; earlier servers have shorter ids, and no key."""
+        return len(self.server_id) < _ID_CHARS or self.server_id == server_id_of(self.server_key)
 
 
 class Beat(_Model):

@@ -30,6 +30,15 @@ class FleetStore(Protocol):
     async def claimed(self, key: str) -> str | None:
         """Return the claim of an idempotency key."""
 
+    async def agent_key(self, key: str) -> str:
+        """Keep a key of agent tokens unless there is one already; return the one that is kept."""
+
+    async def revoke_tokens(self, session_id: str, token_id: str, until: float) -> None:
+        """Keep, until a Unix time, the id of a session's only valid agent token."""
+
+    async def revoked_tokens(self, now: float) -> dict[str, tuple[str, float]]:
+        """Return the id and the end of each revocation that holds at a Unix time."""
+
     async def report_alive(self, server_id: str) -> None:
         """Record that this controller has heard a server."""
 
@@ -103,6 +112,17 @@ class MemoryStore:
         """Return the claim of an idempotency key."""
         claim = self._claims.get(key)
         return claim[0] if claim is not None else None
+
+    async def agent_key(self, key: str) -> str:
+        """Return the key: there is no other controller."""
+        return key
+
+    async def revoke_tokens(self, session_id: str, token_id: str, until: float) -> None:
+        """Do nothing: there is no other controller."""
+
+    async def revoked_tokens(self, now: float) -> dict[str, tuple[str, float]]:
+        """Return nothing."""
+        return {}
 
     async def report_alive(self, server_id: str) -> None:
         """Record that this controller has heard a server."""

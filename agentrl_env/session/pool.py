@@ -43,6 +43,7 @@ from agentrl_env.wire import (
     Transcript,
     TranscriptRequest,
     payload_digest,
+    server_id_of,
 )
 
 if TYPE_CHECKING:
@@ -84,8 +85,7 @@ class SessionPool:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.draining = False
-        self.server_id = secrets.token_hex(6)
-        """Prefix of every session id, by which a controller finds the server of a session."""
+        self._take_id()
         self._oracle = oracle
         self._lease_s = lease_s
         self._observer = observer
@@ -307,7 +307,7 @@ class SessionPool:
 
     async def abandon(self) -> None:
         """End every session, after a controller has declared them lost, and take a new id."""
-        self.server_id = secrets.token_hex(6)
+        self._take_id()
         lost = list(self._table.live)
         await self._end(lost, SessionStatus.CANCELLED)
         self._table.forget(lost)  # one of them may return from its checkpoint
@@ -393,6 +393,12 @@ class SessionPool:
         for session in made:
             self._observer.opened(session, client)
         return made
+
+    def _take_id(self) -> None:
+        self.server_key = secrets.token_urlsafe()
+        """Known to this process and its controllers only: proves that the id is this server's."""
+        self.server_id = server_id_of(self.server_key)
+        """Prefix of every session id, by which a controller finds the server of a session."""
 
     def _new_id(self) -> str:
         return f"{self.server_id}.{secrets.token_urlsafe(16)}"

@@ -17,7 +17,7 @@ from agentrl_env import EnvClient, ToolCall
 from agentrl_env.errors import Forbidden, ServeError, Unauthorized
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import ControllerServer
-from agentrl_env.server.auth import agent_token, is_link_token, link_token, session_of
+from agentrl_env.server.auth import AgentTokens, is_link_token, link_token
 from agentrl_env.server.middleware import TOKEN_PREFIX
 from agentrl_env.server.serve import NOWHERE, EnvServer
 from tests.env.fleet.test_failover_sessions import Walk
@@ -25,6 +25,13 @@ from tests.env.tasks import Quick
 
 TOKEN = "sesam"
 LINK = link_token(TOKEN)
+
+
+def agent_token(token, session_id):
+    """Return an agent token of another key."""
+    return AgentTokens(token).issue(session_id)
+
+
 OWN = "/v1/sessions/{}"
 CALLS = [
     ("GET", "/v1/tasks", None),
@@ -73,7 +80,7 @@ async def fleet():
 async def test_link_token_suffices_for_a_server_and_for_failover(fleet):
     session = await fleet.operator.open("walk")
     await session.step(ToolCall.of("walk"))
-    assert session.agent_token == agent_token(TOKEN, session.session_id)
+    assert session.agent_token.startswith(f"agent.{session.session_id}.")
     known = EnvServer([Walk], host=NOWHERE, token=TOKEN, controllers=[fleet.front.url], drain_s=0.0)
     async with running(known):  # has the operator's token and accepts state sealed by the other server
         await fleet.server.stop()
@@ -164,7 +171,7 @@ def test_link_token_is_idempotent_and_no_agent_token():
     assert link_token(LINK) == LINK
     assert is_link_token(LINK)
     assert not is_link_token(TOKEN)
-    assert session_of(LINK, TOKEN) is None
+    assert AgentTokens(TOKEN).read(LINK) is None
     assert LINK.removeprefix("link.") != agent_token(TOKEN, "link").rpartition(".")[2]
 
 
