@@ -209,7 +209,7 @@ def control(fleet: FleetService, **options: Any) -> None:
     """
     if fleet.resumes and not options.get("token"):
         reason = "a controller with --resume needs a token, with which servers authenticate checkpoints"
-        raise ServeError(f"{reason}; use --token or AGENTRL_TOKEN")
+        raise ServeError(f"{reason}; use --token-file or AGENTRL_TOKEN")
     run_until_stopped(ControllerServer(fleet, **options), print_now)
 
 

@@ -149,7 +149,7 @@ class AccessMiddleware:
             who.check_token(agent_may=False)
         if self._token is None and scope["method"] not in _SAFE_METHODS and not _same_origin(headers):
             # The page could not read the answer, but the call would be made.
-            raise Forbidden("this server takes no calls from web pages of other origins; give it a --token")
+            raise Forbidden("this server takes no calls from web pages of other origins; give it a token")
         if self._rates is not None:
             limit_rate(self._rates, name)
         return Caller(name=name, session_id=who.session_id, grant=who.grant)
@@ -173,7 +173,7 @@ class AccessMiddleware:
         if self._token is not None or not scope.get("server"):
             return
         if name := _foreign_host(scope["server"][0], headers.get(b"host", b"")):
-            words = f"this server has no --token and answers as localhost, not as {echo(name)}"
+            words = f"this server has no token and answers as localhost, not as {echo(name)}"
             raise Forbidden(f"{words}: use that name, or give it a token")
 
     def _authenticate(self, shown: bytes) -> Caller:

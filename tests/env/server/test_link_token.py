@@ -191,5 +191,5 @@ def test_command_prints_the_link_token():
     without = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (without.returncode, without.stdout) == (1, "")
     assert without.stderr == (
-        "error: the link token is derived from the operator's; give --token or AGENTRL_TOKEN\n"
+        "error: the link token is derived from the operator's; give --token-file or AGENTRL_TOKEN\n"
     )
