@@ -159,6 +159,7 @@ async def test_tokens_of_the_fleet_are_invalid_on_its_servers(fleet):
         "link.",
         agent_token(TOKEN, "link").removeprefix("agent."),
     ],
+    ids=["other operator", "changed", "without prefix", "padded", "empty", "agent token"],
 )
 async def test_forged_link_token_is_rejected(fleet, forged):
     address = fleet.front.url.replace("http", "ws", 1) + "/v1/link"
