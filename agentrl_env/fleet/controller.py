@@ -100,6 +100,10 @@ class FleetService:
         """True if sessions survive the loss of their server."""
         return self._routing.survives
 
+    def use_token(self, token: str) -> None:
+        """Seal with the operator token what the controllers share in the store."""
+        self._opener.seal_key = token.encode()
+
     def gauges(self) -> Mapping[str, float]:
         """Return the gauges of ``/metrics``."""
         servers = self.servers.values()

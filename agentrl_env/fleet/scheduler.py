@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from hashlib import sha256
 
 from agentrl_env.errors import (
     ServerDraining,
@@ -174,6 +176,8 @@ class Opener:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._find = find
+        self.seal_key = b""
+        """Shared by the controllers of the fleet: the operator token."""
         self._info = info
         self._placement = placement
         self._store = store
@@ -202,7 +206,8 @@ class Opener:
 
     async def remember(self, key: str, digest: str, session_ids: Sequence[str]) -> None:
         """Keep the sessions that a request has opened, so that a repeated one finds them on any server."""
-        await self._store.claim(f"{_OPENED}{key}", " ".join((digest, *session_ids)))
+        text = " ".join((digest, *session_ids))
+        await self._store.claim(f"{_OPENED}{key}", f"{text} {self._seal(key, text)}")
 
     async def recall(self, key: str, digest: str) -> list[bytes] | None:
         """Return the state of the sessions that a request has opened; None where there are none any more.
@@ -212,12 +217,19 @@ class Opener:
         kept = await self._store.claimed(f"{_OPENED}{key}")
         if kept is None:
             return None
-        first, *session_ids = kept.split(" ")
-        check_digest(digest, first)
-        known = await self._info(session_ids)
+        text, _, seal = kept.rpartition(" ")
+        known = None
+        if hmac.compare_digest(seal.encode(), self._seal(key, text).encode()):
+            first, *session_ids = text.split(" ")
+            check_digest(digest, first)
+            known = await self._info(session_ids)
         if known is None:
             await self._store.unclaim(f"{_OPENED}{key}", kept)
         return known
+
+    def _seal(self, key: str, text: str) -> str:
+        """Return a MAC, so that a writer to the store cannot lead a caller to the session of another."""
+        return hmac.digest(self.seal_key, f"opened\0{key}\0{text}".encode(), sha256).hex()
 
     async def _try(self, request: OpenRequest, key: str, end: float) -> bytes | None:
         """Open the session on the server that has the claim, else on one with room; None to try again."""

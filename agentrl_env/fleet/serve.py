@@ -72,6 +72,8 @@ class ControllerServer:
         self._listener = Listener(host, port, token=token, insecure=insecure)
         self.url = self._listener.url
         self._limits = limits or Limits()
+        if token:
+            fleet.use_token(token)
         self._tokens = AgentTokens(token, self._limits.agent_token_s) if token else None
         self._app = create_app(
             fleet, self.metrics, token=token, tokens=self._tokens, limits=self._limits, tracing=tracing

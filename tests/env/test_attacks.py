@@ -485,3 +485,24 @@ async def test_forged_claims_in_redis_open_a_session_or_raise_a_typed_error(redi
         with suppress(IdempotencyConflict):
             assert (await site.client.backend.call(OPEN, request)).status == "running"
         assert (await site.client.open("walk")).status == "running"
+
+
+async def test_writer_to_redis_cannot_lead_a_repeated_opening_to_another_session(redis):
+    async with Site(store=RedisStore(redis.url), resume=True, queue_s=20.0) as site:
+        dead = await site.serve(Walk)
+        request, other = [OpenRequest(task="walk", seed=3, request_id=name) for name in ("mine", "other")]
+        call, redis_client = site.client.backend.call, site.fleet.store._redis
+        mine, victim = await call(OPEN, request), await call(OPEN, other)
+        names = [site.fleet.store._key("claim", f"opened {name}") for name in ("mine", "other")]
+        kept = [await redis_client.get(name) for name in names]
+        assert victim.session_id in kept[1]
+        await site.serve(Walk)
+        await die(site, dead)
+        for forged in (
+            kept[1],
+            kept[0].replace(mine.session_id, victim.session_id),
+            f"x {victim.session_id}",
+        ):
+            await redis_client.set(names[0], forged)
+            assert (await call(OPEN, request)).session_id != victim.session_id
+        assert (await call(OPEN, other)).session_id == victim.session_id
