@@ -23,6 +23,7 @@ AgentRLError
 ├── UnknownSession        404  never existed, or ended too long ago
 ├── RequestTimeout        408  the request did not arrive in time
 ├── SeqConflict           409  a gap in the numbering of steps
+├── IdempotencyConflict   409  a repeated ``request_id`` or ``seq`` with another payload
 ├── SessionEnded          409  a new step in a session that has ended
 ├── SessionExpired        410  idle past its lease
 ├── SessionLost           410  its server died or left; the outcome of its last step is unknown
@@ -177,6 +178,13 @@ class SeqConflict(WireError):
     """The step's ``seq`` leaves a gap."""
 
     type = "seq_conflict"
+    status = 409
+
+
+class IdempotencyConflict(WireError):
+    """A ``request_id`` or ``seq`` is repeated with another payload than it was first sent with."""
+
+    type = "idempotency_conflict"
     status = 409
 
 

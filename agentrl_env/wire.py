@@ -6,12 +6,15 @@ call takes its models and its row here, and a method of that name on each ``Serv
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic.json_schema import SkipJsonSchema
 
 from agentrl_env import errors as e
 from agentrl_env.types import (
@@ -71,7 +74,9 @@ class OpenRequest(_Model):
     wait_s: float = Field(default=0.0, ge=0, le=MAX_WAIT_S, allow_inf_nan=False)
     """Seconds to wait in the fair queue of a full server; 0 fails at once."""
     request_id: str | None = Field(default=None, max_length=128)
-    """Idempotency key: the same id again returns the same session."""
+    """Idempotency key: the same id again returns the same session; with another request it is a conflict."""
+    digest: SkipJsonSchema[str] = Field(default="", max_length=64)
+    """Between controller and server: ``payload_digest`` of the client's request."""
     client: str = Field(default="", max_length=128)
     """Name of the caller, for the limits of a controller."""
     n: int | None = Field(default=None, ge=1, le=16_384)
@@ -113,7 +118,7 @@ class ForkBody(_Model):
 
     n: int = Field(default=1, ge=1)
     request_id: str | None = Field(default=None, max_length=128)
-    """Idempotency key: the same id again returns the same sessions."""
+    """Idempotency key: the same id again returns the same sessions; with another ``n`` it is a conflict."""
 
 
 class ForkRequest(ForkBody):
@@ -195,6 +200,12 @@ class ExpertAnswer(_Model):
     """Answer of ``POST /v1/sessions/{id}/expert``."""
 
     message: Message
+
+
+class AgentToken(_Model):
+    """Answer of ``POST /v1/sessions/{id}/token``."""
+
+    agent_token: str
 
 
 class SessionSummary(_Model):
@@ -310,12 +321,23 @@ def choose_task(name: str | None, known: Collection[str]) -> str:
     raise e.UnknownTask(f"several tasks are served; choose one with task= or --task: {names}")
 
 
+def payload_digest(request: OpenRequest) -> str:
+    """Return the hash of what a request opens, to which its ``request_id`` is bound."""
+    if request.request_id is None:
+        return ""
+    payload = request.model_dump(include={"task", "split", "index", "seed", "sample", "n"})
+    return sha256(json.dumps(payload, sort_keys=True).encode()).hexdigest()
+
+
 def siblings(request: OpenRequest, n: int) -> list[OpenRequest]:
     """Return ``n`` requests for the same problem, each with its own idempotency key."""
     update: dict[str, Any] = {"n": None}
-    if request.index is None and request.seed is None and request.sample is None:
-        update["seed"] = secrets.randbits(SEED_BITS)  # otherwise each sibling would get another problem
     key = request.request_id
+    if request.index is None and request.seed is None and request.sample is None:
+        # Without a seed each sibling would get another problem. The repeated request gets the same seed, so
+        # that siblings which open only then belong to the same group.
+        random = secrets.token_bytes(8) if key is None else sha256(key.encode()).digest()
+        update["seed"] = int.from_bytes(random[:8]) >> (64 - SEED_BITS)
     return [
         request.model_copy(update={**update, "request_id": key and f"{key}/{number}"}) for number in range(n)
     ]
@@ -366,7 +388,7 @@ OPEN = Call(
     body=OpenRequest,
     answer=SessionInfo,
     status=201,
-    errors=(e.UnknownTask, e.UnknownSample, e.SessionExpired, *_OPENS),
+    errors=(e.UnknownTask, e.UnknownSample, e.IdempotencyConflict, e.SessionExpired, *_OPENS),
 )
 OPEN_MANY = Call(
     name="open_many",
@@ -407,7 +429,7 @@ STEP = Call(
     body=StepBody,
     answer=StepResult,
     agent=True,
-    errors=(e.SeqConflict, e.SessionEnded, *_GONE),
+    errors=(e.SeqConflict, e.IdempotencyConflict, e.SessionEnded, *_GONE),
 )
 INFO = Call(
     name="info",
@@ -436,7 +458,17 @@ FORK = Call(
     body=ForkBody,
     answer=ForkAnswer,
     status=201,
-    errors=(e.SessionEnded, e.NotSupported, *_GONE, *_OPENS),
+    errors=(e.IdempotencyConflict, e.SessionEnded, e.NotSupported, *_GONE, *_OPENS),
+)
+RENEW = Call(
+    name="renew_token",
+    method="POST",
+    path=f"{_SESSION}/token",
+    summary="Issue a new agent token of this session, and revoke those before.",
+    request=SessionRequest,
+    answer=AgentToken,
+    status=201,
+    errors=(e.NotSupported, e.StateUnavailable, *_GONE),
 )
 EXPERT = Call(
     name="expert",
@@ -474,6 +506,7 @@ CALLS: Mapping[str, Call] = {
         INFO,
         CLOSE,
         FORK,
+        RENEW,
         EXPERT,
         TRANSCRIPT,
         FLEET,
@@ -501,10 +534,20 @@ class SessionRow(_Model):
     client: str = ""
 
 
+_ID_CHARS = 32
+
+
+def server_id_of(server_key: str) -> str:
+    """Return the id of a server: the hash of its key, so that no other server can claim it."""
+    return sha256(server_key.encode()).hexdigest()[:_ID_CHARS]
+
+
 class Hello(_Model):
     """First frame of a server on a link: ``{"hello": {...}}``."""
 
     server_id: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")
+    server_key: str = Field(default="", max_length=128)
+    """Secret of the server's process, of which its id is the hash."""
     protocol: int = PROTOCOL_VERSION
     tasks: tuple[TaskInfo, ...]
     capacity: int = Field(ge=1)
@@ -513,6 +556,11 @@ class Hello(_Model):
     place: str = ""
     """Host name and process id."""
     version: str = ""
+
+    @property
+    def is_genuine(self) -> bool:
+        """True if the key is that of the id; earlier servers have shorter ids, and no key."""
+        return len(self.server_id) < _ID_CHARS or self.server_id == server_id_of(self.server_key)
 
 
 class Beat(_Model):

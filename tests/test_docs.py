@@ -86,6 +86,7 @@ def test_python_blocks_of_a_page_run_in_order(
     page: Path, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("AGENTRL_TOKEN", TOKEN)
     monkeypatch.setenv("AGENTRL_ALLOW_UNSAFE_SANDBOX", "1")  # only without another sandbox
     module = ModuleType("documented")
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -137,8 +138,12 @@ def test_command_lines_have_known_commands_and_options(block: Block) -> None:
 
 
 def check_command(words: list[str]) -> None:
+    words = words[: words.index(">")] if ">" in words else words
+    assert "--token" not in words, "other users can read command lines"
     program, *arguments = words
-    if program == "make":
+    if program == "python":
+        compile(arguments[1], "python -c", "exec")
+    elif program == "make":
         check_make(arguments)
     elif program == "torchrun":
         at = arguments.index("-m")

@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from agentrl_env.cli.options import Target, Task, Token, client_of
+from agentrl_env.cli.options import ClientTokenFile, Target, Task, Token, client_of, resolve_token
 from agentrl_env.errors import AgentRLError
 
 
@@ -57,9 +57,11 @@ def new(
 
 
 def check(
+    context: typer.Context,
     target: Target,
     task: Task = None,
     token: Token = None,
+    token_file: ClientTokenFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     deadline: Annotated[
         float, typer.Option(metavar="SECONDS", help="The time that each check may take.")
@@ -72,7 +74,7 @@ def check(
     from agentrl_env.testing import run_checks
 
     _log_to_stderr(traceback)
-    connect = client_of(target, token, timeout=deadline)
+    connect = client_of(target, resolve_token(context, token, token_file), timeout=deadline)
     console = Console(stderr=True)
     with console.status(f"checking {target} ...") as status:
         reports = run_checks(
@@ -91,6 +93,7 @@ def check(
 
 
 def play(
+    context: typer.Context,
     target: Target,
     task: Task = None,
     split: Annotated[str, typer.Option(help="The split of the dataset.")] = "train",
@@ -98,6 +101,7 @@ def play(
     seed: Annotated[int | None, typer.Option(min=0, help="The seed of the episode.")] = None,
     expert: Annotated[bool, typer.Option("--expert", help="Let the task's expert play.")] = False,
     token: Token = None,
+    token_file: ClientTokenFile = None,
 ) -> None:
     """Play an episode by hand: type tool calls and read the environment's answers."""
     from agentrl_env.cli.play import play as run
@@ -105,7 +109,7 @@ def play(
     _log_to_stderr(False)
     with suppress(ImportError):  # line editing and history, if the platform has them
         importlib.import_module("readline")
-    client = client_of(target, token)()
+    client = client_of(target, resolve_token(context, token, token_file))()
     lines = _expert_lines() if expert else _read_line
     result = run(client, lines, Console(), task=task, split=split, index=index, seed=seed)
     raise typer.Exit(1 if result is not None and result.status == "failed_environment" else 0)

@@ -129,7 +129,8 @@ def controller(
     token = options.resolve_token(context, token, token_file)
     if print_link_token:
         if not token:
-            raise AgentRLError("the link token is derived from the operator's; give --token or AGENTRL_TOKEN")
+            reason = "the link token is derived from the operator's"
+            raise AgentRLError(f"{reason}; give --token-file or AGENTRL_TOKEN")
         print(link_token(token))
         return
     settings = ProcessSettings(
@@ -170,6 +171,7 @@ def up(
             "--print", metavar="kubernetes|compose", help="Print manifests instead of starting the fleet."
         ),
     ] = None,
+    token_file: options.ClientTokenFile = None,
 ) -> None:
     """Run a whole fleet from one file until Ctrl-C.
 
@@ -188,10 +190,11 @@ def up(
         return
     from agentrl_env.fleet.up import up as run
 
-    run(config)
+    run(config, token=options.read_token(token_file) if token_file else None)
 
 
 def bench(
+    context: typer.Context,
     target: options.Target,
     task: options.Task = None,
     sessions: Annotated[
@@ -202,11 +205,13 @@ def bench(
     ] = 10.0,
     seed: Annotated[int, typer.Option(min=0, help="The seed of the calls.")] = 0,
     token: options.Token = None,
+    token_file: options.ClientTokenFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Measure a server with random valid calls in many concurrent sessions."""
     from agentrl_env.client.benchmark import measure
 
+    token = options.resolve_token(context, token, token_file)
     load = measure(
         options.client_of(target, token), task=task, sessions=sessions, seconds=seconds, warmup=1.0, seed=seed
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 import tomllib
 from collections.abc import Callable
 from functools import partial
@@ -29,12 +30,24 @@ Target = Annotated[
 ]
 Task = Annotated[str | None, typer.Option(help="The task, if there are several.")]
 Token = Annotated[
-    str | None, typer.Option(envvar="AGENTRL_TOKEN", help="The server's token.", show_envvar=True)
+    str | None,
+    typer.Option(
+        envvar="AGENTRL_TOKEN",
+        show_envvar=True,
+        help="The server's token; other users of the machine see it, unlike --token-file.",
+    ),
+]
+ClientTokenFile = Annotated[
+    Path | None,
+    typer.Option("--token-file", metavar="FILE", help="Read the server's token from this file."),
 ]
 ServerToken = Annotated[
     str | None,
     security_option(
-        envvar="AGENTRL_TOKEN", show_envvar=True, metavar="TOKEN", help="The token that callers must send."
+        envvar="AGENTRL_TOKEN",
+        show_envvar=True,
+        metavar="TOKEN",
+        help="The token that callers must send; other users of the machine see it, unlike --token-file.",
     ),
 ]
 TokenFile = Annotated[
@@ -229,16 +242,28 @@ Config = Annotated[
 def resolve_token(context: typer.Context, token: str | None, token_file: Path | None) -> str | None:
     """Return the token: of the command line, else of AGENTRL_TOKEN, else of the configuration file.
 
+    Warns of a token on the command line, which every user of the machine can read there.
+
     Raises AgentRLError if the command line has both options, or the file cannot be read or is empty.
     """
-    if token_file is None:
-        return token
     sources = [context.get_parameter_source(name) for name in ("token", "token_file")]
     on_command_line = [source is not None and source.name == "COMMANDLINE" for source in sources]
+    if on_command_line[0]:
+        print(
+            "warning: other users of this machine can read --token; use --token-file or AGENTRL_TOKEN",
+            file=sys.stderr,
+        )
+    if token_file is None:
+        return token
     if all(on_command_line):
         raise AgentRLError("give --token or --token-file, not both")
     if token and not on_command_line[1]:
         return token
+    return read_token(token_file)
+
+
+def read_token(token_file: Path) -> str:
+    """Return the token in a file. Raises AgentRLError if it cannot be read or is empty."""
     try:
         content = token_file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -49,6 +49,7 @@ from agentrl_env.wire import (
     Transcript,
     TranscriptRequest,
     choose_task,
+    payload_digest,
 )
 
 LIST_S = 2.0
@@ -102,7 +103,7 @@ class FleetService:
         self.servers = self.registry.servers
         """Servers by id."""
         self._placement = Placement(self.servers, task_limits=task_limits or {}, client_limit=client_limit)
-        self._opener = Opener(self.registry, self._placement, self.store, clock)
+        self._opener = Opener(self.registry, self._recall, self._placement, self.store, clock)
         self._openings: SingleFlight[bytes] = SingleFlight()
         if resume:
             wait_s = queue_s if adoption_s is None else adoption_s
@@ -113,6 +114,10 @@ class FleetService:
     def resumes(self) -> bool:
         """True if sessions survive the loss of their server."""
         return self._routing.survives
+
+    def use_token(self, token: str) -> None:
+        """Seal with the operator token what the controllers share in the store."""
+        self._opener.seal_key = token.encode()
 
     def gauges(self) -> Mapping[str, float]:
         """Return the gauges of ``/metrics``."""
@@ -158,13 +163,13 @@ class FleetService:
     async def open(self, request: OpenRequest) -> bytes:
         """Open a session on the least loaded server; the same ``request_id`` again returns the same one.
 
-        Raises UnknownTask, UnknownSample, ServerFull, ServerDraining, EnvironmentFailed.
+        Raises UnknownTask, UnknownSample, ServerFull, ServerDraining, EnvironmentFailed, and
+        IdempotencyConflict where the ``request_id`` was used for another request.
         """
         key = request.request_id or secrets.token_urlsafe(12)
-        opened = await self._openings.run(key, lambda: self._open(request, key))
-        if self.resumes:
-            await self._routing.confirm([SessionInfo.model_validate_json(opened).session_id])
-        return opened
+        bound = request.model_copy(update={"digest": request.digest or payload_digest(request)})
+        # The claim of the key decides between two requests under it, also at two controllers.
+        return await self._openings.run(f"{bound.digest} {key}", lambda: self._open(bound, key))
 
     async def step(self, request: Step) -> bytes:
         """Play one assistant message; return the StepResult as JSON."""
@@ -220,12 +225,17 @@ class FleetService:
 
     async def fork(self, request: ForkRequest) -> bytes:
         """Open sessions that continue from the state of a session, on the same server."""
-        key = request.request_id or secrets.token_urlsafe(12)
+        key, digest = request.request_id or secrets.token_urlsafe(12), str(request.n)
+        keep = f"{request.session_id}/{key}" if self.resumes and request.request_id else None
+        if keep and (known := await self._opener.recall(keep, digest)) is not None:
+            return b'{"sessions":[%b]}' % b",".join(known)
         named = request.model_copy(update={"request_id": key})
         answer = await self._forward("fork", request.session_id, _json(named))
         if self.resumes:
-            forks = ForkAnswer.model_validate_json(answer).sessions
-            await self._routing.confirm([fork.session_id for fork in forks])
+            forks = [fork.session_id for fork in ForkAnswer.model_validate_json(answer).sessions]
+            await self._routing.confirm(forks)
+            if keep:
+                await self._opener.remember(keep, digest, forks)
         return answer
 
     async def close(self, request: SessionRequest) -> None:
@@ -239,7 +249,21 @@ class FleetService:
         tasks = self.registry.tasks
         await self.registry.wait_at_startup(lambda: request.task in tasks or bool(tasks and not request.task))
         request = request.model_copy(update={"task": choose_task(request.task, tasks)})
-        return await self._opener.open(request, key, max(request.wait_s, self._queue_s))
+        opened = await self._opener.open(request, key, max(request.wait_s, self._queue_s))
+        if self.resumes:
+            session_id = SessionInfo.model_validate_json(opened).session_id
+            await self._routing.confirm([session_id])
+            if request.request_id is not None:
+                await self._opener.remember(key, request.digest, [session_id])
+        return opened
+
+    async def _recall(self, session_ids: Sequence[str]) -> list[bytes] | None:
+        """Return the state of sessions that a request has opened; None where one is lost."""
+        calls = [self.info(SessionRequest(session_id=session_id)) for session_id in session_ids]
+        try:
+            return list(await asyncio.gather(*calls))
+        except (SessionLost, UnknownSession):
+            return None
 
     async def _forward(self, call: str, session_id: str, request: bytes) -> bytes:
         """Make a call of one session, again at the next server where one is lost meanwhile."""

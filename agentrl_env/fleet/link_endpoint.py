@@ -42,6 +42,9 @@ def link_endpoint(registry: Registry) -> Callable[[WebSocket], Awaitable[None]]:
         except ValidationError as error:
             await websocket.close(1008, f"the first frame must be a hello: {error.errors()[0]['msg']}"[:120])
             return
+        if not hello.is_genuine:
+            await websocket.close(1008, "the key is not that of this server's id")
+            return
         if registry.is_taken(hello):
             await websocket.close(1008, "another process has this server's id")
             return

@@ -10,10 +10,12 @@ from agentrl_env.fleet.config import FleetConfig
 from agentrl_env.launch.docker import ContainerLimits
 from agentrl_env.launch.image_context import PORT, USER
 from agentrl_env.launch.process import ServeOptions
+from agentrl_env.server.auth import AGENT_KEY
 
 _CONTROLLER, _CONTROLLER_PORT = "controller", 8100
 _ENTRY = "/opt/agentrl/bin/agentrl-env"
 _LINK_VARIABLE = "AGENTRL_LINK_TOKEN"
+_OPERATOR = "token"
 _GRACE_S = 15.0
 
 
@@ -39,7 +41,7 @@ def kubernetes(config: FleetConfig) -> str:
     The servers connect to the controller and need no Service; the network policy allows them to reach only
     the controller and DNS. The secret ``NAME-token`` holds the operator's token under the key ``token`` for
     the controller, and the output of ``agentrl-env controller --print-link-token`` under the key ``link``
-    for the servers.
+    for the servers; the key of agent tokens under ``agents`` is optional.
     """
     controller, *servers = _workloads(config, f"{config.name}-{_CONTROLLER}")
     metadata = _metadata(config, _CONTROLLER)
@@ -67,9 +69,11 @@ def compose(config: FleetConfig) -> str:
     controller, *servers = _workloads(config, _CONTROLLER)
     hint = "set it to what agentrl-env controller --print-link-token prints"
     link = f"${{{_LINK_VARIABLE}:?{hint}}}"
+    token = f"${{{config.controller.token_env}:?set the token of the fleet}}"
+    controller.environment[AGENT_KEY] = f"${{{AGENT_KEY}:-}}"
     services = {
         _CONTROLLER: {
-            **_service(controller, f"${{{config.controller.token_env}:?set the token of the fleet}}"),
+            **_service(controller, token),
             "ports": [f"{config.controller.host}:{config.controller.port}:{_CONTROLLER_PORT}"],
             "networks": ["fleet", "outside"],
         }
@@ -97,7 +101,7 @@ def _workloads(config: FleetConfig, host: str) -> list[_Workload]:
         image=settings.image or first.image_name,
         arguments=arguments,
         limits=first.limits.model_copy(update={"cpus": 1.0, "memory": 1 << 30}),
-        secret="token",
+        secret=_OPERATOR,
         port=_CONTROLLER_PORT,
         entrypoint=[_ENTRY],
     )
@@ -185,6 +189,7 @@ def _deployment(config: FleetConfig, work: _Workload) -> dict[str, Any]:
 
 def _container(config: FleetConfig, work: _Workload) -> dict[str, Any]:
     secret = {"secretKeyRef": {"name": f"{config.name}-token", "key": work.secret}}
+    agents = {"secretKeyRef": {"name": f"{config.name}-token", "key": "agents", "optional": True}}
     limits = {"cpu": f"{work.limits.cpus:g}", "memory": str(work.limits.memory)}
     health = {"httpGet": {"path": "/health", "port": "http"}}
     return {
@@ -193,6 +198,7 @@ def _container(config: FleetConfig, work: _Workload) -> dict[str, Any]:
         "args": work.arguments,
         "env": [
             {"name": "AGENTRL_TOKEN", "valueFrom": secret},
+            *([{"name": AGENT_KEY, "valueFrom": agents}] if work.secret == _OPERATOR else []),
             *({"name": key, "value": value} for key, value in work.environment.items()),
         ],
         "ports": [{"name": "http", "containerPort": work.port}],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from agentrl_env.errors import ServeError, StateUnavailable
@@ -62,20 +63,44 @@ class RedisStore:
         except StateUnavailable as error:
             raise ServeError(error.message) from error
 
-    async def claim(self, key: str, server_id: str) -> str:
-        """Claim an opening for a server, unless it is claimed already; return the server with the claim."""
+    async def claim(self, key: str, claim: str) -> str:
+        """Claim an idempotency key, unless it is claimed already; return its claim."""
         name = self._key("claim", key)
-        owner = await _answer(self._redis.set(name, server_id, nx=True, get=True, ex=int(CLAIM_S)))
-        return str(owner) if owner is not None else server_id
+        first = await _answer(self._redis.set(name, claim, nx=True, get=True, ex=int(CLAIM_S)))
+        return str(first) if first is not None else claim
 
-    async def unclaim(self, key: str, server_id: str) -> None:
-        """Drop the claim of a server."""
-        await _answer(self._redis.eval(_UNCLAIM, 1, self._key("claim", key), server_id))
+    async def unclaim(self, key: str, claim: str) -> None:
+        """Drop a claim."""
+        await _answer(self._redis.eval(_UNCLAIM, 1, self._key("claim", key), claim))
 
     async def claimed(self, key: str) -> str | None:
-        """Return the server with the claim of an opening."""
-        owner: str | None = await _answer(self._redis.get(self._key("claim", key)))
-        return owner
+        """Return the claim of an idempotency key."""
+        claim: str | None = await _answer(self._redis.get(self._key("claim", key)))
+        return claim
+
+    async def agent_key(self, key: str) -> str:
+        """Keep a key of agent tokens unless there is one already; return the one that is kept."""
+        first = await _answer(self._redis.set(self._key("key", "agents"), key, nx=True, get=True))
+        return str(first) if first is not None else key
+
+    async def revoke_tokens(self, session_id: str, token_id: str, until: float) -> None:
+        """Keep, until a Unix time, the id of a session's only valid agent token."""
+        name = self._key("tokens", "revoked")
+        await _answer(self._redis.hset(name, session_id, f"{token_id} {until}"))
+
+    async def revoked_tokens(self, now: float) -> dict[str, tuple[str, float]]:
+        """Return the id and the end of each revocation that holds at a Unix time; remove the others."""
+        name, kept, over = self._key("tokens", "revoked"), {}, []
+        for session_id, text in (await _answer(self._redis.hgetall(name))).items():
+            with suppress(ValueError):
+                token_id, until = text.split(" ")
+                if float(until) > now:
+                    kept[session_id] = (token_id, float(until))
+                    continue
+            over.append(session_id)
+        if over:
+            await _answer(self._redis.hdel(name, *over))
+        return kept
 
     async def report_alive(self, server_id: str) -> None:
         """Record that this controller has heard a server."""

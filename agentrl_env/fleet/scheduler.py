@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from hashlib import sha256
 
 from agentrl_env.errors import (
     ServerDraining,
@@ -20,12 +22,15 @@ from agentrl_env.errors import (
 from agentrl_env.fleet.registry import Registry, close_session, home
 from agentrl_env.fleet.remote_server import RemoteServer, decrement
 from agentrl_env.fleet.store import FleetStore
+from agentrl_env.session.single_flight import check_digest
 from agentrl_env.types import SessionInfo
 from agentrl_env.wire import OpenRequest
 
 Group = tuple[str, str]
 """Task and client; the openings of one group are served in order."""
 RETRY_S = 0.1
+_OPENED = "opened "
+"""Prefix of the idempotency keys under which the opened sessions are kept."""
 
 
 def least_loaded(servers: Iterable[RemoteServer], task: str) -> RemoteServer | None:
@@ -153,8 +158,11 @@ class Opener:
     The key is claimed for a server in the store before the server is asked, so that a repeated opening,
     at this controller or another, returns the same session.
 
+    The claim also keeps the digest of the request and, where sessions survive their server, the sessions.
+
     Args:
         registry: the servers.
+        info: returns the state of sessions, None where one is lost.
         placement: reserves places.
         store: claims.
         clock: seconds, monotonic.
@@ -163,11 +171,15 @@ class Opener:
     def __init__(
         self,
         registry: Registry,
+        info: Callable[[Sequence[str]], Awaitable[list[bytes] | None]],
         placement: Placement,
         store: FleetStore,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
+        self.seal_key = b""
+        """Shared by the controllers of the fleet: the operator token."""
+        self._info = info
         self._placement = placement
         self._store = store
         self._clock = clock
@@ -176,7 +188,8 @@ class Opener:
     async def open(self, request: OpenRequest, key: str, wait_s: float) -> bytes:
         """Open a session; return its ``SessionInfo`` as JSON.
 
-        Raises ServerFull where no place was free in time, StateUnavailable, and errors of the server.
+        Raises ServerFull where no place was free in time, IdempotencyConflict where the key was claimed for
+        another request, StateUnavailable, and errors of the server.
         """
         end = self._clock() + wait_s
         while True:
@@ -192,22 +205,51 @@ class Opener:
             if self._clock() >= end:
                 raise _full(request)
 
+    async def remember(self, key: str, digest: str, session_ids: Sequence[str]) -> None:
+        """Keep the sessions that a request has opened, so that a repeated one finds them on any server."""
+        text = " ".join((digest, *session_ids))
+        await self._store.claim(f"{_OPENED}{key}", f"{text} {self._seal(key, text)}")
+
+    async def recall(self, key: str, digest: str) -> list[bytes] | None:
+        """Return the state of the sessions that a request has opened; None where there are none any more.
+
+        Raises IdempotencyConflict where the key was used for another request.
+        """
+        kept = await self._store.claimed(f"{_OPENED}{key}")
+        if kept is None:
+            return None
+        text, _, seal = kept.rpartition(" ")
+        known = None
+        if hmac.compare_digest(seal.encode(), self._seal(key, text).encode()):
+            first, *session_ids = text.split(" ")
+            check_digest(digest, first)
+            known = await self._info(session_ids)
+        if known is None:
+            await self._store.unclaim(f"{_OPENED}{key}", kept)
+        return known
+
+    def _seal(self, key: str, text: str) -> str:
+        """Return a MAC, so that a writer to the store cannot lead a caller to the session of another."""
+        return hmac.digest(self.seal_key, f"opened\0{key}\0{text}".encode(), sha256).hex()
+
     async def _try(self, request: OpenRequest, key: str, end: float) -> bytes | None:
         """Open the session on the server that has the claim, else on one with room; None to try again."""
-        claimed = await self._store.claimed(key)
-        if claimed is not None:
-            return await self._open_at(claimed, request, key)
+        claim = await self._store.claimed(key)
+        if claim is not None:
+            return await self._open_at(claim, request, key)
         server = await self._placement.take(request.task, request.client, end - self._clock())
         if server is None:
             raise _full(request)
         try:
-            claimed = await self._store.claim(key, server.server_id)
-            return await self._open_at(claimed, request, key)
+            claim = await self._store.claim(key, f"{server.server_id} {request.digest}")
+            return await self._open_at(claim, request, key)
         finally:
             self._placement.release((request.task, request.client), server)
 
-    async def _open_at(self, server_id: str, request: OpenRequest, key: str) -> bytes | None:
-        """Open the session on the server with the claim; where that cannot, drop the claim."""
+    async def _open_at(self, claim: str, request: OpenRequest, key: str) -> bytes | None:
+        """Open the session on the server with the claim; where that cannot, find it or drop the claim."""
+        server_id, _, digest = claim.partition(" ")
+        check_digest(request.digest, digest)
         with suppress(SessionLost, UnknownSession):
             server = await self._registry.find(server_id)
             try:
@@ -218,7 +260,10 @@ class Opener:
                 server.full = True
             except ServerDraining:
                 server.draining = True
-        await self._store.unclaim(key, server_id)
+        known = await self.recall(key, request.digest)
+        if known is not None:
+            return known[0]
+        await self._store.unclaim(key, claim)
         return None
 
     async def _ask(self, server: RemoteServer, request: OpenRequest, key: str) -> bytes:

@@ -18,7 +18,7 @@ from agentrl_env.fleet.link_endpoint import link_endpoint
 from agentrl_env.fleet.supervisor import START_S, Replica, Supervisor
 from agentrl_env.launch.process import ServerHandle, ServerProcess
 from agentrl_env.server.app import create_app
-from agentrl_env.server.auth import is_link_token, link_token
+from agentrl_env.server.auth import AgentTokens, is_link_token, link_token
 from agentrl_env.server.limits import Limits
 from agentrl_env.server.serve import print_now, run_until_stopped, sessions_get
 from agentrl_env.server.sockets import Listener
@@ -74,7 +74,12 @@ class ControllerServer:
         self._listener = Listener(host, port, token=token, insecure=insecure)
         self.url = self._listener.url
         self._limits = limits or Limits()
-        self._app = create_app(fleet, self.metrics, token=token, limits=self._limits, tracing=tracing)
+        if token:
+            fleet.use_token(token)
+        self._tokens = AgentTokens(token, self._limits.agent_token_s) if token else None
+        self._app = create_app(
+            fleet, self.metrics, token=token, tokens=self._tokens, limits=self._limits, tracing=tracing
+        )
         self._app.router.routes.append(WebSocketRoute(LINK_PATH, link_endpoint(fleet.registry)))
 
     @property
@@ -97,6 +102,8 @@ class ControllerServer:
         try:
             await self._listener.start(self._app, self._limits)
             await self.fleet.start()
+            if self._tokens is not None:
+                await self._tokens.share(self.fleet.store)
         except BaseException:
             await self.stop()
             raise
@@ -107,6 +114,8 @@ class ControllerServer:
         timer = asyncio.get_running_loop().call_later(STOP_S, self.fleet.fail_waiting)
         await self._listener.stop()
         timer.cancel()
+        if self._tokens is not None:
+            self._tokens.stop()
         await self.fleet.aclose()
 
     def stop_waiting(self) -> None:
@@ -219,7 +228,7 @@ def control(fleet: FleetService, **options: Any) -> None:
     """
     if fleet.resumes and not options.get("token"):
         reason = "a controller with --resume needs a token, with which servers authenticate checkpoints"
-        raise ServeError(f"{reason}; use --token or AGENTRL_TOKEN")
+        raise ServeError(f"{reason}; use --token-file or AGENTRL_TOKEN")
     run_until_stopped(ControllerServer(fleet, **options), print_now)
 
 

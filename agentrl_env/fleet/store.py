@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 CLAIM_S = 900.0
-"""Seconds for which the claim of an opening is kept."""
+"""Seconds for which the claim of an idempotency key is kept."""
 
 
 class FleetStore(Protocol):
@@ -21,14 +21,23 @@ class FleetStore(Protocol):
     async def start(self) -> None:
         """Connect. Raises ServeError where the store does not answer."""
 
-    async def claim(self, key: str, server_id: str) -> str:
-        """Claim an opening for a server, unless it is claimed already; return the server with the claim."""
+    async def claim(self, key: str, claim: str) -> str:
+        """Claim an idempotency key, unless it is claimed already; return its claim."""
 
-    async def unclaim(self, key: str, server_id: str) -> None:
-        """Drop the claim of a server."""
+    async def unclaim(self, key: str, claim: str) -> None:
+        """Drop a claim."""
 
     async def claimed(self, key: str) -> str | None:
-        """Return the server with the claim of an opening."""
+        """Return the claim of an idempotency key."""
+
+    async def agent_key(self, key: str) -> str:
+        """Keep a key of agent tokens unless there is one already; return the one that is kept."""
+
+    async def revoke_tokens(self, session_id: str, token_id: str, until: float) -> None:
+        """Keep, until a Unix time, the id of a session's only valid agent token."""
+
+    async def revoked_tokens(self, now: float) -> dict[str, tuple[str, float]]:
+        """Return the id and the end of each revocation that holds at a Unix time."""
 
     async def report_alive(self, server_id: str) -> None:
         """Record that this controller has heard a server."""
@@ -85,24 +94,35 @@ class MemoryStore:
     async def start(self) -> None:
         """Do nothing."""
 
-    async def claim(self, key: str, server_id: str) -> str:
-        """Claim an opening for a server, unless it is claimed already; return the server with the claim."""
+    async def claim(self, key: str, claim: str) -> str:
+        """Claim an idempotency key, unless it is claimed already; return its claim."""
         horizon = self._clock() - CLAIM_S
         while self._claims and next(iter(self._claims.values()))[1] < horizon:
             self._claims.popitem(last=False)
-        owner = self._claims.setdefault(key, (server_id, self._clock()))[0]
+        first = self._claims.setdefault(key, (claim, self._clock()))[0]
         self._trim(self._claims)
-        return owner
+        return first
 
-    async def unclaim(self, key: str, server_id: str) -> None:
-        """Drop the claim of a server."""
-        if await self.claimed(key) == server_id:
+    async def unclaim(self, key: str, claim: str) -> None:
+        """Drop a claim."""
+        if await self.claimed(key) == claim:
             del self._claims[key]
 
     async def claimed(self, key: str) -> str | None:
-        """Return the server with the claim of an opening."""
+        """Return the claim of an idempotency key."""
         claim = self._claims.get(key)
         return claim[0] if claim is not None else None
+
+    async def agent_key(self, key: str) -> str:
+        """Return the key: there is no other controller."""
+        return key
+
+    async def revoke_tokens(self, session_id: str, token_id: str, until: float) -> None:
+        """Do nothing: there is no other controller."""
+
+    async def revoked_tokens(self, now: float) -> dict[str, tuple[str, float]]:
+        """Return nothing."""
+        return {}
 
     async def report_alive(self, server_id: str) -> None:
         """Record that this controller has heard a server."""

@@ -35,20 +35,25 @@ class LocalFleet:
     Args:
         config: what to run.
         report: called with one line per event.
+        token: operator token; by default that of the configured variable.
     """
 
-    def __init__(self, config: FleetConfig, report: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(
+        self,
+        config: FleetConfig,
+        report: Callable[[str], None] = lambda line: None,
+        token: str | None = None,
+    ) -> None:
         self._config = config
+        token = token or config.token
         settings = config.controller
         sessions = FleetService(
             queue_s=settings.queue,
             resume=settings.resume,
             stuck_after_s=max(task.stuck_after for task in config.tasks) + STUCK_MARGIN_S,
         )
-        self._controller = ControllerServer(
-            sessions, host=settings.host, port=settings.port, token=config.token
-        )
-        self._link_token = link_token(config.token or secrets.token_urlsafe())
+        self._controller = ControllerServer(sessions, host=settings.host, port=settings.port, token=token)
+        self._link_token = link_token(token or secrets.token_urlsafe())
         self.url = self._controller.url
         replicas = [
             Replica(name=f"{task.name} {number}", make=partial(self._make_server, task))
@@ -171,9 +176,14 @@ class _ForegroundFleet(LocalFleet):
                     live.update(self.table(), refresh=True)
 
 
-def up(config: FleetConfig) -> None:
+def up(config: FleetConfig, token: str | None = None) -> None:
     """Run a fleet until Ctrl-C or SIGTERM; SIGHUP replaces its servers one by one.
+
+    Args:
+        config: what to run.
+        token: operator token; by default that of the configured variable.
 
     Raises AgentRLError if the fleet cannot start; everything that had started is stopped.
     """
-    run_until_stopped(_ForegroundFleet(config, report=partial(print, file=sys.stderr, flush=True)), print_now)
+    report = partial(print, file=sys.stderr, flush=True)
+    run_until_stopped(_ForegroundFleet(config, report, token), print_now)

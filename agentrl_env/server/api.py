@@ -13,7 +13,7 @@ import msgspec
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json, to_json
 
-from agentrl_env.errors import BodyTooLarge, Forbidden, InvalidRequest, WireError
+from agentrl_env.errors import BodyTooLarge, Forbidden, InvalidRequest, NotSupported, WireError
 from agentrl_env.fast_wire import (
     UNREADABLE,
     FastBatch,
@@ -23,25 +23,30 @@ from agentrl_env.fast_wire import (
     decode_step,
     encode_items,
 )
-from agentrl_env.server.auth import agent_token, caller
+from agentrl_env.server.auth import AgentTokens, caller
 from agentrl_env.server.limits import Limits
 from agentrl_env.server.service import Service
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.types import SessionInfo, StepResult
 from agentrl_env.wire import (
     CALLS,
+    CLOSE,
     FORK,
     INFO,
     OPEN,
     OPEN_MANY,
+    RENEW,
     STEP,
     STEP_MANY,
+    AgentToken,
     Call,
     ForkRequest,
     OpenRequest,
+    SessionRequest,
     StepBatch,
     StepBody,
     StepRequest,
+    payload_digest,
     siblings,
 )
 
@@ -67,16 +72,20 @@ class Api:
         service: the sessions.
         metrics: counts calls and errors.
         limits: of one caller; None for a controller's link, which is not authorized call by call.
-        token: token of the operator; with one, the answers that open sessions carry agent tokens.
+        tokens: issues agent tokens, which the answers that open sessions carry; None where there are none.
     """
 
     def __init__(
-        self, service: Service, metrics: Metrics, limits: Limits | None = None, token: str | None = None
+        self,
+        service: Service,
+        metrics: Metrics,
+        limits: Limits | None = None,
+        tokens: AgentTokens | None = None,
     ) -> None:
         self.service = service
         self.metrics = metrics
         self._limits = limits
-        self._token = token
+        self._tokens = tokens
 
     async def answer(self, call: Call, request: Any) -> bytes:
         """Make a call; return its answer as JSON. Raises WireError."""
@@ -92,11 +101,15 @@ class Api:
                 ]
             return encode_items("results", results)
         if call is OPEN_MANY:
-            return encode_items("sessions", await self._open_many(request.sessions))
+            return encode_items("sessions", await self._open_many([*map(self._bound, request.sessions)]))
         if call is OPEN:
-            return await self._open_or_siblings(request)
+            return await self._open_or_siblings(self._bound(request))
+        if call is RENEW:
+            return await self._renew(request)
         if call is FORK:
             self._check_fork(request)
+        if call is CLOSE and self._tokens is not None:
+            self._tokens.close(request.session_id)
         answer = _to_json(await getattr(self.service, call.name)(request))
         if call is INFO:
             return _seen_by_caller(answer, SessionInfo)
@@ -200,6 +213,12 @@ class Api:
                 self.count(answer)
         return answers
 
+    def _bound(self, request: OpenRequest) -> OpenRequest:
+        """Return a client's opening with the digest that its ``request_id`` is bound to."""
+        if self._limits is None:  # of a controller, which has bound it
+            return request
+        return request.model_copy(update={"digest": payload_digest(request)})
+
     async def _open_or_siblings(self, request: OpenRequest) -> bytes:
         if request.n is None:
             return await self._open(request)
@@ -246,12 +265,19 @@ class Api:
 
     def _with_tokens(self, answer: bytes) -> bytes:
         """Add the agent token of each session to the answer of ``open`` or ``fork``."""
-        if self._token is None:
+        if self._tokens is None:
             return answer
         fields: dict[str, Any] = from_json(answer)
         for info in fields.get("sessions", (fields,)):
-            info["agent_token"] = agent_token(self._token, info["session_id"])
+            info["agent_token"] = self._tokens.issue(info["session_id"])
         return to_json(fields)
+
+    async def _renew(self, request: SessionRequest) -> bytes:
+        """Issue a new agent token of a session that is known, and revoke those before."""
+        if self._tokens is None:
+            raise NotSupported("this server has no token, and so no agent tokens")
+        await self.service.info(request)
+        return _to_json(AgentToken(agent_token=await self._tokens.renew(request.session_id)))
 
 
 def _seen_by_caller(answer: bytes, model: type[BaseModel]) -> bytes:

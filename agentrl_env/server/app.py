@@ -21,6 +21,7 @@ from starlette.routing import WebSocketRoute
 from agentrl_env import errors as e
 from agentrl_env.server import dashboard
 from agentrl_env.server.api import Api
+from agentrl_env.server.auth import AgentTokens
 from agentrl_env.server.fast_path import StepFastPath
 from agentrl_env.server.limits import Limits
 from agentrl_env.server.middleware import AccessMiddleware
@@ -42,6 +43,7 @@ def create_app(
     metrics: Metrics,
     *,
     token: str | None = None,
+    tokens: AgentTokens | None = None,
     limits: Limits | None = None,
     tracing: Tracing | None = None,
 ) -> FastAPI:
@@ -52,11 +54,14 @@ def create_app(
         metrics: counters of the process.
         token: operator token, required as ``Authorization: Bearer`` on everything but ``/health``, ``/ready``
             and the dashboard's files. With one, answers that open sessions carry agent tokens.
+        tokens: issues and verifies them; by default with a key of this application.
         limits: of one caller.
         tracing: makes OpenTelemetry spans.
     """
     limits = limits or Limits()
-    api = Api(service, metrics, limits, token)
+    if token and tokens is None:
+        tokens = AgentTokens(token, limits.agent_token_s)
+    api = Api(service, metrics, limits, tokens)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -76,7 +81,9 @@ def create_app(
         redoc_url=None,
     )
     app.add_middleware(StepFastPath, api=api, on_error=partial(_error_response, api))
-    app.add_middleware(AccessMiddleware, token=token, limits=limits, metrics=metrics, tracing=tracing)
+    app.add_middleware(
+        AccessMiddleware, token=token, tokens=tokens, limits=limits, metrics=metrics, tracing=tracing
+    )
     _add_error_handlers(app, api)
     _add_probes(app, api, secured=bool(token))
     for call in CALLS.values():

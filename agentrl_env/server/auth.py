@@ -1,32 +1,48 @@
 """Tokens and callers.
 
-The operator token permits every call. Two kinds of tokens are derived from it and never stored, so that every
-server and controller with the operator token verifies them. MAC(x) is the base64url form of HMAC-SHA256 under
-the operator token.
+The operator token permits every call. MAC is the base64url form of HMAC-SHA256.
 
-- An agent token permits to step and read one session: ``agent.SESSION_ID.MAC``.
-- The link token permits a server to connect to a controller, and nothing else: ``link.MAC``.
+- An agent token permits to step and read one session: ``agent.SESSION_ID.EXPIRY.ID.MAC``, under a random key
+  of the server or fleet. See ``AgentTokens``.
+- The link token permits a server to connect to a controller, and nothing else: ``link.MAC``, under the
+  operator token, so that every controller verifies it and every server can be given it in advance.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import os
 import re
+import secrets
+import time
 from base64 import urlsafe_b64encode
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import Protocol
 
-from agentrl_env.errors import Forbidden, RateLimited
+from agentrl_env.errors import Forbidden, RateLimited, ServeError, StateUnavailable, Unauthorized
 from agentrl_env.server.limits import Rates
 from agentrl_env.wire import Call
 
 CLIENT_HEADER = "x-agentrl-client"
 """Request header with the name of a client."""
+AGENT_KEY = "AGENTRL_AGENT_KEY"
+"""Environment variable with the random key of agent tokens."""
+AGENT_TOKEN_S = 86_400.0
+CLOSED_S = 600.0
+"""Seconds for which the tokens of a closed session are refused; then the session is forgotten."""
+SHARE_S = 1.0
+"""Interval in which the controllers of a fleet learn of each other's revocations."""
+MIN_TOKEN_CHARS, MIN_TOKEN_VARIETY = 16, 8
+NEW_TOKEN = "python -c 'import secrets; print(secrets.token_urlsafe())' > token.txt"
+"""Command that makes an operator token."""
 _AGENT = "agent."
 _LINK = re.compile(r"link\.[A-Za-z0-9_-]{43}")
 _OF_LINK = b"\0link"
-"""Message of the link token's MAC; no session has this id."""
+"""Message of the link token's MAC."""
 _NAME = re.compile(r"[^\x21-\x7e]+")
 
 
@@ -42,6 +58,8 @@ class Caller:
     """True for a link token, which permits no call."""
     rates: Rates | None = None
     """Rate limits of each call; None where the request as a whole was counted."""
+    grant: Grant | None = None
+    """Content of an agent token."""
 
     def admit(self, call: Call, session_id: str | None) -> None:
         """Authorize and rate-limit a call of a session. Raises Forbidden, RateLimited."""
@@ -50,11 +68,16 @@ class Caller:
             limit_rate(self.rates, self.name)
 
     def check_token(self, agent_may: bool) -> None:
-        """Raise Forbidden for a link token, and for an agent token where ``agent_may`` is False."""
+        """Raise Forbidden for a link token, and for an agent token where ``agent_may`` is False.
+
+        Raises Unauthorized for an agent token that has expired or was revoked since it was presented.
+        """
         if self.is_server:
             raise Forbidden("a link token only permits a server to join a fleet: serve --controller URL")
         if self.session_id is not None and not agent_may:
             raise Forbidden("an agent token only permits to step and read its own session")
+        if self.grant is not None:
+            self.grant.check()
 
 
 OPERATOR = Caller()
@@ -70,9 +93,142 @@ def limit_rate(rates: Rates, client: str) -> None:
         raise RateLimited("this client makes too many requests; slow down", retry_after=round(wait, 3))
 
 
-def agent_token(token: str, session_id: str) -> str:
-    """Return the agent token of a session, derived from the operator token."""
-    return f"{_AGENT}{session_id}.{_mac(token, session_id.encode())}"
+def is_weak(token: str) -> bool:
+    """Return whether a token is so short or uniform that it can be guessed."""
+    return len(token) < MIN_TOKEN_CHARS or len(set(token)) < MIN_TOKEN_VARIETY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """Content of an agent token."""
+
+    session_id: str
+    expiry: int
+    """Unix time, in seconds."""
+    token_id: str
+    tokens: AgentTokens
+
+    def check(self) -> None:
+        """Raise Unauthorized where the token has expired or was revoked."""
+        if self.tokens.now() >= self.expiry:
+            raise Unauthorized("this agent token has expired; the operator can issue another")
+        if self.tokens.is_revoked(self.session_id, self.token_id):
+            raise Unauthorized("this agent token was revoked")
+
+
+class TokenStore(Protocol):
+    """Store in which the controllers of a fleet share the key of agent tokens, and revocations."""
+
+    async def agent_key(self, key: str) -> str:
+        """Keep a key unless there is one already; return the one that is kept. Raises StateUnavailable."""
+
+    async def revoke_tokens(self, session_id: str, token_id: str, until: float) -> None:
+        """Keep, until a Unix time, the id of a session's only valid token. Raises StateUnavailable."""
+
+    async def revoked_tokens(self, now: float) -> dict[str, tuple[str, float]]:
+        """Return the id and the end of each revocation that holds at a Unix time. Raises StateUnavailable."""
+
+
+class AgentTokens:
+    """Issues, verifies and revokes agent tokens.
+
+    They are signed with a key derived from the operator token and a random one: who sees an agent token
+    cannot guess the operator token, and who reads the store cannot sign. The random key is that of the
+    variable AGENTRL_AGENT_KEY, else of the controllers' store, else of this process.
+
+    Args:
+        token: operator token.
+        lifetime_s: seconds for which a token is valid.
+        clock: Unix time, in seconds.
+
+    Raises ServeError where the variable can be guessed.
+    """
+
+    def __init__(
+        self, token: str, lifetime_s: float = AGENT_TOKEN_S, clock: Callable[[], float] = time.time
+    ) -> None:
+        given = os.environ.get(AGENT_KEY)
+        if given and is_weak(given):
+            raise ServeError(f"{AGENT_KEY} is too easy to guess; make it like a token: {NEW_TOKEN}")
+        self.now = clock
+        self._token = token
+        self._lifetime_s = lifetime_s
+        self._is_given = bool(given)
+        self._use(given or secrets.token_urlsafe(32))
+        self._renewed: dict[str, tuple[str, float]] = {}
+        """Sessions with revoked tokens: the id of the only valid one, and the end of the revocation."""
+        self._closed: dict[str, float] = {}
+        """Closed sessions: the end of the revocation, the next one first."""
+        self._store: TokenStore | None = None
+        self._sharing: asyncio.Task[None] | None = None
+
+    def issue(self, session_id: str) -> str:
+        """Return a new token of a session."""
+        return self._sign(session_id, secrets.token_urlsafe(9))
+
+    async def renew(self, session_id: str) -> str:
+        """Return a new token of a session, and revoke those before. Raises StateUnavailable."""
+        token_id, until = secrets.token_urlsafe(9), self.now() + self._lifetime_s
+        if self._store is not None:
+            await self._store.revoke_tokens(session_id, token_id, until)
+        self._renewed = {name: kept for name, kept in self._renewed.items() if kept[1] > self.now()}
+        self._renewed[session_id] = (token_id, until)
+        return self._sign(session_id, token_id)
+
+    def close(self, session_id: str) -> None:
+        """Revoke the tokens of a session that is closed."""
+        now = self.now()
+        while self._closed and next(iter(self._closed.values())) <= now:
+            del self._closed[next(iter(self._closed))]
+        self._closed.setdefault(session_id, now + CLOSED_S)
+
+    def is_revoked(self, session_id: str, token_id: str) -> bool:
+        """Return whether a token of a session was revoked."""
+        renewed = self._renewed.get(session_id)
+        return session_id in self._closed or (renewed is not None and renewed[0] != token_id)
+
+    def read(self, shown: str) -> Grant | None:
+        """Return the content of an agent token; None where it is not valid. Raises what ``check`` does."""
+        text, _, mac = shown.removeprefix(_AGENT).rpartition(".")
+        right = _mac(self._key, text.encode("latin-1", "replace"))
+        if not shown.startswith(_AGENT) or not hmac.compare_digest(mac.encode(), right.encode()):
+            return None
+        session_id, expiry, token_id = text.rsplit(".", 2)
+        grant = Grant(session_id=session_id, expiry=int(expiry), token_id=token_id, tokens=self)
+        grant.check()
+        return grant
+
+    async def share(self, store: TokenStore) -> None:
+        """Share key and revocations with the other controllers, until ``stop``. Raises StateUnavailable."""
+        self._store = store
+        await self._synchronize(store)
+        self._sharing = asyncio.create_task(self._keep_sharing(store))
+
+    def stop(self) -> None:
+        """Stop sharing."""
+        if self._sharing is not None:
+            self._sharing.cancel()
+
+    async def _keep_sharing(self, store: TokenStore) -> None:
+        while True:
+            await asyncio.sleep(SHARE_S)
+            try:
+                await self._synchronize(store)
+            except StateUnavailable:
+                continue  # the registry logs it
+
+    async def _synchronize(self, store: TokenStore) -> None:
+        if not self._is_given:
+            self._use(await store.agent_key(self._random))
+        self._renewed.update(await store.revoked_tokens(self.now()))
+
+    def _use(self, random: str) -> None:
+        self._random = random
+        self._key = hmac.digest(random.encode(), self._token.encode(), sha256)
+
+    def _sign(self, session_id: str, token_id: str) -> str:
+        text = f"{session_id}.{int(self.now() + self._lifetime_s)}.{token_id}"
+        return f"{_AGENT}{text}.{_mac(self._key, text.encode())}"
 
 
 def link_token(token: str) -> str:
@@ -80,7 +236,7 @@ def link_token(token: str) -> str:
 
     All servers of a fleet have the same one and sign checkpoints with it.
     """
-    return token if is_link_token(token) else f"link.{_mac(token, _OF_LINK)}"
+    return token if is_link_token(token) else f"link.{_mac(token.encode(), _OF_LINK)}"
 
 
 def is_link_token(token: str) -> bool:
@@ -88,37 +244,26 @@ def is_link_token(token: str) -> bool:
     return _LINK.fullmatch(token) is not None
 
 
-def bearer_of(shown: bytes, token: str) -> Caller | None:
+def bearer_of(shown: bytes, token: str, tokens: AgentTokens) -> Caller | None:
     """Return the caller of a presented token, without a name; None where it is not valid.
 
     Args:
         shown: presented token.
         token: operator token.
+        tokens: verifies agent tokens.
+
+    Raises Unauthorized for an agent token that has expired or was revoked.
     """
     if hmac.compare_digest(shown, token.encode()):
         return OPERATOR
-    session_id = session_of(shown.decode("latin-1"), token)
-    if session_id is not None:
-        return Caller(session_id=session_id)
+    grant = tokens.read(shown.decode("latin-1"))
+    if grant is not None:
+        return Caller(session_id=grant.session_id, grant=grant)
     return Caller(is_server=True) if hmac.compare_digest(shown, link_token(token).encode()) else None
 
 
-def session_of(shown: str, token: str) -> str | None:
-    """Return the session of an agent token; None where it is not valid.
-
-    Args:
-        shown: presented token.
-        token: operator token.
-    """
-    session_id = shown.removeprefix(_AGENT).rpartition(".")[0]
-    if not shown.startswith(_AGENT) or not session_id:
-        return None
-    right = agent_token(token, session_id)
-    return session_id if hmac.compare_digest(shown.encode(), right.encode()) else None
-
-
-def _mac(token: str, text: bytes) -> str:
-    return urlsafe_b64encode(hmac.digest(token.encode(), text, sha256)).rstrip(b"=").decode()
+def _mac(key: bytes, text: bytes) -> str:
+    return urlsafe_b64encode(hmac.digest(key, text, sha256)).rstrip(b"=").decode()
 
 
 def client_name(header: bytes, address: object) -> str:

@@ -179,6 +179,7 @@ class ControllerLinks:
         """Introduce the server; return None where its sessions were declared lost."""
         hello = Hello(
             server_id=self._pool.server_id,
+            server_key=self._pool.server_key,
             tasks=(await self._pool.tasks()).tasks,
             capacity=int(self._pool.gauges()["agentrl_sessions_capacity"]),
             sessions=rows,

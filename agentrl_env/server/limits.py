@@ -42,6 +42,7 @@ class Limits(BaseModel):
         rate_per_s: requests of a client per second, on average; 0 is unlimited. A client is an agent token,
             the name in ``x-agentrl-client``, or else an address.
         burst: requests of a client at once; by default those of a second, at least one.
+        agent_token_s: seconds for which an agent token is valid.
         max_header_bytes: size of the request line and the headers.
         head_s: seconds until the headers of a request must have arrived.
         body_s: seconds until the body of a request must have arrived.
@@ -61,6 +62,7 @@ class Limits(BaseModel):
     max_forks: int = Field(default=256, ge=1)
     rate_per_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     burst: int = Field(default=0, ge=0)
+    agent_token_s: float = Field(default=86_400.0, gt=0, allow_inf_nan=False)
     max_header_bytes: int = Field(default=64 * 1024, ge=1024)
     head_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     body_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)

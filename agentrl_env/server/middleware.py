@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from base64 import urlsafe_b64decode
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from math import ceil
+from socket import gethostname
 from urllib.parse import urlsplit
 
 from pydantic_core import to_json
@@ -25,6 +27,7 @@ from agentrl_env.schema import echo
 from agentrl_env.server.auth import (
     CLIENT_HEADER,
     OPERATOR,
+    AgentTokens,
     Caller,
     bearer_of,
     caller,
@@ -42,6 +45,10 @@ logger = logging.getLogger("agentrl_env")
 MAX_BODY_BYTES = Limits().max_body_bytes
 TOKEN_PREFIX = "agentrl.token."
 """Prefix of a WebSocket subprotocol that carries a token in base64url without padding."""
+_HOW = (
+    "give its own with --token-file FILE on the command line, token= in Python, the variable AGENTRL_TOKEN, "
+    "or the header Authorization: Bearer"
+)
 _PUBLIC = frozenset({"/health", "/ready", *FILES})
 """Paths without a token: they reveal only that a server is here."""
 _ROUTES = frozenset(
@@ -62,6 +69,7 @@ class AccessMiddleware:
     Args:
         app: the application.
         token: operator token; None admits every caller.
+        tokens: verifies agent tokens; needed with a token.
         limits: of one caller.
         metrics: counts requests and errors.
         tracing: makes a span of each request.
@@ -72,12 +80,14 @@ class AccessMiddleware:
         app: ASGIApp,
         *,
         token: str | None,
+        tokens: AgentTokens | None,
         limits: Limits,
         metrics: Metrics,
         tracing: Tracing | None = None,
     ) -> None:
         self._app = app
         self._token = token or None
+        self._tokens = tokens
         self._limits = limits
         self._rates = Rates(limits.rate_per_s, limits.burst) if limits.rate_per_s else None
         self._metrics = metrics
@@ -139,10 +149,10 @@ class AccessMiddleware:
             who.check_token(agent_may=False)
         if self._token is None and scope["method"] not in _SAFE_METHODS and not _same_origin(headers):
             # The page could not read the answer, but the call would be made.
-            raise Forbidden("this server takes no calls from web pages of other origins; give it a --token")
+            raise Forbidden("this server takes no calls from web pages of other origins; give it a token")
         if self._rates is not None:
             limit_rate(self._rates, name)
-        return Caller(name=name, session_id=who.session_id)
+        return Caller(name=name, session_id=who.session_id, grant=who.grant)
 
     def _admit_websocket(self, scope: Scope, headers: dict[bytes, bytes]) -> Caller:
         """Return the caller of a WebSocket; browsers pass the token as a subprotocol."""
@@ -153,7 +163,7 @@ class AccessMiddleware:
         if self._token is None and not _same_origin(headers):
             raise Unauthorized("this server takes no WebSocket from web pages of other origins")
         name = who.session_id or client_name(headers.get(_CLIENT, b""), scope.get("client"))
-        return Caller(name=name, session_id=who.session_id, is_server=who.is_server, rates=self._rates)
+        return replace(who, name=name, rates=self._rates)
 
     def _check_host(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Refuse a foreign Host header on a loopback address (DNS rebinding). Raises Forbidden.
@@ -163,18 +173,18 @@ class AccessMiddleware:
         if self._token is not None or not scope.get("server"):
             return
         if name := _foreign_host(scope["server"][0], headers.get(b"host", b"")):
-            words = f"this server has no --token and answers as localhost, not as {echo(name)}"
+            words = f"this server has no token and answers as localhost, not as {echo(name)}"
             raise Forbidden(f"{words}: use that name, or give it a token")
 
     def _authenticate(self, shown: bytes) -> Caller:
         """Return the caller of an authorization header. Raises Unauthorized."""
-        if self._token is None:
+        if self._token is None or self._tokens is None:
             return OPERATOR
         scheme, _, token = shown.partition(b" ")
-        who = bearer_of(token, self._token) if scheme == b"Bearer" else None
+        who = bearer_of(token, self._token, self._tokens) if scheme == b"Bearer" else None
         if who is None:
-            words = f"a token: Authorization: Bearer, or of a WebSocket a subprotocol {TOKEN_PREFIX}..."
-            raise Unauthorized(f"this server needs {words}")
+            what = "does not accept this token" if token else "needs a token"
+            raise Unauthorized(f"this server {what}; {_HOW}")
         return who
 
     def _limited(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> Receive:
@@ -258,7 +268,8 @@ def _same_origin(headers: dict[bytes, bytes]) -> bool:
 def _foreign_host(server: str, host: bytes) -> str:
     """Return the name in a Host header where it is foreign to a server on a loopback address, else "".
 
-    Names without a dot are not those of web pages.
+    A web page's name may lack a dot, in a network whose names someone else assigns: only names of this
+    machine are accepted.
     """
     here = _address(server)
     if here is None or not here.is_loopback:
@@ -268,7 +279,7 @@ def _foreign_host(server: str, host: bytes) -> str:
         name = urlsplit(f"//{text}").hostname or ""
     except ValueError:
         name = text
-    own = "." not in name or _address(name) or name.endswith(".localhost")
+    own = name in ("", "localhost", gethostname().lower()) or name.endswith(".localhost") or _address(name)
     return "" if own else name
 
 

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from agentrl_env.errors import HeadersTooLarge, InvalidRequest, RequestTimeout, ServeError, WireError
+from agentrl_env.server.auth import MIN_TOKEN_CHARS, MIN_TOKEN_VARIETY, NEW_TOKEN, is_weak
 from agentrl_env.server.limits import Limits
 
 _UNIX = "unix:"
@@ -246,10 +247,16 @@ def _bind_file(path: str) -> socket.socket:
 
 
 def _check_exposure(host: str, token: str | None, insecure: bool) -> None:
-    if token or insecure or _is_loopback(host):
+    if insecure or _is_loopback(host) or (token and not is_weak(token)):
         return
+    if token:
+        raise ServeError(
+            f"refusing to serve on {host} with a token that can be guessed: it takes {MIN_TOKEN_CHARS} "
+            f"characters, {MIN_TOKEN_VARIETY} of them different; make one with {NEW_TOKEN} and give "
+            "--token-file token.txt"
+        )
     raise ServeError(
-        f"refusing to serve on {host} without a token; give --token (or AGENTRL_TOKEN), "
+        f"refusing to serve on {host} without a token; give --token-file (or AGENTRL_TOKEN), "
         "or --insecure to admit every caller that can reach it"
     )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from agentrl_env.errors import InvalidRequest, SeqConflict
+from agentrl_env.errors import IdempotencyConflict, InvalidRequest, SeqConflict
+from agentrl_env.fast_wire import AssistantMessage, encode
 from agentrl_env.types import Message, StepResult
 
 MAX_TURNS = 64
@@ -25,13 +26,20 @@ class History:
         """Append a turn: the assistant message and the StepResult."""
         self._turns.append((message, result))
 
-    def result(self, seq: int, turn: int) -> bytes:
-        """Return the result of step ``seq``; ``turn`` is the last. Raises SeqConflict, InvalidRequest."""
+    def result(self, seq: int, turn: int, message: AssistantMessage) -> bytes:
+        """Return the result of step ``seq``, played with ``message``; ``turn`` is the last.
+
+        Raises SeqConflict, InvalidRequest, IdempotencyConflict where it was played with another message.
+        """
         if seq < 1:
             raise InvalidRequest(f"seq counts from 1, got {seq}")
         if turn - seq >= len(self._turns):
             raise SeqConflict(f"the answer to seq {seq} is no longer kept", expected=turn + 1)
-        return self._turns[seq - turn - 1][1]
+        played, result = self._turns[seq - turn - 1]
+        again = encode(message)
+        if again != played and _parsed(again) != _parsed(played):  # one message has several spellings
+            raise IdempotencyConflict(f"seq {seq} was played with another message; the next is {turn + 1}")
+        return result
 
     @property
     def last(self) -> StepResult | None:
@@ -62,3 +70,10 @@ class History:
             renamed = StepResult.model_validate_json(result).model_copy(update={"session_id": session_id})
             copied.add(message, renamed.model_dump_json().encode())
         return copied
+
+
+def _parsed(message: bytes) -> Message | bytes:
+    try:
+        return Message.model_validate_json(message)
+    except ValueError:
+        return message

@@ -42,6 +42,8 @@ from agentrl_env.wire import (
     TaskList,
     Transcript,
     TranscriptRequest,
+    payload_digest,
+    server_id_of,
 )
 
 if TYPE_CHECKING:
@@ -85,8 +87,7 @@ class SessionPool:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.draining = False
-        self.server_id = secrets.token_hex(6)
-        """Prefix of every session id, by which a controller finds the server of a session."""
+        self._take_id()
         self._oracle = oracle
         self._lease_s = lease_s
         self._observer = observer
@@ -134,13 +135,16 @@ class SessionPool:
     async def open(self, request: OpenRequest) -> SessionInfo:
         """Open a session; the same ``request_id`` again returns the same one.
 
-        Raises UnknownTask, UnknownSample, ServerFull, ServerDraining, EnvironmentFailed.
+        Raises UnknownTask, UnknownSample, ServerFull, ServerDraining, EnvironmentFailed, and
+        IdempotencyConflict where the ``request_id`` was used for another request.
         """
         key = request.request_id or secrets.token_urlsafe(12)
-        known = self._table.opened_as(key)
+        digest = request.digest or payload_digest(request)
+        known = self._table.opened_as(key, digest)
         if known is not None:
             return await self.info(SessionRequest(session_id=known))
-        return await self._openings.run(key, lambda: self._observer.traced("open", self._open(request), None))
+        opening = partial(self._open, request, digest)
+        return await self._openings.run(key, lambda: self._observer.traced("open", opening(), None), digest)
 
     async def step(self, request: Step) -> bytes:
         """Play one assistant message; return the StepResult as JSON.
@@ -230,13 +234,13 @@ class SessionPool:
         waits for capacity: its caller holds a session, so that two that wait could wait for each other.
 
         Raises UnknownSession, SessionEnded, SessionExpired, NotSupported, ServerFull, ServerDraining,
-        EnvironmentFailed.
+        EnvironmentFailed, and IdempotencyConflict where the ``request_id`` was used with another ``n``.
         """
         session_id, n = request.session_id, request.n
         key = f"{session_id}/{request.request_id or secrets.token_urlsafe(12)}"
-        known = [self._table.opened_as(f"{key}/{number}") for number in range(n)]
+        known = [self._table.opened_as(f"{key}/{number}", str(n)) for number in range(n)]
         if known[0] is None:
-            forks = await self._forks.run(key, lambda: self._fork(session_id, n, key))
+            forks = await self._forks.run(key, lambda: self._fork(session_id, n, key), str(n))
         else:
             forks = [await self.info(SessionRequest(session_id=fork)) for fork in known if fork is not None]
         return ForkAnswer(sessions=tuple(forks))
@@ -318,7 +322,7 @@ class SessionPool:
 
     async def abandon(self) -> None:
         """End every session, after a controller has declared them lost, and take a new id."""
-        self.server_id = secrets.token_hex(6)
+        self._take_id()
         lost = list(self._table.live)
         await self._end(lost, SessionStatus.CANCELLED)
         self._table.forget(lost)  # one of them may return from its checkpoint
@@ -332,7 +336,7 @@ class SessionPool:
         await self._tasks.aclose()
         self._threads.stop()
 
-    async def _open(self, request: OpenRequest) -> SessionInfo:
+    async def _open(self, request: OpenRequest, digest: str) -> SessionInfo:
         environment = self._tasks.environment(request.task)
         if environment.blocking and self._threads.exhausted:
             self.check_ready()
@@ -343,7 +347,7 @@ class SessionPool:
             made.append(self._session(environment, await self._tasks.sample(request)))
             await made[0].start()
 
-        (session,) = await self._start([request.request_id], request.client, start)
+        (session,) = await self._start([request.request_id], request.client, start, digest)
         return session.info()
 
     async def _adopt(
@@ -374,7 +378,8 @@ class SessionPool:
                     raise outcome
 
         try:
-            forks = await self._start([f"{key}/{number}" for number in range(n)], entry.client, start)
+            keys = [f"{key}/{number}" for number in range(n)]
+            forks = await self._start(keys, entry.client, start, str(n))
         finally:
             self._leave(session_id, entry)
         return [fork.info() for fork in forks]
@@ -384,6 +389,7 @@ class SessionPool:
         request_ids: Sequence[str | None],
         client: str,
         start: Callable[[list[Session]], Coroutine[Any, Any, None]],
+        digest: str = "",
     ) -> list[Session]:
         """Start one session per request id in places that were taken, and add them to the table.
 
@@ -400,10 +406,16 @@ class SessionPool:
                     self._capacity.discard(made[number] if number < len(made) else None)
                 raise
             for session, request_id in zip(made, request_ids, strict=True):
-                self._table.add(session, request_id, client)
+                self._table.add(session, request_id, client, digest)
         for session in made:
             self._observer.opened(session, client)
         return made
+
+    def _take_id(self) -> None:
+        self.server_key = secrets.token_urlsafe()
+        """Known to this process and its controllers only: proves that the id is this server's."""
+        self.server_id = server_id_of(self.server_key)
+        """Prefix of every session id, by which a controller finds the server of a session."""
 
     def _new_id(self) -> str:
         return f"{self.server_id}.{secrets.token_urlsafe(16)}"

@@ -173,8 +173,9 @@ class Session:
     async def step(self, message: AssistantMessage, seq: int | None = None) -> StepResult:
         """Play one assistant message; ``seq`` None means the next.
 
-        Raises SeqConflict on a gap, SessionEnded or SessionExpired where no step is possible,
-        InvalidRequest where the message is not an assistant's.
+        Raises SeqConflict on a gap, IdempotencyConflict where ``seq`` was played with another message,
+        SessionEnded or SessionExpired where no step is possible, InvalidRequest where the message is not an
+        assistant's.
         """
         submitted = self.submit(message, seq)
         result = submitted if isinstance(submitted, bytes) else await self.result_of(submitted)
@@ -188,7 +189,7 @@ class Session:
         if message.role != "assistant":
             raise InvalidRequest(f"a step takes an assistant message, not one of {message.role!r}")
         if seq is not None and seq <= self.turn:
-            return self.history.result(seq, self.turn)
+            return self.history.result(seq, self.turn, message)
         if self._queue_tail is not None and not self._queue_tail.done():
             last = max(self.turn, self._queued_seq)
             if seq is not None and seq > last + 1:
@@ -329,7 +330,7 @@ class Session:
     async def _step(self, message: AssistantMessage, seq: int | None) -> bytes:
         """Play a step that had to wait for others."""
         if seq is not None and seq <= self.turn:
-            return self.history.result(seq, self.turn)
+            return self.history.result(seq, self.turn, message)
         self._check_next(seq)
         played = self._turn(StepBuilder(message, self._clock()))
         return await self._observer.traced("step", played, self)

@@ -10,6 +10,7 @@ from typing import Protocol
 from agentrl_env.errors import UnknownSession
 from agentrl_env.session.history import History
 from agentrl_env.session.session import Session
+from agentrl_env.session.single_flight import check_digest
 from agentrl_env.wire import SessionRow
 
 MAX_ENDED = 4096
@@ -68,7 +69,8 @@ class SessionTable:
         self._idle: dict[str, float] = {}
         """Start of the idle time by session, longest first."""
         self._ended: OrderedDict[str, tuple[Entry, float]] = OrderedDict()
-        self._requests: dict[str, str] = {}
+        self._requests: dict[str, tuple[str, str]] = {}
+        """Session and digest of the request by idempotency key."""
         self._watchers: list[SessionWatcher] = []
 
     def watch(self, watcher: SessionWatcher) -> tuple[SessionRow, ...]:
@@ -80,14 +82,14 @@ class SessionTable:
         """Remove a watcher."""
         self._watchers.remove(watcher)
 
-    def add(self, session: Session, request_id: str | None, client: str = "") -> None:
+    def add(self, session: Session, request_id: str | None, client: str = "", digest: str = "") -> None:
         """Add a session that has opened; its lease begins."""
         entry = self.live[session.session_id] = Entry(session, request_id, client)
         for watcher in self._watchers:
             watcher.opened(_row(session.session_id, entry))
         self._idle[session.session_id] = self._clock()
         if request_id is not None:
-            self._requests[request_id] = session.session_id
+            self._requests[request_id] = (session.session_id, digest)
 
     def find(self, session_id: str) -> Entry:
         """Return a session that is open or has ended recently. Raises UnknownSession."""
@@ -113,9 +115,14 @@ class SessionTable:
         for session_id in session_ids:
             self._drop(session_id)
 
-    def opened_as(self, request_id: str) -> str | None:
-        """Return the id of the session that was opened with an idempotency key."""
-        return self._requests.get(request_id)
+    def opened_as(self, request_id: str, digest: str) -> str | None:
+        """Return the id of the session that was opened with an idempotency key.
+
+        Raises IdempotencyConflict where that request had another digest.
+        """
+        session_id, first = self._requests.get(request_id, (None, digest))
+        check_digest(digest, first)
+        return session_id
 
     def enter(self, session_id: str, entry: Entry) -> None:
         """Stop the lease while a call is under way."""

@@ -7,12 +7,15 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from agentrl_env.errors import IdempotencyConflict
+
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class _Flight:
     task: asyncio.Task[Any]
+    digest: str
     callers: int = 0
 
 
@@ -22,13 +25,17 @@ class SingleFlight(Generic[T]):
     def __init__(self) -> None:
         self._flights: dict[str, _Flight] = {}
 
-    async def run(self, key: str, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Return the result of the task under ``key``, which starts now where there is none."""
+    async def run(self, key: str, begin: Callable[[], Coroutine[Any, Any, T]], digest: str = "") -> T:
+        """Return the result of the task under ``key``, which starts now where there is none.
+
+        Raises IdempotencyConflict where that task has another digest.
+        """
         while (flight := self._flights.get(key)) is not None and flight.callers == 0:
             await asyncio.wait((flight.task,))  # it is being cancelled
         if flight is None:
-            flight = self._flights[key] = _Flight(asyncio.create_task(begin()))
+            flight = self._flights[key] = _Flight(asyncio.create_task(begin()), digest)
             flight.task.add_done_callback(lambda _: self._flights.pop(key, None))
+        check_digest(digest, flight.digest)
         flight.callers += 1
         try:
             result: T = await asyncio.shield(flight.task)
@@ -37,3 +44,9 @@ class SingleFlight(Generic[T]):
             flight.callers -= 1
             if flight.callers == 0 and not flight.task.done():
                 flight.task.cancel()
+
+
+def check_digest(digest: str, first: str) -> None:
+    """Raise IdempotencyConflict where a repeated request differs from the first one under its key."""
+    if digest != first:
+        raise IdempotencyConflict("this request_id was used for another request; take a new one")

@@ -10,6 +10,7 @@ from agentrl_env.errors import LaunchError, TargetError
 from agentrl_env.launch.docker import DockerServer
 from tests.docker.conftest import BASE, ROOT, agentrl_env, until
 
+TOKEN = "SRLhZ9Qe-only-for-this-test"
 GUESS = '''
 from agentrl_env import Done, Environment, tool
 {imports}
@@ -66,8 +67,10 @@ def test_task_is_built_served_and_passes_its_checks(client, base, wheelhouse, no
     assert config["Labels"]["org.agentrl.tasks"] == name
     assert config["Labels"]["org.agentrl.protocol"] == "1"
     assert config["User"] == "65532:65532"
-    with DockerServer(image=image, oracle=True, token="s3cret") as server:
-        checked = agentrl_env("check", server.url, "--token", "s3cret")
+    token_file = tmp_path / "token.txt"
+    token_file.write_text(TOKEN)
+    with DockerServer(image=image, oracle=True, token=TOKEN) as server:
+        checked = agentrl_env("check", server.url, "--token-file", token_file)
         assert checked.returncode == 0, checked.stdout + checked.stderr
         assert f"{name}: " in checked.stdout
 
@@ -114,7 +117,7 @@ def test_image_refuses_to_serve_without_a_token(client, probe):
         container.start()
         assert container.wait(timeout=60)["StatusCode"] == 1
         assert container.logs().decode().strip() == (
-            "error: refusing to serve on 0.0.0.0 without a token; give --token (or AGENTRL_TOKEN), "
+            "error: refusing to serve on 0.0.0.0 without a token; give --token-file (or AGENTRL_TOKEN), "
             "or --insecure to admit every caller that can reach it"
         )
     finally:
@@ -124,7 +127,7 @@ def test_image_refuses_to_serve_without_a_token(client, probe):
 def test_image_with_a_token_serves_and_is_healthy(client, probe):
     interval = {**client.images.get(probe).attrs["Config"]["Healthcheck"], "Interval": 200_000_000}
     check = {key.lower(): value for key, value in interval.items() if key != "StartPeriod"}
-    options = {"environment": {"AGENTRL_TOKEN": "x"}, "read_only": True, "tmpfs": {"/tmp": ""}}
+    options = {"environment": {"AGENTRL_TOKEN": TOKEN}, "read_only": True, "tmpfs": {"/tmp": ""}}
     container = client.containers.create(probe, healthcheck=check, **options)
     try:
         container.start()

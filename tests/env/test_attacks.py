@@ -4,7 +4,7 @@ import asyncio
 import base64
 import json
 import pickle
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -16,7 +16,7 @@ from websockets.asyncio.client import connect
 from websockets.asyncio.server import serve
 
 from agentrl_env import EnvClient, ToolCall
-from agentrl_env.errors import InvalidRequest, SessionLost, WireError
+from agentrl_env.errors import IdempotencyConflict, InvalidRequest, SeqConflict, SessionLost, WireError
 from agentrl_env.fleet.failover import Record
 from agentrl_env.fleet.redis_store import RedisStore
 from agentrl_env.server.auth import link_token
@@ -26,7 +26,7 @@ from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.session.state_codec import encode
 from agentrl_env.types import Message, SessionInfo, StepResult, TaskSample
-from agentrl_env.wire import StepRequest
+from agentrl_env.wire import OPEN, OpenRequest, StepRequest
 from tests.env.fleet.test_controller import Site, cut
 from tests.env.fleet.test_failover_sessions import WALK, Walk, die, holder
 from tests.env.redis_server import RedisServer
@@ -432,3 +432,77 @@ def test_checkpoint_and_its_seal_are_unchanged_by_the_store(data, episode_return
     assert bytes(last.sample) == bytes(kept.sample)
     assert (last.state, last.seal) == (kept.state, kept.seal)
     assert failover_of(None).seal(last) == last
+
+
+async def test_session_that_was_set_back_in_redis_does_not_go_on_silently(redis):
+    """The sealed number of steps is the monotonic counter, and the caller counts as well."""
+    async with Site(store=RedisStore(redis.url), resume=True) as site:
+        dead = await site.serve(Walk)
+        session = await site.client.open("walk", seed=3)
+        await session.step(WALK)
+        earlier = await site.fleet.store.read(session.session_id)
+        for _ in range(2):
+            await session.step(WALK)
+        await store(site, session, earlier[0])  # a valid record, with a valid seal
+        await site.serve(Walk)
+        await die(site, dead)
+        with pytest.raises(SeqConflict, match="seq 4 leaves a gap: the next is 2"):
+            await session.step(WALK)
+        assert (await site.client.resume(session.session_id)).turn == 1
+
+
+@pytest.mark.parametrize("key", ["call", "id", "seq", "session_id", "message"])
+async def test_duplicate_keys_of_a_record_are_not_spliced_into_a_call(redis, key):
+    """A record is decoded and encoded again: what it holds twice, or too much, is not sent."""
+    async with Site(store=RedisStore(redis.url), resume=True) as site:
+        dead = await site.serve(Walk)
+        session = await site.client.open("walk")
+        there = await site.serve(Walk, max_sessions=9)
+        victim = await site.client.open("walk")
+        assert holder(site, victim) is there
+        message = Message.assistant(None, WALK).model_dump_json()
+        values = {"call": '"step"', "id": "1", "seq": "1", "message": message}
+        values["session_id"] = json.dumps(victim.session_id)
+        injected = ",".join(f'"{name}":{value}' for name, value in values.items())
+        text, _ = await site.fleet.store.read(session.session_id)
+        head, last, tail = text.decode().partition('"last":{')
+        first_of_it = f'"{key}":{values[key]},'
+        await store(site, session, f"{head}{last}{first_of_it}{tail[:-2]},{injected}}}}}".encode())
+        await die(site, dead)
+        with pytest.raises(WireError):
+            await session.step(WALK)
+        assert there.pool.session(victim.session_id).turn == 0
+
+
+@pytest.mark.parametrize("forged", ["", "garbage", "a b c d", "\x00", "[]", "x" * 100_000])
+async def test_forged_claims_in_redis_open_a_session_or_raise_a_typed_error(redis, forged):
+    async with Site(store=RedisStore(redis.url), resume=True, queue_s=20.0) as site:
+        await site.serve(Walk)
+        site.fleet.registry._started = -1e9
+        for name in ("once", "opened once"):
+            await site.fleet.store._redis.set(site.fleet.store._key("claim", name), forged)
+        request = OpenRequest(task="walk", request_id="once")
+        with suppress(IdempotencyConflict):
+            assert (await site.client.backend.call(OPEN, request)).status == "running"
+        assert (await site.client.open("walk")).status == "running"
+
+
+async def test_writer_to_redis_cannot_lead_a_repeated_opening_to_another_session(redis):
+    async with Site(store=RedisStore(redis.url), resume=True, queue_s=20.0) as site:
+        dead = await site.serve(Walk)
+        request, other = [OpenRequest(task="walk", seed=3, request_id=name) for name in ("mine", "other")]
+        call, redis_client = site.client.backend.call, site.fleet.store._redis
+        mine, victim = await call(OPEN, request), await call(OPEN, other)
+        names = [site.fleet.store._key("claim", f"opened {name}") for name in ("mine", "other")]
+        kept = [await redis_client.get(name) for name in names]
+        assert victim.session_id in kept[1]
+        await site.serve(Walk)
+        await die(site, dead)
+        for forged in (
+            kept[1],
+            kept[0].replace(mine.session_id, victim.session_id),
+            f"x {victim.session_id}",
+        ):
+            await redis_client.set(names[0], forged)
+            assert (await call(OPEN, request)).session_id != victim.session_id
+        assert (await call(OPEN, other)).session_id == victim.session_id

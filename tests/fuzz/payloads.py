@@ -153,7 +153,7 @@ def http_request(random: Random, session_ids: list[str]) -> RawRequest:
     odd = random.choice(["none", "%00", "..", "%ff", "a/b"])
     path = path.replace("{id}", odd if random.random() < 0.2 else random.choice(session_ids))
     content = b"" if method in ("GET", "HEAD") else body(random, session_ids)
-    head = [f"{method} {path} HTTP/1.1".encode(), b"host: fuzz"]
+    head = [f"{method} {path} HTTP/1.1".encode(), b"host: localhost"]
     kind = random.randrange(12)
     if kind <= 4:
         return RawRequest(data=_request(head, content), answered=True)
@@ -194,7 +194,7 @@ def handshake(random: Random) -> bytes:
     key = base64.b64encode(random.randbytes(16))
     lines = [
         b"GET /v1/ws HTTP/1.1",
-        b"host: fuzz",
+        b"host: localhost",
         b"upgrade: websocket",
         b"connection: Upgrade",
         b"sec-websocket-version: 13",

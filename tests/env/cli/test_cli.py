@@ -71,12 +71,16 @@ class Ask(Environment):
         return "ok"
 
 
+TOKEN_FILE = "../token.txt"
+
+
 @pytest.fixture
 def cli(monkeypatch, capsys, tmp_path):
     """Run the command line; return (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.delenv("AGENTRL_TOKEN", raising=False)
+    Path(TOKEN_FILE).write_text("s3cret\n")
 
     def run(*arguments, stdin=""):
         monkeypatch.setattr(sys, "argv", ["agentrl-env", *map(str, arguments)])
@@ -171,10 +175,10 @@ def test_check_as_json_is_one_object_on_stdout(cli):
 
 
 def test_check_of_a_url_covers_every_task_or_the_selected_one(cli, server):
-    code, out, _ = cli("check", server.url, "--token", "s3cret", "--json")
+    code, out, _ = cli("check", server.url, "--token-file", TOKEN_FILE, "--json")
     assert code == 1
     assert [report["task"] for report in json.loads(out)["reports"]] == ["guess", "polite"]
-    code, out, _ = cli("check", server.url, "--token", "s3cret", "--task", "polite")
+    code, out, _ = cli("check", server.url, "--token-file", TOKEN_FILE, "--task", "polite")
     assert code == 0
     assert "oracle" in out
 
@@ -185,8 +189,26 @@ def test_check_without_the_token_prints_one_error_line(cli, server):
     assert "token" in one_line(err)
 
 
+def test_token_on_the_command_line_works_with_a_warning(cli, server):
+    code, out, err = cli("check", server.url, "--token", "s3cret", "--task", "polite")
+    assert (code, "oracle" in out) == (0, True)
+    assert one_line(err) == (
+        "warning: other users of this machine can read --token; use --token-file or AGENTRL_TOKEN\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["check", "play", "bench"])
+def test_wrong_token_is_explained_in_the_words_of_the_command_line(cli, server, command):
+    Path("wrong.txt").write_text("wrong\n")
+    code, _, err = cli(command, server.url, "--token-file", "wrong.txt")
+    assert code == 1
+    assert "does not accept this token; give its own with --token-file FILE" in one_line(err)
+    assert "AGENTRL_TOKEN" in err
+    assert "subprotocol" not in err
+
+
 def test_check_of_an_unknown_task_names_the_served_tasks(cli, server):
-    code, _, err = cli("check", server.url, "--token", "s3cret", "--task", "chess")
+    code, _, err = cli("check", server.url, "--token-file", TOKEN_FILE, "--task", "chess")
     assert code == 1
     assert "guess, polite" in one_line(err)
 
@@ -290,7 +312,7 @@ def test_play_fails_if_the_environment_breaks(cli):
 
 
 def test_play_works_on_a_url(cli, server):
-    url = ["play", server.url, "--token", "s3cret"]
+    url = ["play", server.url, "--token-file", TOKEN_FILE]
     code, _, err = cli(*url)
     assert code == 1
     assert "choose one with task= or --task: guess, polite" in one_line(err)

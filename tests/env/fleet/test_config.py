@@ -141,6 +141,18 @@ def test_servers_in_compose_have_only_the_link_token(config):
     assert all(token.startswith("${AGENTRL_LINK_TOKEN:?") for token in tokens.values())
 
 
+def test_only_the_controller_has_the_key_of_agent_tokens(config):
+    services = yaml.safe_load(compose(config()))["services"]
+    assert [name for name, service in services.items() if "AGENTRL_AGENT_KEY" in service["environment"]] == [
+        "controller"
+    ]
+    pods = [d for d in yaml.safe_load_all(kubernetes(config())) if d["kind"] == "Deployment"]
+    (container,), *others = [pod["spec"]["template"]["spec"]["containers"] for pod in pods]
+    (reference,) = [one for one in container["env"] if one["name"] == "AGENTRL_AGENT_KEY"]
+    assert reference["valueFrom"]["secretKeyRef"]["optional"] is True
+    assert "AGENTRL_AGENT_KEY" not in str(others)
+
+
 def test_compose_contains_the_configuration(config):
     written = yaml.safe_load(compose(config()))
     shop = written["services"]["shop"]

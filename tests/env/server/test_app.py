@@ -104,7 +104,7 @@ async def test_session_over_http(http):
     }
     assert result["messages"][0]["role"] == "tool"
     assert set(result["messages"][0]) == {"role", "content", "tool_call_id"}
-    assert (await http.post(f"{url}/step", json=body(1, "finish"))).json() == result
+    assert (await http.post(f"{url}/step", json=body(1))).json() == result
     state = (await http.get(url)).json()
     assert (state["turn"], state["last"]) == (1, result)
     assert (await http.delete(url)).status_code == 204

@@ -6,6 +6,7 @@ import shutil
 from contextlib import asynccontextmanager
 from typing import Literal
 
+import httpx
 import pytest
 import pytest_asyncio
 from playwright.async_api import async_playwright, expect
@@ -14,7 +15,6 @@ from pydantic import BaseModel
 from agentrl_env import Done, Environment, Message, Reply, ToolCall, tool
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import ControllerServer
-from agentrl_env.server.auth import agent_token
 from agentrl_env.server.serve import NOWHERE, EnvServer
 from agentrl_env.types import FunctionCall
 from agentrl_env.wire import OpenRequest
@@ -540,7 +540,10 @@ async def test_token_dialog_never_exposes_the_token(visit):
         )
         await page.get_by_role("button", name="Forget the token").click()
         await expect(dialog).to_be_visible()
-        await page.get_by_label("Token", exact=True).fill(agent_token("open-sesame", session_id))
+        headers = {"authorization": "Bearer open-sesame"}
+        async with httpx.AsyncClient(headers=headers, trust_env=False) as http:
+            renewed = await http.post(f"{server.url}/v1/sessions/{session_id}/token")
+        await page.get_by_label("Token", exact=True).fill(renewed.json()["agent_token"])
         await page.keyboard.press("Enter")
         await expect(page.get_by_role("alert")).to_contain_text(
             "An agent token only permits to step and read its own session"

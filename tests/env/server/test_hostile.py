@@ -91,7 +91,7 @@ async def assert_serving(server):
 
 HALVES = {
     "no headers": (b"POST /v1/sess", b"408"),
-    "half headers": (b"POST /v1/sessions HTTP/1.1\r\nhost: x\r\nconte", b"408"),
+    "half headers": (b"POST /v1/sessions HTTP/1.1\r\nhost: localhost\r\nconte", b"408"),
     "half a body": (b"POST /v1/sessions HTTP/1.1\r\ncontent-length: 50\r\n\r\n{", b"408"),
     "no body": (b"POST /v1/sessions HTTP/1.1\r\ncontent-length: 50\r\n\r\n", b"408"),
     "half a chunk": (
@@ -207,7 +207,10 @@ async def test_thousand_concurrent_connections_are_served():
     server = EnvServer([Quick], port=0, drain_s=0.0)
     await server.start()
     body = b'{"task":"quick"}'
-    request = b"POST /v1/sessions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    request = b"POST /v1/sessions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b" % (
+        len(body),
+        body,
+    )
 
     async def come():
         peer = await Peer.connect(server, request)
@@ -236,7 +239,7 @@ async def test_disconnect_in_a_request_logs_no_error(server):
 async def test_upgrade_with_a_body_is_refused_and_the_connection_closed(server, body):
     peer = await Peer.connect(
         server,
-        b"GET /v1/ws HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+        b"GET /v1/ws HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
         b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n%b\r\n\r\n" % body,
     )
     assert b"has no body" in await peer.read_rest()

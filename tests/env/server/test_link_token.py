@@ -17,7 +17,7 @@ from agentrl_env import EnvClient, ToolCall
 from agentrl_env.errors import Forbidden, ServeError, Unauthorized
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import ControllerServer
-from agentrl_env.server.auth import agent_token, is_link_token, link_token, session_of
+from agentrl_env.server.auth import AgentTokens, is_link_token, link_token
 from agentrl_env.server.middleware import TOKEN_PREFIX
 from agentrl_env.server.serve import NOWHERE, EnvServer
 from tests.env.fleet.test_failover_sessions import Walk
@@ -25,6 +25,13 @@ from tests.env.tasks import Quick
 
 TOKEN = "sesam"
 LINK = link_token(TOKEN)
+
+
+def agent_token(token, session_id):
+    """Return an agent token of another key."""
+    return AgentTokens(token).issue(session_id)
+
+
 OWN = "/v1/sessions/{}"
 CALLS = [
     ("GET", "/v1/tasks", None),
@@ -73,7 +80,7 @@ async def fleet():
 async def test_link_token_suffices_for_a_server_and_for_failover(fleet):
     session = await fleet.operator.open("walk")
     await session.step(ToolCall.of("walk"))
-    assert session.agent_token == agent_token(TOKEN, session.session_id)
+    assert session.agent_token.startswith(f"agent.{session.session_id}.")
     known = EnvServer([Walk], host=NOWHERE, token=TOKEN, controllers=[fleet.front.url], drain_s=0.0)
     async with running(known):  # has the operator's token and accepts state sealed by the other server
         await fleet.server.stop()
@@ -152,6 +159,7 @@ async def test_tokens_of_the_fleet_are_invalid_on_its_servers(fleet):
         "link.",
         agent_token(TOKEN, "link").removeprefix("agent."),
     ],
+    ids=["other operator", "changed", "without prefix", "padded", "empty", "agent token"],
 )
 async def test_forged_link_token_is_rejected(fleet, forged):
     address = fleet.front.url.replace("http", "ws", 1) + "/v1/link"
@@ -164,7 +172,7 @@ def test_link_token_is_idempotent_and_no_agent_token():
     assert link_token(LINK) == LINK
     assert is_link_token(LINK)
     assert not is_link_token(TOKEN)
-    assert session_of(LINK, TOKEN) is None
+    assert AgentTokens(TOKEN).read(LINK) is None
     assert LINK.removeprefix("link.") != agent_token(TOKEN, "link").rpartition(".")[2]
 
 
@@ -184,5 +192,5 @@ def test_command_prints_the_link_token():
     without = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (without.returncode, without.stdout) == (1, "")
     assert without.stderr == (
-        "error: the link token is derived from the operator's; give --token or AGENTRL_TOKEN\n"
+        "error: the link token is derived from the operator's; give --token-file or AGENTRL_TOKEN\n"
     )

@@ -1,5 +1,7 @@
 import asyncio
 import os
+import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -10,6 +12,9 @@ import pytest
 
 from agentrl_env import EnvClient, ToolCall
 from agentrl_env.errors import ServeError, ServerDraining, SessionEnded, TargetError
+from agentrl_env.fleet.controller import FleetService
+from agentrl_env.fleet.serve import ControllerServer
+from agentrl_env.server.auth import is_weak
 from agentrl_env.server.serve import EnvServer
 from tests.env.tasks import Quick, Slow, until
 
@@ -20,7 +25,22 @@ def test_public_host_without_a_token_is_rejected(host):
         EnvServer([Quick], host=host, port=0)
 
 
-@pytest.mark.parametrize("options", [{"token": "x"}, {"insecure": True}])
+@pytest.mark.parametrize("token", ["x", "T0K", "123456789012345", "abababababababababab"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_token_that_can_be_guessed_is_rejected_beyond_loopback(host, token):
+    with pytest.raises(ServeError, match="16 characters, 8 of them different") as refused:
+        EnvServer([Quick], host=host, port=0, token=token)
+    command = re.search(r"python -c '(.*)' > token.txt", str(refused.value))[1]
+    made = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout
+    assert not is_weak(made.strip())
+    with pytest.raises(ServeError, match="can be guessed"):
+        ControllerServer(FleetService(), host=host, port=0, token=token)
+    EnvServer([Quick], port=0, token=token)._listener._socket.close()
+
+
+@pytest.mark.parametrize(
+    "options", [{"token": secrets.token_urlsafe()}, {"insecure": True}, {"token": "x", "insecure": True}]
+)
 async def test_public_host_is_accepted_with_a_token_or_insecure(options):
     server = EnvServer([Quick], host="0.0.0.0", port=0, **options)
     await server.stop()

@@ -243,7 +243,10 @@ async def test_drain_says_what_it_waits_for():
             process.send_signal(signal.SIGTERM)
             line = await asyncio.to_thread(process.stderr.readline)
             assert "INFO draining" in line
-            assert 'signal=SIGTERM what="1 open sessions get 60 s to end; a second signal ends them at once"' in line
+            assert (
+                'signal=SIGTERM what="1 open sessions get 60 s to end; a second signal ends them at once"'
+                in line
+            )
             process.send_signal(signal.SIGTERM)
             _, errors = await asyncio.to_thread(process.communicate, timeout=30)
     assert process.returncode == 0

@@ -6,7 +6,6 @@ from websockets.asyncio.client import connect
 
 from agentrl_env import Message, ToolCall
 from agentrl_env.errors import InvalidRequest
-from agentrl_env.server.auth import agent_token
 from agentrl_env.server.dashboard import FILES
 from agentrl_env.server.serve import EnvServer
 from agentrl_env.session.history import MAX_TURNS
@@ -167,10 +166,11 @@ async def test_listing_requires_the_operator_token(server):
     session_id = await opened_at(server)
     paths = ["/v1/fleet", "/v1/sessions", f"/v1/sessions/{session_id}/transcript"]
     async with httpx.AsyncClient(base_url=server.url) as http:
+        renewed = await http.post(f"/v1/sessions/{session_id}/token", headers=bearer("secret"))
         for path in paths:
             assert (await http.get(path)).status_code == 401
             assert (await http.get(path, headers=bearer("secret"))).status_code == 200
-            agent = await http.get(path, headers=bearer(agent_token("secret", session_id)))
+            agent = await http.get(path, headers=bearer(renewed.json()["agent_token"]))
             assert agent.status_code == 403
 
 
