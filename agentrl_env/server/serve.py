@@ -120,7 +120,7 @@ class EnvServer:
             await self.stop()
             raise ServeError(error.message) from error
         if self._listener is not None:
-            await self._listener.start(self._app, self._limits)
+            await self._listener.start(self._app, self._limits, self.metrics)
         if self._links is not None:
             await self._links.start()
 
