@@ -88,6 +88,7 @@ class EnvServer:
         self._listener = None if host == NOWHERE else Listener(host, port, token=own, insecure=insecure)
         self.url = self._listener.url if self._listener else ""
         self.metrics = Metrics()
+        self._limits = limits or Limits()
         self.pool = SessionPool(
             environments,
             max_sessions=max_sessions,
@@ -95,8 +96,8 @@ class EnvServer:
             oracle=oracle,
             threads=threads,
             observer=SessionMetrics(self.metrics, slow_step_s, tracing=tracing is not None),
+            history_bytes=self._limits.max_history_bytes,
         )
-        self._limits = limits or Limits()
         self._app = create_app(self.pool, self.metrics, token=own, limits=self._limits, tracing=tracing)
         self._links = (
             ControllerLinks(self.pool, self.metrics, controllers, token, tracing) if controllers else None

@@ -72,7 +72,7 @@ class History:
 
     def copy(self, session_id: str) -> History:
         """Return the same turns under the id of another session."""
-        copied = History()
+        copied = History(self._max_bytes)
         for message, result in self._turns:
             renamed = StepResult.model_validate_json(result).model_copy(update={"session_id": session_id})
             copied.add(message, renamed.model_dump_json().encode())

@@ -19,6 +19,7 @@ from agentrl_env.fast_wire import FastBatch, Step
 from agentrl_env.session import listing
 from agentrl_env.session.capacity import Capacity
 from agentrl_env.session.executor import ThreadPool
+from agentrl_env.session.history import MAX_BYTES
 from agentrl_env.session.observer import NO_OBSERVER, Observer
 from agentrl_env.session.session import Session
 from agentrl_env.session.session_table import Entry, SessionTable, SessionWatcher
@@ -54,7 +55,7 @@ MAX_THREADS = 256
 CHUNK = 128
 """Steps of a batch that start before their threads get a moment; more at once only evict the caches."""
 CHUNK_TIMEOUT_S = 0.002
-STRETCH = 1024
+STRETCH = 256
 """Steps of a batch after which other callers get a turn."""
 STEP_PENDING = "the step is still under way; ask again with the same seq"
 
@@ -71,6 +72,7 @@ class SessionPool:
             session, up to ``MAX_THREADS``.
         observer: counts, logs and traces.
         clock: seconds, monotonic.
+        history_bytes: size of the turns that a session keeps.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class SessionPool:
         threads: int | None = None,
         observer: Observer = NO_OBSERVER,
         clock: Callable[[], float] = time.monotonic,
+        history_bytes: int = MAX_BYTES,
     ) -> None:
         self.draining = False
         self.server_id = secrets.token_hex(6)
@@ -91,6 +94,7 @@ class SessionPool:
         self._lease_s = lease_s
         self._observer = observer
         self._clock = clock
+        self._history_bytes = history_bytes
         self._epoch = time.time() - clock()
         self._threads = ThreadPool(threads or min(max_sessions, MAX_THREADS))
         self._tasks = Tasks(environments, threads=self._threads, oracle=oracle)
@@ -405,6 +409,7 @@ class SessionPool:
             threads=self._threads,
             clock=self._clock,
             observer=self._observer,
+            history_bytes=self._history_bytes,
         )
 
     def _submit(self, batch: _Batch, position: int) -> None:

@@ -23,7 +23,7 @@ from agentrl_env.errors import (
 )
 from agentrl_env.fast_wire import AssistantMessage, encode
 from agentrl_env.session.executor import Executor, ThreadPool
-from agentrl_env.session.history import History
+from agentrl_env.session.history import MAX_BYTES, History
 from agentrl_env.session.observer import NO_OBSERVER, Observer, log_failure
 from agentrl_env.tools import (
     StepBuilder,
@@ -59,6 +59,7 @@ class Session:
         threads: pool for blocking author code.
         clock: seconds, monotonic.
         observer: counts, logs and traces.
+        history_bytes: size of the turns that are kept.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Session:
         threads: ThreadPool,
         clock: Callable[[], float] = time.monotonic,
         observer: Observer = NO_OBSERVER,
+        history_bytes: int = MAX_BYTES,
     ) -> None:
         self.session_id = session_id
         self.sample = sample
@@ -77,7 +79,7 @@ class Session:
         self.opening: tuple[Message, ...] = ()
         self.turn = 0
         """Number of steps taken."""
-        self.history = History()
+        self.history = History(history_bytes)
         self.episode_return = 0.0
         """Sum of the rewards so far."""
         self.began = clock()
