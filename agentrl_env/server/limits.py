@@ -232,16 +232,17 @@ class Budget:
         if self._free_at and (wait_s := self._free_at - self._budgets.clock()) > 0:
             raise self._refusal("loop_share", "took too much of the server's time; slow down", wait_s)
 
-    def hold(self, size: int, *, begin: bool = False) -> None:
+    def hold(self, size: int, *, begin: bool = False, times: int = 1) -> None:
         """Count ``size`` more bytes of a request, until ``release``. Raises RateLimited.
 
         Args:
             size: number of bytes.
             begin: count the request as unfinished, until ``received``.
+            times: as many times the limit is permitted.
         """
         if begin and self.unfinished >= self._budgets.max_unfinished[self._agent]:
             raise self._refusal("max_unfinished", f"has {self.unfinished} unfinished requests; finish them")
-        if self.held + size > self._budgets.max_held[self._agent]:
+        if self.held + size > times * self._budgets.max_held[self._agent]:
             raise self._refusal("max_held_bytes", f"holds {self.held} bytes; wait until they are answered")
         if begin:
             self.unfinished += 1

@@ -161,7 +161,8 @@ class CountedWebSocket(WebSocketsSansIOProtocol):
             if len(self.frames) > MAX_FRAGMENTS:
                 raise InvalidRequest(f"a message has at most {MAX_FRAGMENTS} fragments")
             if held > self._held:
-                self.budget.hold(held - self._held, begin=not self._held)
+                # An error here ends all calls of the socket, one of CallSocket only that of the message.
+                self.budget.hold(held - self._held, begin=not self._held, times=2)
             else:
                 self.budget.release(self._held - held)
             if not held:

@@ -162,7 +162,7 @@ async def test_unfinished_websocket_message_times_out(serving):
     async with agents(server, 1) as (agent,):
         for opcode in (b"\x81", b"\x01"):  # a message without its end, and a first fragment
             async with socket_of(server, agent) as socket:
-                masked = b"\xfe\x00\x80\x00\x00\x00\x00" if opcode == b"\x81" else b"\x81\x00\x00\x00\x00{"
+                masked = b"\xfe\x00\x80\x00\x00\x00\x00{" if opcode == b"\x81" else b"\x81\x00\x00\x00\x00{"
                 socket.transport.write(opcode + masked)
                 async with asyncio.timeout(30):
                     assert json.loads(await socket.recv())["error"]["type"] == "request_timeout"
@@ -190,25 +190,28 @@ def begun(size):
 async def test_unfinished_websocket_messages_of_an_agent_are_bounded(serving):
     server = await serving(max_held_bytes=256 * KIB, max_message_chars=32 * KIB)
     async with agents(server) as (greedy, other):
-        async with socket_of(server, greedy) as one, socket_of(server, greedy) as two:
-            one.transport.write(begun(200 * KIB))
-            await until(lambda: server.metrics.held_bytes >= 200 * KIB)
-            assert server.metrics.unfinished == 1
-            two.transport.write(begun(200 * KIB))
-            error = json.loads(await two.recv())["error"]
-            assert (error["type"], error["budget"]) == ("rate_limited", "max_held_bytes")
-            assert (await step(server, other, 1)).status_code == 200
-            one.transport.abort()
+        sockets = [await socket_of(server, greedy) for _ in range(3)]
+        for number, socket in enumerate(sockets[:2], start=1):
+            socket.transport.write(begun(200 * KIB))
+            await until(lambda: server.metrics.held_bytes >= number * 200 * KIB)  # noqa: B023
+            assert server.metrics.unfinished == number
+        sockets[2].transport.write(begun(200 * KIB))
+        error = json.loads(await sockets[2].recv())["error"]
+        assert (error["type"], error["budget"]) == ("rate_limited", "max_held_bytes")
+        assert (await step(server, other, 1)).status_code == 200
+        for socket in sockets:
+            socket.transport.abort()
         await until(lambda: server.metrics.held_bytes == server.metrics.unfinished == 0)
 
 
 async def test_messages_under_way_of_an_agent_are_bounded(serving):
-    server = await serving(max_held_bytes=256 * KIB)
+    server = await serving(max_held_bytes=256 * KIB, max_message_chars=31 * KIB)
     async with agents(server, 1, "slow") as (agent,), socket_of(server, agent) as socket:
-        call = Message.assistant("x" * 200 * KIB, ToolCall.of("wait")).wire()
+        call = Message.assistant("\u00e9" * 30 * KIB, ToolCall.of("wait")).wire()
         for seq in range(1, 3):
             frame = {"id": seq, "call": "step", "session_id": agent[0], "seq": seq, "message": call}
             await socket.send(json.dumps(frame))
+            await until(Slow.started.is_set)
         refused = json.loads(await socket.recv())
         assert (refused["id"], refused["error"]["budget"]) == (2, "max_held_bytes")
         Slow.gate.set()
@@ -230,7 +233,7 @@ async def test_answers_that_a_slow_reader_does_not_take_count(serving):
         peer = await Peer.connect(server)
         body = json.dumps({"seq": 1, "message": call}).encode()
         peer.writer.transport.pause_reading()
-        peer.writer.write(step_head(agent, len(body)) + body)
+        peer.writer.write((step_head(agent, len(body)) + body) * 8)  # more than the system buffers
         await until(lambda: server.metrics.held_bytes > 4_000_000)
         peer.close()
         await until(lambda: server.metrics.held_bytes == 0)
@@ -345,10 +348,10 @@ async def test_metrics_tell_what_is_in_use_and_what_was_refused(serving):
 
 
 async def test_history_of_a_session_is_bounded_in_bytes():
-    server = EnvServer([Quick], port=0, drain_s=0.0, limits=Limits(max_history_bytes=1_000_000))
+    server = EnvServer([Hog], port=0, drain_s=0.0, limits=Limits(max_history_bytes=1_000_000))
     await server.start()
     async with EnvClient.connect(server.url) as client:
-        session = await client.open("quick")
+        session = await client.open("hog")
         message = Message.assistant("x" * 300_000, ToolCall.of("note", text="x"))
         for seq in range(1, 65):
             assert (await session.step(message)).seq == seq
