@@ -221,7 +221,7 @@ async def test_messages_under_way_of_an_agent_are_bounded(serving):
 
 async def test_answers_that_a_slow_reader_does_not_take_count(serving):
     server = await serving()
-    async with agents(server, 1, "wordy") as (agent,):
+    async with agents(server, 2, "wordy") as (agent, other):
         call = Message.assistant(None, ToolCall.of("talk")).wire()
         async with socket_of(server, agent, max_queue=1) as socket:
             socket.transport.pause_reading()
@@ -233,7 +233,7 @@ async def test_answers_that_a_slow_reader_does_not_take_count(serving):
         peer = await Peer.connect(server)
         body = json.dumps({"seq": 1, "message": call}).encode()
         peer.writer.transport.pause_reading()
-        peer.writer.write((step_head(agent, len(body)) + body) * 8)  # more than the system buffers
+        peer.writer.write((step_head(other, len(body)) + body) * 8)  # more than the system buffers
         await until(lambda: server.metrics.held_bytes > 4_000_000)
         peer.close()
         await until(lambda: server.metrics.held_bytes == 0)
