@@ -24,6 +24,10 @@ HOLD_S = 0.02
 """Shorter stretches of the event loop's time count towards no budget."""
 HOLD_BURST_S = 0.5
 """Seconds of the event loop's time that an agent may hold at once."""
+RECEIVE_S = 4e-9
+"""Seconds of the event loop's time that each byte of a large request counts for."""
+PAUSE_S = 0.5
+"""Seconds after which a large request is refused: the rest of it, or the next one, is not read before."""
 RETRY_S = 1.0
 OPERATOR_FACTOR = 16
 
@@ -56,7 +60,8 @@ class Limits(BaseModel):
         max_connections: requests of an agent that are being answered, and its WebSockets; 16 times as many
             connections of an address, where those that wait for a request are closed before one is refused.
         loop_share: share of the event loop's time that an agent may hold in stretches over 20 ms, with 0.5 s
-            at once; 16 times as much for an address. From 1, it is unlimited.
+            at once; 16 times as much for an address. From 1, it is unlimited. To receive 1 MB of requests
+            over 64 KiB counts for 4 ms.
         max_history_bytes: size of the turns that a session keeps for repeated requests and transcripts; at
             least the last two are kept.
     """

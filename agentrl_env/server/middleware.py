@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from base64 import urlsafe_b64decode
 from collections.abc import Iterable
@@ -33,7 +34,7 @@ from agentrl_env.server.auth import (
     limit_rate,
 )
 from agentrl_env.server.dashboard import FILES
-from agentrl_env.server.limits import SMALL_BYTES, Budget, Budgets, Limits, Rates
+from agentrl_env.server.limits import PAUSE_S, RECEIVE_S, SMALL_BYTES, Budget, Budgets, Limits, Rates
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.server.telemetry.tracing import Tracing
 from agentrl_env.server.websocket import CONNECTION
@@ -120,6 +121,8 @@ class AccessMiddleware:
             body = self._large_body(scope, headers, receive, budget, who) if kind == "http" else None
         except WireError as error:
             self._metrics.errors[error.type] += 1
+            if kind == "http" and _length(headers) > SMALL_BYTES:
+                await asyncio.sleep(PAUSE_S)
             await _refuse(error, stamped, "http.response" if kind == "http" else "websocket.http.response")
             return
         budget.connections += 1
@@ -202,8 +205,8 @@ class AccessMiddleware:
         self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, budget: Budget, who: Caller
     ) -> _LargeBody | None:
         """Return a ``receive`` that counts a large body, else None. Raises BodyTooLarge, RateLimited."""
-        chunked, length = b"transfer-encoding" in headers, headers.get(b"content-length", b"")
-        size = int(length) if length.isdigit() and not chunked else 0
+        chunked = b"transfer-encoding" in headers
+        size = 0 if chunked else _length(headers)
         limit = self._max_bytes[who.session_id is not None]
         if size > limit:
             raise BodyTooLarge(f"the body is over the limit of {limit} bytes")
@@ -263,6 +266,7 @@ class _LargeBody:
         if self._receiving and not message.get("more_body"):
             self._end()
             if self._held > SMALL_BYTES:
+                self._budget.charge(RECEIVE_S * self._held)
                 await self._budget.turn()
         return message
 
@@ -275,6 +279,11 @@ class _LargeBody:
     def _end(self) -> None:
         self._receiving = False
         self._budget.received()
+
+
+def _length(headers: dict[bytes, bytes]) -> int:
+    length = headers.get(b"content-length", b"")
+    return int(length) if length.isdigit() else 0
 
 
 def route_of(path: str) -> str:

@@ -32,7 +32,7 @@ from agentrl_env.errors import (
 from agentrl_env.fast_wire import UNREADABLE, FastBatch, FastStep
 from agentrl_env.server.api import Api, call_named, read
 from agentrl_env.server.auth import caller
-from agentrl_env.server.limits import SMALL_BYTES, Budget, Limits
+from agentrl_env.server.limits import PAUSE_S, RECEIVE_S, SMALL_BYTES, Budget, Limits
 from agentrl_env.server.telemetry.tracing import under_caller
 from agentrl_env.wire import CANCEL, SOCKET_PROTOCOL, STEP, STEP_MANY, Frame
 
@@ -279,7 +279,10 @@ class CallSocket:
             budget.hold(len(text))
         except RateLimited as error:
             await self._send_error(_leading_id(text), error)
+            await asyncio.sleep(PAUSE_S)
             return
+        finally:
+            budget.charge(RECEIVE_S * len(text))
         call = None
         try:
             await budget.turn()

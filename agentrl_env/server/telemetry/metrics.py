@@ -120,7 +120,7 @@ class Metrics(Collector):
         yield _counter("agentrl_errors", "Errors answered.", ["type"], self.errors)
         refused = "Requests refused because a budget of the caller was used up."
         yield _counter("agentrl_budget_refusals", refused, ["limit"], self.refusals)
-        held = "Time that callers held the event loop in stretches over 20 ms."
+        held = "Time that callers held the event loop in stretches over 20 ms, and with large requests."
         yield CounterMetricFamily("agentrl_event_loop_held_seconds", held, self.held_seconds)
         invalid = "Tool calls that named no tool or did not fit its schema."
         yield _counter("agentrl_invalid_tool_calls", invalid, ["task"], self.invalid_calls)
