@@ -1,6 +1,6 @@
 """The steps of a hundred honest callers beside one greedy or hostile caller, with and without it.
 
-Each honest caller is an agent with its own token that takes a step every 100 ms over its own WebSocket. A
+Each honest caller is an agent with its own token that takes a step every 500 ms over its own WebSocket. A
 step is measured from the moment at which it was due, so that a server that stands still is seen in full. The
 other caller also has an agent token, except the greedy one, which has the operator's and steps many sessions
 in each request. It runs in a process of its own, at the lowest priority, because on another machine it would
@@ -37,12 +37,12 @@ from tests.benchmarks.serving_players import MESSAGE, some_at_once
 
 TARGET = f"{Path(__file__).with_name('serving_task.py')}:EchoInline"
 HONEST = 100
-EVERY_S = 0.1
+EVERY_S = 0.5
 """Seconds between two steps of one honest caller."""
 CONNECTIONS = 4
 """Of the other caller."""
 SLOW_BODIES = 40
-SECONDS, QUICK_SECONDS = 10.0, 3.0
+SECONDS, QUICK_SECONDS = 15.0, 6.0
 """Length of one phase."""
 BATCH = 4096
 DEADLINE_S = 120.0
