@@ -100,7 +100,7 @@ class ControllerServer:
     async def start(self) -> None:
         """Start to answer requests. Raises ServeError where Redis does not answer."""
         try:
-            await self._listener.start(self._app, self._limits)
+            await self._listener.start(self._app, self._limits, self.metrics)
             await self.fleet.start()
             if self._tokens is not None:
                 await self._tokens.share(self.fleet.store)

@@ -13,7 +13,7 @@ import msgspec
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json, to_json
 
-from agentrl_env.errors import BodyTooLarge, Forbidden, InvalidRequest, NotSupported, WireError
+from agentrl_env.errors import Forbidden, InvalidRequest, NotSupported, WireError
 from agentrl_env.fast_wire import (
     UNREADABLE,
     FastBatch,
@@ -120,29 +120,35 @@ class Api:
 
         Args:
             call: row of the table.
-            text: HTTP body, or WebSocket frame.
+            text: HTTP body.
             session_id: session of the HTTP path; None where the text names it.
         """
-        self.check_size(text)
+        self.check_values(text)
+        return await self.answer_checked(call, text, session_id)
+
+    async def answer_checked(self, call: Call, text: bytes | str, session_id: str | None = None) -> bytes:
+        """Make a call as ``answer_json`` does, where the text has passed ``check_values``."""
         if call is STEP:
             return await self.answer(call, read_step(text, session_id))
         if call is STEP_MANY:
             return await self._answer_batch(text)
-        if call is OPEN and _is_batch(text):
+        if call is OPEN and (number := _batch_size(text)) is not None:
+            self._check_openings(number)
             call = OPEN_MANY
         if session_id is None:
             return await self.answer(call, read(call.request, text))
         fields = dict(read(call.body, text)) if call.body is not None else {}
         return await self.answer(call, call.request.model_construct(**fields, session_id=session_id))
 
-    def check_size(self, text: bytes | str) -> None:
-        """Raise BodyTooLarge or InvalidRequest where a call's JSON is too large to be parsed."""
+    def check_values(self, text: bytes | str) -> None:
+        """Raise InvalidRequest where a call's JSON holds too many values to be parsed."""
         if self._limits is None:
             return
-        agent = caller.get().session_id is not None
-        if len(text) > self._limits.max_bytes(agent=agent):
-            raise BodyTooLarge(f"the call is over the limit of {self._limits.max_bytes(agent=agent)} bytes")
-        self._limits.check_values(text, agent=agent)
+        try:
+            self._limits.check_values(text, agent=caller.get().session_id is not None)
+        except InvalidRequest:
+            self.metrics.refusals["max_values"] += 1
+            raise
 
     def count(self, error: WireError) -> None:
         """Count an error that is answered."""
@@ -331,15 +337,18 @@ def read_step(text: bytes | str, session_id: str | None) -> Step:
 
 
 class _Sessions(msgspec.Struct):
-    sessions: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    sessions: list[msgspec.Raw] | msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-def _is_batch(text: bytes | str) -> bool:
-    """Return whether the body of ``POST /v1/sessions`` opens a list of sessions."""
+def _batch_size(text: bytes | str) -> int | None:
+    """Return the length of the list of sessions that a body opens; None where it has none."""
     try:
-        return msgspec.json.decode(text, type=_Sessions).sessions is not msgspec.UNSET
+        sessions = msgspec.json.decode(text, type=_Sessions).sessions
     except UNREADABLE:
-        return False
+        return None
+    if isinstance(sessions, msgspec.UnsetType):
+        return None
+    return len(sessions) if isinstance(sessions, list) else 0
 
 
 def _json(text: bytes | str) -> Any:

@@ -90,7 +90,7 @@ def create_app(
         if call is not OPEN_MANY:  # a form of OPEN's body
             _add_call(app, api, call, secured=bool(token))
     dashboard.add_routes(app)
-    app.router.routes.append(WebSocketRoute(SOCKET_PATH, websocket_endpoint(api, limits.max_body_bytes)))
+    app.router.routes.append(WebSocketRoute(SOCKET_PATH, websocket_endpoint(api, limits)))
     _add_openapi(app, secured=bool(token))
     return app
 

@@ -24,7 +24,7 @@ from hashlib import sha256
 from typing import Protocol
 
 from agentrl_env.errors import Forbidden, RateLimited, ServeError, StateUnavailable, Unauthorized
-from agentrl_env.server.limits import Rates
+from agentrl_env.server.limits import Budget, Rates
 from agentrl_env.wire import Call
 
 CLIENT_HEADER = "x-agentrl-client"
@@ -60,12 +60,16 @@ class Caller:
     """Rate limits of each call; None where the request as a whole was counted."""
     grant: Grant | None = None
     """Content of an agent token."""
+    budget: Budget | None = None
+    """Budget of the caller; None before it is admitted."""
 
     def admit(self, call: Call, session_id: str | None) -> None:
         """Authorize and rate-limit a call of a session. Raises Forbidden, RateLimited."""
         self.check_token(call.agent and session_id in (None, self.session_id))
         if self.rates is not None:
             limit_rate(self.rates, self.name)
+        if self.budget is not None:
+            self.budget.admit()
 
     def check_token(self, agent_may: bool) -> None:
         """Raise Forbidden for a link token, and for an agent token where ``agent_may`` is False.

@@ -1,26 +1,36 @@
-"""Limits of one caller: sizes, counts, deadlines and rates, each with a safe default."""
+"""Limits and budgets of one caller: sizes, counts, deadlines and rates, each with a safe default."""
 
 from __future__ import annotations
 
-import re
+import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Self
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
+from types import coroutine
+from typing import Any, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from agentrl_env.errors import InvalidRequest, ServeError
+from agentrl_env.errors import InvalidRequest, RateLimited, ServeError
 from agentrl_env.fast_wire import AnyToolCall, AssistantMessage
+from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.session.session import MESSAGE_LOOP_S
 
+T = TypeVar("T")
 MAX_BUCKETS = 10_000
-"""Number of clients whose rates are kept; the least recent are dropped first."""
-
-
+"""Number of clients whose rates, and of callers whose budgets, are kept."""
+SMALL_BYTES = 64 * 1024
+"""Requests and answers of at most this size are bounded by the number of connections alone."""
+HOLD_S = 0.02
+"""Shorter stretches of the event loop's time count towards no budget."""
+HOLD_BURST_S = 0.5
+"""Seconds of the event loop's time that an agent may hold at once."""
+RECEIVE_S = 4e-9
+"""Seconds of the event loop's time that each byte of a large request counts for."""
+PAUSE_S = 0.5
+"""Seconds after which a large request is refused: the rest of it, or the next one, is not read before."""
+RETRY_S = 1.0
 OPERATOR_FACTOR = 16
-# Possessive, with an optional end: no text takes more than one pass.
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 class Limits(BaseModel):
@@ -47,6 +57,17 @@ class Limits(BaseModel):
         head_s: seconds until the headers of a request must have arrived.
         body_s: seconds until the body of a request must have arrived.
         idle_s: seconds that a connection may wait for its next request.
+        max_held_bytes: size of an agent's requests that are received or answered, and of its answers that
+            wait to be sent, together; 16 times as much for an address. Those up to 64 KiB do not count.
+        max_unfinished: bodies and WebSocket messages over 64 KiB of an agent that are being received; 16
+            times as many of an address.
+        max_connections: requests of an agent that are being answered, and its WebSockets; 16 times as many
+            connections of an address, where those that wait for a request are closed before one is refused.
+        loop_share: share of the event loop's time that an agent may hold in stretches over 20 ms, with 0.5 s
+            at once; 16 times as much for an address. From 1, it is unlimited. To receive 1 MB of requests
+            over 64 KiB counts for 4 ms.
+        max_history_bytes: size of the turns that a session keeps for repeated requests and transcripts; at
+            least the last two are kept.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -67,6 +88,11 @@ class Limits(BaseModel):
     head_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     body_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
     idle_s: float = Field(default=75.0, gt=0, allow_inf_nan=False)
+    max_held_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
+    max_unfinished: int = Field(default=8, ge=1)
+    max_connections: int = Field(default=512, ge=1)
+    loop_share: float = Field(default=0.1, gt=0, allow_inf_nan=False)
+    max_history_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
 
     @classmethod
     def parse(cls, settings: Iterable[str]) -> Self:
@@ -95,11 +121,11 @@ class Limits(BaseModel):
         if len(text) <= limit:
             return
         data = text.encode("utf-8", "replace") if isinstance(text, str) else text
-        if _separators(data) <= limit:
-            return
-        strings = (data.count(b'"') - data.count(b'\\"')) // 2
-        if strings > 2 * limit or _separators(_STRING.sub(b"", data)) > limit:
-            raise InvalidRequest(f"JSON of more than {limit} values")
+        end = 0
+        while end < len(data):  # a beginning with too many values is enough
+            end = max(4 * end, 4 * limit)
+            if _separators(data[:end]) > limit and _values(data[:end], limit) > limit:
+                raise InvalidRequest(f"JSON of more than {limit} values")
 
     def check_message(self, message: AssistantMessage) -> None:
         """Raise InvalidRequest where an assistant message is over a limit."""
@@ -141,6 +167,14 @@ def _separators(data: bytes) -> int:
     return data.count(b",") + data.count(b"[") + data.count(b"{")
 
 
+def _values(data: bytes, limit: int) -> int:
+    """Return an upper bound on the number of values in JSON text, without what its strings hold."""
+    plain = data.replace(rb"\\", b"").replace(rb"\"", b"")
+    quotes = plain.count(b'"')
+    # The strings are values too; this many are too many for ``split``.
+    return quotes // 4 if quotes > 4 * limit + 4 else _separators(b"".join(plain.split(b'"')[::2]))
+
+
 class Rates:
     """One token bucket per client.
 
@@ -168,3 +202,154 @@ class Rates:
         if len(self._buckets) > MAX_BUCKETS:
             self._buckets.popitem(last=False)
         return wait
+
+
+class Budget:
+    """The budget of one caller: counts what it uses of the server at the moment, and refuses more.
+
+    Args:
+        budgets: those of all callers.
+        agent: whether the caller has an agent token.
+    """
+
+    __slots__ = ("_agent", "_budgets", "_free_at", "connections", "held", "unfinished")
+
+    def __init__(self, budgets: Budgets, agent: bool) -> None:
+        self._budgets = budgets
+        self._agent = agent
+        self.held = 0
+        """Bytes of its large requests and answers under way."""
+        self.unfinished = 0
+        """Number of its large requests that are being received."""
+        self.connections = 0
+        """Number of its requests under way, and of its WebSockets."""
+        self._free_at = 0.0
+        """Time at which the stretches that it held the event loop are paid off; 0 where it held none."""
+
+    @property
+    def idle(self) -> bool:
+        """True where nothing needs to be remembered."""
+        return not (self.connections or self.held or self._free_at > self._budgets.clock())
+
+    def check_connections(self) -> None:
+        """Raise RateLimited where an agent has too many requests under way."""
+        if self._agent and self.connections >= self._budgets.limits.max_connections:
+            raise self._refusal("max_connections", f"has {self.connections} connections; close some")
+
+    def admit(self) -> None:
+        """Raise RateLimited where the caller has to wait before its next call."""
+        if self.held > self._budgets.max_held[self._agent]:
+            raise self._refusal("max_held_bytes", f"holds {self.held} bytes; read the answers")
+        if self._free_at and (wait_s := self._free_at - self._budgets.clock()) > 0:
+            raise self._refusal("loop_share", "took too much of the server's time; slow down", wait_s)
+
+    def hold(self, size: int, *, begin: bool = False, times: int = 1) -> None:
+        """Count ``size`` more bytes of a request, until ``release``. Raises RateLimited.
+
+        Args:
+            size: number of bytes.
+            begin: count the request as unfinished, until ``received``.
+            times: as many times the limit is permitted.
+        """
+        if begin and self.unfinished >= self._budgets.max_unfinished[self._agent]:
+            raise self._refusal("max_unfinished", f"has {self.unfinished} unfinished requests; finish them")
+        if self.held + size > times * self._budgets.max_held[self._agent]:
+            raise self._refusal("max_held_bytes", f"holds {self.held} bytes; wait until they are answered")
+        if begin:
+            self.unfinished += 1
+            self._budgets.metrics.unfinished += 1
+        self.keep(size)
+
+    def received(self) -> None:
+        """Count a request as finished."""
+        self.unfinished -= 1
+        self._budgets.metrics.unfinished -= 1
+
+    def keep(self, size: int) -> None:
+        """Count ``size`` more bytes of answers, which are not refused, until ``release``."""
+        self.held += size
+        self._budgets.metrics.held_bytes += size
+
+    def release(self, size: int) -> None:
+        """End what ``hold`` or ``keep`` began."""
+        self.keep(-size)
+
+    async def turn(self) -> None:
+        """Wait until no other large request is parsed in this round of the event loop."""
+        async with self._budgets.turns:
+            await asyncio.sleep(0)
+
+    @coroutine
+    def timed(self, work: Awaitable[T]) -> Generator[Any, Any, T]:
+        """Run a coroutine, and charge the caller for the long stretches that it holds the event loop."""
+        clock, steps = self._budgets.clock, cast(Coroutine[Any, Any, T], work)
+        value: Any = None
+        error: BaseException | None = None
+        while True:
+            begin = clock()
+            try:
+                awaited = steps.send(value) if error is None else steps.throw(error)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            finally:
+                if clock() - begin > HOLD_S:
+                    self.charge(clock() - begin)
+            try:
+                value, error = (yield awaited), None
+            except BaseException as thrown:
+                value, error = None, thrown
+
+    def charge(self, seconds: float) -> None:
+        """Count a stretch of the event loop's time."""
+        self._budgets.metrics.held_seconds += seconds
+        share = self._budgets.loop_share[self._agent]
+        if share < 1:
+            earliest = self._budgets.clock() - HOLD_BURST_S / share
+            self._free_at = max(self._free_at, earliest) + seconds / share
+
+    def _refusal(self, budget: str, why: str, retry_after: float = RETRY_S) -> RateLimited:
+        self._budgets.metrics.refusals[budget] += 1
+        return RateLimited(f"{budget}: this client {why}", retry_after=round(retry_after, 3), budget=budget)
+
+
+class Budgets:
+    """One budget per caller: a session's agent, or else an address.
+
+    Args:
+        limits: of one caller.
+        metrics: counts what is in use, and refusals.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, limits: Limits, metrics: Metrics, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.limits = limits
+        self.metrics = metrics
+        self.clock = clock
+        self.turns = asyncio.Lock()
+        factors = (OPERATOR_FACTOR, 1)
+        # By whether the caller is an agent. One request is always possible.
+        self.max_held = [
+            max(factor * limits.max_held_bytes, limits.max_bytes(agent=bool(agent)))
+            for agent, factor in enumerate(factors)
+        ]
+        self.max_unfinished = [factor * limits.max_unfinished for factor in factors]
+        self.loop_share = [factor * limits.loop_share for factor in factors]
+        self._of: dict[str, Budget] = {}
+
+    def of(self, session_id: str | None, address: object) -> Budget:
+        """Return the budget of a caller.
+
+        Args:
+            session_id: session of an agent token; None for the operator token and without a token.
+            address: of the connection, as ASGI gives it.
+        """
+        name = session_id or (str(address[0]) if isinstance(address, tuple | list) and address else "")
+        budget = self._of.get(name)
+        if budget is None:
+            if len(self._of) >= MAX_BUCKETS:
+                self._of = {name: budget for name, budget in self._of.items() if not budget.idle}
+            budget = self._of[name] = Budget(self, session_id is not None)
+        return budget

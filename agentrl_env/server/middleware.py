@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from base64 import urlsafe_b64decode
 from collections.abc import Iterable
@@ -35,9 +36,10 @@ from agentrl_env.server.auth import (
     limit_rate,
 )
 from agentrl_env.server.dashboard import FILES
-from agentrl_env.server.limits import Limits, Rates
+from agentrl_env.server.limits import PAUSE_S, RECEIVE_S, SMALL_BYTES, Budget, Budgets, Limits, Rates
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.server.telemetry.tracing import Tracing
+from agentrl_env.server.websocket import CONNECTION
 from agentrl_env.wire import CALLS, LINK_PATH, PROTOCOL_HEADER, PROTOCOL_VERSION, SOCKET_HEADER, SOCKET_PATH
 
 logger = logging.getLogger("agentrl_env")
@@ -64,7 +66,7 @@ _CLIENT = CLIENT_HEADER.encode()
 
 
 class AccessMiddleware:
-    """ASGI middleware: enforces authentication, body size and rate limits; counts every response.
+    """ASGI middleware: enforces authentication, body size, rates and budgets; counts every response.
 
     Args:
         app: the application.
@@ -88,8 +90,9 @@ class AccessMiddleware:
         self._app = app
         self._token = token or None
         self._tokens = tokens
-        self._limits = limits
         self._rates = Rates(limits.rate_per_s, limits.burst) if limits.rate_per_s else None
+        self._budgets = Budgets(limits, metrics)
+        self._max_bytes = [limits.max_bytes(agent=agent) for agent in (False, True)]
         self._metrics = metrics
         self._tracing = tracing
 
@@ -100,12 +103,19 @@ class AccessMiddleware:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        answered = 0
 
         async def stamped(message: Message) -> None:
+            nonlocal answered
             if message["type"] in _STAMPED:
                 message["headers"] = [*message.get("headers", ()), _PROTOCOL, _SOCKET]
                 self._count(scope, message)
             try:
+                if len(message.get("body", b"")) > SMALL_BYTES:
+                    budget.keep(len(message["body"]))
+                    answered += len(message["body"])
+                    await send({**message, "more_body": True})
+                    message = {**message, "body": b""}  # sent once the reader has taken the rest
                 await send(message)
             except RuntimeError as error:
                 # uvloop notices a disconnect before uvicorn does.
@@ -113,26 +123,39 @@ class AccessMiddleware:
                     raise
 
         try:
-            if kind == "websocket":
-                caller.set(self._admit_websocket(scope, headers))
-            else:
-                caller.set(self._admit_request(scope, headers))
-                receive = self._limited(scope, headers, receive)
+            admit = self._admit_websocket if kind == "websocket" else self._admit_request
+            who = admit(scope, headers)
+            budget = self._budgets.of(who.session_id, scope.get("client"))
+            budget.check_connections()
+            body = self._large_body(scope, headers, receive, budget, who) if kind == "http" else None
         except WireError as error:
             self._metrics.errors[error.type] += 1
+            if kind == "http" and _length(headers) > SMALL_BYTES:
+                await asyncio.sleep(PAUSE_S)
             await _refuse(error, stamped, "http.response" if kind == "http" else "websocket.http.response")
             return
+        budget.connections += 1
+        caller.set(replace(who, budget=budget))
+        connection = scope.get(CONNECTION)
+        if connection is not None and not who.is_server:
+            connection.join(budget, self._max_bytes[who.session_id is not None])
         try:
             if self._tracing is None:
-                await self._app(scope, receive, stamped)
+                await budget.timed(self._app(scope, body or receive, stamped))
             else:
-                await self._traced(self._tracing, scope, headers, receive, stamped)
+                await budget.timed(self._traced(self._tracing, scope, headers, body or receive, stamped))
         except WebSocketDisconnect:
             return
         except Exception as error:
             facts = {"facts": {"method": scope.get("method", "WEBSOCKET"), "path": scope["path"]}}
             logger.error("a bug in the server", exc_info=error, extra=facts)
             raise
+        finally:
+            budget.connections -= 1
+            if answered:
+                budget.release(answered)
+            if body is not None:
+                body.release()
 
     def _admit_request(self, scope: Scope, headers: dict[bytes, bytes]) -> Caller:
         """Return the caller of a request. Raises Unauthorized, Forbidden, RateLimited."""
@@ -187,27 +210,18 @@ class AccessMiddleware:
             raise Unauthorized(f"this server {what}; {_HOW}")
         return who
 
-    def _limited(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> Receive:
-        """Return a ``receive`` that limits the size of the body. Raises BodyTooLarge."""
-        length = headers.get(b"content-length", b"")
-        if length.isdigit() and int(length) > self._limits.max_body_bytes:
-            raise BodyTooLarge(self._too_large())
-        if scope["method"] in _SAFE_METHODS or b"transfer-encoding" not in headers:
-            return receive  # the server reads as many bytes as the header says
-        size = 0
-
-        async def limited() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > self._limits.max_body_bytes:
-                raise BodyTooLarge(self._too_large())
-            return message
-
-        return limited
-
-    def _too_large(self) -> str:
-        return f"the body is over the limit of {self._limits.max_body_bytes} bytes"
+    def _large_body(
+        self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, budget: Budget, who: Caller
+    ) -> _LargeBody | None:
+        """Return a ``receive`` that counts a large body, else None. Raises BodyTooLarge, RateLimited."""
+        chunked = b"transfer-encoding" in headers
+        size = 0 if chunked else _length(headers)
+        limit = self._max_bytes[who.session_id is not None]
+        if size > limit:
+            raise BodyTooLarge(f"the body is over the limit of {limit} bytes")
+        if scope["method"] in _SAFE_METHODS or (size <= SMALL_BYTES and not chunked):
+            return None  # the server reads as many bytes as the header says
+        return _LargeBody(receive, budget, limit, size)
 
     def _count(self, scope: Scope, message: Message) -> None:
         method = scope.get("method", "WEBSOCKET")
@@ -226,6 +240,59 @@ class AccessMiddleware:
         route = route_of(scope["path"])
         with tracing.span(f"{scope['method']} {route}", carrier, client=caller.get().name):
             await self._app(scope, receive, send)
+
+
+class _LargeBody:
+    """Receives a large body, or one of unknown length, and counts it towards the budget of its caller.
+
+    Args:
+        receive: of ASGI.
+        budget: of the caller.
+        limit: of the size.
+        size: number of bytes that were announced; 0 where they are counted as they arrive.
+
+    Raises RateLimited.
+    """
+
+    def __init__(self, receive: Receive, budget: Budget, limit: int, size: int) -> None:
+        self._receive = receive
+        self._budget = budget
+        self._limit = limit
+        self._held = size
+        self._chunked = not size
+        self._receiving = True
+        budget.admit()
+        budget.hold(size, begin=True)
+
+    async def __call__(self) -> Message:
+        """Return the next message. Raises BodyTooLarge, RateLimited."""
+        message = await self._receive()
+        if self._chunked and (size := len(message.get("body", b""))):
+            self._budget.hold(size)
+            self._held += size
+            if self._held > self._limit:
+                raise BodyTooLarge(f"the body is over the limit of {self._limit} bytes")
+        if self._receiving and not message.get("more_body"):
+            self._end()
+            if self._held > SMALL_BYTES:
+                self._budget.charge(RECEIVE_S * self._held)
+                await self._budget.turn()
+        return message
+
+    def release(self) -> None:
+        """End the request."""
+        if self._receiving:
+            self._end()
+        self._budget.release(self._held)
+
+    def _end(self) -> None:
+        self._receiving = False
+        self._budget.received()
+
+
+def _length(headers: dict[bytes, bytes]) -> int:
+    length = headers.get(b"content-length", b"")
+    return int(length) if length.isdigit() else 0
 
 
 def route_of(path: str) -> str:

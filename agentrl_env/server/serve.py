@@ -100,6 +100,7 @@ class EnvServer:
             threads=threads,
             observer=SessionMetrics(self.metrics, slow_step_s, tracing=tracing is not None),
             message_loop_s=self._limits.message_loop_s,
+            history_bytes=self._limits.max_history_bytes,
         )
         self._app = create_app(self.pool, self.metrics, token=own, limits=self._limits, tracing=tracing)
         self._links = (
@@ -129,7 +130,7 @@ class EnvServer:
             await self.stop()
             raise ServeError(error.message) from error
         if self._listener is not None:
-            await self._listener.start(self._app, self._limits)
+            await self._listener.start(self._app, self._limits, self.metrics)
         if self._links is not None:
             await self._links.start()
 

@@ -10,6 +10,7 @@ import os
 import resource
 import socket
 from collections.abc import Iterable, Iterator
+from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -18,9 +19,18 @@ from pydantic_core import to_json
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from agentrl_env.errors import HeadersTooLarge, InvalidRequest, RequestTimeout, ServeError, WireError
+from agentrl_env.errors import (
+    HeadersTooLarge,
+    InvalidRequest,
+    RateLimited,
+    RequestTimeout,
+    ServeError,
+    WireError,
+)
 from agentrl_env.server.auth import MIN_TOKEN_CHARS, MIN_TOKEN_VARIETY, NEW_TOKEN, is_weak
-from agentrl_env.server.limits import Limits
+from agentrl_env.server.limits import OPERATOR_FACTOR, RETRY_S, Limits
+from agentrl_env.server.telemetry.metrics import Metrics
+from agentrl_env.server.websocket import CountedWebSocket
 
 _UNIX = "unix:"
 DEAD_PEER_S = 60
@@ -38,31 +48,90 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _Peers:
+    """The connections of each address, oldest first.
+
+    Args:
+        limit: connections of one address.
+        metrics: counts the connections and the refused ones.
+    """
+
+    def __init__(self, limit: int, metrics: Metrics) -> None:
+        self._limit = limit
+        self._metrics = metrics
+        self._of: dict[str, dict[_HttpProtocol, None]] = {}
+
+    def add(self, address: str, connection: _HttpProtocol) -> bool:
+        """Add a connection; return False where there are too many, and none of them can be closed."""
+        connections = self._of.setdefault(address, {})
+        if len(connections) >= self._limit:
+            self._metrics.refusals["max_connections"] += 1
+            oldest = next((one for one in connections if one.waiting), None)
+            if oldest is None:
+                return False
+            oldest.make_room()
+            self.remove(address, oldest)
+        connections[connection] = None
+        self._metrics.connections += 1
+        return True
+
+    def remove(self, address: str, connection: _HttpProtocol) -> None:
+        """Remove a connection that is closed; idempotent."""
+        connections = self._of.get(address, {})
+        if connection in connections:
+            del connections[connection]
+            self._metrics.connections -= 1
+            if not connections:
+                del self._of[address]
+
+
+def _too_many() -> RateLimited:
+    words = "max_connections: this address has too many connections; close some"
+    return RateLimited(words, retry_after=RETRY_S, budget="max_connections")
+
+
 class _HttpProtocol(HttpToolsProtocol):
     """Uvicorn's HTTP protocol with a size limit for headers, and deadlines for headers and body.
 
     Args:
         limits: ``max_header_bytes``, ``head_s``, ``body_s`` and ``idle_s``.
+        peers: connections of each address.
         options: of uvicorn.
     """
 
-    def __init__(self, limits: Limits, **options: Any) -> None:
+    def __init__(self, limits: Limits, peers: _Peers, **options: Any) -> None:
         super().__init__(**options)
         self._limits = limits
+        self._peers = peers
         self._head_bytes = 0
         """Bytes of the headers, or of chunk extensions and trailers since the last part of the body."""
         self._reading_head = False
         self._reading_body = False
+        self._upgraded = False
         self._refused = False
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
         self._timer = self.loop.call_later(self._limits.idle_s, transport.close)
+        if not self._peers.add(self._address, self):
+            self._refuse(_too_many())
 
     def connection_lost(self, error: Exception | None) -> None:
         self._stop_timer()
+        self._peers.remove(self._address, self)
         super().connection_lost(error)
+
+    @property
+    def _address(self) -> str:
+        return self.client[0] if self.client else ""
+
+    @property
+    def waiting(self) -> bool:
+        """True where no request is being answered, or the peer has not sent all of it."""
+        if self._upgraded:
+            return False
+        return self._reading_head or self._reading_body or self.cycle is None or self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -91,9 +160,20 @@ class _HttpProtocol(HttpToolsProtocol):
         if not self._refused:
             super().on_headers_complete()
 
+    def make_room(self) -> None:
+        """Close the connection, which is ``waiting``."""
+        if self._reading_head or self._reading_body:
+            self._refuse(_too_many())
+        else:
+            self.transport.close()
+
     def handle_websocket_upgrade(self) -> None:
         if not self._refused:
             super().handle_websocket_upgrade()
+            websocket = self.transport.get_protocol()
+            if isinstance(websocket, CountedWebSocket):
+                self._upgraded = True
+                websocket.on_lost = partial(self._peers.remove, self._address, self)
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
@@ -167,14 +247,15 @@ class Listener:
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
-    async def start(self, app: ASGIApp, limits: Limits) -> None:
-        """Return once requests are answered."""
+    async def start(self, app: ASGIApp, limits: Limits, metrics: Metrics) -> None:
+        """Return once requests are answered; ``metrics`` counts the connections."""
         _raise_file_limit()
         _detect_dead_peers(self._socket)
+        peers = _Peers(OPERATOR_FACTOR * limits.max_connections, metrics)
         config = uvicorn.Config(
             app,
-            http=lambda **options: _HttpProtocol(limits, **options),  # type: ignore[arg-type]
-            ws="websockets-sansio",
+            http=lambda **options: _HttpProtocol(limits, peers, **options),  # type: ignore[arg-type]
+            ws=lambda **options: CountedWebSocket(limits, **options),  # type: ignore[arg-type]
             log_config=None,
             log_level="critical",  # the middleware logs bugs; malformed requests are not worth a line
             access_log=False,

@@ -13,24 +13,43 @@ import logging
 import re
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, cast
 
 import msgspec
 from pydantic_core import from_json, to_json
 from starlette.websockets import WebSocket, WebSocketDisconnect
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import CloseCode
 
-from agentrl_env.errors import BodyTooLarge, InternalError, InvalidRequest, WireError
+from agentrl_env.errors import (
+    BodyTooLarge,
+    InternalError,
+    InvalidRequest,
+    RateLimited,
+    RequestTimeout,
+    WireError,
+)
 from agentrl_env.fast_wire import UNREADABLE, FastBatch, FastStep
 from agentrl_env.server.api import Api, call_named, read
+from agentrl_env.server.auth import caller
+from agentrl_env.server.limits import PAUSE_S, RECEIVE_S, SMALL_BYTES, Budget, Limits
 from agentrl_env.server.telemetry.tracing import under_caller
 from agentrl_env.wire import CANCEL, SOCKET_PROTOCOL, STEP, STEP_MANY, Frame
 
 logger = logging.getLogger("agentrl_env")
 
+CONNECTION = "agentrl.connection"
+"""Key of the ``CountedWebSocket`` in the scope of a WebSocket."""
 MAX_CALLS = 1024
 """Calls of one socket that may be under way; beyond that none is read."""
+MAX_AGENT_CALLS = 64
+"""The same of an agent, which has one session."""
 MAX_UNSENT_BYTES = 8 * 1024 * 1024
 """Size of the answers that may wait for a slow reader; beyond that no call is read."""
+MAX_FRAGMENTS = 16_384
+"""Fragments of one WebSocket message."""
+MAX_PINGS = 1024
+"""Pings that are answered while the peer does not read."""
 _Id = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | Annotated[str, msgspec.Meta(max_length=128)]
 _Traceparent = Annotated[str, msgspec.Meta(max_length=128)]
 
@@ -58,13 +77,136 @@ class Channel(Protocol):
         """Send a message. Raises RuntimeError where the peer is gone."""
 
 
-def websocket_endpoint(api: Api, max_bytes: int) -> Callable[[WebSocket], Awaitable[None]]:
-    """Return the endpoint of ``/v1/ws``; ``max_bytes`` limits a message."""
+class CountedWebSocket(WebSocketsSansIOProtocol):
+    """Uvicorn's WebSocket protocol with a deadline for each message, which counts towards a budget.
+
+    Args:
+        limits: ``body_s``.
+        options: of uvicorn.
+    """
+
+    def __init__(self, limits: Limits, **options: Any) -> None:
+        super().__init__(**options)
+        self.budget: Budget | None = None
+        """Of the caller; None before it is known."""
+        self._within_s = limits.body_s
+        self.on_lost: Callable[[], None] | None = None
+        """Called when the connection is closed."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._messages = 0
+        """Number of messages that were received."""
+        self._size = 0
+        """Bytes of the unfinished message."""
+        self._held = 0
+        """Those of them that count towards the budget."""
+        self._pings = 0
+
+    def join(self, budget: Budget, max_bytes: int) -> None:
+        """Take the budget of the caller, and the limit of its messages."""
+        self.budget = budget
+        self.conn.max_message_size = 2 * max_bytes  # up to that, a typed error is answered
+
+    async def drained(self) -> None:
+        """Return once the peer has read most of what was sent, or is gone."""
+        await self.writable.wait()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Release what the unfinished message holds."""
+        if self.on_lost is not None:
+            self.on_lost()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._size = 0
+        self._hold()
+        super().connection_lost(error)
+
+    async def run_asgi(self) -> None:
+        """Run the application, which finds this connection in its scope."""
+        cast(dict[str, Any], self.scope)[CONNECTION] = self
+        await super().run_asgi()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes, and count those of the message that they do not finish."""
+        messages = self._messages
+        super().data_received(data)
+        if self.conn.reader.buffer or self.frames:
+            begun = messages != self._messages
+            self._size = len(self.conn.reader.buffer) if begun else self._size + len(data)
+            self._hold()
+            if self._timer is None:
+                self._watch()
+        elif self._size:
+            self._size = 0
+            self._hold()
+
+    def send_receive_event_to_app(self) -> None:
+        """Pass a message to the application."""
+        self._messages += 1
+        super().send_receive_event_to_app()
+
+    def handle_ping(self) -> None:
+        """Answer a ping, unless the peer reads no answers."""
+        self._pings = 0 if self.writable.is_set() else self._pings + 1
+        if self._pings > MAX_PINGS:
+            self.transport.abort()
+        else:
+            super().handle_ping()
+
+    def _hold(self) -> None:
+        """Count the unfinished message towards the budget of the caller, where it is large."""
+        held = self._size if self._size > SMALL_BYTES else 0
+        if self.budget is None or held == self._held:
+            return
+        try:
+            if len(self.frames) > MAX_FRAGMENTS:
+                raise InvalidRequest(f"a message has at most {MAX_FRAGMENTS} fragments")
+            if held > self._held:
+                # An error here ends all calls of the socket, one of CallSocket only that of the message.
+                self.budget.hold(held - self._held, begin=not self._held, times=2)
+            else:
+                self.budget.release(self._held - held)
+            if not held:
+                self.budget.received()
+            self._held = held
+        except WireError as error:
+            self._fail(error)
+
+    def _watch(self) -> None:
+        """Fail the connection where the message that is being received does not end in time."""
+        check = (self._messages, self.read_paused)
+        self._timer = self.loop.call_later(self._within_s, self._check, *check)
+
+    def _check(self, messages: int, paused: bool) -> None:
+        self._timer = None
+        if not self.conn.reader.buffer and not self.frames:
+            return
+        if paused or self.read_paused or messages != self._messages:
+            self._watch()
+        else:
+            self._fail(RequestTimeout(f"the message did not arrive within {self._within_s:g} s"))
+
+    def _fail(self, error: WireError) -> None:
+        """Send an error without a call's id, and close the connection."""
+        if self.close_sent or self.transport.is_closing():
+            return
+        self.conn.send_text(b'{"id":null,' + to_json(error.wire())[1:])
+        self.conn.fail(CloseCode.POLICY_VIOLATION, error.type)
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.close_sent = True
+        self.transport.close()
+
+
+def websocket_endpoint(api: Api, limits: Limits) -> Callable[[WebSocket], Awaitable[None]]:
+    """Return the endpoint of ``/v1/ws``."""
 
     async def endpoint(websocket: WebSocket) -> None:
         wanted = SOCKET_PROTOCOL in websocket.scope["subprotocols"]
         await websocket.accept(SOCKET_PROTOCOL if wanted else None)
-        await CallSocket(api, websocket, max_bytes).serve()
+        who = caller.get()
+        agent = who.session_id is not None
+        calls = MAX_AGENT_CALLS if agent else None
+        connection = websocket.scope.get(CONNECTION)
+        await CallSocket(api, websocket, limits.max_bytes(agent=agent), calls, connection).serve()
 
     return endpoint
 
@@ -77,13 +219,23 @@ class CallSocket:
         channel: the WebSocket.
         max_bytes: limit of a message.
         max_calls: limit of the calls under way; ``MAX_CALLS`` by default.
+        connection: of the WebSocket; None for a controller's link.
     """
 
-    def __init__(self, api: Api, channel: Channel, max_bytes: int, max_calls: int | None = None) -> None:
+    def __init__(
+        self,
+        api: Api,
+        channel: Channel,
+        max_bytes: int,
+        max_calls: int | None = None,
+        connection: CountedWebSocket | None = None,
+    ) -> None:
         self._api = api
         self._channel = channel
         self._max_bytes = max_bytes
         self._max_calls = max_calls or MAX_CALLS
+        self._connection = connection
+        self._budget = connection.budget if connection is not None else None
         self._calls: dict[asyncio.Task[None], int | str] = {}
         self._sending = asyncio.Lock()
         self._unsent = 0
@@ -100,7 +252,11 @@ class CallSocket:
                 if message["type"] == "websocket.disconnect":
                     return
                 text = message.get("text")
-                await self._take(message["bytes"] if text is None else text)
+                text = message["bytes"] if text is None else text
+                if len(text) > SMALL_BYTES and self._budget is not None:
+                    await self._take_large(text, self._budget)
+                else:
+                    await self._take(text)
         except WebSocketDisconnect:
             return
         finally:
@@ -114,20 +270,41 @@ class CallSocket:
 
     async def run(self, frame: Frame, text: str | bytes) -> bytes:
         """Make a call that is not a well-formed step; return its result as JSON. Raises WireError."""
-        return await self._api.answer_json(call_named(frame.call), text)
+        return await self._api.answer_checked(call_named(frame.call), text)
 
-    async def _take(self, text: str | bytes) -> None:
-        """Begin the call of one message."""
+    async def _take_large(self, text: str | bytes, budget: Budget) -> None:
+        """Begin the call of a large message, within the budget of its caller."""
+        try:
+            budget.admit()
+            budget.hold(len(text))
+        except RateLimited as error:
+            await self._send_error(_leading_id(text), error)
+            await asyncio.sleep(PAUSE_S)
+            return
+        finally:
+            budget.charge(RECEIVE_S * len(text))
+        call = None
+        try:
+            await budget.turn()
+            call = await self._take(text)
+        finally:
+            if call is None:
+                budget.release(len(text))
+            else:
+                call.add_done_callback(lambda _: budget.release(len(text)))
+
+    async def _take(self, text: str | bytes) -> asyncio.Task[None] | None:
+        """Begin the call of one message; return its task."""
         if len(text) > self._max_bytes:
             too_large = BodyTooLarge(f"the message is over the limit of {self._max_bytes} bytes")
             await self._send_error(_leading_id(text), too_large)
-            return
+            return None
         frame: Any
         try:
-            self._api.check_size(text)
+            self._api.check_values(text)
         except WireError as error:
             await self._send_error(_leading_id(text), error)
-            return
+            return None
         try:
             frame = _decode_step_frame(text)
             work = partial(self._api.answer, STEP if isinstance(frame, FastStep) else STEP_MANY, frame)
@@ -136,10 +313,10 @@ class CallSocket:
                 frame = _envelope(text)
             except InvalidRequest as error:
                 await self._send_error(_id_of(text), error)
-                return
+                return None
             if frame.call == CANCEL:
                 self._cancel(frame.target)
-                return
+                return None
             work = partial(self.run, frame, text)
         if frame.traceparent is not None:
             work = partial(under_caller, frame.traceparent, work)
@@ -147,6 +324,7 @@ class CallSocket:
         self._calls[task] = frame.id
         task.add_done_callback(self._end)
         await asyncio.sleep(0)  # the answer of a fast call counts before the next call is read
+        return task
 
     def _cancel(self, target: int | str | None) -> None:
         """Cancel a call whose caller has gone, so that an opening leaves the queue."""
@@ -160,7 +338,8 @@ class CallSocket:
 
     async def _answer(self, call_id: int | str, work: Callable[[], Awaitable[bytes]]) -> None:
         try:
-            answer = f'{{"id":{_id_json(call_id)},"result":{(await work()).decode()}}}'
+            result = await (work() if self._budget is None else self._budget.timed(work()))
+            answer = f'{{"id":{_id_json(call_id)},"result":{result.decode()}}}'
         except WireError as error:
             await self._send_error(call_id, error)
         except Exception as error:
@@ -175,15 +354,23 @@ class CallSocket:
 
     async def _send(self, text: str) -> None:
         """Send an answer after those before it."""
-        self._unsent += len(text)
+        size = len(text)
+        self._unsent += size
+        budget = self._budget if size > SMALL_BYTES else None
+        if budget is not None:
+            budget.keep(size)
         try:
             async with self._sending:
                 await self._channel.send({"type": "websocket.send", "text": text})
+                if budget is not None and self._connection is not None:
+                    await self._connection.drained()
         except (WebSocketDisconnect, RuntimeError):
             return  # serve() notices the disconnect too
         finally:
-            self._unsent -= len(text)
+            self._unsent -= size
             self._room.set()
+            if budget is not None:
+                budget.release(size)
 
 
 def _envelope(text: str | bytes) -> Frame:

@@ -13,18 +13,33 @@ MAX_TURNS = 64
 """Number of turns that a session keeps."""
 
 
+MAX_BYTES = 8 * 1024 * 1024
+"""Size of the turns that a session keeps by default; the last ``MIN_TURNS`` are kept in any case."""
+MIN_TURNS = 2
+_LARGE_BYTES = 64 * 1024
+"""Turns of at most this size are bounded by their number alone."""
+
+
 class History:
     """Turns as JSON text: compact, and opaque to the garbage collector.
 
     As objects, the turns of thousands of sessions would take it longer than the steps themselves.
+
+    Args:
+        max_bytes: size of the turns that are kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._turns: deque[tuple[bytes, bytes]] = deque(maxlen=MAX_TURNS)
+        self._max_bytes = max_bytes
 
     def add(self, message: bytes, result: bytes) -> None:
         """Append a turn: the assistant message and the StepResult."""
         self._turns.append((message, result))
+        if len(message) + len(result) > _LARGE_BYTES:
+            size = sum(len(message) + len(result) for message, result in self._turns)
+            while size > self._max_bytes and len(self._turns) > MIN_TURNS:
+                size -= sum(map(len, self._turns.popleft()))
 
     def result(self, seq: int, turn: int, message: AssistantMessage) -> bytes:
         """Return the result of step ``seq``, played with ``message``; ``turn`` is the last.
@@ -65,7 +80,7 @@ class History:
 
     def copy(self, session_id: str) -> History:
         """Return the same turns under the id of another session."""
-        copied = History()
+        copied = History(self._max_bytes)
         for message, result in self._turns:
             renamed = StepResult.model_validate_json(result).model_copy(update={"session_id": session_id})
             copied.add(message, renamed.model_dump_json().encode())

@@ -19,6 +19,7 @@ from agentrl_env.fast_wire import FastBatch, Step
 from agentrl_env.session import listing
 from agentrl_env.session.capacity import DRAINING, Capacity
 from agentrl_env.session.executor import ThreadPool
+from agentrl_env.session.history import MAX_BYTES
 from agentrl_env.session.observer import NO_OBSERVER, Observer
 from agentrl_env.session.session import MESSAGE_LOOP_S, Session
 from agentrl_env.session.session_table import Entry, SessionTable, SessionWatcher
@@ -56,6 +57,8 @@ MAX_THREADS = 256
 CHUNK = 128
 """Steps of a batch that start before their threads get a moment; more at once only evict the caches."""
 CHUNK_TIMEOUT_S = 0.002
+STRETCH = 256
+"""Steps of a batch after which other callers get a turn."""
 STEP_PENDING = "the step is still under way; ask again with the same seq"
 
 
@@ -72,6 +75,7 @@ class SessionPool:
         observer: counts, logs and traces.
         message_loop_s: as for ``Session``.
         clock: seconds, monotonic.
+        history_bytes: size of the turns that a session keeps.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class SessionPool:
         observer: Observer = NO_OBSERVER,
         message_loop_s: float = MESSAGE_LOOP_S,
         clock: Callable[[], float] = time.monotonic,
+        history_bytes: int = MAX_BYTES,
     ) -> None:
         self.draining = False
         self._take_id()
@@ -93,6 +98,7 @@ class SessionPool:
         self._observer = observer
         self._message_loop_s = message_loop_s
         self._clock = clock
+        self._history_bytes = history_bytes
         self._epoch = time.time() - clock()
         self._threads = ThreadPool(threads or min(max_sessions, MAX_THREADS))
         self._tasks = Tasks(environments, threads=self._threads, oracle=oracle)
@@ -167,6 +173,8 @@ class SessionPool:
         """
         batch = _Batch(request.steps)
         for begin in range(0, len(batch.steps), CHUNK):
+            if begin and begin % STRETCH == 0:
+                await asyncio.sleep(0)
             for position in range(begin, min(begin + CHUNK, len(batch.steps))):
                 self._submit(batch, position)
             if batch.pending >= CHUNK and batch.quick:
@@ -431,6 +439,7 @@ class SessionPool:
             clock=self._clock,
             observer=self._observer,
             message_loop_s=self._message_loop_s,
+            history_bytes=self._history_bytes,
         )
 
     def _submit(self, batch: _Batch, position: int) -> None:

@@ -23,7 +23,7 @@ from agentrl_env.errors import (
 )
 from agentrl_env.fast_wire import AssistantMessage, encode
 from agentrl_env.session.executor import Executor, ThreadPool
-from agentrl_env.session.history import History
+from agentrl_env.session.history import MAX_BYTES, History
 from agentrl_env.session.observer import NO_OBSERVER, Observer, log_failure
 from agentrl_env.tools import (
     LoopTimeSpent,
@@ -64,6 +64,7 @@ class Session:
         observer: counts, logs and traces.
         message_loop_s: seconds for which the calls of one message may hold the event loop; further ones are
             not executed, and the model is told so.
+        history_bytes: size of the turns that are kept.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Session:
         clock: Callable[[], float] = time.monotonic,
         observer: Observer = NO_OBSERVER,
         message_loop_s: float = MESSAGE_LOOP_S,
+        history_bytes: int = MAX_BYTES,
     ) -> None:
         self.session_id = session_id
         self.sample = sample
@@ -83,7 +85,7 @@ class Session:
         self.opening: tuple[Message, ...] = ()
         self.turn = 0
         """Number of steps taken."""
-        self.history = History()
+        self.history = History(history_bytes)
         self.episode_return = 0.0
         """Sum of the rewards so far."""
         self.began = clock()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-PARTS = ("serving", "engine", "learner", "overlap", "longtail", "trl", "sandbox")
+PARTS = ("serving", "engine", "learner", "overlap", "longtail", "trl", "sandbox", "fairness")
 APART = ("vllm",)
 """Parts with requirements that `make bench` does not install."""
 
@@ -52,6 +52,10 @@ def main() -> None:
                 from tests.benchmarks import sandbox
 
                 sandbox.run(quick=chosen.quick)
+            case "fairness":
+                from tests.benchmarks import fairness
+
+                fairness.run(quick=chosen.quick)
 
 
 if __name__ == "__main__":

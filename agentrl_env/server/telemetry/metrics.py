@@ -104,6 +104,16 @@ class Metrics(Collector):
         self.loop_lag_seconds = Histogram()
         """Delay of the event loop."""
         self._source = secrets.token_hex(8)
+        self.refusals: Counter[str] = Counter()
+        """Requests refused because a budget of the caller was used up, by the name of its limit."""
+        self.connections = 0
+        """HTTP connections and WebSockets."""
+        self.held_bytes = 0
+        """Bytes of large requests and answers under way."""
+        self.unfinished = 0
+        """Large requests that are being received."""
+        self.held_seconds = 0.0
+        """Time that callers held the event loop in long stretches."""
         self._gauges: Mapping[str, float] = {}
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -179,12 +189,21 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric family."""
-        for name, value in self._gauges.items():
+        gauges = {
+            "agentrl_connections": float(self.connections),
+            "agentrl_held_bytes": float(self.held_bytes),
+            "agentrl_unfinished_requests": float(self.unfinished),
+        }
+        for name, value in {**self._gauges, **gauges}.items():
             yield GaugeMetricFamily(name, name.replace("_", " "), value)
         yield _counter("agentrl_steps", "Steps taken.", ["task"], self.steps)
         yield _counter("agentrl_sessions_opened", "Sessions opened.", ["task"], self.opened)
         yield _counter("agentrl_sessions_ended", "Sessions ended.", ["task", "status"], self.ended)
         yield _counter("agentrl_errors", "Errors answered.", ["type"], self.errors)
+        refused = "Requests refused because a budget of the caller was used up."
+        yield _counter("agentrl_budget_refusals", refused, ["limit"], self.refusals)
+        held = "Time that callers held the event loop in stretches over 20 ms, and with large requests."
+        yield CounterMetricFamily("agentrl_event_loop_held_seconds", held, self.held_seconds)
         invalid = "Tool calls that named no tool or did not fit its schema."
         yield _counter("agentrl_invalid_tool_calls", invalid, ["task"], self.invalid_calls)
         succeeded = "Sessions that ended with a reward, in success."
