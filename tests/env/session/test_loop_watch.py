@@ -82,7 +82,7 @@ async def test_place_is_named_once_a_minute(caplog):
     assert [record.facts["place"] for record in caplog.records] == ["environment.py:7", "environment.py:9"]
 
 
-async def test_one_block_is_reported_once_and_the_next_again():
+async def test_each_call_that_blocks_is_reported_once():
     found: list[Block] = []
     seen = threading.Event()
 
@@ -90,17 +90,19 @@ async def test_one_block_is_reported_once_and_the_next_again():
         found.append(block)
         seen.set()
 
-    watch = LoopWatch(0.05, report)
-    watch.start()
-    for count in (1, 2):
-        await asyncio.sleep(0)
+    def block_until_reported() -> None:
         assert seen.wait(30)
         seen.clear()
-        time.sleep(0.3)  # the same call goes on
-        assert len(found) == count, found
-        await asyncio.sleep(0.3)
-        found = found[:count]
+        release.wait(0.3)  # the same call goes on
+
+    watch = LoopWatch(0.05, report)
+    watch.start()
+    for _ in range(3):
+        block_until_reported()
+        await asyncio.sleep(0.2)
     watch.stop()
+    assert len(found) == 3
+    assert {block.function for block in found} == {"test_each_call_that_blocks_is_reported_once"}
 
 
 async def test_busy_loop_of_short_calls_is_not_reported():

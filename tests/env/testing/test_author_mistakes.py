@@ -3,6 +3,8 @@
 import asyncio
 import itertools
 import sqlite3
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,7 +12,6 @@ import pytest
 
 from agentrl_env import Done, EnvClient, Environment, Reply, ToolCall, tool
 from agentrl_env.errors import UnknownSample
-from agentrl_env.launch.process import ServerProcess
 from agentrl_env.server.loader import load_target
 from agentrl_env.testing import Verdict, check_environment, run_checks
 from agentrl_env.testing.checks import CHECKS
@@ -96,8 +97,13 @@ def test_process_that_cannot_read_the_data_set_warns(tmp_path):
 
 def test_data_set_that_differs_between_the_workers_of_a_server_fails(tmp_path):
     folder = listed(tmp_path / "unstable", 'return [{"n": os.getpid(), "split": split}]')
-    with ServerProcess(folder, arguments=["--workers", "2"]) as server:
-        (report,) = run_checks(lambda: EnvClient.connect(server.url), checks=only("data_set"))
+    command = [sys.executable, "-m", "agentrl_env", "serve", folder, "--port", "0", "--workers", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            url = server.stdout.readline().split()[3]
+            (report,) = run_checks(lambda: EnvClient.connect(url), checks=only("data_set"))
+        finally:
+            server.terminate()
     assert "is not the same in two sessions" in report["data_set"].evidence
 
 
