@@ -122,5 +122,8 @@ def shorten(text: str, length: int = 120) -> str:
 
 
 def same_reason(reason: str) -> str:
-    """Return what two failures of one cause have in common: the text without its numbers and quotations."""
-    return re.sub(r"'[^']*'|\"[^\"]*\"|\d+", "", reason)
+    """Return what failures of one cause have in common: the text without quotations and numbers of values.
+
+    Numbers of lines, as in ``environment.py:31``, stay.
+    """
+    return re.sub(r"'[^']*'|\"[^\"]*\"|(?<![:\d])\d+", "", reason)

@@ -5,6 +5,7 @@ import itertools
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import pytest
 
 from agentrl_env import Done, EnvClient, Environment, Reply, ToolCall, tool
 from agentrl_env.errors import UnknownSample
+from agentrl_env.launch.process import ServerThread
 from agentrl_env.server.loader import load_target
-from agentrl_env.testing import Verdict, check_environment, run_checks
+from agentrl_env.testing import Verdict, check_environment, context, run_checks
 from agentrl_env.testing.checks import CHECKS
 from tests.env.testing.test_checker import Guess, failing, only, report_on, verdicts
 
@@ -107,6 +109,14 @@ def test_data_set_that_differs_between_the_workers_of_a_server_fails(tmp_path):
     assert "is not the same in two sessions" in report["data_set"].evidence
 
 
+def test_server_with_one_session_cannot_compare_data_sets(tmp_path, monkeypatch):
+    monkeypatch.setattr(context, "WAIT", 0.0)
+    folder = listed(tmp_path / "stable", 'return [{"split": split}]')
+    with ServerThread(folder, max_sessions=1) as server:
+        (report,) = run_checks(lambda: EnvClient.connect(server.url), checks=only("data_set"))
+    assert report["data_set"].verdict is Verdict.SKIP, report["data_set"]
+
+
 def test_split_without_samples_is_refused_with_one_sentence(tmp_path):
     task = load_target(listed(tmp_path / "empty", "return []"))
     (report,) = run_checks(task.local)
@@ -167,6 +177,26 @@ def test_blocking_code_in_an_async_tool_fails_with_its_line():
     )
     assert "Write def instead of async def" in evidence
     assert report["random_play"].verdict is Verdict.PASS
+
+
+def test_deadline_of_a_blocked_event_loop_names_the_line():
+    release = threading.Event()
+
+    class Stuck(Guess):
+        @tool
+        async def guess(self, n: int):
+            """Guess the number."""
+            release.wait(60)
+            return "higher"
+
+    try:
+        report = report_on(Stuck, deadline=1.0, checks=only("random_play", "fuzz", "event_loop"))
+    finally:
+        release.set()
+    assert "Not finished within 1 s" in report["random_play"].evidence
+    assert "Stuck.guess() blocks the event loop at tests/" in report["random_play"].evidence
+    assert report["fuzz"].verdict is Verdict.SKIP
+    assert report["event_loop"].verdict is Verdict.WARN
 
 
 def test_blocking_code_in_a_task_of_its_own_is_found():
