@@ -169,7 +169,7 @@ async def data_set(context: CheckContext) -> CheckOutcome:
         except CannotRead as error:
             return warned(f"Not compared with another process: {error}")
         readings = [*fresh, await asyncio.to_thread(read_samples, environment, wanted)]
-    else:  # a class inside a function cannot be imported elsewhere
+    else:
         context.doing, places = "samples()", "from two calls of samples()"
         readings = [await asyncio.to_thread(read_samples, environment, wanted) for _ in range(2)]
     for name, data in readings[0].items():

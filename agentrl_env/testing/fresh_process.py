@@ -22,6 +22,8 @@ from agentrl_env.session.executor import ThreadPool
 from agentrl_env.session.tasks import Tasks
 from agentrl_env.testing.report import readable
 
+FRESH = "AGENTRL_FRESH_PROCESS"
+"""Environment variable of a process that was started to read samples."""
 Wanted = Mapping[str, Sequence[int]]
 
 
@@ -30,11 +32,17 @@ class CannotRead(Exception):
 
 
 def target_of(environment: type[Environment]) -> str | None:
-    """Return the target by which another process imports a class; None for a class inside a function."""
+    """Return the target by which another process imports a class; None if it should not, or cannot.
+
+    It cannot import a class inside a function; a script, and a module that runs the checks when it is
+    imported, would run them again.
+    """
     name, module = environment.__name__, sys.modules.get(environment.__module__)
     if module is None or getattr(module, name, None) is not environment:
         return None
-    if module.__name__ != "__main__" and not module.__name__.startswith(TARGET_PACKAGE):
+    if module.__name__ == "__main__" or FRESH in os.environ:
+        return None
+    if not module.__name__.startswith(TARGET_PACKAGE):
         return f"{module.__name__}:{name}"
     file = inspect.getsourcefile(module)
     return f"{file}:{name}" if file and os.path.isfile(file) else None
@@ -60,6 +68,7 @@ def read_in_process(target: str, wanted: Wanted, *, hash_seed: int, timeout: flo
     """
     variables = {
         **os.environ,
+        FRESH: "1",
         "PYTHONHASHSEED": str(hash_seed),
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
@@ -67,7 +76,13 @@ def read_in_process(target: str, wanted: Wanted, *, hash_seed: int, timeout: flo
     question = json.dumps(wanted)
     try:
         done = subprocess.run(
-            command, input=question, capture_output=True, text=True, env=variables, timeout=timeout
+            command,
+            input=question,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            env=variables,
+            timeout=timeout,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CannotRead(str(error)) from None

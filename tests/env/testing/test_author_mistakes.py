@@ -97,6 +97,16 @@ def test_process_that_cannot_read_the_data_set_warns(tmp_path):
     assert "no second process, please" in report["data_set"].evidence
 
 
+@pytest.mark.parametrize("command", [["script.py"], ["-m", "script"], ["-c", "import script"]], ids=" ".join)
+def test_script_that_checks_its_own_class_ends(tmp_path, command):
+    source = ENVIRONMENT.format(samples='return [{"split": split}]', extra="import agentrl_env.testing")
+    source += "\nprint(agentrl_env.testing.check_environment(Listed)['data_set'])\n"
+    (tmp_path / "script.py").write_text(source)
+    command = [sys.executable, *command]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert "samples were the same" in done.stdout or "Not compared" in done.stdout, done.stderr
+
+
 def test_data_set_that_differs_between_the_workers_of_a_server_fails(tmp_path):
     folder = listed(tmp_path / "unstable", 'return [{"n": os.getpid(), "split": split}]')
     command = [sys.executable, "-m", "agentrl_env", "serve", folder, "--port", "0", "--workers", "2"]
