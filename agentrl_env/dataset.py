@@ -110,6 +110,8 @@ class Dataset:
 
     def _data(self, samples: Samples, split: str, index: int | str) -> dict[str, Any]:
         size = _length(samples)
+        if size == 0:
+            raise UnknownSample(empty_split(split))
         if isinstance(index, int) and (index < 0 or (size is not None and index >= size)):
             limit = f" (it has {size} samples)" if size is not None else ""
             raise UnknownSample(f"task {self._task!r}, split {split!r}: no index {index}{limit}")
@@ -132,11 +134,16 @@ def _length(samples: Samples) -> int | None:
     return len(samples) if isinstance(samples, Sized) else None
 
 
+def empty_split(split: str) -> str:
+    """Return the sentence that refuses a split without samples."""
+    return f"split {split!r} has no samples; samples({split!r}) must return some, or splits must not name it"
+
+
 def _pick(samples: Samples, seed: int, split: str) -> int | str:
     size = _length(samples)
     if size is None:
         return seed
     if size == 0:
-        raise UnknownSample(f"split {split!r} has no samples")
+        raise UnknownSample(empty_split(split))
     chosen = int(np.random.default_rng(seed).integers(size))
     return chosen if not isinstance(samples, Mapping) else str(list(samples)[chosen])

@@ -40,6 +40,8 @@ class Environment(ABC):
     """Seconds one tool call (or ``respond``, ``score``, ``expert``) may take."""
     reset_timeout: ClassVar[float] = 60.0
     """Seconds ``reset`` may take, and ``close``."""
+    max_output_chars: ClassVar[int] = 1_000_000
+    """Characters that the answers to one message, or the opening, may have; what exceeds them is cut."""
     blocking: ClassVar[bool] = True
     """True if plain methods may block; False runs them on the event loop, for quick pure Python."""
 

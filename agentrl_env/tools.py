@@ -142,7 +142,7 @@ class StepBuilder:
         begin: time of its arrival, by the session's clock.
     """
 
-    __slots__ = ("begin", "done", "info", "message", "messages", "metrics", "reward")
+    __slots__ = ("begin", "done", "info", "message", "messages", "metrics", "reward", "room")
 
     def __init__(self, message: AssistantMessage, begin: float) -> None:
         self.message = message
@@ -152,6 +152,8 @@ class StepBuilder:
         self.metrics: dict[str, float] = {"invalid_calls": 0.0}
         self.done = False
         self.info: dict[str, Any] = {}
+        self.room = 0
+        """Characters that the answers may still have."""
 
     async def run(self, environment: Environment, invoke: Invoke) -> None:
         """Run the message's tool calls in order, or ``respond`` where it has none.
@@ -159,6 +161,7 @@ class StepBuilder:
         Raises TimeLimitReached, and anything that author code raises except ToolError.
         """
         calls: Sequence[AnyToolCall] = self.message.tool_calls or ()
+        self.room = environment.max_output_chars
         if not calls:
             try:
                 value = await invoke("respond", partial(environment.respond, _text(self.message)), None)
@@ -175,7 +178,7 @@ class StepBuilder:
                 method = partial(getattr(environment, tool.attribute), **arguments)
                 value = await invoke(tool.name, method, tool.timeout)
             except ToolError as error:
-                self.messages.append(ToolAnswer(clean(str(error)), request.id))
+                self.messages += tool_messages(self._take(str(error)), request.id, tool.name)
                 continue
             except TimeLimitReached:
                 self._skip(calls[position:], "the time limit was reached")
@@ -226,13 +229,19 @@ class StepBuilder:
 
     def _take(self, value: object) -> object:
         """Add the reward and the metrics of a return value, and return its content."""
-        if not isinstance(value, Reply):
+        if isinstance(value, Reply):
+            self.reward += _finite(value.reward, "reward")
+            for name, number in _numbers(value.metrics).items():
+                self.metrics[name] = self.metrics.get(name, 0.0) + number
+            self.done = self.done or isinstance(value, Done)
+            value = value.content
+        if not isinstance(value, str):
+            value, self.room = bounded(value, self.room)
             return value
-        self.reward += _finite(value.reward, "reward")
-        for name, number in _numbers(value.metrics).items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + number
-        self.done = self.done or isinstance(value, Done)
-        return value.content
+        if len(value) > self.room:
+            value = cut(value, self.room)
+        self.room -= len(value)
+        return value
 
     def _reject(self, request: AnyToolCall, reason: str) -> None:
         self.metrics["invalid_calls"] += 1.0
@@ -259,6 +268,34 @@ def tool_messages(content: object, call_id: str, name: str) -> list[Message | To
         message.model_copy(update={"tool_call_id": call_id}) if message.role == "tool" else message
         for message in messages
     ]
+
+
+def bounded(content: object, room: int) -> tuple[object, int]:
+    """Cut the text of an author's content to ``room`` characters; return it and the room that is left."""
+    if isinstance(content, str):
+        content = cut(content, room)
+        return content, room - len(content)
+    if isinstance(content, list):
+        bounds = []
+        for item in content:
+            item, room = bounded(item, room)
+            bounds.append(item)
+        return bounds, room
+    if isinstance(content, Message):
+        inner, room = bounded(content.content, room)
+        return content if inner is content.content else content.model_copy(update={"content": inner}), room
+    if isinstance(content, dict) and isinstance(content.get("text"), str):
+        text, room = bounded(content["text"], room)
+        return {**content, "text": text}, room
+    return content, room
+
+
+def cut(text: str, room: int) -> str:
+    """Return at most the first ``room`` characters, with a note for the model where some are missing."""
+    kept = max(room, 0)
+    if len(text) <= kept:
+        return text
+    return f"{text[:kept]}\n[The output was cut: {len(text):,} characters, of which {kept:,} are shown.]"
 
 
 def as_messages(content: object, where: str) -> list[Message]:

@@ -29,8 +29,11 @@ from agentrl_env.wire import choose_task
 
 HELP = """\
 Call a tool:  name arg=value ...   or   name value ...   or   name {"arg": value}
+Values:       7, true, word, "several words", [1, 2], {"field": value}
 Send text:    say TEXT
 Commands:     /expert shows the expert's next move, /do plays it; /tools  /help  /quit (or Ctrl-D)"""
+MAX_DEPTH = 4
+"""Levels of nested fields that are shown."""
 _STYLES = {"system": "magenta", "user": "cyan", "tool": "green", "assistant": "yellow"}
 
 
@@ -67,7 +70,8 @@ def parse_line(line: str, tools: Sequence[ToolSpec], call_id: str = "call_0") ->
     """Parse a line as an assistant message.
 
     Accepted forms: ``guess n=7``, ``guess 7``, ``guess {"n": 7}``, ``guess(n=7)``, ``say some text``,
-    ``{"name": "guess", "arguments": {"n": 7}}``. Without tools, every line is text.
+    ``{"name": "guess", "arguments": {"n": 7}}``. Values may be JSON: ``refund line={"order_id": 1}``.
+    Without tools, every line is text.
 
     Raises UnreadableLine if the line has none of these forms.
     """
@@ -83,19 +87,15 @@ def parse_line(line: str, tools: Sequence[ToolSpec], call_id: str = "call_0") ->
         raise UnreadableLine(
             f"There is no tool {name!r}; tools: {', '.join(functions)}. To send plain text, start with 'say'."
         )
-    arguments = rest if rest.startswith("{") else json.dumps(_arguments(rest, functions[name]))
+    whole = rest.startswith("{") and _json_end(rest, 0) in (None, len(rest))
+    arguments = rest if whole else json.dumps(_arguments(rest, functions[name]))
     call = ToolCall(id=call_id, function=FunctionCall(name=name, arguments=arguments))
     return Message.assistant(None, call)
 
 
 def signature(function: FunctionSpec) -> str:
-    """Return a tool as ``guess(n: integer)``, optional parameters marked with ``?``."""
-    required = function.parameters.get("required", ())
-    parameters = (
-        f"{name}{'' if name in required else '?'}: {_type_name(schema)}"
-        for name, schema in function.parameters.get("properties", {}).items()
-    )
-    return f"{function.name}({', '.join(parameters)})"
+    """Return a tool as ``guess(n: integer)``, optional parameters and fields marked with ``?``."""
+    return f"{function.name}({_fields(function.parameters, function.parameters, 0)})"
 
 
 def _play_turns(
@@ -178,12 +178,38 @@ def _split(text: str) -> Iterable[str]:
     whitespace = " \t\n"
     if text.startswith("(") and text.endswith(")"):
         text, whitespace = text[1:-1], ", \t\n"
-    lexer = shlex.shlex(text, posix=True)
+    lexer = shlex.shlex(_quote_json(text), posix=True)
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = whitespace, True, ""
     try:
         return list(lexer)
     except ValueError as error:
         raise UnreadableLine(f"The quotes do not match ({error}).") from None
+
+
+def _quote_json(text: str) -> str:
+    """Quote the JSON objects and arrays at the begin of values, so that each is one word."""
+    words, at, quote = [], 0, ""
+    while at < len(text):
+        char = text[at]
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "\"'":
+            quote = char
+        elif char in "{[" and (at == 0 or text[at - 1] in " \t\n,=") and (end := _json_end(text, at)):
+            words.append(shlex.quote(text[at:end]))
+            at = end
+            continue
+        words.append(char)
+        at += 1
+    return "".join(words)
+
+
+def _json_end(text: str, begin: int) -> int | None:
+    """Return the end of the JSON value at a position; None if there is none."""
+    try:
+        return json.JSONDecoder().raw_decode(text, begin)[1]
+    except (ValueError, RecursionError):
+        return None
 
 
 def _value(text: str, schema: dict[str, Any]) -> Any:
@@ -196,15 +222,32 @@ def _value(text: str, schema: dict[str, Any]) -> Any:
         return text
 
 
-def _type_name(schema: Any) -> str:
+def _fields(schema: dict[str, Any], root: dict[str, Any], depth: int) -> str:
+    """Return the properties of an object schema with their types."""
+    required = schema.get("required", ())
+    fields = (
+        f"{name}{'' if name in required else '?'}: {_type_name(part, root, depth)}"
+        for name, part in schema.get("properties", {}).items()
+    )
+    return ", ".join(fields)
+
+
+def _type_name(schema: Any, root: dict[str, Any], depth: int) -> str:
+    """Return the type of a schema, with the fields of objects; of references in ``root``, up to a depth."""
     if not isinstance(schema, dict):
         return "any"
     if "enum" in schema:
         return " | ".join(json.dumps(value) for value in schema["enum"])
     if "anyOf" in schema:
-        return " | ".join(_type_name(option) for option in schema["anyOf"])
+        return " | ".join(_type_name(option, root, depth) for option in schema["anyOf"])
     if "$ref" in schema:
-        return str(schema["$ref"]).rsplit("/", 1)[-1]
+        name = str(schema["$ref"]).rsplit("/", 1)[-1]
+        found = root.get("$defs", {}).get(name)
+        return name if found is None or depth == MAX_DEPTH else _type_name(found, root, depth)
+    if schema.get("properties") and depth < MAX_DEPTH:
+        return f"{{{_fields(schema, root, depth + 1)}}}"
+    if schema.get("type") == "array" and "items" in schema and depth < MAX_DEPTH:
+        return f"[{_type_name(schema['items'], root, depth + 1)}, ...]"
     return str(schema.get("type", "any"))
 
 

@@ -25,6 +25,7 @@ from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.server.telemetry.session_metrics import SLOW_STEP_S, SessionMetrics
 from agentrl_env.server.telemetry.tracing import Tracing
 from agentrl_env.server.watchdog import Watchdog
+from agentrl_env.session.loop_watch import warn_of_blocks
 from agentrl_env.session.pool import SessionPool
 
 logger = logging.getLogger("agentrl_env")
@@ -109,6 +110,7 @@ class EnvServer:
         if self._listener is None and self._links is None:
             raise ServeError("a server that listens nowhere needs a controller to connect to")
         self._drain_s = drain_s
+        self._loop_watch = warn_of_blocks()
 
     @property
     def announcement(self) -> str:
@@ -124,6 +126,7 @@ class EnvServer:
 
     async def start(self) -> None:
         """Start to answer requests. Raises ServeError where the startup of a task fails."""
+        self._loop_watch.start()
         try:
             await self.pool.tasks()
         except EnvironmentFailed as error:
@@ -147,6 +150,7 @@ class EnvServer:
         if self._listener is not None:
             await self._listener.stop()
         await self.pool.aclose()
+        self._loop_watch.stop()
 
     def stop_waiting(self) -> None:
         """End a drain without waiting for open sessions."""

@@ -12,15 +12,12 @@ import contextlib
 import faulthandler
 import json
 import logging
-import math
 import os
 import select
 import signal
 import subprocess
 import sys
-import threading
 import time
-import traceback
 from datetime import UTC, datetime
 
 BEAT_S = 0.5
@@ -29,8 +26,6 @@ TICK_S = 0.25
 """Interval in which the watchdog looks; a longer one means that it was suspended itself."""
 STUCK_S = 10.0
 """Default of ``--stuck-after``."""
-BLOCKED_S = 2.0
-"""Seconds without the event loop after which its stack is logged."""
 STACKS_S = 0.2
 """Seconds that a stuck server gets to print the stacks of its threads."""
 KILLED = "killed by its watchdog"
@@ -44,8 +39,7 @@ logger = logging.getLogger("agentrl_env")
 class Watchdog:
     """Kills this process where its event loop is stuck, or where it outlives its parent.
 
-    It also logs the stack of an event loop that is blocked for a shorter time, and prints the stacks of all
-    threads on SIGQUIT.
+    On SIGQUIT it prints the stacks of all threads.
 
     Args:
         stuck_s: seconds without the event loop after which the process is killed; 0 never kills it.
@@ -57,7 +51,6 @@ class Watchdog:
         self._options: dict[str, object] = {"pid": os.getpid(), "stuck_s": stuck_s, "log_format": log_format}
         self._process: subprocess.Popen[bytes] | None = None
         self._beats = -1
-        self._ran = math.inf
 
     def start(self, drain_s: float | None = None, *, unreachable: bool = False) -> None:
         """Start the process, if there is anything that it has to watch.
@@ -89,22 +82,16 @@ class Watchdog:
         """Show that the event loop runs, until cancelled."""
         if not self._stuck_s or self._process is None:
             return
-        looking = threading.Thread(target=self._log_blocks, args=(threading.get_ident(),), daemon=True)
-        looking.start()
-        try:
-            while True:
-                self._ran = time.monotonic()
-                try:
-                    os.write(self._beats, b".")
-                except BlockingIOError:
-                    pass  # the watchdog is suspended
-                except BrokenPipeError:
-                    logger.warning("the watchdog of this process has ended; another one starts")
-                    self.stop()
-                    self._spawn()
-                await asyncio.sleep(BEAT_S)
-        finally:
-            self._ran = math.inf
+        while True:
+            try:
+                os.write(self._beats, b".")
+            except BlockingIOError:
+                pass  # the watchdog is suspended
+            except BrokenPipeError:
+                logger.warning("the watchdog of this process has ended; another one starts")
+                self.stop()
+                self._spawn()
+            await asyncio.sleep(BEAT_S)
 
     def stop(self) -> None:
         """End the process."""
@@ -112,19 +99,6 @@ class Watchdog:
             os.close(self._beats)
             self._process.wait()
             self._process = None
-
-    def _log_blocks(self, loop_thread: int) -> None:
-        """Log the stack of the event loop whenever it is blocked; needs the interpreter's lock."""
-        logged = 0.0
-        while True:
-            time.sleep(BEAT_S)
-            blocked_s = time.monotonic() - self._ran
-            frame = sys._current_frames().get(loop_thread)
-            if blocked_s > BLOCKED_S and logged != self._ran and frame is not None:
-                logged = self._ran
-                stack = "".join(traceback.format_stack(frame, limit=8))
-                words = f"the event loop has not run for {blocked_s:.1f} s; no session is served meanwhile"
-                logger.warning("%s: it runs\n%s", words, stack, extra={"facts": {"pid": os.getpid()}})
 
 
 def signal_own_group(number: signal.Signals) -> None:
@@ -161,10 +135,8 @@ class _Guard:
         while os.getppid() == self._pid:
             ready, _, _ = select.select(self._inputs, [], [], TICK_S)
             now = time.monotonic()
-            passed, last = (
-                min(now - last, 2 * TICK_S),
-                now,
-            )  # not the time for which this process was suspended
+            passed = min(now - last, 2 * TICK_S)  # without the time for which this process was suspended
+            last = now
             if self._silent_s is not None:
                 self._silent_s += passed
             if self._beats in ready:

@@ -115,6 +115,10 @@ class SessionPool:
         """Number of running sessions."""
         return len(self._table.live)
 
+    def environment(self, task: str) -> type[Environment]:
+        """Return the class of a task. Raises UnknownTask."""
+        return self._tasks.environment(task)
+
     def gauges(self) -> dict[str, float]:
         """Return the gauges of ``/metrics``."""
         return {

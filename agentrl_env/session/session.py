@@ -31,6 +31,7 @@ from agentrl_env.tools import (
     TimeLimitReached,
     as_messages,
     as_move,
+    bounded,
     describe,
     toolset,
 )
@@ -138,6 +139,7 @@ class Session:
         try:
             content = await self._executor.run(begin, self._class.reset_timeout)
             if self._restore is None:
+                content, _ = bounded(content, self._class.max_output_chars)
                 self.opening = tuple(as_messages(content, "reset()"))
         except AUTHOR_ERRORS as error:
             self.begin_close(SessionStatus.FAILED_ENVIRONMENT)

@@ -6,16 +6,20 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from typing import cast
 
 from agentrl_env.client.client import EnvClient
+from agentrl_env.client.local import LocalBackend
 from agentrl_env.client.loop_thread import LoopThread
 from agentrl_env.client.schema_sampler import CannotSample
 from agentrl_env.environment import Environment
 from agentrl_env.errors import AgentRLError, ServerUnreachable
 from agentrl_env.server.loader import load_target
-from agentrl_env.testing.checks import CHECKS
+from agentrl_env.session.loop_watch import ADVICE, LoopWatch
+from agentrl_env.testing.checks import BLOCKED_S, CHECKS, RECORDS
 from agentrl_env.testing.context import CLOSE_TIMEOUT, CheckContext
 from agentrl_env.testing.report import CheckOutcome, CheckResult, Report, failed, skipped, warned
+from agentrl_env.tools import describe
 from agentrl_env.wire import choose_task
 
 Check = Callable[[CheckContext], Awaitable[CheckOutcome]]
@@ -74,16 +78,10 @@ def run_checks(
     loop = LoopThread("agentrl-env-check")
     client = connect()
     try:
-        reports = []
         tasks = loop.run(client.tasks(), deadline)
-        for info in tasks.values() if task is None else [tasks[choose_task(task, tasks)]]:
-            context = CheckContext(client=client, task=info, deadline=deadline)
-            results = []
-            for result in _run_checks(loop, context, checks):
-                on_result(info.name, result)
-                results.append(result)
-            reports.append(Report(task=info.name, results=tuple(results)))
-        return reports
+        selected = tasks.values() if task is None else [tasks[choose_task(task, tasks)]]
+        contexts = [CheckContext(client=client, task=info, deadline=deadline) for info in selected]
+        return [_report(loop, context, checks, on_result) for context in contexts]
     finally:
         timeout = min(CLOSE_TIMEOUT, deadline)  # an environment may block the loop
         try:
@@ -93,12 +91,53 @@ def run_checks(
         loop.stop(timeout)
 
 
+def _report(
+    loop: LoopThread,
+    context: CheckContext,
+    checks: tuple[Check, ...],
+    on_result: Callable[[str, CheckResult], None],
+) -> Report:
+    """Run the checks of a task; where it runs in this process, watch it from outside as well."""
+    name, backend = context.task.name, context.client.backend
+    handler = _CloseFailures(name, context.close_failures)
+    watch = LoopWatch(BLOCKED_S, context.blocks.append)
+    if isinstance(backend, LocalBackend):
+        context.environment = backend.pool.environment(name)
+        loop.run(_start(watch))
+        logger.addHandler(handler)
+    results = []
+    try:
+        for result in _run_checks(loop, context, checks):
+            on_result(name, result)
+            results.append(result)
+    finally:
+        logger.removeHandler(handler)
+        watch.stop()
+    return Report(task=name, results=tuple(results))
+
+
+class _CloseFailures(logging.Handler):
+    """Collects what close() of a task raised, which no caller gets."""
+
+    def __init__(self, task: str, found: list[str]) -> None:
+        super().__init__()
+        self._start = f"close of task {task} failed"
+        self._found = found
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Collect the exception of a record."""
+        if record.exc_info and record.exc_info[1] and record.getMessage().startswith(self._start):
+            self._found.append(describe(record.exc_info[1]))
+
+
 def _run_checks(loop: LoopThread, context: CheckContext, checks: tuple[Check, ...]) -> Iterator[CheckResult]:
     """Run the checks; skip the rest after one that makes them meaningless."""
     stopped_by = ""
     for check in checks:
         begin = time.monotonic()
-        if stopped_by:
+        if check in RECORDS:
+            outcome = _read_record(check, context)
+        elif stopped_by:
             outcome = skipped(f"Not run, because {stopped_by} did not finish.")
         else:
             outcome, usable = _run_check(loop, check, context)
@@ -119,13 +158,29 @@ def _run_check(loop: LoopThread, check: Check, context: CheckContext) -> tuple[C
     try:
         return loop.run(_run_within_deadline(check, context), timeout)
     except TimeoutError:
-        advice = "Its code blocks the event loop: keep blocking = True for code that waits."
-        return failed(f"{_timeout_evidence(context)} {advice}"), False
+        blocked = str(context.blocks[-1]) if context.blocks else "Its code blocks the event loop"
+        return failed(f"{_timeout_evidence(context)} {blocked}. {ADVICE}"), False
+
+
+def _read_record(check: Check, context: CheckContext) -> CheckOutcome:
+    """Run a check that awaits nothing; the event loop may be stuck."""
+    context.begin(check.__name__)
+    try:
+        next(check(context).__await__())
+    except StopIteration as end:
+        return cast(CheckOutcome, end.value)
+    except AgentRLError as error:
+        return context.stopped(error)
+    raise RuntimeError(f"{check.__name__} awaits something")
+
+
+async def _start(watch: LoopWatch) -> None:
+    watch.start()
 
 
 async def _run_within_deadline(check: Check, context: CheckContext) -> tuple[CheckOutcome, bool]:
     """Return the outcome of a check, and False if the remaining checks cannot run."""
-    context.begin()
+    context.begin(check.__name__)
     try:
         async with asyncio.timeout(context.deadline):
             return await check(context), True
@@ -135,7 +190,10 @@ async def _run_within_deadline(check: Check, context: CheckContext) -> tuple[Che
         return warned(f"Not checked: {error}"), True
     except AgentRLError as error:
         reachable = not isinstance(error, ServerUnreachable)
-        return failed(f"{context.doing}: {type(error).__name__}: {error}"), reachable
+        return context.stopped(error), reachable
+    except Exception as error:  # a report in which one check is missing is better than none
+        logger.warning("check %s failed", check.__name__, exc_info=error)
+        return failed(f"{context.doing}: the check itself failed: {describe(error)}"), True
     finally:
         await context.close_all()
 

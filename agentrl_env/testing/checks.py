@@ -7,31 +7,41 @@ question in the report. ``agentrl_env.testing.checker`` runs ``CHECKS`` in order
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import re
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from itertools import zip_longest
 
 import numpy as np
 from jsonschema import Draft202012Validator, SchemaError
 
 from agentrl_env.client.client import ClientSession
+from agentrl_env.dataset import empty_split
 from agentrl_env.errors import SeqConflict, ServerFull, SessionEnded, UnknownSample, WireError
+from agentrl_env.session.loop_watch import ADVICE
 from agentrl_env.testing.context import (
     CheckContext,
+    EpisodesBroke,
     Policy,
     Rollout,
     describe,
     expert_policy,
-    mixed_policy,
+    failure_reason,
     random_policy,
     replay_policy,
 )
+from agentrl_env.testing.fresh_process import CannotRead, Wanted, read_in_process, read_samples, target_of
 from agentrl_env.testing.fuzz import FuzzCase, fuzz_cases
-from agentrl_env.testing.report import CheckOutcome, failed, passed, skipped, warned
+from agentrl_env.testing.report import CheckOutcome, failed, passed, readable, shorten, skipped, warned
 from agentrl_env.types import TRUNCATED, FunctionSpec, Message, SessionStatus, StepResult, ToolCall
 
+BLOCKED_S = 0.1
+"""Seconds that one call may block the event loop."""
+LONG_OUTPUT = 250_000
+"""Characters of an answer that no model reads. An argument of the check has up to 100,000, and may be
+quoted in the answer."""
+SAMPLES_COMPARED, SESSIONS_COMPARED = 50, 6
 EXPERT_EPISODES = 20
 EXPERT_SUCCESS = 0.2
 """Minimum success rate of an expert. Experts may be noisy on purpose, but one that fails more often
@@ -90,6 +100,8 @@ async def samples(context: CheckContext) -> CheckOutcome:
     if "train" not in context.task.splits:
         return failed("There is no split named 'train'.")
     for split in context.task.splits:
+        if context.size(split) == 0:
+            return context.broke(empty_split(split), f"The {empty_split(split)}.")
         if problem := await _split_problem(context, split):
             return failed(problem)
     try:
@@ -115,8 +127,6 @@ def _format_size(size: int | None) -> str:
 
 async def _split_problem(context: CheckContext, split: str) -> str | None:
     size = context.size(split)
-    if size == 0:
-        return f"The split {split!r} has no samples."
     for index in (0, ENDLESS_INDEX if size is None else size - 1):
         session = await context.open(index, split=split)
         if not any(message.content for message in session.messages):
@@ -136,10 +146,58 @@ async def _problem_keys(context: CheckContext, split: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for index in context.while_time(context.indices(200, split)):
         session = await context.open(index, split=split)
-        key = session.sample.data or {"seed": session.sample.seed}
-        found[json.dumps(key, sort_keys=True)] = index
+        found[readable(session.sample.data or {"seed": session.sample.seed})] = index
         await session.close()
     return found
+
+
+async def data_set(context: CheckContext) -> CheckOutcome:
+    """Does the data set give the same samples in every process?"""
+    wanted = {split: context.indices(SAMPLES_COMPARED, split) for split in context.task.splits}
+    environment, places = context.environment, "in two processes"
+    if environment is None:
+        readings, places = await _samples_of_servers(context, wanted), "in two sessions"
+        if len(readings) < 2:
+            return skipped("The server has no capacity for two sessions at the same time.")
+    elif not environment.overrides("samples"):
+        return passed("There is no data set: the seed determines the problem.")
+    elif target := target_of(environment):
+        context.doing = f"samples() of {target} in two fresh processes"
+        read_fresh = partial(read_in_process, target, wanted, timeout=context.deadline / 2)
+        try:
+            fresh = await asyncio.gather(*(asyncio.to_thread(read_fresh, hash_seed=n) for n in (1, 2)))
+        except CannotRead as error:
+            return warned(f"Not compared with another process: {error}")
+        readings = [*fresh, await asyncio.to_thread(read_samples, environment, wanted)]
+    else:
+        context.doing, places = "samples()", "from two calls of samples()"
+        readings = [await asyncio.to_thread(read_samples, environment, wanted) for _ in range(2)]
+    for name, data in readings[0].items():
+        if other := next((r[name] for r in readings[1:] if r.get(name, data) != data), None):
+            return failed(
+                f"{name} is not the same {places}: {shorten(data)}, then {shorten(other)}. A group "
+                "would mix problems. Seed what is random in samples(), and sort sets and lists of files."
+            )
+    return passed(f"{sum(name.startswith('Sample') for name in readings[0])} samples were the same {places}.")
+
+
+async def _samples_of_servers(context: CheckContext, wanted: Wanted) -> list[dict[str, str]]:
+    """Open a few samples several times at once, which different processes may answer."""
+    readings: list[dict[str, str]] = [{} for _ in range(SESSIONS_COMPARED)]
+    for split, indices in wanted.items():
+        for index in context.while_time(indices[:4], least=1):
+            sessions = []
+            for position, reading in enumerate(readings):
+                try:
+                    session = await context.open(index, split=split)
+                except ServerFull:
+                    del readings[position:]
+                    break
+                sessions.append(session)
+                reading[f"Sample {split}/{index}"] = readable(session.sample.data)
+            for session in sessions:
+                await session.close()
+    return readings
 
 
 # The protocol: limits, numbering, closing, results
@@ -160,6 +218,8 @@ async def limits(context: CheckContext) -> CheckOutcome:
         return failed(f"The episode still runs after max_turns = {limit} turns.")
     if result.status is SessionStatus.TRUNCATED_TURNS and turn < limit:
         return failed(f"The episode was truncated after {turn} turns, max_turns is {limit}.")
+    if reason := failure_reason(result):
+        return context.broke(reason, f"After {turn} invalid turns the environment failed: {reason}")
     if result.status not in TRUNCATED:
         return failed(f"After {turn} invalid turns the status is {result.status}, not truncated.")
     if not result.truncated or result.terminated:
@@ -174,7 +234,10 @@ async def limits(context: CheckContext) -> CheckOutcome:
 async def retry(context: CheckContext) -> CheckOutcome:
     """Does a repeated step return the stored result, and is a gap in the numbering rejected?"""
     index = context.indices(1)[0]
-    message = (await context.play(random_policy(0), index)).actions[0]
+    played = await context.play(random_policy(0), index)
+    if played.reason and len(played.turns) == 1:
+        raise EpisodesBroke(played)
+    message = played.actions[0]
     session = await context.open(index)
     twin = await context.client.resume(session.session_id)
     context.doing = "one step, sent twice at the same time"
@@ -195,13 +258,15 @@ async def retry(context: CheckContext) -> CheckOutcome:
 
 
 async def close(context: CheckContext) -> CheckOutcome:
-    """Can a session be closed twice, and does it reject steps afterwards?"""
+    """Can a session be closed twice without an error, and does it reject steps afterwards?"""
     session = await context.open(context.indices(1)[0])
     await session.step(INVALID_TURN)
     twins = [await context.client.resume(session.session_id) for _ in range(2)]
     for twin in twins:  # a closed ClientSession does not send a second request
         context.doing = "close() of a session"
         await twin.close()
+    if context.close_failures:
+        return failed(f"close() raised {context.close_failures[0]}; what it should release may be held.")
     try:
         await session.step(INVALID_TURN)
     except WireError as error:
@@ -212,14 +277,18 @@ async def close(context: CheckContext) -> CheckOutcome:
 async def results(context: CheckContext) -> CheckOutcome:
     """Are rewards and metrics finite numbers, and do status and flags agree?"""
     turns = 0
+    if not context.rollouts:
+        return skipped("Not run: no episode was played.")
+    if all(rollout.reason for rollout in context.rollouts):
+        raise EpisodesBroke(context.rollouts[-1])
     for rollout in context.rollouts:
         for turn in rollout.turns:
             turns += 1
             if problem := _result_problem(turn.result):
                 return failed(f"{rollout.name}, {describe(turn.action)}: {problem}")
-    returns = [sum(t.result.reward for t in rollout.turns) for rollout in context.rollouts]
-    span = f"from {min(returns):g} to {max(returns):g}" if returns else "none"
-    return passed(f"{turns} results of {len(returns)} episodes; episode rewards {span}.")
+    returns = [sum(t.result.reward for t in r.turns) for r in context.rollouts if not r.reason]
+    span = f"from {min(returns):g} to {max(returns):g}"
+    return passed(f"{turns} results of {len(context.rollouts)} episodes; episode rewards {span}.")
 
 
 def _result_problem(result: StepResult) -> str | None:
@@ -246,11 +315,11 @@ async def random_play(context: CheckContext) -> CheckOutcome:
         rollouts = [await context.play(random_policy(index), index)]
         by_chance.append(rollouts[0].success)
         if context.has_expert:
-            rollouts.append(await context.play(mixed_policy(index), index))
+            rollouts.append(await context.play(context.mixed_policy(index), index))
         for rollout in rollouts:
             turns += len(rollout.turns)
-            if rollout.failure:
-                return failed(f"{rollout.name}: {rollout.failure}")
+            if rollout.reason:
+                return context.broke(rollout.reason, f"{rollout.name}: {rollout.failure}")
             for turn in rollout.turns:
                 if problem := _answer_problem(turn.action, turn.result):
                     return failed(f"{rollout.name}: {problem}")
@@ -274,14 +343,25 @@ def _answer_problem(action: Message, result: StepResult) -> str | None:
 
 def _explorers(context: CheckContext, seed: int) -> list[Policy]:
     """Return a random policy, and the expert if there is one, which reaches later states."""
-    return [random_policy(seed), *([expert_policy] if context.has_expert else [])]
+    return [random_policy(seed), *([context.explore_with_expert] if context.has_expert else [])]
 
 
 async def _explored(context: CheckContext, count: int) -> AsyncIterator[Rollout]:
-    """Yield episodes of up to ``count`` samples, each played by all explorers."""
+    """Yield episodes of up to ``count`` samples, each played by all explorers, that do not break.
+
+    Raises EpisodesBroke if all do.
+    """
+    whole, broken = 0, None
     for index in context.while_time(context.indices(count), least=1):
         for policy in _explorers(context, index):
-            yield await context.play(policy, index, seed=index + 1)
+            rollout = await context.play(policy, index, seed=index + 1)
+            if rollout.reason:
+                broken = rollout
+            elif rollout.turns:
+                whole += 1
+                yield rollout
+    if broken is not None and not whole:
+        raise EpisodesBroke(broken)
 
 
 async def seed_replay(context: CheckContext) -> CheckOutcome:
@@ -301,6 +381,8 @@ async def seed_effect(context: CheckContext) -> CheckOutcome:
     """Do different seeds give different problems, unless the problems come from a data set?"""
     for policy in [*_explorers(context, 0), random_policy(1)]:
         first = await context.play(policy, index=None, seed=0)
+        if first.reason:
+            raise EpisodesBroke(first)
         if first.sample.data:
             return skipped("Problems come from a data set; the seed need not change them.")
         for seed in context.while_time(range(1, 13)):
@@ -393,9 +475,12 @@ async def fuzz(context: CheckContext) -> CheckOutcome:
     for case in context.while_time(cases, least=20):
         session = await _running_session(context, session, sent, rng)
         context.doing = describe(case.message)
-        result = await session.step(case.message)
+        result = await context.step(session, case.message)
         sent += 1
         rejected += result.metrics.get("invalid_calls", 0) > 0
+        if reason := failure_reason(result):
+            broken = f"{describe(case.message)} broke the environment: {reason}"
+            return context.broke(reason, f"{case.label}: {broken}")
         if problem := _fuzz_problem(case, result):
             return failed(f"{case.label}: {problem}")
     return passed(f"{sent} of {len(cases)} odd messages sent, {rejected} rejected, no failure.")
@@ -407,7 +492,9 @@ async def _running_session(
     """Return a running session, sometimes after a move of the expert to reach later states."""
     if session is not None and not session.status.final and context.has_expert and rng.random() < 0.3:
         context.doing = f"the expert's move in turn {session.turn + 1}"
-        await session.step(await session.expert())
+        rollout = Rollout(sample=session.sample, opening=session.messages)
+        if move := await context.explore_with_expert(session, rollout):
+            await context.step(session, move)
     if session is None or session.status.final:
         indices = context.indices(8)
         session = await context.open(indices[count % len(indices)])
@@ -415,10 +502,6 @@ async def _running_session(
 
 
 def _fuzz_problem(case: FuzzCase, result: StepResult) -> str | None:
-    if result.status is SessionStatus.FAILED_ENVIRONMENT:
-        error = result.info.get("error")
-        reason = error.get("message") if isinstance(error, dict) else error
-        return f"{describe(case.message)} broke the environment: {reason}"
     if case.invalid and not result.metrics.get("invalid_calls", 1.0):
         return f"{describe(case.message)} does not fit the schema but was accepted"
     return _answer_problem(case.message, result)
@@ -426,14 +509,14 @@ def _fuzz_problem(case: FuzzCase, result: StepResult) -> str | None:
 
 async def oracle(context: CheckContext) -> CheckOutcome:
     """Does the expert reach the goal, so that the task is known to be solvable?"""
-    if not context.has_expert:
+    if not context.offers_expert:
         return skipped("No expert is available: the task has none, or the server lacks --oracle.")
     played = []
     for split, index in context.while_time(_expert_plan(context), least=4):
         rollout = await context.play(expert_policy, index, split=split)
         played.append(rollout)
-        if rollout.failure:
-            return failed(f"{rollout.name}: {rollout.failure}")
+        if rollout.reason:
+            return context.broke(rollout.reason, f"{rollout.name}: {rollout.failure}")
         for turn in rollout.turns:
             if turn.result.metrics.get("invalid_calls"):
                 return failed(f"The expert's own call is invalid: {describe(turn.action)}")
@@ -445,14 +528,46 @@ async def oracle(context: CheckContext) -> CheckOutcome:
 
 
 def _expert_plan(context: CheckContext) -> list[tuple[str, int]]:
-    splits = [split for split in ("train", "test") if split in context.task.splits] or ["train"]
+    known = context.task.splits
+    splits = [split for split in ("train", "test") if split in known and context.size(split) != 0] or [
+        "train"
+    ]
     share = EXPERT_EPISODES // len(splits)
     by_split = [[(split, index) for index in context.indices(share, split)] for split in splits]
     return [plan for plans in zip_longest(*by_split) for plan in plans if plan is not None]
 
 
+# The process: what one session does to the others
+
+
+async def output(context: CheckContext) -> CheckOutcome:
+    """Are answers short enough for a model to read?"""
+    if not context.longest:
+        return skipped("Not run: no episode was played.")
+    size, action = context.longest
+    if size <= LONG_OUTPUT:
+        return passed(f"The longest answer has {size:,} characters.")
+    return warned(
+        f"{action} was answered with {size:,} characters. Cut long output in the tool, say how much is "
+        "missing, and set max_output_chars, from which on the answers to a message are cut."
+    )
+
+
+async def event_loop(context: CheckContext) -> CheckOutcome:
+    """Does the task leave the event loop to the other sessions of its process?"""
+    if context.environment is None:
+        return skipped("Not visible from outside: a server logs a warning for code that blocks its loop.")
+    if not context.blocks:
+        return passed(f"No call blocked it for more than {BLOCKED_S:g} s.")
+    places = "; ".join(dict.fromkeys(map(str, context.blocks)))
+    evidence = f"{places}, for more than {BLOCKED_S:g} s, while all sessions of the process wait. {ADVICE}"
+    return warned(f"Once: {evidence}") if len(context.blocks) == 1 else failed(evidence)
+
+
 CHECKS = (
-    schema, samples, random_play, limits, retry, close, seed_replay, seed_effect, order, isolation,
-    fork, fuzz, oracle, results,
+    schema, samples, data_set, random_play, limits, retry, seed_replay, seed_effect, order, isolation,
+    fork, fuzz, oracle, close, results, output, event_loop,
 )  # fmt: skip
 """All checks, in the order they run."""
+RECORDS = (results, output, event_loop)
+"""Checks of what the others recorded; they run even if an earlier one did not finish."""

@@ -15,7 +15,11 @@ import numpy as np
 from agentrl_env.client.client import ClientSession, EnvClient
 from agentrl_env.client.formatting import format_message, message_text
 from agentrl_env.client.schema_sampler import WORDS, sample_call, words_in
-from agentrl_env.errors import AgentRLError, ServerFull
+from agentrl_env.dataset import empty_split
+from agentrl_env.environment import Environment
+from agentrl_env.errors import AgentRLError, EnvironmentFailed, ServerFull, UnknownSample
+from agentrl_env.session.loop_watch import Block
+from agentrl_env.testing.report import CheckOutcome, failed, same_reason, shorten, skipped
 from agentrl_env.types import Message, SessionStatus, StepResult, TaskInfo, TaskSample
 
 T = TypeVar("T")
@@ -70,14 +74,14 @@ class Rollout:
         return sum(turn.result.reward for turn in self.turns) >= 1.0
 
     @property
+    def reason(self) -> str | None:
+        """The reason why the environment failed; None if it did not."""
+        return failure_reason(self.last) if self.last is not None else None
+
+    @property
     def failure(self) -> str | None:
         """The turn in which the environment failed, with the reason; None if it did not."""
-        for turn in self.turns:
-            if turn.result.status is SessionStatus.FAILED_ENVIRONMENT:
-                error = turn.result.info.get("error", "no reason given")
-                reason = error.get("message", error) if isinstance(error, dict) else error
-                return f"{describe(turn.action)} broke the environment: {reason}"
-        return None
+        return self.reason and f"{describe(self.actions[-1])} broke the environment: {self.reason}"
 
     def difference(self, other: Rollout) -> str | None:
         """Return a description of the first difference, or None if the rollouts are identical."""
@@ -89,6 +93,14 @@ class Rollout:
         if len(self.turns) != len(other.turns):
             return f"the length: {len(self.turns)} turns, then {len(other.turns)}"
         return None
+
+
+class EpisodesBroke(AgentRLError):
+    """Every episode of a check broke the environment, so that the check cannot be made."""
+
+    def __init__(self, rollout: Rollout) -> None:
+        super().__init__(f"every episode broke the environment, such as {rollout.name}: {rollout.failure}")
+        self.reason = rollout.reason or ""
 
 
 Policy = Callable[[ClientSession, Rollout], Awaitable[Message | None]]
@@ -127,16 +139,6 @@ async def expert_policy(session: ClientSession, rollout: Rollout) -> Message:
     return await session.expert()
 
 
-def mixed_policy(seed: int) -> Policy:
-    """Return a policy that alternates at random between the expert and a random policy."""
-    random_move, rng = random_policy(seed), np.random.default_rng(seed)
-
-    async def act(session: ClientSession, rollout: Rollout) -> Message | None:
-        return await (expert_policy if rng.random() < 0.5 else random_move)(session, rollout)
-
-    return act
-
-
 @dataclass(slots=True, kw_only=True)
 class CheckContext:
     """One task under test. Each check may take ``deadline`` seconds."""
@@ -149,22 +151,56 @@ class CheckContext:
     """The call that the check is waiting for, reported if the deadline passes."""
     rollouts: list[Rollout] = field(default_factory=list)
     """The episodes played so far, by all checks."""
+    environment: type[Environment] | None = None
+    """The class of the task, if it runs in this process."""
+    blocks: list[Block] = field(default_factory=list)
+    """Calls of the task that blocked the event loop of this process."""
+    close_failures: list[str] = field(default_factory=list)
+    """What close() of the task raised in this process."""
+    longest: tuple[int, str] | None = None
+    """The characters of the longest answer, and the message that it answers."""
+    _reported: dict[str, str] = field(default_factory=dict)
+    """The check that reported each reason of a failure."""
+    _expert_failed: bool = False
     _open: list[ClientSession] = field(default_factory=list)
+    _check: str = ""
     _begin: float = 0.0
 
     @property
-    def has_expert(self) -> bool:
+    def offers_expert(self) -> bool:
         """True if the client offers the task's expert."""
         return "expert" in self.task.capabilities
 
-    def begin(self) -> None:
+    @property
+    def has_expert(self) -> bool:
+        """True if the client offers the task's expert and it has not failed."""
+        return self.offers_expert and not self._expert_failed
+
+    def begin(self, check: str) -> None:
         """Start the clock of a new check."""
-        self._begin, self.doing = self.clock(), ""
+        self._check, self._begin, self.doing = check, self.clock(), ""
+
+    def broke(self, reason: str, evidence: str) -> CheckOutcome:
+        """Return the outcome of a check that found a failure of the environment; tells each reason once."""
+        first = self._reported.setdefault(same_reason(reason), self._check)
+        return failed(evidence if first == self._check else f"The same failure as in {first}.")
+
+    def stopped(self, error: AgentRLError) -> CheckOutcome:
+        """Return the outcome of a check that an error ended: a failure, unless it has been reported."""
+        reason = error.reason if isinstance(error, EpisodesBroke) else str(error)
+        first = self._reported.setdefault(same_reason(reason), self._check)
+        if first == self._check:
+            return failed(f"{self.doing}: {type(error).__name__}: {error}")
+        return skipped(f"Not run, for the reason that {first} reports.")
 
     def while_time(self, items: Iterable[T], least: int = 2) -> Iterator[T]:
-        """Yield items until half of the deadline has passed, but at least ``least`` of them."""
+        """Yield items until half of the deadline has passed, but at least ``least`` of them.
+
+        Only these where the task blocks the event loop: the verdict is known, and each call takes long.
+        """
         for count, item in enumerate(items):
-            if count >= least and self.clock() - self._begin > self.deadline / 2:
+            late = self.clock() - self._begin > self.deadline / 2
+            if count >= least and (late or len(self.blocks) > 1):
                 return
             yield item
 
@@ -174,8 +210,13 @@ class CheckContext:
         return info.num_samples if info else None
 
     def indices(self, count: int, split: str = "train") -> list[int]:
-        """Return up to ``count`` different indices, spread over the split and always the same."""
+        """Return up to ``count`` different indices, spread over the split and always the same.
+
+        Raises UnknownSample if there are none.
+        """
         size = self.size(split)
+        if size == 0:
+            raise UnknownSample(empty_split(split))
         total = ENDLESS if size is None else size
         return random.Random(0).sample(range(total), min(count, total))
 
@@ -187,6 +228,14 @@ class CheckContext:
         session = await self.client.open(self.task.name, split=split, index=index, seed=seed, wait=WAIT)
         self._open.append(session)
         return session
+
+    async def step(self, session: ClientSession, action: Message) -> StepResult:
+        """Take a step, and record the length of its answer."""
+        result = await session.step(action)
+        size = max((len(message_text(message)) for message in result.messages), default=0)
+        if self.longest is None or size > self.longest[0]:
+            self.longest = size, describe(action)
+        return result
 
     async def fork(self, session: ClientSession, n: int) -> list[ClientSession]:
         """Fork a session; the forks are closed at the end of the check."""
@@ -207,6 +256,24 @@ class CheckContext:
         await session.close()
         self._open.remove(session)
         return rollout
+
+    async def explore_with_expert(self, session: ClientSession, rollout: Rollout) -> Message | None:
+        """Return the move of the task's expert, or None if it fails, which ``oracle`` reports."""
+        try:
+            return await session.expert()
+        except EnvironmentFailed:
+            self._expert_failed = True
+            return None
+
+    def mixed_policy(self, seed: int) -> Policy:
+        """Return a policy that alternates at random between the expert and a random policy."""
+        random_move, rng = random_policy(seed), np.random.default_rng(seed)
+
+        async def act(session: ClientSession, rollout: Rollout) -> Message | None:
+            expert = self.explore_with_expert if self.has_expert and rng.random() < 0.5 else random_move
+            return await expert(session, rollout) or await random_move(session, rollout)
+
+        return act
 
     async def play_on(self, session: ClientSession, policy: Policy, rollout: Rollout) -> None:
         """Continue an episode until it ends or the policy stops."""
@@ -258,14 +325,22 @@ class CheckContext:
         action = await policy(session, rollout)
         if action is None:
             return False
-        rollout.turns.append(RolloutTurn(action=action, result=await session.step(action)))
+        rollout.turns.append(RolloutTurn(action=action, result=await self.step(session, action)))
         return True
+
+
+def failure_reason(result: StepResult) -> str | None:
+    """Return the reason of a result whose environment failed; None if it did not."""
+    if result.status is not SessionStatus.FAILED_ENVIRONMENT:
+        return None
+    error = result.info.get("error", "no reason given")
+    return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
 def describe(action: Message) -> str:
     """Return an action as at most 120 characters of text."""
     text = format_message(action).removeprefix("assistant: ")
-    return text if len(text) <= 120 else f"{text[:117]}..."
+    return shorten(text)
 
 
 def _words(rollout: Rollout) -> list[str]:

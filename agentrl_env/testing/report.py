@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 from enum import StrEnum
 from functools import partial
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 from rich.text import Text
+
+from agentrl_env.errors import DefinitionError
 
 
 class Verdict(StrEnum):
@@ -101,3 +106,24 @@ def _outcome(verdict: Verdict, evidence: str) -> CheckOutcome:
 
 passed, warned, failed, skipped = (partial(_outcome, verdict) for verdict in Verdict)
 """Each returns the outcome with its verdict, from a sentence of evidence."""
+
+
+def readable(value: Any) -> str:
+    """Return a value as JSON with sorted keys. Raises DefinitionError if it is not JSON."""
+    try:
+        return json.dumps(value, sort_keys=True, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise DefinitionError(f"{shorten(repr(value))} cannot be sent as JSON: {error}") from None
+
+
+def shorten(text: str, length: int = 120) -> str:
+    """Return at most ``length`` characters of a text."""
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def same_reason(reason: str) -> str:
+    """Return what failures of one cause have in common: the text without quotations and numbers of values.
+
+    Numbers of lines, as in ``environment.py:31``, stay.
+    """
+    return re.sub(r"'[^']*'|\"[^\"]*\"|(?<![:\d])\d+", "", reason)

@@ -91,6 +91,8 @@ def test_unknown_split_is_rejected_with_the_known_ones():
 def test_empty_split_raises_unknown_sample():
     with pytest.raises(UnknownSample, match="has no samples"):
         FINITE.sample("empty")
+    with pytest.raises(UnknownSample, match=r"has no samples; samples\('empty'\) must return some"):
+        FINITE.sample("empty", 0)
 
 
 def test_samples_may_have_string_indices():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
 
-from agentrl_env import Done, Message, Reply, ToolCall, ToolError, tool
+from agentrl_env import Done, Environment, Message, Reply, ToolCall, ToolError, tool
 from agentrl_env.errors import DefinitionError
 from agentrl_env.fast_wire import ToolAnswer
 from agentrl_env.schema import ArgumentError, parse_docstring
@@ -314,6 +314,61 @@ async def play(*calls, text=None, call=call):
     turn = StepBuilder(Message.assistant(text, *calls), 0.0)
     await turn.run(environment, call)
     return turn
+
+
+class Chatty(Environment):
+    """Answers at length."""
+
+    max_output_chars = 10
+
+    def reset(self, sample, rng):
+        return "0123456789abc"
+
+    def respond(self, text):
+        return [Message(role="user", content="01234"), Message(role="user", content="56789abc")]
+
+    @tool
+    def say(self, text: str):
+        return Reply(text, reward=0.5)
+
+    @tool
+    def fail(self, text: str):
+        raise ToolError(text)
+
+    @tool
+    def show(self, text: str):
+        image = {"type": "image_url", "image_url": {"url": "data:" + "x" * 100}}
+        return Message(role="tool", content=[{"type": "text", "text": text}, image])
+
+
+async def played(*calls, text=None):
+    turn = StepBuilder(Message.assistant(text, *calls), 0.0)
+    await turn.run(Chatty(), call)
+    return [message.content for message in turn.messages]
+
+
+CUT = "{}\n[The output was cut: {} characters, of which {} are shown.]"
+
+
+async def test_long_output_is_cut_and_the_model_is_told():
+    assert await played(ToolCall.of("say", text="0123456789")) == ["0123456789"]
+    cut = CUT.format("0123456789", 13, 10)
+    assert await played(ToolCall.of("say", text="0123456789abc")) == [cut]
+    assert await played(ToolCall.of("fail", text="0123456789abc")) == [cut]
+    with Chatty.session() as session:
+        assert session.messages[0].content == cut
+
+
+async def test_output_limit_covers_all_answers_to_one_message():
+    calls = [ToolCall.of("say", call_id=str(n), text="0123456") for n in range(3)]
+    assert await played(*calls) == ["0123456", CUT.format("012", 7, 3), CUT.format("", 7, 0)]
+    assert await played(text="hello") == ["01234", CUT.format("56789", 8, 5)]
+
+
+async def test_output_limit_cuts_the_text_of_content_parts():
+    ((text, image),) = await played(ToolCall.of("show", text="0123456789abc"))
+    assert text["text"] == CUT.format("0123456789", 13, 10)
+    assert len(image["image_url"]["url"]) == 105
 
 
 async def test_calls_run_in_order_and_rewards_and_metrics_add_up():

@@ -4,8 +4,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from pydantic import BaseModel
 
 from agentrl_env import Done, Environment, ToolCall, tool
 from agentrl_env.__main__ import main
@@ -113,7 +115,7 @@ def test_new_environment_passes_its_check_and_its_test(cli, tmp_path):
     assert names == {"environment.py", "README.md", "test_environment.py"}
     code, out, _ = cli("check", "number_game")
     assert code == 0
-    assert "number_game: 12 passed, 2 skipped" in out
+    assert "number_game: 15 passed, 2 skipped" in out
     code, out, _ = cli("play", "number_game", stdin="guess 99\n")
     assert code == 0
     assert "lower" in out
@@ -385,6 +387,54 @@ def test_single_string_argument_needs_no_quotes(line, sql):
 def test_invalid_line_has_a_hint(line, hint):
     with pytest.raises(UnreadableLine, match=hint):
         parse_line(line, PUT)
+
+
+class Line(BaseModel):
+    order_id: int
+    reasons: list[Literal["late", "broken"]] = []
+    parent: "Line | None" = None
+
+
+class Support(Environment):
+    """Refunds orders."""
+
+    def reset(self, sample, rng):
+        return "Hello."
+
+    @tool
+    def refund(self, line: Line, note: str = "", tags: list[str] | None = None):
+        """Refund a line of an order."""
+        return f"refunded {line.order_id} {line.reasons} {note} {tags}"
+
+
+@pytest.mark.parametrize(
+    ("line", "arguments"),
+    [
+        ('refund line={"order_id":1}', {"line": {"order_id": 1}}),
+        ('refund line={"order_id": 1, "reasons": ["late"]}', {"line": {"order_id": 1, "reasons": ["late"]}}),
+        ('refund line={"order_id": 1} note="too late"', {"line": {"order_id": 1}, "note": "too late"}),
+        ('refund {"order_id": 1} late', {"line": {"order_id": 1}, "note": "late"}),
+        ('refund(line={"order_id": 1}, note=late)', {"line": {"order_id": 1}, "note": "late"}),
+        ("refund line='{\"order_id\": 1}'", {"line": {"order_id": 1}}),
+        ('refund {"line": {"order_id": 1}}', {"line": {"order_id": 1}}),
+        ('refund note={"a": "it\'s"} tags=["x y", "z"]', {"note": '{"a": "it\'s"}', "tags": ["x y", "z"]}),
+        ('refund note="{[" tags=[]', {"note": "{[", "tags": []}),
+        ("refund note={x", {"note": "{x"}),
+    ],
+)
+def test_json_value_needs_no_quotes(line, arguments):
+    (call,) = parse_line(line, Support.tool_specs()).tool_calls
+    assert json.loads(call.function.arguments) == arguments
+
+
+def test_play_shows_the_fields_of_nested_arguments(cli):
+    lines = ["/tools", 'refund line={"order_id":1} note=late', "/quit"]
+    code, out, _ = cli("play", f"{HERE}:Support", stdin="\n".join(lines))
+    assert code == 0
+    shown = 'refund(line: {order_id: integer, reasons?: ["late" | "broken", ...], parent?: {order_id: integer'
+    assert out.count(shown) == 2
+    assert "Line | null" in out
+    assert "refunded 1 [] late None" in out
 
 
 def test_plain_text_needs_say_if_there_are_tools():

@@ -1,0 +1,110 @@
+"""Reads samples of a data set in fresh processes, to compare them with those of this process.
+
+``python -m agentrl_env.testing.fresh_process TARGET`` reads ``{split: [index, ...]}`` from standard input
+and prints what ``read_samples`` returns as its last line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from agentrl_env.dataset import Dataset
+from agentrl_env.environment import Environment
+from agentrl_env.errors import AgentRLError
+from agentrl_env.server.loader import TARGET_PACKAGE, load_target
+from agentrl_env.session.executor import ThreadPool
+from agentrl_env.session.tasks import Tasks
+from agentrl_env.testing.report import readable
+
+FRESH = "AGENTRL_FRESH_PROCESS"
+"""Environment variable of a process that was started to read samples."""
+Wanted = Mapping[str, Sequence[int]]
+
+
+class CannotRead(Exception):
+    """The process did not print the samples; the text is its last line."""
+
+
+def target_of(environment: type[Environment]) -> str | None:
+    """Return the target by which another process imports a class; None if it should not, or cannot.
+
+    It cannot import a class inside a function; a script, and a module that runs the checks when it is
+    imported, would run them again.
+    """
+    name, module = environment.__name__, sys.modules.get(environment.__module__)
+    if module is None or getattr(module, name, None) is not environment:
+        return None
+    if module.__name__ == "__main__" or FRESH in os.environ:
+        return None
+    if not module.__name__.startswith(TARGET_PACKAGE):
+        return f"{module.__name__}:{name}"
+    file = inspect.getsourcefile(module)
+    return f"{file}:{name}" if file and os.path.isfile(file) else None
+
+
+def read_samples(environment: type[Environment], wanted: Wanted) -> dict[str, str]:
+    """Load the data set and return the samples as JSON by name, and the sizes of the splits."""
+    dataset = Dataset(environment)
+    found = {f"The size of {split}": str(info.num_samples) for split, info in dataset.info().items()}
+    for split, indices in wanted.items():
+        for index in indices:
+            try:
+                found[f"Sample {split}/{index}"] = readable(dataset.sample(split, index).data)
+            except AgentRLError as error:
+                found[f"Sample {split}/{index}"] = str(error)
+    return found
+
+
+def read_in_process(target: str, wanted: Wanted, *, hash_seed: int, timeout: float) -> dict[str, str]:
+    """Do what ``read_samples`` does in a fresh process, whose strings hash by ``hash_seed``.
+
+    Raises CannotRead.
+    """
+    variables = {
+        **os.environ,
+        FRESH: "1",
+        "PYTHONHASHSEED": str(hash_seed),
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+    }
+    command = [sys.executable, "-m", __name__, target]
+    question = json.dumps(wanted)
+    try:
+        done = subprocess.run(
+            command,
+            input=question,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            env=variables,
+            timeout=timeout,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CannotRead(str(error)) from None
+    lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
+    if done.returncode or not lines:
+        raise CannotRead(lines[-1] if lines else f"exit code {done.returncode}")
+    found: dict[str, str] = json.loads(lines[-1])
+    return found
+
+
+async def _print_samples(environment: type[Environment], wanted: Wanted) -> None:
+    tasks = Tasks([environment], threads=ThreadPool(1), oracle=False)
+    try:
+        await tasks.describe()  # samples() may need what startup() opens
+        found = await asyncio.to_thread(read_samples, environment, wanted)
+    finally:
+        await tasks.aclose()
+    print(f"\n{json.dumps(found)}", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        asyncio.run(_print_samples(load_target(sys.argv[1]), json.load(sys.stdin)))
+    except AgentRLError as failure:
+        sys.exit(str(failure))
