@@ -40,6 +40,14 @@ AgentRLError
 
 from __future__ import annotations
 
+import ast
+import inspect
+import linecache
+import os
+import sys
+import sysconfig
+from functools import partial
+from types import TracebackType
 from typing import Any, ClassVar
 
 AUTHOR_ERRORS = (Exception, SystemExit)
@@ -55,7 +63,16 @@ class ToolError(AgentRLError):
 
 
 class DefinitionError(AgentRLError):
-    """An Environment class is invalid; the message names the change to make."""
+    """An Environment class is invalid; the message names the change to make.
+
+    Args:
+        message: A sentence.
+        at: The function or the class that it is about; its file and line follow the sentence.
+        attribute: The attribute of that class.
+    """
+
+    def __init__(self, message: str, at: Any = None, attribute: str = "") -> None:
+        super().__init__(_with_place(message, place(at, attribute)))
 
 
 class TargetError(AgentRLError):
@@ -282,3 +299,116 @@ def from_wire(body: Any) -> WireError | None:
     details = {key: value for key, value in error.items() if key not in ("type", "message")}
     known = _BY_TYPE.get(error["type"], InternalError)
     return known(str(error.get("message", error["type"])), **details)
+
+
+_OWN_FOLDER = os.path.dirname(__file__) + os.sep
+_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+_ADVICE = {
+    "can only be used in that same thread": "plain methods run on several threads: connect with "
+    "check_same_thread=False, and hold a lock where sessions share the connection",
+    "no running event loop": "a plain method runs on a thread: make it async def",
+    "cannot be called from a running event loop": "await the coroutine instead",
+    "is bound to a different event loop": "create it in startup() or in a method, not at import",
+    "object can't be used in 'await' expression": "only coroutines are awaited",
+}
+"""What to do about messages of Python that do not say it."""
+
+
+def describe(error: BaseException, method: Any = None) -> str:
+    """Return an exception's class and text, cut to a readable length, with the author's file and line.
+
+    Args:
+        error: The exception.
+        method: The method that was called; its place is named where no frame of the author raised the error.
+    """
+    try:
+        located = isinstance(error, SyntaxError) and os.path.isfile(error.filename or "")
+        text = str(error.msg if located else error)  # type: ignore[attr-defined]
+    except Exception:  # ``__str__`` is author code too
+        text = "its text cannot be read"
+    text = f"{type(error).__name__}: {text}"[:500].encode("utf-8", "replace").decode("utf-8")
+    for symptom, advice in _ADVICE.items():
+        if symptom in text:
+            text = f"{text}; {advice}"
+    return _with_place(text, raised_at(error) or place(method))
+
+
+def raised_at(error: BaseException) -> str:
+    """Return ``file:line, in function`` of the author's line that raised an error; "" where there is none.
+
+    That is the innermost frame in the folder of the author's first frame, outside of installed packages.
+    """
+    if isinstance(error, SyntaxError) and os.path.isfile(error.filename or ""):
+        return f"{_relative(str(error.filename))}:{error.lineno or 1}"
+    step = first = author_traceback(error)
+    found = ""
+    while step is not None and first is not None:
+        code, home = step.tb_frame.f_code, first.tb_frame.f_code.co_filename
+        beside = code.co_filename.startswith(os.path.dirname(home) + os.sep)
+        if code.co_filename == home or (beside and "site-packages" not in code.co_filename):
+            found = f"{_relative(code.co_filename)}:{step.tb_lineno}"
+            if code.co_name != "<module>":
+                found += f", in {code.co_name}"
+        step = step.tb_next
+    return found
+
+
+def author_traceback(error: BaseException) -> TracebackType | None:
+    """Return the traceback of an error from the author's first frame on; None where there is none."""
+    step = error.__traceback__
+    while step is not None:
+        file = step.tb_frame.f_code.co_filename
+        library = file.startswith(_LIBRARY) and "site-packages" not in file
+        if not file.startswith((_OWN_FOLDER, "<frozen")) and not library:
+            return step
+        step = step.tb_next
+    return None
+
+
+def place(thing: Any, attribute: str = "") -> str:
+    """Return ``file:line`` of a function, or of a class or one of its attributes; "" where it is unknown."""
+    if isinstance(thing, type):
+        return _place_in_class(thing, attribute)
+    while isinstance(thing, partial):
+        thing = thing.func
+    thing = getattr(thing, "fget", None) or getattr(thing, "__func__", thing)
+    code = getattr(inspect.unwrap(thing), "__code__", None) if callable(thing) else None
+    if code is None or code.co_filename.startswith(_OWN_FOLDER):
+        return ""
+    return f"{_relative(code.co_filename)}:{code.co_firstlineno}"
+
+
+def _place_in_class(owner: type, attribute: str) -> str:
+    """Return the place of an attribute in the body of a class, else of the class, from its source."""
+    file = getattr(sys.modules.get(owner.__module__), "__file__", None)
+    try:
+        tree = ast.parse("".join(linecache.getlines(file or "")))
+    except (SyntaxError, ValueError):
+        return ""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.name == owner.__name__:
+            named = (statement for statement in node.body if attribute in _names(statement))
+            return f"{_relative(str(file))}:{next(named, node).lineno}"
+    return ""
+
+
+def _names(statement: ast.stmt) -> list[str]:
+    """Return the names that a statement of a class body defines."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+        return [statement.name]
+    if isinstance(statement, ast.Assign | ast.AnnAssign):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        return [target.id for target in targets if isinstance(target, ast.Name)]
+    return []
+
+
+def _relative(file: str) -> str:
+    """Return a path relative to the working directory where it is below it."""
+    try:
+        return file.removeprefix(os.getcwd() + os.sep)
+    except OSError:
+        return file
+
+
+def _with_place(message: str, where: str) -> str:
+    return f"{message} ({where})" if where else message
