@@ -125,7 +125,9 @@ class Dataset:
         except (LookupError, TypeError) as error:
             if size is not None and isinstance(index, int) and not isinstance(samples, Mapping):
                 what = f"samples({split!r})[{index}] of task {self._task!r}"
-                raise DefinitionError(f"{what} raised {describe(error, self._environment.samples)}") from error
+                raise DefinitionError(
+                    f"{what} raised {describe(error, self._environment.samples)}"
+                ) from error
             raise UnknownSample(f"task {self._task!r}, split {split!r}: no index {index!r}") from error
         if not isinstance(data, Mapping):
             raise DefinitionError(
@@ -160,7 +162,9 @@ def _not_json(value: Any, path: str = "", depth: int = 0) -> str:
         _to_json(value)
     except (TypeError, ValueError):
         what = repr(value) if isinstance(value, float) else f"a {type(value).__name__}"
-        return f"holds {what} at {path or 'its top'}; use dicts, lists, text, finite numbers, booleans or None"
+        return (
+            f"holds {what} at {path or 'its top'}; use dicts, lists, text, finite numbers, booleans or None"
+        )
     return ""
 
 

@@ -218,6 +218,18 @@ _SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
 """The class attributes that configure a task: what each may be, in code and in words."""
 
 
+def find_class(target: type[Environment] | str) -> type[Environment]:
+    """Return the Environment class of a target: a folder, ``file.py:Class``, ``module:Class`` or the class.
+
+    Raises TargetError, and DefinitionError for an invalid class.
+    """
+    if not isinstance(target, str):
+        return check_class(target)
+    from agentrl_env.server.loader import load_target
+
+    return load_target(target)
+
+
 def check_class(environment: Any) -> type[Environment]:
     """Return an Environment class that is complete: sessions can be opened. Raises DefinitionError.
 
@@ -225,7 +237,9 @@ def check_class(environment: Any) -> type[Environment]:
     annotations may name later classes.
     """
     if not isinstance(environment, type) or not issubclass(environment, Environment):
-        kind = f"{environment.__name__} does" if isinstance(environment, type) else f"{environment!r:.80} does"
+        kind = (
+            f"{environment.__name__} does" if isinstance(environment, type) else f"{environment!r:.80} does"
+        )
         hint = "; pass the class, not an instance" if isinstance(environment, Environment) else ""
         raise DefinitionError(f"{kind} not derive from Environment{hint}")
     own = environment.__name__

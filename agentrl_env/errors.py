@@ -334,21 +334,25 @@ def describe(error: BaseException, method: Any = None) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """Return ``file:line, in function`` of the author's line that raised an error; "" where there is none.
-
-    That is the innermost frame in the folder of the author's first frame, outside of installed packages.
-    """
+    """Return ``file:line, in function`` of the author's line that raised an error; "" where there is none."""
     if isinstance(error, SyntaxError) and os.path.isfile(error.filename or ""):
         return f"{_relative(str(error.filename))}:{error.lineno or 1}"
+    step = innermost(error)
+    if step is None:
+        return ""
+    function = step.tb_frame.f_code.co_name
+    return place(step) if function == "<module>" else f"{place(step)}, in {function}"
+
+
+def innermost(error: BaseException) -> TracebackType | None:
+    """Return the innermost frame of an error that is in the folder of the author's first frame."""
     step = first = author_traceback(error)
-    found = ""
+    found = None
     while step is not None and first is not None:
-        code, home = step.tb_frame.f_code, first.tb_frame.f_code.co_filename
-        beside = code.co_filename.startswith(os.path.dirname(home) + os.sep)
-        if code.co_filename == home or (beside and "site-packages" not in code.co_filename):
-            found = f"{_relative(code.co_filename)}:{step.tb_lineno}"
-            if code.co_name != "<module>":
-                found += f", in {code.co_name}"
+        file, home = step.tb_frame.f_code.co_filename, first.tb_frame.f_code.co_filename
+        beside = file.startswith(os.path.dirname(home) + os.sep) and "site-packages" not in file
+        if file == home or beside:
+            found = step
         step = step.tb_next
     return found
 
@@ -366,7 +370,9 @@ def author_traceback(error: BaseException) -> TracebackType | None:
 
 
 def place(thing: Any, attribute: str = "") -> str:
-    """Return ``file:line`` of a function, or of a class or one of its attributes; "" where it is unknown."""
+    """Return ``file:line`` of a frame, a function, or a class or its attribute; "" where it is unknown."""
+    if isinstance(thing, TracebackType):
+        return f"{_relative(thing.tb_frame.f_code.co_filename)}:{thing.tb_lineno}"
     if isinstance(thing, type):
         return _place_in_class(thing, attribute)
     while isinstance(thing, partial):

@@ -429,7 +429,9 @@ class Session:
 
     def _failed(self, what: str, error: BaseException) -> EnvironmentFailed:
         log_failure(self, what, error)
-        return EnvironmentFailed(f"{what} of task {self.sample.task!r} failed: {describe(error, getattr(self._class, what))}")
+        return EnvironmentFailed(
+            f"{what} of task {self.sample.task!r} failed: {describe(error, getattr(self._class, what))}"
+        )
 
     def _alive(self) -> Environment:
         if self._environment is None:
