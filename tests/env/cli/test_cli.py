@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl_env import Done, Environment, ToolCall, tool
+from agentrl_env import Done, Environment, ToolCall, __version__, tool
 from agentrl_env.__main__ import main
 from agentrl_env.cli.play import UnreadableLine, parse_line, signature
 from agentrl_env.launch.process import ServerProcess
@@ -271,9 +271,19 @@ def test_play_with_expert_and_do(cli):
     code, out, _ = cli("play", f"{HERE}:Guess", "--index", "2", stdin="/do\n")
     assert code == 0
     assert "success, reward 1" in out
-    code, out, _ = cli("play", f"{HERE}:Polite", "--expert")
+
+
+def test_play_with_expert_fails_without_one(cli):
+    code, out, err = cli("play", f"{HERE}:Polite", "--expert")
+    assert code == 1
+    assert "task 'polite' offers no expert: define expert(rng)" in one_line(err)
+    assert out == ""
+
+
+def test_version_is_printed(cli):
+    code, out, _ = cli("--version")
     assert code == 0
-    assert "Left after 0 turns." in out
+    assert out == f"agentrl-env {__version__}\n"
 
 
 def test_play_ends_at_the_end_of_input(cli):
