@@ -72,7 +72,7 @@ class Arguments:
         typed.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False, regex_engine="python-re")
         try:
             return TypeAdapter(typed)
-        except (PydanticUserError, TypeError, ValueError, re.error) as error:
+        except Exception as error:
             raise self._without_schema(fields, error) from error
 
     def _json_schema(self, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Arguments:
             make: Any = TypedDict
             try:
                 TypeAdapter(make("Argument", {name: annotation})).json_schema()
-            except (PydanticUserError, TypeError, ValueError, re.error) as found:
+            except Exception as found:
                 reason = "" if isinstance(found, PydanticUserError) else f" ({str(found).splitlines()[0]})"
                 return self._invalid(
                     f"no schema for its arguments: parameter {name!r} has a type that JSON cannot express"

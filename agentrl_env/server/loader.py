@@ -106,7 +106,7 @@ def _load_module(name: str, target: str) -> ModuleType:
         text = f"importing it failed: {describe(error)}"
         if isinstance(error, ModuleNotFoundError) and error.name is not None:
             text = _missing_module(error, error.name)
-        text = re.sub(rf"{TARGET_PACKAGE}\w+(?=\.)", "", text)
+        text = re.sub(rf"{TARGET_PACKAGE}\w+\.", "", text)
         raise TargetError(f"{target}: {text}") from error
 
 
@@ -123,15 +123,16 @@ def _missing_module(error: ModuleNotFoundError, name: str) -> str:
         similar = difflib.get_close_matches(own, known, n=1)
         hint = f"; did you mean {'.' + similar[0]!r}?" if similar else ""
         return f"there is no {own}.py beside {Path(file).name}{hint} {where}"
-    top, _, rest = name.partition(".")
-    inside = rest if top == folder.name else name
-    if top != folder.name and not (folder / f"{top}.py").exists() and not (folder / top).is_dir():
+    own, top = folder.name, name.partition(".")[0]
+    if top != own and not (folder / f"{top}.py").exists() and not (folder / top).is_dir():
         return f"it needs the module {name!r}; install it {where}"
-    written = linecache.getline(file, line).strip()
-    names = re.match(r"from\s+\S+\s+import\s+(.+)", written)
-    fix = f"from .{inside} import {names[1] if names else '...'}"
-    if names is None and "." not in inside and inside:
-        fix = f"from . import {inside}"
+    written = linecache.getline(file, line).partition("#")[0].strip()
+    found = re.match(r"(?:from\s+([\w.]+)\s+)?import\s+([\w.]+)(.*)", written)
+    module, names = (found[1], found[2] + found[3]) if found else (name, "...")
+    if not module:  # import a.b
+        module, _, names = names.rpartition(".")
+    module = f"{module}.".removeprefix(f"{own}.").rstrip(".")
+    fix = f"from .{module} import {names}"
     return f"{written!r} finds no installed module; for the file beside it write {fix!r} {where}"
 
 
