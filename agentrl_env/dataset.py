@@ -66,6 +66,12 @@ class Dataset:
                     "index: return a list, or an object with __getitem__",
                     self._environment.samples,
                 )
+            if isinstance(samples, Mapping) and set(self._environment.splits) <= set(samples):
+                raise DefinitionError(
+                    f"samples({name!r}) of task {self._task!r} is a dict of all splits; "
+                    f"return the samples of one: ...[split]",
+                    self._environment.samples,
+                )
             self._splits[name] = samples
         return self._splits[name]
 

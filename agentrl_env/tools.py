@@ -294,6 +294,9 @@ def as_messages(content: object, where: str) -> list[Message]:
         return [Message(role="user", content=clean(content))]
     messages = [content] if isinstance(content, Message) else content
     if not isinstance(messages, list) or not all(isinstance(item, Message) for item in messages):
+        if inspect.iscoroutine(content):
+            content.close()
+            raise DefinitionError(f"{where} returned a coroutine; await it")
         raise DefinitionError(
             f"{where} returned {type(content).__name__}; return a str, a Message or a list of them"
         )
