@@ -310,7 +310,7 @@ def _check_method(environment: type[Environment], name: str, value: Any, origina
         raise DefinitionError(f"{what} is a classmethod; the state of an episode belongs on self", value)
     parameters = list(inspect.signature(getattr(original, "__func__", original)).parameters.values())
     given = sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
-    if of_class or isinstance(value, staticmethod):
+    if of_class or isinstance(value, staticmethod) or not hasattr(type(value), "__get__"):
         given -= 1  # cls, or self
     if not _takes(getattr(environment, name), given):
         advice = f"write {_signature_text(name)}"
