@@ -237,11 +237,9 @@ def check_class(environment: Any) -> type[Environment]:
     annotations may name later classes.
     """
     if not isinstance(environment, type) or not issubclass(environment, Environment):
-        kind = (
-            f"{environment.__name__} does" if isinstance(environment, type) else f"{environment!r:.80} does"
-        )
+        what = environment.__name__ if isinstance(environment, type) else f"{environment!r:.80}"
         hint = "; pass the class, not an instance" if isinstance(environment, Environment) else ""
-        raise DefinitionError(f"{kind} not derive from Environment{hint}")
+        raise DefinitionError(f"{what} is no class that derives from Environment{hint}")
     own = environment.__name__
     if missing := sorted(getattr(environment, "__abstractmethods__", ())):
         wanted = ", ".join(_signature_text(name) for name in missing)

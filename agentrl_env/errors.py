@@ -1,4 +1,4 @@
-"""The hierarchy of all errors of this package.
+"""The hierarchy of all errors of this package, and the place where author code raised one.
 
 AgentRLError
 ├── ToolError                 raised by a tool to answer the model; the turn counts
@@ -309,7 +309,7 @@ _ADVICE = {
     "no running event loop": "a plain method runs on a thread: make it async def",
     "cannot be called from a running event loop": "await the coroutine instead",
     "is bound to a different event loop": "create it in startup() or in a method, not at import",
-    "object can't be used in 'await' expression": "only coroutines are awaited",
+    "can't be used in 'await' expression": "only what an async method returns is awaited",
 }
 """What to do about messages of Python that do not say it."""
 
@@ -321,6 +321,8 @@ def describe(error: BaseException, method: Any = None) -> str:
         error: The exception.
         method: The method that was called; its place is named where no frame of the author raised the error.
     """
+    while isinstance(error, BaseExceptionGroup):  # of a TaskGroup, whose text says nothing
+        error = error.exceptions[0]
     try:
         located = isinstance(error, SyntaxError) and os.path.isfile(error.filename or "")
         text = str(error.msg if located else error)  # type: ignore[attr-defined]

@@ -132,7 +132,7 @@ def _missing_module(error: ModuleNotFoundError, name: str) -> str:
     if not module:  # import a.b
         module, _, names = names.rpartition(".")
     module = f"{module}.".removeprefix(f"{own}.").rstrip(".")
-    fix = f"from .{module} import {names}"
+    fix = f"from .{module} import {names if ')' in names or '(' not in names else '...'}"
     return f"{written!r} finds no installed module; for the file beside it write {fix!r} {where}"
 
 

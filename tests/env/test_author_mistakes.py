@@ -125,6 +125,7 @@ TARGET = {
 SETTINGS = {
     'max_turns = "8"': "Guess.max_turns is '8'; it must be a whole number of at least 1",
     "max_turns = 0": "Guess.max_turns is 0; it must be a whole number of at least 1",
+    "max_turns = 8,": "Guess.max_turns is (8,); it must be a whole number of at least 1",
     "max_turns = 2.5": "Guess.max_turns is 2.5; it must be a whole number of at least 1",
     "max_turns: int = None": "Guess.max_turns is None; it must be a whole number of at least 1",
     "max_turn = 3": "Guess.max_turn is no setting; did you mean 'max_turns'?",

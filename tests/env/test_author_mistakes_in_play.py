@@ -171,6 +171,16 @@ TOOLS = {
         "@tool(timeout=0.05)  # here\ndef guess(self):\n    import time\n    time.sleep(0.5)\n",
         "AuthorTimeout: guess(): still running after 0.05 s",
     ),
+    "an await too many": (
+        "def look(self): return ''\n@tool\nasync def guess(self):\n    return await self.look()  # here\n",
+        "can't be used in 'await' expression; only what an async method returns is awaited",
+    ),
+    "an error in a task group": (
+        "async def look(self):\n    return {}['missing']  # here\n"
+        "@tool\nasync def guess(self):\n    import asyncio\n"
+        "    async with asyncio.TaskGroup() as group:\n        group.create_task(self.look())\n",
+        "KeyError: 'missing'",
+    ),
     "respond without return": (
         "def respond(self, text):  # here\n    'no'\n",
         "respond() returned NoneType; return a str, a Message or a list of them",
