@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
+from agentrl_env import __version__
 from agentrl_env.cli import author, operator
 from agentrl_env.errors import AgentRLError
 
@@ -28,6 +30,23 @@ _COMMANDS: tuple[Callable[..., None], ...] = (
     operator.up,
     operator.bench,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"agentrl-env {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Environments for language-model agents: create, check, play and serve them."""
+
+
 for command in _COMMANDS:
     app.command()(command)
 

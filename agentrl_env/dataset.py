@@ -9,14 +9,18 @@ from collections.abc import Mapping, Sized
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from pydantic_core import PydanticSerializationError
+from pydantic_core import to_jsonable_python
 
-from agentrl_env.errors import DefinitionError, UnknownSample
+from agentrl_env.errors import DefinitionError, UnknownSample, describe
 from agentrl_env.types import SplitInfo, TaskSample
 from agentrl_env.wire import SEED_BITS
 
 if TYPE_CHECKING:
     from agentrl_env.environment import Environment
+
+
+MAX_DEPTH = 100
+"""Levels of nesting that a sample's data may have."""
 
 
 class Samples(Protocol):
@@ -59,7 +63,14 @@ class Dataset:
             if not hasattr(samples, "__getitem__"):
                 raise DefinitionError(
                     f"samples({name!r}) of task {self._task!r} is a {type(samples).__name__}, which has no "
-                    "index: return a list, or an object with __getitem__"
+                    "index: return a list, or an object with __getitem__",
+                    self._environment.samples,
+                )
+            if isinstance(samples, Mapping) and set(self._environment.splits) <= set(samples):
+                raise DefinitionError(
+                    f"samples({name!r}) of task {self._task!r} is a dict of all splits; "
+                    f"return the samples of one: ...[split]",
+                    self._environment.samples,
                 )
             self._splits[name] = samples
         return self._splits[name]
@@ -101,10 +112,12 @@ class Dataset:
             seed = stable_seed(self._task, split, key)
         sample = TaskSample(task=self._task, split=split, index=index, seed=seed, data=chosen)
         try:
-            sample.model_dump_json()
-        except PydanticSerializationError as error:
+            _to_json(chosen)
+        except (TypeError, ValueError, RecursionError):
+            what = f"samples({split!r})[{index!r}]" if data is None else "the given sample"
             raise DefinitionError(
-                f"samples({split!r})[{index!r}] of task {self._task!r} cannot be sent as JSON: {error}"
+                f"{what} of task {self._task!r} cannot be sent as JSON: it {_not_json(chosen)}",
+                self._environment.samples if data is None else None,
             ) from None
         return sample
 
@@ -120,14 +133,47 @@ class Dataset:
         except (LookupError, TypeError) as error:
             if size is not None and isinstance(index, int) and not isinstance(samples, Mapping):
                 what = f"samples({split!r})[{index}] of task {self._task!r}"
-                raise DefinitionError(f"{what} raised {type(error).__name__}: {error}") from error
+                raise DefinitionError(
+                    f"{what} raised {describe(error, self._environment.samples)}"
+                ) from error
             raise UnknownSample(f"task {self._task!r}, split {split!r}: no index {index!r}") from error
         if not isinstance(data, Mapping):
             raise DefinitionError(
                 f"samples({split!r})[{index!r}] of task {self._task!r} is a "
-                f"{type(data).__name__}; it must be a dict"
+                f"{type(data).__name__}; it must be a dict",
+                self._environment.samples,
             )
         return dict(data)
+
+
+def _to_json(data: Any) -> None:
+    """Raise TypeError or ValueError where a sample's data would not cross the wire unchanged."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, set | frozenset):
+            raise TypeError("a set has no order")
+        return to_jsonable_python(value)
+
+    json.dumps(data, allow_nan=False, ensure_ascii=False, default=plain).encode()
+
+
+def _not_json(value: Any, path: str = "", depth: int = 0) -> str:
+    """Return the place of the first value that JSON cannot hold, and what it is; "" where there is none."""
+    if depth > MAX_DEPTH:
+        return f"is nested deeper than {MAX_DEPTH} values"
+    if isinstance(value, dict | list | tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        found = (_not_json(item, f"{path}[{key!r}]", depth + 1) for key, item in items)
+        if problem := next(filter(None, found), ""):
+            return problem
+    try:
+        _to_json(value)
+    except (TypeError, ValueError):
+        what = repr(value) if isinstance(value, float) else f"a {type(value).__name__}"
+        return (
+            f"holds {what} at {path or 'its top'}; use dicts, lists, text, finite numbers, booleans or None"
+        )
+    return ""
 
 
 def _length(samples: Samples) -> int | None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from agentrl_env.dataset import EndlessSamples, Samples
-from agentrl_env.errors import NotSupported
-from agentrl_env.tools import Reply, toolset
+from agentrl_env.errors import DefinitionError, NotSupported
+from agentrl_env.tools import Reply, is_seconds, is_tool, toolset
 from agentrl_env.types import TaskSample, ToolSpec
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ class Environment(ABC):
     Methods may be plain or ``async``. Plain ones run on a thread, unless ``blocking`` is False.
     Tools return ``str | Message | list[Message] | Reply | Done``; raising ``ToolError`` answers the
     model; any other exception ends the session as ``failed_environment``.
+
+    A class whose settings have another type, or whose methods have other parameters than those below,
+    raises DefinitionError when it is defined.
     """
 
     name: ClassVar[str]
@@ -50,6 +55,8 @@ class Environment(ABC):
         if "name" not in vars(cls):
             cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__)
             cls.name = cls.name.lower()
+        for attribute, value in list(vars(cls).items()):
+            _check_attribute(cls, attribute, value)
 
     @abstractmethod
     def reset(self, sample: TaskSample, rng: np.random.Generator) -> Any:
@@ -190,3 +197,149 @@ class Environment(ABC):
         from agentrl_env.gym.vector import GymVectorEnv
 
         return GymVectorEnv(n, client=cls.local, **options)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+_SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "name": (
+        lambda value: isinstance(value, str) and re.fullmatch(r"[\w.-]+", value) is not None,
+        "text of letters, digits, '_', '-' or '.'",
+    ),
+    "splits": (
+        lambda value: isinstance(value, tuple | list) and all(isinstance(v, str) and v for v in value),
+        'a tuple of names, such as ("train", "test")',
+    ),
+    "max_turns": (_is_count, "a whole number of at least 1"),
+    "max_output_chars": (_is_count, "a whole number of at least 1"),
+    "max_seconds": (lambda value: value is None or is_seconds(value), "seconds above 0, or None"),
+    "tool_timeout": (is_seconds, "seconds above 0"),
+    "reset_timeout": (is_seconds, "seconds above 0"),
+    "blocking": (lambda value: isinstance(value, bool), "True or False"),
+}
+"""The class attributes that configure a task: what each may be, in code and in words."""
+
+
+def find_class(target: type[Environment] | str) -> type[Environment]:
+    """Return the Environment class of a target: a folder, ``file.py:Class``, ``module:Class`` or the class.
+
+    Raises TargetError, and DefinitionError for an invalid class.
+    """
+    if not isinstance(target, str):
+        return check_class(target)
+    from agentrl_env.server.loader import load_target
+
+    return load_target(target)
+
+
+def check_class(environment: Any) -> type[Environment]:
+    """Return an Environment class that is complete: sessions can be opened. Raises DefinitionError.
+
+    This is what cannot be told when a class is defined, since it may be a base of others, and its
+    annotations may name later classes.
+    """
+    if not isinstance(environment, type) or not issubclass(environment, Environment):
+        what = environment.__name__ if isinstance(environment, type) else f"{environment!r:.80}"
+        hint = "; pass the class, not an instance" if isinstance(environment, Environment) else ""
+        raise DefinitionError(f"{what} is no class that derives from Environment{hint}")
+    own = environment.__name__
+    if missing := sorted(getattr(environment, "__abstractmethods__", ())):
+        wanted = ", ".join(_signature_text(name) for name in missing)
+        similar = difflib.get_close_matches(missing[0], vars(environment), n=1, cutoff=0.7)
+        hint = f"; {own} has {similar[0]!r}, is that it?" if similar else ""
+        raise DefinitionError(f"{own} has no {wanted}{hint}", environment, similar[0] if similar else "")
+    if not _takes(environment, 0):
+        raise DefinitionError(
+            f"{own}.__init__() is called without arguments; set up the episode in reset()",
+            environment,
+            "__init__",
+        )
+    if environment.overrides("snapshot") != environment.overrides("restore"):
+        has, lacks = ("snapshot", "restore") if environment.overrides("snapshot") else ("restore", "snapshot")
+        raise DefinitionError(
+            f"{own} has {has}() and no {lacks}(): sessions fork only with both", environment, has
+        )
+    toolset(environment)
+    return environment
+
+
+def _check_attribute(environment: type[Environment], attribute: str, value: Any) -> None:
+    """Raise DefinitionError where an attribute of a task's class contradicts what Environment defines."""
+    what = f"{environment.__name__}.{attribute}"
+    original = vars(Environment).get(attribute)
+    if is_tool(value):
+        if original is not None or attribute in _SETTINGS:
+            raise DefinitionError(
+                f"{what} is a tool, but Environment has an attribute of this name; rename it, "
+                f"and keep the name for models with @tool(name={attribute!r})",
+                value,
+            )
+    elif attribute in _SETTINGS:
+        valid, wanted = _SETTINGS[attribute]
+        if not valid(value):
+            raise DefinitionError(f"{what} is {value!r:.80}; it must be {wanted}", environment, attribute)
+    elif attribute.startswith("_"):
+        return
+    elif original is not None:
+        _check_method(environment, attribute, value, original)
+    elif inspect.isfunction(value):
+        if any(is_tool(vars(base).get(attribute)) for base in environment.__mro__[1:]):
+            raise DefinitionError(
+                f"{what} replaces a tool and is none: put @tool on it; {attribute} = None removes the tool",
+                value,
+            )
+    elif not hasattr(value, "__get__"):
+        similar = difflib.get_close_matches(attribute, set(_SETTINGS) - {"name"}, n=1, cutoff=0.85)
+        if similar:
+            raise DefinitionError(
+                f"{what} is no setting; did you mean {similar[0]!r}?", environment, attribute
+            )
+
+
+def _check_method(environment: type[Environment], name: str, value: Any, original: Any) -> None:
+    """Raise DefinitionError unless a method can be called like the one of Environment that it overrides."""
+    what = f"{environment.__name__}.{name}"
+    of_class = isinstance(original, classmethod)
+    if not callable(getattr(value, "__func__", value)):
+        raise DefinitionError(
+            f"{what} is a {type(value).__name__}, but Environment has a method of this name; rename it",
+            environment,
+            name,
+        )
+    if isinstance(value, classmethod) and not of_class:
+        raise DefinitionError(f"{what} is a classmethod; the state of an episode belongs on self", value)
+    parameters = list(inspect.signature(getattr(original, "__func__", original)).parameters.values())
+    given = sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+    if of_class or isinstance(value, staticmethod) or not hasattr(type(value), "__get__"):
+        given -= 1  # cls, or self
+    if not _takes(getattr(environment, name), given):
+        advice = f"write {_signature_text(name)}"
+        if of_class and inspect.isfunction(value):
+            advice = f"put @classmethod above it, and {advice}"
+        raise DefinitionError(f"{what} is called with other arguments; {advice}", value)
+    if of_class and name not in ("startup", "shutdown") and inspect.iscoroutinefunction(_plain(value)):
+        raise DefinitionError(f"{what} cannot be async; write a plain classmethod", value)
+    if not of_class and (inspect.isgeneratorfunction(value) or inspect.isasyncgenfunction(value)):
+        raise DefinitionError(f"{what} yields; return the value instead", value)
+
+
+def _plain(value: Any) -> Any:
+    return getattr(value, "__func__", value)
+
+
+def _takes(function: Callable[..., Any], given: int) -> bool:
+    """Return whether a function can be called with so many arguments."""
+    try:
+        inspect.signature(function).bind(*[None] * given)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin without a signature
+        return True
+    return True
+
+
+def _signature_text(name: str) -> str:
+    function = _plain(vars(Environment)[name])
+    return f"{name}({', '.join(inspect.signature(function).parameters)})"

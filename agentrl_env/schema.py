@@ -30,11 +30,13 @@ class Arguments:
     """The arguments of one tool: their JSON Schema and their parser."""
 
     def __init__(self, function: Callable[..., Any], owner: str) -> None:
+        self._function = function
         self._where = f"{owner}.{function.__name__}"
         self.summary, described = parse_docstring(inspect.getdoc(function) or "")
-        self._adapter = self._build(function, described)
+        fields = self._fields(function, described)
+        self._adapter = self._build(fields)
         self._validate: Callable[..., dict[str, Any]] = self._adapter.validator.validate_json
-        self.schema = _plain(self._json_schema())
+        self.schema = _plain(self._json_schema(fields))
         self.schema.setdefault("properties", {})
         self._names = ", ".join(self.schema["properties"]) or "none"
 
@@ -49,45 +51,64 @@ class Arguments:
         except ValidationError as error:
             raise ArgumentError(self._explain(error)) from None
 
-    def _build(
-        self, function: Callable[..., Any], described: Mapping[str, str]
-    ) -> TypeAdapter[dict[str, Any]]:
+    def _fields(self, function: Callable[..., Any], described: Mapping[str, str]) -> dict[str, Any]:
+        """Return the annotation of each parameter but ``self``."""
         try:
             hints = get_type_hints(function, include_extras=True)
-        except (NameError, TypeError) as error:
-            raise DefinitionError(f"{self._where}: cannot resolve its annotations: {error}") from error
+        except (NameError, TypeError, AttributeError, SyntaxError) as error:
+            raise self._invalid(f"cannot resolve its annotations: {error}") from error
+        parameters = list(inspect.signature(function).parameters.values())
+        if not parameters or (parameters[0].name != "self" and parameters[0].name in hints):
+            raise self._invalid("its first parameter must be self")
         fields: dict[str, Any] = {}
-        for parameter in list(inspect.signature(function).parameters.values())[1:]:
+        for parameter in parameters[1:]:
             fields[parameter.name] = self._field(parameter, hints, described.get(parameter.name))
+        return fields
+
+    def _build(self, fields: dict[str, Any]) -> TypeAdapter[dict[str, Any]]:
         # A TypedDict, not a model: its keys may have any name (``copy``, ``schema``, ``_x``).
         make: Any = TypedDict
         typed = make("Arguments", fields)
         typed.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False, regex_engine="python-re")
         try:
             return TypeAdapter(typed)
-        except (PydanticUserError, TypeError) as error:
-            raise self._without_schema(error) from error
+        except Exception as error:
+            raise self._without_schema(fields, error) from error
 
-    def _json_schema(self) -> dict[str, Any]:
+    def _json_schema(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         try:
             return self._adapter.json_schema()
         except PydanticUserError as error:
-            raise self._without_schema(error) from error
+            raise self._without_schema(fields, error) from error
 
-    def _without_schema(self, error: Exception) -> DefinitionError:
-        return DefinitionError(f"{self._where}: no schema for its arguments: {str(error).splitlines()[0]}")
+    def _without_schema(self, fields: Mapping[str, Any], error: Exception) -> DefinitionError:
+        """Return the error of the first parameter whose type alone has no schema either."""
+        for name, annotation in fields.items():
+            make: Any = TypedDict
+            try:
+                TypeAdapter(make("Argument", {name: annotation})).json_schema()
+            except Exception as found:
+                reason = "" if isinstance(found, PydanticUserError) else f" ({str(found).splitlines()[0]})"
+                return self._invalid(
+                    f"no schema for its arguments: parameter {name!r} has a type that JSON cannot express"
+                    f"{reason}; use str, int, float, bool, list, dict, Literal, an Enum or a pydantic model"
+                )
+        return self._invalid(f"no schema for its arguments: {str(error).splitlines()[0]}")
+
+    def _invalid(self, problem: str) -> DefinitionError:
+        return DefinitionError(f"{self._where}: {problem}", self._function)
 
     def _field(self, parameter: inspect.Parameter, hints: Mapping[str, Any], description: str | None) -> Any:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise DefinitionError(
-                f"{self._where}: parameter {parameter.name!r} must be a plain named one, because a "
+            raise self._invalid(
+                f"parameter {parameter.name!r} must be a plain named one, because a "
                 "model passes arguments by name"
             )
         if parameter.name not in hints:
-            raise DefinitionError(f"{self._where}: parameter {parameter.name!r} needs a type annotation")
+            raise self._invalid(f"parameter {parameter.name!r} needs a type annotation")
         if isinstance(parameter.default, FieldInfo):
-            raise DefinitionError(
-                f"{self._where}: the Field() of parameter {parameter.name!r} belongs into its annotation: "
+            raise self._invalid(
+                f"the Field() of parameter {parameter.name!r} belongs into its annotation: "
                 f"{parameter.name}: Annotated[..., Field(...)] = default"
             )
         annotation = hints[parameter.name]

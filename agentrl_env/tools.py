@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, partial
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import numpy as np
 from pydantic_core import PydanticSerializationError
 
-from agentrl_env.errors import DefinitionError, ToolError
+from agentrl_env.errors import DefinitionError, ToolError, describe
 from agentrl_env.fast_wire import AnyToolCall, AssistantMessage, ToolAnswer, encode_result
 from agentrl_env.schema import ArgumentError, Arguments, echo
 from agentrl_env.types import FunctionSpec, Message, SessionStatus, ToolCall, ToolSpec
@@ -27,6 +28,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 Content = str | Message | list[Message]
 Invoke = Callable[..., Awaitable[Any]]
 """Runs author code: ``await invoke(name, call_without_arguments, timeout_or_None)``."""
+TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""What model APIs accept as the name of a tool."""
 _MARK = "__agentrl_tool__"
 
 
@@ -67,7 +70,20 @@ def tool(
     """
 
     def mark(method: F) -> F:
-        setattr(method, _MARK, _Options(name=name or method.__name__, timeout=timeout))
+        if not inspect.isfunction(method):
+            kind = type(method).__name__
+            raise DefinitionError(f"@tool is put on a plain method, closest to it, not on a {kind}", method)
+        if timeout is not None and not is_seconds(timeout):
+            raise DefinitionError(f"@tool(timeout={timeout!r}): timeout takes seconds above 0", method)
+        tool_name = name or method.__name__
+        if not isinstance(tool_name, str) or not TOOL_NAME.fullmatch(tool_name):
+            raise DefinitionError(
+                f"a tool cannot be named {tool_name!r}: models accept 1 to 64 letters, digits, '_' or '-'",
+                method,
+            )
+        if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
+            raise DefinitionError(f"tool {tool_name!r} yields; return the answer instead", method)
+        setattr(method, _MARK, _Options(name=tool_name, timeout=timeout))
         return method
 
     return mark if function is None else mark(function)
@@ -91,7 +107,7 @@ class Toolset:
         self.tools: dict[str, Tool] = {}
         for attribute in _attributes(environment):
             function = inspect.getattr_static(environment, attribute)
-            if hasattr(getattr(function, "__func__", function), _MARK):
+            if is_tool(function):
                 self._add(environment, attribute, function)
         self.specs = tuple(tool.spec for tool in self.tools.values())
         self.names = ", ".join(self.tools) or "none"
@@ -99,11 +115,13 @@ class Toolset:
     def _add(self, environment: type, attribute: str, function: Callable[..., Any]) -> None:
         if not inspect.isfunction(function):
             raise DefinitionError(
-                f"{environment.__name__}.{attribute}: put @tool on a plain method, closest to it"
+                f"{environment.__name__}.{attribute}: put @tool on a plain method, closest to it", function
             )
         options: _Options = getattr(function, _MARK)
         if options.name in self.tools:
-            raise DefinitionError(f"{environment.__name__} has two tools named {options.name!r}; rename one")
+            raise DefinitionError(
+                f"{environment.__name__} has two tools named {options.name!r}; rename one", function
+            )
         arguments = Arguments(function, environment.__name__)
         self.tools[options.name] = Tool(
             name=options.name,
@@ -118,6 +136,16 @@ class Toolset:
             ),
             timeout=options.timeout,
         )
+
+
+def is_tool(value: object) -> bool:
+    """Return whether an attribute of a class is marked with ``@tool``."""
+    return hasattr(getattr(value, "__func__", value), _MARK)
+
+
+def is_seconds(value: object) -> bool:
+    """Return whether a value is a number of seconds above 0; infinity means no limit."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 @cache
@@ -142,7 +170,7 @@ class StepBuilder:
         begin: time of its arrival, by the session's clock.
     """
 
-    __slots__ = ("begin", "done", "info", "message", "messages", "metrics", "reward", "room")
+    __slots__ = ("begin", "calling", "done", "info", "message", "messages", "metrics", "reward", "room")
 
     def __init__(self, message: AssistantMessage, begin: float) -> None:
         self.message = message
@@ -154,6 +182,8 @@ class StepBuilder:
         self.info: dict[str, Any] = {}
         self.room = 0
         """Characters that the answers may still have."""
+        self.calling: Callable[..., Any] | None = None
+        """The author's method that was called last; errors name its place."""
 
     async def run(self, environment: Environment, invoke: Invoke) -> None:
         """Run the message's tool calls in order, or ``respond`` where it has none.
@@ -163,6 +193,7 @@ class StepBuilder:
         calls: Sequence[AnyToolCall] = self.message.tool_calls or ()
         self.room = environment.max_output_chars
         if not calls:
+            self.calling = environment.respond
             try:
                 value = await invoke("respond", partial(environment.respond, _text(self.message)), None)
             except ToolError as error:
@@ -175,7 +206,7 @@ class StepBuilder:
                 continue
             tool, arguments = call
             try:
-                method = partial(getattr(environment, tool.attribute), **arguments)
+                method = self.calling = partial(getattr(environment, tool.attribute), **arguments)
                 value = await invoke(tool.name, method, tool.timeout)
             except ToolError as error:
                 self.messages += tool_messages(self._take(str(error)), request.id, tool.name)
@@ -207,7 +238,7 @@ class StepBuilder:
     def fail(self, error: BaseException) -> None:
         """Record an exception of author code; the reward is then meaningless."""
         self.reward = 0.0
-        self.info = {"error": {"type": type(error).__name__, "message": describe(error)}}
+        self.info = {"error": {"type": type(error).__name__, "message": describe(error, self.calling)}}
 
     def result_json(self, session_id: str, seq: int, status: SessionStatus) -> bytes:
         """Return the StepResult as JSON."""
@@ -307,6 +338,9 @@ def as_messages(content: object, where: str) -> list[Message]:
         return [Message(role="user", content=clean(content))]
     messages = [content] if isinstance(content, Message) else content
     if not isinstance(messages, list) or not all(isinstance(item, Message) for item in messages):
+        if inspect.iscoroutine(content):
+            content.close()
+            raise DefinitionError(f"{where} returned a coroutine; await it")
         raise DefinitionError(
             f"{where} returned {type(content).__name__}; return a str, a Message or a list of them"
         )
@@ -359,12 +393,3 @@ def _finite(value: object, what: str) -> float:
     if not isinstance(value, int | float | np.number | np.bool_) or not math.isfinite(value):
         raise DefinitionError(f"{what} must be a finite number, got {value!r}")
     return float(value)
-
-
-def describe(error: BaseException) -> str:
-    """Return an exception's class and text, cut to a readable length."""
-    try:
-        text = str(error)
-    except Exception:  # ``__str__`` is author code too
-        text = "its text cannot be read"
-    return clean(f"{type(error).__name__}: {text}"[:500])

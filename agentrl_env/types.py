@@ -197,6 +197,11 @@ class StepResult(_Frozen):
         """True if this was the session's last step."""
         return self.status.final
 
+    @property
+    def done(self) -> bool:
+        """``final`` by the name that reinforcement learning gives it."""
+        return self.status.final
+
 
 class SessionInfo(_Frozen):
     """State of a session, when it was opened or now (``GET /v1/sessions/{id}``)."""

@@ -14,13 +14,14 @@ from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from string import Template
+from traceback import print_exception
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from agentrl_env.cli.options import ClientTokenFile, Target, Task, Token, client_of, resolve_token
-from agentrl_env.errors import AgentRLError
+from agentrl_env.errors import AgentRLError, TargetError
 
 
 def new(
@@ -74,7 +75,12 @@ def check(
     from agentrl_env.testing import run_checks
 
     _log_to_stderr(traceback)
-    connect = client_of(target, resolve_token(context, token, token_file), timeout=deadline)
+    try:
+        connect = client_of(target, resolve_token(context, token, token_file), timeout=deadline)
+    except TargetError as error:
+        if traceback and error.__cause__ is not None:
+            print_exception(error.__cause__)
+        raise
     console = Console(stderr=True)
     with console.status(f"checking {target} ...") as status:
         reports = run_checks(
@@ -89,6 +95,8 @@ def check(
     for report in [] if as_json else reports:
         Console().print(report.table())
         print(f"{report.summary()}\n")
+    if not ok and not traceback:
+        print("--traceback shows the tracebacks of the task's code.", file=sys.stderr)
     raise typer.Exit(0 if ok else 1)
 
 
@@ -111,7 +119,7 @@ def play(
         importlib.import_module("readline")
     client = client_of(target, resolve_token(context, token, token_file))()
     lines = _expert_lines() if expert else _read_line
-    result = run(client, lines, Console(), task=task, split=split, index=index, seed=seed)
+    result = run(client, lines, Console(), task=task, split=split, index=index, seed=seed, expert=expert)
     raise typer.Exit(1 if result is not None and result.status == "failed_environment" else 0)
 
 

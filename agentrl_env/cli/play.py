@@ -50,15 +50,21 @@ def play(
     split: str = "train",
     index: int | None = None,
     seed: int | None = None,
+    expert: bool = False,
 ) -> StepResult | None:
     """Play one episode and return its last result, or None if the player left before its end.
 
     ``client`` is unused, and closed at the end. ``lines`` takes a prompt and returns the next line, or None
-    at the end of input. Raises AgentRLError if the session could not be opened, or was lost.
+    at the end of input. Raises AgentRLError if the session could not be opened or was lost, or if an
+    ``expert`` is required and the task offers none.
     """
     with SyncEnvClient(client) as sync:
         tasks = sync.tasks()
         info = tasks[choose_task(task, tasks)]
+        if expert and "expert" not in info.capabilities:
+            raise AgentRLError(
+                f"task {info.name!r} offers no expert: define expert(rng), and serve it with --oracle"
+            )
         session = sync.open(info.name, split=split, index=index, seed=seed)
         _print_task(console, info, session)
         result = _play_turns(session, info, lines, console)

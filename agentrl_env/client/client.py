@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
+
+from pydantic import ValidationError
 
 from agentrl_env.client.backend import SessionBackend
 from agentrl_env.client.http import HttpBackend
@@ -71,18 +73,19 @@ class EnvClient:
         return cls(HttpBackend(url, token=token, timeout=timeout))
 
     @classmethod
-    def local(cls, *environments: type[Environment], **options: Any) -> Self:
+    def local(cls, *environments: type[Environment] | str, **options: Any) -> Self:
         """Return a client whose sessions live in this process.
 
         Args:
-            environments: the tasks.
+            environments: the tasks: classes, or targets such as a folder with an ``environment.py``.
             options: of ``SessionPool``, such as ``max_sessions``.
         """
         from agentrl_env.client.local import LocalBackend
+        from agentrl_env.environment import find_class
         from agentrl_env.session.pool import SessionPool
 
         options.setdefault("oracle", True)
-        return cls(LocalBackend(SessionPool(environments, **options)))
+        return cls(LocalBackend(SessionPool(map(find_class, environments), **options)))
 
     @classmethod
     def connect_sync(cls, url: str, token: str | None = None, timeout: float = 120.0) -> SyncEnvClient:
@@ -92,7 +95,7 @@ class EnvClient:
         return SyncEnvClient(cls.connect(url, token=token, timeout=timeout))
 
     @classmethod
-    def local_sync(cls, *environments: type[Environment], **options: Any) -> SyncEnvClient:
+    def local_sync(cls, *environments: type[Environment] | str, **options: Any) -> SyncEnvClient:
         """Return a synchronous client with sessions in this process. See ``local`` for the arguments."""
         from agentrl_env.client.sync import SyncEnvClient
 
@@ -188,6 +191,9 @@ class ClientSession:
         self.status = info.status
         self.last = info.last
 
+    def __repr__(self) -> str:
+        return f"<ClientSession {self.session_id} of {self.info.task!r}: {self.status}, turn {self.turn}>"
+
     @property
     def session_id(self) -> str:
         """The session's id."""
@@ -222,16 +228,15 @@ class ClientSession:
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
-    async def step(self, message: Message | ToolCall | str) -> StepResult:
-        """Play one assistant message, given as a message, one call, or text.
+    async def step(self, message: Message | ToolCall | str | Mapping[str, Any]) -> StepResult:
+        """Play one assistant message, given as a message, one call, text, or a dict in OpenAI chat format.
 
-        Raises WireError (SessionEnded, SessionExpired, ...), ServerUnreachable, CallTimeout. After the last
-        two the step may have happened; the same ``step`` again is safe.
+        Raises TypeError where it is something else. Raises WireError (SessionEnded, SessionExpired, ...),
+        ServerUnreachable, CallTimeout. After the last two the step may have happened; the same ``step``
+        again is safe.
         """
-        if isinstance(message, str):
-            message = Message.assistant(message)
-        elif isinstance(message, ToolCall):
-            message = Message.assistant(None, message)
+        if not isinstance(message, Message):
+            message = _assistant_message(message)
         result = await self._backend.step(self.session_id, self.turn + 1, message)
         self.turn, self.status, self.last = result.seq, result.status, result
         return result
@@ -260,6 +265,25 @@ class ClientSession:
         if not self.status.final:
             await self._backend.call(CLOSE, SessionRequest(session_id=self.session_id))
             self.status = SessionStatus.CANCELLED
+
+
+def _assistant_message(value: object) -> Message:
+    """Turn what ``step`` takes into an assistant message. Raises TypeError."""
+    if isinstance(value, str):
+        return Message.assistant(value)
+    if isinstance(value, ToolCall):
+        return Message.assistant(None, value)
+    problem = f"not {type(value).__name__}"
+    if isinstance(value, Mapping):
+        try:
+            return Message.model_validate(value)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            problem = f"but {'.'.join(map(str, first['loc']))!r} of the dict: {first['msg']}"
+    raise TypeError(
+        'step() takes a ToolCall, text, a Message, or a dict like {"role": "assistant", "content": ..., '
+        f'"tool_calls": [...]}}, {problem}; ToolCall.of("name", key=value) makes a call'
+    )
 
 
 def _request(

@@ -12,6 +12,7 @@ running, as in a notebook. Inside a coroutine they block its loop: use ``EnvClie
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 from agentrl_env.client.client import ClientSession, EnvClient
@@ -126,6 +127,9 @@ class SyncClientSession:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        return repr(self._session).replace("<ClientSession", "<SyncClientSession")
+
     @property
     def info(self) -> SessionInfo:
         """The session as it was opened or resumed."""
@@ -171,8 +175,8 @@ class SyncClientSession:
         """The result of the last step, or None before the first."""
         return self._session.last
 
-    def step(self, message: Message | ToolCall | str) -> StepResult:
-        """Play one assistant message, given as a message, a tool call or text."""
+    def step(self, message: Message | ToolCall | str | Mapping[str, Any]) -> StepResult:
+        """Play one assistant message, given as a message, a tool call, text or a dict in chat format."""
         return self._loop.run(self._session.step(message))
 
     def expert(self) -> Message:

@@ -9,8 +9,8 @@ Example::
 
 The observation is the whole conversation so far, a tuple of messages in OpenAI chat format, so a chat
 model can be called with ``messages=observation, tools=info["tools"]``. An action is a tool call, an
-assistant message or plain text. Any other value is an invalid turn, which the environment answers like
-a message without a tool call.
+assistant message or plain text; of another type it raises TypeError. A malformed dict is an invalid turn,
+which the environment answers like a message without a tool call.
 
 ``TaskClient`` owns the connection, ``EpisodeRunner`` plays the episodes of one environment, and ``TaskEnv``
 holds the attributes that ``GymEnv`` and ``GymVectorEnv`` share.
@@ -23,7 +23,7 @@ import contextlib
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import gymnasium
@@ -66,9 +66,15 @@ class TaskClient:
         *,
         client: EnvClient | Callable[[], EnvClient] | None,
         token: str | None,
+        target: str | None = None,
     ) -> None:
-        if (url is None) == (client is None):
-            raise ValueError("Give either url= (a server) or client= (such as Guess.local).")
+        if [url, client, target].count(None) != 2:
+            raise ValueError(
+                "Give either url= (a server), target= (such as a task's folder) or client= (such as "
+                "Guess.local)."
+            )
+        if target is not None:
+            client = partial(EnvClient.local, target)
         self._url, self._task, self._source, self._token = url, task, client, token
         self._info: TaskInfo | None = None
         self._reset_process_state()
@@ -156,11 +162,12 @@ class TaskEnv:
         split: str,
         render_mode: str | None,
         wait: float,
+        target: str | None,
     ) -> None:
         if render_mode not in (None, *self.metadata["render_modes"]):
             raise ValueError(f"Unknown render mode {render_mode!r}; the only one is 'ansi'.")
         self.render_mode = render_mode
-        self._client = TaskClient(url, task, client=client, token=token)
+        self._client = TaskClient(url, task, client=client, token=token, target=target)
         self._split, self._wait = split, wait
 
     @cached_property
@@ -274,7 +281,7 @@ class EpisodeRunner:
 
 
 class GymEnv(TaskEnv, gymnasium.Env[tuple[ChatMessage, ...], Any]):
-    """One task of a server (``url``) or of a local client (``client``) as a Gymnasium environment.
+    """One task of a server (``url``) or in this process (``client``, ``target``) as a Gymnasium environment.
 
     ``reset(seed=s)`` opens an episode with exactly that seed. A later ``reset()`` draws its seed from
     the generator that ``s`` initialized, so a run is reproducible from its first seed.
@@ -295,6 +302,8 @@ class GymEnv(TaskEnv, gymnasium.Env[tuple[ChatMessage, ...], Any]):
         split: The split that samples come from, unless ``reset`` names one.
         render_mode: With ``"ansi"``, ``render()`` returns the conversation as text.
         wait: Seconds to wait for a free session on a full server.
+        target: A folder with an ``environment.py``, ``file.py:Class`` or ``module:Class``, which runs in this
+            process; instead of ``url`` and ``client``.
     """
 
     def __init__(
@@ -307,8 +316,9 @@ class GymEnv(TaskEnv, gymnasium.Env[tuple[ChatMessage, ...], Any]):
         split: str = "train",
         render_mode: str | None = None,
         wait: float = 30.0,
+        target: str | None = None,
     ) -> None:
-        self._configure(url, task, client, token, split, render_mode, wait)
+        self._configure(url, task, client, token, split, render_mode, wait, target)
         self._episode = EpisodeRunner()
 
     @cached_property

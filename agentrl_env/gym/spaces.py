@@ -110,12 +110,15 @@ class ToolCallSpace(Space[dict[str, Any]]):
 
 
 def action_message(action: Any, call_id: str = "call_0") -> Message:
-    """Convert an action to an assistant message; never fails.
+    """Convert an action to an assistant message.
 
     Accepts an assistant message, a tool call in OpenAI format or as ``{"name", "arguments"}`` (each as
-    a dict or a pydantic object, such as the OpenAI client's), and plain text. Any other value becomes
-    the text of a message without a tool call.
+    a dict or a pydantic object, such as the OpenAI client's), and plain text. A dict or an object that is
+    neither becomes the text of a message without a tool call.
+
+    Raises TypeError where the action is something else.
     """
+    check_action(action)
     try:
         fields = action.model_dump(exclude_none=True) if isinstance(action, BaseModel) else action
         message = _structured_message(fields, call_id) if isinstance(fields, dict) else None
@@ -123,6 +126,15 @@ def action_message(action: Any, call_id: str = "call_0") -> Message:
         message = None
     text = action if isinstance(action, str) else repr(action)
     return _replace_surrogates(message or Message.assistant(text))
+
+
+def check_action(action: Any) -> None:
+    """Raise TypeError unless an action is a dict, a pydantic object or text, which a policy may get wrong."""
+    if not isinstance(action, str | dict | BaseModel):
+        raise TypeError(
+            'an action is a tool call such as {"name": "guess", "arguments": {"n": 7}}, an assistant message '
+            f"or text, not {type(action).__name__}"
+        )
 
 
 def _structured_message(fields: dict[str, Any], call_id: str) -> Message | None:

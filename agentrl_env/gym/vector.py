@@ -36,7 +36,7 @@ from gymnasium.vector.utils import batch_space
 from agentrl_env.client.client import EnvClient
 from agentrl_env.errors import AgentRLError, SessionLost, UnknownSession
 from agentrl_env.gym.env import FAILURES, EpisodeRunner, TaskEnv, Transition, open_arguments
-from agentrl_env.gym.spaces import ChatMessage, Conversation, ToolCallSpace
+from agentrl_env.gym.spaces import ChatMessage, Conversation, ToolCallSpace, check_action
 
 T = TypeVar("T")
 Conversations: TypeAlias = tuple[tuple[ChatMessage, ...], ...]
@@ -71,7 +71,7 @@ class GymVectorEnv(TaskEnv, VectorEnv[Conversations, Sequence[Any], npt.NDArray[
 
     Args:
         num_envs: The number of environments.
-        url, task, client, token, split, render_mode, wait: As for ``GymEnv``.
+        url, task, client, token, split, render_mode, wait, target: As for ``GymEnv``.
         autoreset_mode: An AutoresetMode or its value: "Disabled", "NextStep", "SameStep".
     """
 
@@ -87,10 +87,11 @@ class GymVectorEnv(TaskEnv, VectorEnv[Conversations, Sequence[Any], npt.NDArray[
         autoreset_mode: AutoresetMode | str = AutoresetMode.DISABLED,
         render_mode: str | None = None,
         wait: float = 30.0,
+        target: str | None = None,
     ) -> None:
         if num_envs < 1:
             raise ValueError(f"num_envs must be at least 1, not {num_envs}.")
-        self._configure(url, task, client, token, split, render_mode, wait)
+        self._configure(url, task, client, token, split, render_mode, wait, target)
         self.num_envs = num_envs
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.metadata = {**self.metadata, "autoreset_mode": self.autoreset_mode}
@@ -158,6 +159,7 @@ class GymVectorEnv(TaskEnv, VectorEnv[Conversations, Sequence[Any], npt.NDArray[
         Raises:
             ResetNeeded: An environment has no running episode; none was stepped.
             ValueError: The number of actions is wrong; none was stepped.
+            TypeError: An action is neither a dict, a pydantic object nor text; none was stepped.
             AgentRLError: The call failed in every environment. All episodes are over: reset.
         """
         return self._client.run(self._step(actions))
@@ -229,6 +231,10 @@ class GymVectorEnv(TaskEnv, VectorEnv[Conversations, Sequence[Any], npt.NDArray[
             if ended:
                 reset = "reset all, or these with options={'reset_mask': ...}"
                 raise ResetNeeded(f"No episode is running in {ended}: {reset}.")
+            ignored = self._autoresets if self.autoreset_mode is AutoresetMode.NEXT_STEP else ()
+            for i in range(self.num_envs):
+                if i not in ignored:
+                    check_action(each[i])
             resets, self._autoresets = self._autoresets, {}
             try:
                 results = await _gather(self._turn(i, action, resets) for i, action in enumerate(each))

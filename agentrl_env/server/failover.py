@@ -21,7 +21,14 @@ from msgspec.structs import replace
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
-from agentrl_env.errors import AUTHOR_ERRORS, EnvironmentFailed, InvalidRequest, StateError, WireError
+from agentrl_env.errors import (
+    AUTHOR_ERRORS,
+    EnvironmentFailed,
+    InvalidRequest,
+    StateError,
+    WireError,
+    describe,
+)
 from agentrl_env.fast_wire import FastBatch, Step
 from agentrl_env.server.api import Api
 from agentrl_env.server.telemetry.metrics import Metrics
@@ -31,7 +38,6 @@ from agentrl_env.session.history import History
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.session.session import Session
 from agentrl_env.session.state_codec import decode, encode
-from agentrl_env.tools import describe
 from agentrl_env.types import Message, TaskSample
 from agentrl_env.wire import FORK, OPEN, STEP, Call, Frame, SessionRow, StepBatch
 

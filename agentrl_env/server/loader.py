@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import inspect
+import linecache
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import TypeGuard
 
-from agentrl_env.environment import Environment
-from agentrl_env.errors import DefinitionError, TargetError
-from agentrl_env.tools import toolset
+from agentrl_env.environment import Environment, check_class
+from agentrl_env.errors import (
+    AUTHOR_ERRORS,
+    DefinitionError,
+    TargetError,
+    author_traceback,
+    describe,
+    innermost,
+    place,
+)
+from agentrl_env.tools import is_tool, toolset
 
 TARGET_PACKAGE = "agentrl_target_"
 """Prefix of the package that stands for a task's folder; a hash of its path follows."""
@@ -28,13 +38,14 @@ def load_target(target: str | type[Environment]) -> type[Environment]:
 
     Raises TargetError.
     """
-    environment = _find(target) if isinstance(target, str) else target
+    found = _find(target) if isinstance(target, str) else target
     try:
-        tools = toolset(environment).tools
+        environment = check_class(found)
+        if not toolset(environment).tools and not environment.overrides("respond"):
+            own = environment.__name__
+            raise DefinitionError(f"{own} has no tools; mark at least one method with @tool", environment)
     except DefinitionError as error:
-        raise TargetError(f"{target}: {error}") from error
-    if not tools and not environment.overrides("respond"):
-        raise TargetError(f"{environment.__name__} has no tools; mark at least one method with @tool")
+        raise TargetError(f"{target}: {error}" if isinstance(target, str) else str(error)) from error
     return environment
 
 
@@ -86,32 +97,71 @@ def _load_module(name: str, target: str) -> ModuleType:
     importlib.invalidate_caches()
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and name.startswith(error.name):
+    except DefinitionError as error:
+        raise TargetError(f"{target}: {error}") from error
+    except AUTHOR_ERRORS as error:
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
             raise TargetError(f"{target}: there is no module {name!r}") from error
-        raise TargetError(f"{target}: it needs the module {error.name!r}; install it") from error
-    except Exception as error:
-        raise TargetError(f"{target}: importing it failed: {type(error).__name__}: {error}") from error
+        error.with_traceback(author_traceback(error))
+        text = f"importing it failed: {describe(error)}"
+        if isinstance(error, ModuleNotFoundError) and error.name is not None:
+            text = _missing_module(error, error.name)
+        text = re.sub(rf"{TARGET_PACKAGE}\w+\.", "", text)
+        raise TargetError(f"{target}: {text}") from error
+
+
+def _missing_module(error: ModuleNotFoundError, name: str) -> str:
+    """Say what to write for an import of a module that is not installed."""
+    frame = innermost(error)
+    if frame is None:
+        return f"it needs the module {name!r}; install it"
+    file, line = frame.tb_frame.f_code.co_filename, frame.tb_lineno
+    folder, where = Path(file).parent, f"({place(frame)})"
+    if name.startswith(TARGET_PACKAGE):
+        own = name.partition(".")[2]
+        known = sorted(path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir())
+        similar = difflib.get_close_matches(own, known, n=1)
+        hint = f"; did you mean {'.' + similar[0]!r}?" if similar else ""
+        return f"there is no {own}.py beside {Path(file).name}{hint} {where}"
+    own, top = folder.name, name.partition(".")[0]
+    if top != own and not (folder / f"{top}.py").exists() and not (folder / top).is_dir():
+        return f"it needs the module {name!r}; install it {where}"
+    written = linecache.getline(file, line).partition("#")[0].strip()
+    found = re.match(r"(?:from\s+([\w.]+)\s+)?import\s+([\w.]+)(.*)", written)
+    module, names = (found[1], found[2] + found[3]) if found else (name, "...")
+    if not module:  # import a.b
+        module, _, names = names.rpartition(".")
+    module = f"{module}.".removeprefix(f"{own}.").rstrip(".")
+    fix = f"from .{module} import {names if ')' in names or '(' not in names else '...'}"
+    return f"{written!r} finds no installed module; for the file beside it write {fix!r} {where}"
 
 
 def _pick(module: ModuleType, name: str, target: str) -> type[Environment]:
     if name:
         found = getattr(module, name, None)
-        if not _is_environment(found):
-            raise TargetError(f"{target}: no Environment class named {name!r} there")
+        if not isinstance(found, type) or not issubclass(found, Environment):
+            similar = difflib.get_close_matches(name, [own.__name__ for own in _environments(module)], n=1)
+            hint = f"; did you mean {similar[0]!r}?" if similar else ""
+            raise TargetError(f"{target}: no Environment class named {name!r} there{hint}")
         return found
-    own = [
-        value
-        for value in vars(module).values()
-        if _is_environment(value) and value.__module__ == module.__name__
-    ]
-    if len(own) != 1:
-        names = ", ".join(value.__name__ for value in own) or "none"
-        raise TargetError(
-            f"{target}: needs exactly one Environment class (found: {names}); name it as file.py:Class"
-        )
-    return own[0]
+    own = [value for value in _environments(module) if value.__module__ == module.__name__]
+    concrete = [value for value in own if not inspect.isabstract(value)] or own
+    if len(concrete) != 1:
+        names = ", ".join(value.__name__ for value in concrete) or "none"
+        advice = _stray_class(module) or "name it as file.py:Class"
+        raise TargetError(f"{target}: needs exactly one Environment class (found: {names}); {advice}")
+    return concrete[0]
 
 
-def _is_environment(value: object) -> TypeGuard[type[Environment]]:
-    return isinstance(value, type) and issubclass(value, Environment) and not inspect.isabstract(value)
+def _environments(module: ModuleType) -> list[type[Environment]]:
+    values = [value for value in vars(module).values() if isinstance(value, type)]
+    return [value for value in values if issubclass(value, Environment) and value is not Environment]
+
+
+def _stray_class(module: ModuleType) -> str:
+    """Return what to write where a class has tools and does not derive from Environment."""
+    classes = [value for value in vars(module).values() if isinstance(value, type)]
+    for own in classes:
+        if not issubclass(own, Environment) and any(map(is_tool, vars(own).values())):
+            return f"write class {own.__name__}(Environment) ({place(own)})"
+    return ""

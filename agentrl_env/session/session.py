@@ -20,6 +20,7 @@ from agentrl_env.errors import (
     SeqConflict,
     SessionEnded,
     SessionExpired,
+    describe,
 )
 from agentrl_env.fast_wire import AssistantMessage, encode
 from agentrl_env.session.executor import Executor, ThreadPool
@@ -32,7 +33,6 @@ from agentrl_env.tools import (
     as_messages,
     as_move,
     bounded,
-    describe,
     toolset,
 )
 from agentrl_env.types import Message, SessionInfo, SessionStatus, StepResult, TaskSample
@@ -108,6 +108,9 @@ class Session:
         self._closing: asyncio.Task[None] | None = None
         self._queued_seq = 0
         """Highest seq that was enqueued."""
+
+    def __repr__(self) -> str:
+        return f"<Session {self.session_id} of {self.sample.task!r}: {self.status}, turn {self.turn}>"
 
     def info(self) -> SessionInfo:
         """Return the state of the session."""
@@ -242,7 +245,7 @@ class Session:
             except NotSupported:
                 raise
             except AUTHOR_ERRORS as error:
-                reason = f"expert of task {self.sample.task!r} failed: {describe(error)}"
+                reason = f"expert of task {self.sample.task!r} failed: {describe(error, environment.expert)}"
                 raise EnvironmentFailed(reason) from error
 
         return await self.between_steps(ask)
@@ -260,7 +263,7 @@ class Session:
             try:
                 state = await executor.run(environment.snapshot, timeout)
                 # Copied before the next step, which may change what the state holds.
-                copies = await executor.run(lambda: [copy.deepcopy(state) for _ in session_ids], timeout)
+                copies = await executor.run(lambda: [_copied(state) for _ in session_ids], timeout)
             except AUTHOR_ERRORS as error:
                 raise self._failed("snapshot", error) from error
             return [self._forked(*pair) for pair in zip(session_ids, copies, strict=True)]
@@ -356,6 +359,7 @@ class Session:
             except TimeLimitReached:
                 status = SessionStatus.TRUNCATED_TIME
             if status is not _RUNNING:
+                result.calling = self._alive().score
                 scores = await self._executor.run(self._alive().score, self._class.tool_timeout)
                 result.score(scores, self.episode_return)
         except AUTHOR_ERRORS as error:
@@ -442,7 +446,9 @@ class Session:
 
     def _failed(self, what: str, error: BaseException) -> EnvironmentFailed:
         log_failure(self, what, error)
-        return EnvironmentFailed(f"{what} of task {self.sample.task!r} failed: {describe(error)}")
+        return EnvironmentFailed(
+            f"{what} of task {self.sample.task!r} failed: {describe(error, getattr(self._class, what))}"
+        )
 
     def _alive(self) -> Environment:
         if self._environment is None:
@@ -458,6 +464,22 @@ def _retrieve(task: asyncio.Future[Any]) -> None:
     """Mark the exception of a task as seen, whose caller may be gone."""
     if not task.cancelled():
         task.exception()
+
+
+def _copied(state: Any) -> Any:
+    """Return a deep copy of what ``snapshot`` returned. Raises TypeError that names what has no copy."""
+    try:
+        return copy.deepcopy(state)
+    except Exception as error:
+        for name, value in state.items() if isinstance(state, dict) else ():
+            try:
+                copy.deepcopy(value)
+            except Exception as found:
+                raise TypeError(
+                    f"{found}: the state holds {name!r}, a {type(value).__name__}, which cannot be copied; "
+                    "leave it out, and make it anew in restore()"
+                ) from error
+        raise
 
 
 def can_fork(environment: type[Environment]) -> bool:

@@ -9,17 +9,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agentrl_env.dataset import Dataset
+from agentrl_env.environment import check_class
 from agentrl_env.errors import (
     AUTHOR_ERRORS,
     DefinitionError,
     EnvironmentFailed,
     ServerDraining,
     WireError,
+    describe,
 )
 from agentrl_env.session.capacity import DRAINING
 from agentrl_env.session.executor import Executor, ThreadPool
 from agentrl_env.session.session import SETTLE_TIMEOUT_S, can_fork
-from agentrl_env.tools import describe, toolset
 from agentrl_env.types import TaskInfo, TaskSample
 from agentrl_env.wire import OpenRequest, choose_task
 
@@ -50,9 +51,11 @@ class Tasks:
         """Executors of ``startup``, by task."""
         self._ending = False
         for environment in environments:
+            check_class(environment)
             if environment.name in self._classes:
-                raise DefinitionError(f"two tasks are named {environment.name!r}; rename one")
-            toolset(environment)
+                raise DefinitionError(
+                    f"two tasks are named {environment.name!r}; rename one", environment, "name"
+                )
             self._classes[environment.name] = environment
             self._datasets[environment.name] = Dataset(environment)
 
@@ -78,7 +81,7 @@ class Tasks:
         except AUTHOR_ERRORS as error:
             logger.warning("samples of task %s failed", environment.name, exc_info=error)
             raise EnvironmentFailed(
-                f"samples of task {environment.name!r} failed: {describe(error)}"
+                f"samples of task {environment.name!r} failed: {describe(error, environment.samples)}"
             ) from error
         return sample
 
@@ -108,13 +111,15 @@ class Tasks:
             if self._ending:
                 raise ServerDraining(DRAINING)
             starter = self._starters[environment.name] = self._executor(environment)
+            method: Callable[..., Any] = environment.startup
             try:
-                await starter.run(environment.startup, environment.reset_timeout)
+                await starter.run(method, environment.reset_timeout)
+                method = environment.samples
                 infos.append(await self._describe(environment))
             except AUTHOR_ERRORS as error:
-                logger.warning("startup of task %s failed", environment.name, exc_info=error)
+                logger.warning("%s of task %s failed", method.__name__, environment.name, exc_info=error)
                 raise EnvironmentFailed(
-                    f"startup of task {environment.name!r} failed: {describe(error)}"
+                    f"startup of task {environment.name!r} failed: {describe(error, method)}"
                 ) from error
         return tuple(infos)
 

@@ -13,13 +13,12 @@ from agentrl_env.client.local import LocalBackend
 from agentrl_env.client.loop_thread import LoopThread
 from agentrl_env.client.schema_sampler import CannotSample
 from agentrl_env.environment import Environment
-from agentrl_env.errors import AgentRLError, ServerUnreachable
+from agentrl_env.errors import AgentRLError, ServerUnreachable, describe
 from agentrl_env.server.loader import load_target
 from agentrl_env.session.loop_watch import ADVICE, LoopWatch
 from agentrl_env.testing.checks import BLOCKED_S, CHECKS, RECORDS
 from agentrl_env.testing.context import CLOSE_TIMEOUT, CheckContext
 from agentrl_env.testing.report import CheckOutcome, CheckResult, Report, failed, skipped, warned
-from agentrl_env.tools import describe
 from agentrl_env.wire import choose_task
 
 Check = Callable[[CheckContext], Awaitable[CheckOutcome]]

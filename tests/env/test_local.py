@@ -3,7 +3,14 @@ import asyncio
 import pytest
 
 from agentrl_env import EnvClient, Message, SessionStatus, ToolCall
-from agentrl_env.errors import NotSupported, ServerFull, SessionEnded, UnknownSession
+from agentrl_env.errors import (
+    DefinitionError,
+    NotSupported,
+    ServerFull,
+    SessionEnded,
+    TargetError,
+    UnknownSession,
+)
 from tests.env.tasks import Guess, Quick, Slow
 
 
@@ -24,6 +31,51 @@ async def test_step_accepts_message_call_or_text():
         assert (await session.step("hello")).metrics["invalid_calls"] == 1.0
         assert (await session.step(ToolCall.of("refuse"))).messages[0].content == "not like this"
         assert (await session.step(Message.assistant("x", ToolCall.of("finish")))).terminated
+
+
+@pytest.mark.filterwarnings("error")
+async def test_step_accepts_a_dict_in_chat_format():
+    function = {"name": "note", "arguments": '{"text": "a"}'}
+    calls = [{"id": "a", "type": "function", "function": function}]
+    async with Quick.local() as client:
+        session = await client.open("quick")
+        result = await session.step({"role": "assistant", "content": None, "tool_calls": calls})
+        assert result.messages[0].content.startswith("1 ")
+        assert (await session.step({"role": "assistant", "content": "hello"})).seq == 2
+
+
+@pytest.mark.parametrize(
+    "value", [None, 5, ("note", {"text": "a"}), [ToolCall.of("refuse")], {"name": "note"}, {"role": "robot"}]
+)
+async def test_step_raises_type_error_for_anything_else(value):
+    async with Quick.local() as client:
+        session = await client.open("quick")
+        with pytest.raises(TypeError, match=r"step\(\) takes a ToolCall, text, a Message, or a dict"):
+            await session.step(value)
+        assert session.turn == 0
+
+
+def test_target_is_a_folder_or_a_class_by_name(tmp_path):
+    (tmp_path / "environment.py").write_text("from tests.env.tasks import Guess\nclass Wordle(Guess):\n  ...")
+    with EnvClient.local_sync(str(tmp_path), "tests.env.tasks:Quick") as client:
+        assert set(client.tasks()) == {"wordle", "quick"}
+    with pytest.raises(TargetError, match="no such folder"):
+        EnvClient.local("no/such/task")
+    with pytest.raises(DefinitionError, match="pass the class, not an instance"):
+        EnvClient.local(Guess())
+
+
+async def test_sessions_have_a_repr_and_results_are_done():
+    async with Quick.local() as client:
+        session = await client.open("quick")
+        assert repr(session) == f"<ClientSession {session.session_id} of 'quick': running, turn 0>"
+        assert not (await session.step("hello")).done
+        result = await session.step(ToolCall.of("finish"))
+        assert result.done
+        assert "done" not in result.model_dump()
+        assert repr(session).endswith("'quick': completed, turn 2>")
+    with Quick.session() as sync:
+        assert repr(sync) == f"<SyncClientSession {sync.session_id} of 'quick': running, turn 0>"
 
 
 async def test_one_client_serves_several_tasks():

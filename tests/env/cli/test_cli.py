@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel
 
-from agentrl_env import Done, Environment, ToolCall, tool
+from agentrl_env import Done, Environment, ToolCall, __version__, tool
 from agentrl_env.__main__ import main
 from agentrl_env.cli.play import UnreadableLine, parse_line, signature
 from agentrl_env.launch.process import ServerProcess
@@ -286,6 +286,45 @@ def test_play_shows_tools_hints_and_the_expert(cli):
     assert "Left after 1 turn." in out
 
 
+def test_check_names_the_line_and_points_to_the_traceback(cli, tmp_path):
+    source = "from agentrl_env import Environment, tool\n\n\n" + BROKEN
+    (tmp_path / "environment.py").write_text(source)
+    code, out, err = cli("check", ".")
+    assert code == 1
+    assert "KeyError: 'missing' (environment.py:13, in guess)" in out
+    assert one_line(err) == "--traceback shows the tracebacks of the task's code.\n"
+    code, _, err = cli("check", ".", "--traceback")
+    assert code == 1
+    assert 'environment.py", line 13, in guess' in err
+    assert "--traceback shows" not in err
+
+
+def test_failed_import_names_the_line_and_has_a_traceback_on_request(cli, tmp_path):
+    (tmp_path / "environment.py").write_text("from .words import WORDS")
+    (tmp_path / "words.py").write_text("# Words.\nWORDS = itn\n")
+    message = "error: .: importing it failed: NameError: name 'itn' is not defined (words.py:2)\n"
+    code, _, err = cli("check", ".")
+    assert (code, one_line(err)) == (1, message)
+    code, _, err = cli("check", ".", "--traceback")
+    assert code == 1
+    assert err.startswith(f'Traceback (most recent call last):\n  File "{tmp_path}/environment.py", line 1')
+    assert err.endswith(message)
+
+
+BROKEN = '''\
+class Guess(Environment):
+    """Guess."""
+
+    def reset(self, sample, rng):
+        return "Guess."
+
+    @tool
+    def guess(self):
+        """Guess."""
+        return {}["missing"]
+'''
+
+
 def test_play_with_expert_and_do(cli):
     code, out, _ = cli("play", f"{HERE}:Guess", "--index", "2", "--expert")
     assert code == 0
@@ -295,9 +334,19 @@ def test_play_with_expert_and_do(cli):
     code, out, _ = cli("play", f"{HERE}:Guess", "--index", "2", stdin="/do\n")
     assert code == 0
     assert "success, reward 1" in out
-    code, out, _ = cli("play", f"{HERE}:Polite", "--expert")
+
+
+def test_play_with_expert_fails_without_one(cli):
+    code, out, err = cli("play", f"{HERE}:Polite", "--expert")
+    assert code == 1
+    assert "task 'polite' offers no expert: define expert(rng)" in one_line(err)
+    assert out == ""
+
+
+def test_version_is_printed(cli):
+    code, out, _ = cli("--version")
     assert code == 0
-    assert "Left after 0 turns." in out
+    assert out == f"agentrl-env {__version__}\n"
 
 
 def test_play_ends_at_the_end_of_input(cli):

@@ -3,6 +3,7 @@ import json
 import pickle
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import gymnasium
@@ -193,16 +194,9 @@ loop.append(loop)
 @pytest.mark.parametrize(
     "action",
     [
-        None,
-        42,
-        3.5,
         "Let me think.",
         "",
-        [],
         {},
-        b"\xff",
-        np.int64(3),
-        np.zeros(3),
         {"name": 3},
         {"name": "fly"},
         {"name": "guess"},
@@ -237,6 +231,28 @@ def test_invalid_action_uses_a_turn(action, where, env, server):
     assert (reward, terminated, truncated) == (0.0, False, False)
     assert info["metrics"]["invalid_calls"] == 1.0
     env.close()
+
+
+@pytest.mark.parametrize(
+    "action", [None, 42, 3.5, [], b"\xff", np.int64(3), np.zeros(3), ("guess", {"n": 3})], ids=repr
+)
+def test_action_of_another_type_raises_type_error_and_plays_no_turn(action, env):
+    env.reset(seed=1)
+    with pytest.raises(TypeError, match=r'an action is a tool call such as {"name": "guess", "arguments"'):
+        env.step(action)
+    assert len(env.step(call(0))[0]) == 3
+
+
+@pytest.mark.parametrize(
+    "make", [partial(gymnasium.make, disable_env_checker=True), partial(gymnasium.make_vec, num_envs=2)]
+)
+def test_environment_is_made_from_a_target(make):
+    env = make(ID, target=f"{__file__}:Guess")
+    try:
+        observation, _ = env.reset(seed=1)
+        assert "number" in str(observation)
+    finally:
+        env.close()
 
 
 @pytest.mark.parametrize(

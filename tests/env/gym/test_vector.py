@@ -166,7 +166,7 @@ def remote_pairs(server):
     pairs.close()
 
 
-actions = st.one_of(st.integers(0, 4).map(call), st.sampled_from(["Let me think.", {"name": "fly"}, None]))
+actions = st.one_of(st.integers(0, 4).map(call), st.sampled_from(["Let me think.", {"name": "fly"}, {}]))
 SEEDS = st.integers(0, 2**40)
 
 
@@ -507,6 +507,16 @@ def assert_failed(results, i, kind):
     assert (terminated[i], truncated[i]) == (False, True)
     assert infos["failed"][i]
     assert isinstance(infos["error"][i], kind)
+
+
+def test_action_of_another_type_raises_type_error_and_steps_none(make):
+    env = make(2)
+    before, _ = env.reset(seed=0)
+    for wrong in (None, 5, ("pick", {"n": 0})):
+        with pytest.raises(TypeError, match="an action is a tool call"):
+            env.step([call(0), wrong])
+    assert env.running.all()
+    assert [len(c) for c in env.step([call(0)] * 2)[0]] == [len(c) + 2 for c in before]
 
 
 @pytest.mark.parametrize("where", ["local", "remote"])

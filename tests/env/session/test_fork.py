@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from agentrl_env import Done, Environment, Message, Reply, SessionStatus, ToolCall, tool
 from agentrl_env.client.client import EnvClient
 from agentrl_env.errors import (
+    DefinitionError,
     EnvironmentFailed,
     InvalidRequest,
     NotSupported,
@@ -276,11 +277,13 @@ async def test_fork_capability_requires_snapshot_and_restore(connect):
         def snapshot(self):
             return self.n
 
-    client = await connect(Walk, Guess, Half)
+    with pytest.raises(DefinitionError, match=r"Half has snapshot\(\) and no restore\(\)"):
+        Half.local()
+    client = await connect(Walk, Guess)
     can = {name: "fork" in task.capabilities for name, task in (await client.tasks()).items()}
-    assert can == {"walk": True, "guess": False, "half": False}
-    with pytest.raises(NotSupported, match=r"task 'half' cannot fork: it has no snapshot\(\) and restore"):
-        await (await client.open("half")).fork()
+    assert can == {"walk": True, "guess": False}
+    with pytest.raises(NotSupported, match=r"task 'guess' cannot fork: it has no snapshot\(\) and restore"):
+        await (await client.open("guess")).fork()
 
 
 async def test_invalid_forks_are_rejected(connect):
