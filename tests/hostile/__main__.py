@@ -11,23 +11,24 @@ import asyncio
 import json
 import logging
 import sys
+from collections.abc import Sequence
 
 from tests.hostile.account import Account
 from tests.hostile.run import KINDS, run
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Attack, print the account, and return 1 if an attack achieved anything."""
     parser = argparse.ArgumentParser(prog="python -m tests.hostile", description=__doc__)
     parser.add_argument("--seed", type=int, default=1, help="seed of all choices")
     parser.add_argument("--seconds", type=float, default=120.0, help="time for the attacks, without starts")
-    parser.add_argument(
-        "--only", action="append", choices=[kind.name for kind in KINDS], metavar="NAME", help="one kind"
-    )
-    options = parser.parse_args()
+    names = [kind.name for kind in KINDS]
+    parser.add_argument("--only", action="append", choices=names, help="one kind; may be repeated")
+    options = parser.parse_args(arguments)
     logging.getLogger().setLevel(logging.ERROR)
     account = Account(options.seed)
-    asyncio.run(run(account, options.seconds, only=options.only))
+    kinds = [kind for kind in KINDS if not options.only or kind.name in options.only]
+    asyncio.run(run(account, options.seconds, kinds))
     print(json.dumps(account.report()), flush=True)
     return 1 if account.failed else 0
 

@@ -74,7 +74,17 @@ async def routes(ground: Ground) -> None:
         document = await ground.ask("GET", "/openapi.json", token=ground.site.token)
         paths = json.loads(document.content)["paths"] if document is not None else {}
         asked = [(method.upper(), path) for path, methods in paths.items() for method in methods]
-        pages = ["/", "/app.js", "/docs", "/redoc", "/debug", "/.env", "/..%2f..%2fetc/passwd", "/v1", "/v1/link"]
+        pages = [
+            "/",
+            "/app.js",
+            "/docs",
+            "/redoc",
+            "/debug",
+            "/.env",
+            "/..%2f..%2fetc/passwd",
+            "/v1",
+            "/v1/link",
+        ]
         asked += [("GET", path) for path in pages]
         ground.rng.shuffle(asked)
         queries = ["", "?limit=1000", "?after=0", "?token=x&agent=false&view=operator&fields=sample"]
@@ -107,7 +117,9 @@ async def conversation(ground: Ground) -> None:
             await reader.ask("POST", path, json={"seq": seq, "message": message})
         await reader.ask("GET", f"/v1/sessions/{own.id}")
         await reader.ask("GET", f"/v1/sessions/{own.id}/transcript")
-        steps = [{"session_id": one.id, "seq": n, "message": guess()} for one in (own, other) for n in (0, 1, 99)]
+        steps = [
+            {"session_id": one.id, "seq": n, "message": guess()} for one in (own, other) for n in (0, 1, 99)
+        ]
         await reader.ask("POST", "/v1/step", json={"steps": steps})
 
 
@@ -173,6 +185,7 @@ async def logs(ground: Ground) -> None:
 
 KIND = Kind(
     name="agents",
+    lane="calls",
     sites=("single", "workers", "fleet"),
     share=10,
     attacks={

@@ -171,16 +171,16 @@ async def large(ground: Ground) -> None:
             elif b" 200 " in answer[:20]:
                 ground.find("breaches", "a body beyond the limit was accepted")
         bomb = gzip.compress(json.dumps(_step({**guess(), "content": "x" * (16 << 20)})).encode())
-        await ground.ask(
-            "POST", path, token=victim.token, content=bomb, headers={"content-encoding": "gzip"}
-        )
+        await ground.ask("POST", path, token=victim.token, content=bomb, headers={"content-encoding": "gzip"})
 
 
 async def unfinished(ground: Ground) -> None:
     """Hold many bodies that never end, each below the limit of one body."""
     async with ground.vaults() as (victim,):
         size = 7_900_000
-        head = f"POST /v1/sessions/{victim.id}/step HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {victim.token}"
+        head = (
+            f"POST /v1/sessions/{victim.id}/step HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {victim.token}"
+        )
         data = head.encode() + b"\r\ncontent-length: %d\r\n\r\n" % size + b" " * (size - 1)
         before = ground.memory()
         peak = await _peak_memory(ground, [ground.send_raw(data, wait_s=20) for _ in range(PARTS)])
@@ -221,6 +221,7 @@ async def _peak_memory(ground: Ground, sending: list) -> int:  # type: ignore[ty
 
 KIND = Kind(
     name="bodies",
+    lane="calls",
     sites=("single", "workers", "fleet"),
     share=14,
     attacks={

@@ -30,7 +30,7 @@ async def skewed(ground: Ground, command: list[str], ready: bytes) -> AsyncItera
         )
     try:
         async with asyncio.timeout(2 * ANSWER_S):
-            while ready not in log.read_bytes():  # noqa: ASYNC110
+            while ready not in log.read_bytes():
                 if process.returncode is not None:
                     raise RuntimeError(log.read_text()[-500:])
                 await asyncio.sleep(0.1)
@@ -83,6 +83,7 @@ async def server_ahead(ground: Ground) -> None:
 
 KIND = Kind(
     name="clock",
+    lane="fleet",
     sites=("fleet",),
     share=6,
     attacks={"controller_ahead": controller_ahead, "server_ahead": server_ahead},

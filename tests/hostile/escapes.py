@@ -4,6 +4,8 @@ The server puts canaries around the sandbox; a canary in an answer, a new file o
 process or memory that is left, is a breach.
 """
 
+# ruff: noqa: E501  -- a command is easier to read, and to run by hand, on one line
+
 from __future__ import annotations
 
 import asyncio
@@ -32,7 +34,18 @@ SLACK = 1.5
 """Factor by which a limit may be exceeded before it counts."""
 LEFT = "987654.3"
 """Argument by which a process that was left behind is recognised."""
-FOLDERS = ("/", "/tmp", "/var/tmp", "/dev/shm", "/etc", "/root", "/home", "/usr/local/bin", "/usr/bin", "/run")
+FOLDERS = (
+    "/",
+    "/tmp",
+    "/var/tmp",
+    "/dev/shm",
+    "/etc",
+    "/root",
+    "/home",
+    "/usr/local/bin",
+    "/usr/bin",
+    "/run",
+)
 FOLDERS += ("/sys/fs/cgroup", "/opt", "/var/lib", "/dev")
 END_S = 20.0
 
@@ -62,7 +75,7 @@ WRITE = {
     "release_agent": "mkdir -p /tmp/c; mount -t cgroup -o memory c /tmp/c; echo /tmp/{proof} >/tmp/c/release_agent; "
     "echo 1 >/sys/fs/cgroup/cgroup.procs; mkdir /sys/fs/cgroup/{proof}",
     "links_out": "ln -s / out; echo x >out/tmp/{proof}; ln -sf /proc/1/root r; echo x >r/tmp/{proof}",
-    "modules": "insmod x.ko; python3 -c 'import ctypes; ctypes.CDLL(None).syscall(175, b\"x\", 1, b\"\")'",
+    "modules": 'insmod x.ko; python3 -c \'import ctypes; ctypes.CDLL(None).syscall(175, b"x", 1, b"")\'',
     "profiles": "echo 'touch /tmp/{proof}' | tee /etc/profile.d/x.sh /root/.bashrc /usr/local/bin/python3 /etc/cron.d/x",
     "tar": "cd /; tar xf - --absolute-names </dev/null; cp /bin/true ../../../../tmp/{proof}; mv mine.txt /tmp/../../{proof}",
     "shm_files": "python3 -c \"from multiprocessing import shared_memory as s; s.SharedMemory('{proof}',True,99)\"",
@@ -113,11 +126,11 @@ BREAK = {
     "daemon": "python3 -c \"import os; os.fork() or (os.setsid(), os.fork() or os.execlp('sleep','sleep','{left}'))\"",
     "stop": "kill -STOP $PPID; kill -STOP 1; kill -STOP $$",
     "output": "yes",
-    "threads": "python3 -c \"import threading,time\nwhile 1: threading.Thread(target=time.sleep,args=(9,)).start()\"",
+    "threads": 'python3 -c "import threading,time\nwhile 1: threading.Thread(target=time.sleep,args=(9,)).start()"',
     "inodes": "seq 1000000 | xargs touch; mkdir -p $(seq -s/ 1 900)",
     "deep_output": "head -c 5000000 /dev/urandom; printf '\\033]0;x\\007\\0\\377'",
-    "semaphores": "python3 -c \"import ctypes\nwhile ctypes.CDLL(None).semget(0,250,0o1666)>=0: pass\"; ipcs",
-    "suicide": "exec python3 -c \"import os; [os.close(n) for n in range(999) if n>2]; os.kill(os.getppid(), 9)\"",
+    "semaphores": 'python3 -c "import ctypes\nwhile ctypes.CDLL(None).semget(0,250,0o1666)>=0: pass"; ipcs',
+    "suicide": 'exec python3 -c "import os; [os.close(n) for n in range(999) if n>2]; os.kill(os.getppid(), 9)"',
 }
 """Commands that try to harm the server or outlive their session."""
 
@@ -199,7 +212,10 @@ class Canaries:
                     os.unlink(f"{folder}/{self.proof}")
         held = sum(int(number) for number in re.findall(r"^HELD (\d+)$", output, re.MULTILINE))
         if held > SLACK * MEMORY_MB and not self._announced():
-            find("breaches", f"{name} held {held} MB; the limit is {MEMORY_MB}, and no log says that it does not hold")
+            find(
+                "breaches",
+                f"{name} held {held} MB; the limit is {MEMORY_MB}, and no log says that it does not hold",
+            )
 
     def look_after(self, name: str) -> None:
         """Count what is left of a session that has been closed."""
@@ -325,4 +341,4 @@ LAYOUTS: dict[str, Callable[[Path], Site]] = {
     "sandbox-user": as_user,
     "sandbox-docker": in_docker,
 }
-KINDS = tuple(Kind(name=name, sites=(name,), share=8, attacks=ATTACKS) for name in LAYOUTS)
+KINDS = tuple(Kind(name=name, lane="sandboxes", sites=(name,), share=8, attacks=ATTACKS) for name in LAYOUTS)

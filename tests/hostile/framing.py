@@ -151,6 +151,7 @@ async def headers(ground: Ground) -> None:
 
 KIND = Kind(
     name="framing",
+    lane="calls",
     sites=("single", "workers", "fleet"),
     share=8,
     attacks={

@@ -273,6 +273,7 @@ async def calls(ground: Ground) -> None:
 
 KIND = Kind(
     name="member",
+    lane="fleet",
     sites=("fleet",),
     share=14,
     attacks={

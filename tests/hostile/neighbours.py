@@ -111,9 +111,7 @@ class Neighbours:
             await self._step(session, rng, ToolCall.of("run", command=command), expected)
         await self._step(session, rng, ToolCall.of("finish"), "bye")
 
-    async def _step(
-        self, session: ClientSession, rng: Random, call: ToolCall, expected: str
-    ) -> StepResult:
+    async def _step(self, session: ClientSession, rng: Random, call: ToolCall, expected: str) -> StepResult:
         """Play one step. Raises Lost where its answer is not the expected one."""
         await asyncio.sleep(rng.uniform(0, THINK_S))
         begin = time.monotonic()

@@ -177,7 +177,9 @@ async def rolled_back(ground: Ground) -> None:
                 shown = await ground.ask("GET", f"/v1/sessions/{victim.id}", token=ground.site.token)
                 turn = shown.json().get("turn") if shown is not None and shown.status_code == 200 else None
                 if turn is not None and turn < 4:
-                    ground.find("breaches", f"a session was rolled back from turn 4 to {turn} and stepped again")
+                    ground.find(
+                        "breaches", f"a session was rolled back from turn 4 to {turn} and stepped again"
+                    )
 
 
 async def fake_members(ground: Ground) -> None:
@@ -254,6 +256,7 @@ async def emptied(ground: Ground) -> None:
 
 KIND = Kind(
     name="redis",
+    lane="fleet",
     sites=("fleet",),
     share=14,
     attacks={

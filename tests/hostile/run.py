@@ -12,10 +12,32 @@ from pathlib import Path
 from random import Random
 
 from agentrl_env.errors import AgentRLError
-from tests.hostile import agents, bodies, clock, escapes, framing, member, redis_writer, sockets, stuck, tokens
+from tests.hostile import (
+    agents,
+    bodies,
+    clock,
+    escapes,
+    framing,
+    member,
+    redis_writer,
+    sockets,
+    stuck,
+    tokens,
+)
 from tests.hostile.account import Account
 from tests.hostile.neighbours import Neighbours
-from tests.hostile.site import Attack, Ground, Kind, Site, Skipped, fleet, make_folder, single, threads, workers
+from tests.hostile.site import (
+    Attack,
+    Ground,
+    Kind,
+    Site,
+    Skipped,
+    fleet,
+    make_folder,
+    single,
+    threads,
+    workers,
+)
 
 KINDS: tuple[Kind, ...] = (
     tokens.KIND,
@@ -45,17 +67,22 @@ SETTLE_S = 1.0
 """Seconds in which neighbours play before the first attack and after the last one of a kind."""
 
 
-async def run(account: Account, seconds: float, only: Sequence[str] | None = None) -> None:
+async def run(account: Account, seconds: float, kinds: Sequence[Kind] = KINDS) -> None:
     """Make all attacks once, and more of them with other choices while there is time.
 
     Args:
         account: counts what they achieve.
         seconds: time for the attacks; starting and stopping the servers comes on top.
-        only: names of the kinds to run; all by default.
+        kinds: attackers.
     """
-    kinds = [kind for kind in KINDS if not only or kind.name in only]
+    lanes = dict.fromkeys(kind.lane for kind in kinds)
+    await asyncio.gather(*(_lane([k for k in kinds if k.lane == lane], account, seconds) for lane in lanes))
+
+
+async def _lane(kinds: Sequence[Kind], account: Account, seconds: float) -> None:
+    """Make the attacks of some kinds one after another; kinds on the same layouts share their servers."""
     shares = sum(kind.share for kind in kinds)
-    for names in _by_layouts(kinds):
+    for names in dict.fromkeys(kind.sites for kind in kinds):
         chosen = [kind for kind in kinds if kind.sites == names]
         async with _started(names, account) as (sites, neighbours):
             for kind in chosen:
@@ -63,15 +90,12 @@ async def run(account: Account, seconds: float, only: Sequence[str] | None = Non
                     account.skip(kind.name, "none of its servers can be started here")
                     continue
                 await _attack(kind, sites, account, seconds * kind.share / shares)
-                slowest = max((one.slowest_s for one in neighbours), default=0.0)
-                account.say(f"{kind.name}: {account.attacks[kind.name]} attacks; slowest call {slowest:.1f} s")
+                slowest = max(one.slowest_s for one in neighbours)
+                account.say(
+                    f"{kind.name}: {account.attacks[kind.name]} attacks; slowest call {slowest:.1f} s"
+                )
                 for one in neighbours:
                     one.slowest_s = 0.0
-
-
-def _by_layouts(kinds: Sequence[Kind]) -> list[tuple[str, ...]]:
-    """Return the sets of layouts that kinds are made on, in the order of the kinds."""
-    return list(dict.fromkeys(kind.sites for kind in kinds))
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Connections that stall: slow headers, unfinished bodies and messages, slow readers, thousands of idle ones."""
+"""Connections that stall: slow headers, unfinished bodies and messages, slow readers, idle ones."""
 
 from __future__ import annotations
 
@@ -16,18 +16,30 @@ from tests.hostile.site import ANSWER_S, Ground, Kind
 from tests.hostile.tokens import guess
 
 TRICKLE_S = 0.3
+FLOOD_S = 4.0
 CLOSED_S = 20.0
 """Seconds until a stalled connection must have been closed; the servers' limits are two and three."""
 
 
-async def _closes(ground: Ground, begin: bytes, more: bytes, what: str) -> None:
-    """Send some bytes, then ``more`` again and again, until the server closes the connection."""
+async def _closes(ground: Ground, begin: bytes, more: bytes, what: str, upgrade: bytes = b"") -> None:
+    """Send some bytes, then ``more`` again and again, until the server closes the connection.
+
+    Args:
+        ground: names the server.
+        begin: bytes to begin with.
+        more: bytes to send again and again.
+        what: names the attack.
+        upgrade: request of a WebSocket, to be answered first.
+    """
     try:
         reader, writer = await asyncio.open_connection(*ground.address())
     except OSError:
         return
     try:
         async with asyncio.timeout(CLOSED_S):
+            if upgrade:
+                writer.write(upgrade)
+                await reader.readuntil(b"\r\n\r\n")
             writer.write(begin)
             reading = asyncio.create_task(reader.read())
             while not reading.done():
@@ -39,10 +51,15 @@ async def _closes(ground: Ground, begin: bytes, more: bytes, what: str) -> None:
     except TimeoutError:
         reading.cancel()
         ground.find("hung", f"{what}: still open after {CLOSED_S:g} s")
-    except OSError:
+    except (OSError, asyncio.IncompleteReadError):
         return
     finally:
         writer.transport.abort()
+
+
+def _upgrade(ground: Ground, token: str) -> bytes:
+    """Return the request of a WebSocket with a token."""
+    return handshake(ground.rng)[:-2] + f"authorization: Bearer {token}\r\n\r\n".encode()
 
 
 async def slow_requests(ground: Ground) -> None:
@@ -70,29 +87,28 @@ async def slow_requests(ground: Ground) -> None:
 async def unfinished_messages(ground: Ground) -> None:
     """Begin WebSocket messages and never end them."""
     async with ground.vaults() as (victim,):
-        token = f"authorization: Bearer {victim.token}\r\n\r\n".encode()
-        start = handshake(ground.rng)[:-2] + token
+        upgrade, rng = _upgrade(ground, victim.token), ground.rng
         text = b'{"id":1,"call":"step","x":"' + b"y" * 1000
-        whole = frame(ground.rng, 1, text)
+        whole = frame(rng, 1, text)
+        begun = frame(rng, 1, text, last=False)
         tries = [
-            ("a message without its end", start + frame(ground.rng, 1, text, last=False), b""),
-            (
-                "a message of endless pieces",
-                start + frame(ground.rng, 1, text, last=False),
-                frame(ground.rng, 0, b"y", last=False),
-            ),
-            ("half a frame", start + whole[: len(whole) // 2], b""),
-            ("a frame by the byte", start + frame(ground.rng, 1, b"y" * 60_000)[:10], b"y"),
-            ("half a frame's head", start + whole[:1], b""),
+            ("a message without its end", begun, b""),
+            ("a message of endless pieces", begun, frame(rng, 0, b"y", last=False)),
+            ("half a frame", whole[: len(whole) // 2], b""),
+            ("a frame by the byte", frame(rng, 1, b"y" * 60_000)[:10], b"y"),
+            ("half a frame's head", whole[:1], b""),
         ]
-        await asyncio.gather(*(_closes(ground, begin, more, what) for what, begin, more in tries * 4))
+        closing = [_closes(ground, begin, more, what, upgrade) for what, begin, more in tries * 3]
+        await asyncio.gather(*closing)
 
 
 async def half_open(ground: Ground) -> None:
     """Send requests and hang up: at once, after the request, or with a reset."""
     async with ground.vaults() as (victim,):
         body = json.dumps({"seq": 1, "message": guess()}).encode()
-        head = f"POST /v1/sessions/{victim.id}/step HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {victim.token}"
+        head = (
+            f"POST /v1/sessions/{victim.id}/step HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {victim.token}"
+        )
         request = head.encode() + b"\r\ncontent-length: %d\r\n\r\n" % len(body) + body
         for _ in range(60):
             with suppress(OSError):
@@ -141,7 +157,7 @@ async def slow_readers(ground: Ground) -> None:
                 body = json.dumps({"seq": n, "message": message}).encode()
                 head = f"POST /v1/sessions/{victim.id}/step HTTP/1.1\r\nhost: x\r\n"
                 head += f"authorization: Bearer {victim.token}\r\ncontent-length: {len(body)}\r\n\r\n"
-                reader, writer = await asyncio.open_connection(*ground.address(), limit=1024)
+                _, writer = await asyncio.open_connection(*ground.address(), limit=1024)
                 writer.transport.pause_reading()  # type: ignore[attr-defined]
                 writer.write(head.encode() + body)
                 writers.append(writer)
@@ -154,8 +170,7 @@ async def slow_readers(ground: Ground) -> None:
 async def socket_floods(ground: Ground) -> None:
     """Flood a WebSocket with pings, empty frames, cancellations, and frames of impossible sizes."""
     async with ground.vaults() as (victim,):
-        token = f"authorization: Bearer {victim.token}\r\n\r\n".encode()
-        start, rng = handshake(ground.rng)[:-2] + token, ground.rng
+        rng = ground.rng
         floods = [
             frame(rng, 9, b"x" * 100) * 5000,
             frame(rng, 10, b"") * 5000,
@@ -169,7 +184,8 @@ async def socket_floods(ground: Ground) -> None:
             frame(rng, 8, b"\xff\xff\xff"),
             frame(rng, 1, b"\xff\xfe"),
         ]
-        await asyncio.gather(*(ground.send_raw(start + flood, wait_s=4) for flood in floods))
+        upgrade = _upgrade(ground, victim.token)
+        await asyncio.gather(*(_flood(ground, upgrade, flood) for flood in floods))
         url = ground.url.replace("http", "ws", 1) + "/v1/ws"
         with suppress(OSError, WebSocketException, TimeoutError):
             async with connect(
@@ -182,10 +198,25 @@ async def socket_floods(ground: Ground) -> None:
     await _still_serving(ground, "after floods of frames")
 
 
+async def _flood(ground: Ground, upgrade: bytes, flood: bytes) -> None:
+    """Send bytes over a WebSocket, and read for a while what comes back."""
+    with suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
+        reader, writer = await asyncio.open_connection(*ground.address())
+        try:
+            async with asyncio.timeout(FLOOD_S):
+                writer.write(upgrade)
+                await reader.readuntil(b"\r\n\r\n")
+                writer.write(flood)
+                while received := await reader.read(1 << 16):
+                    ground.check(received, f"flood {flood[:40]!r}")
+        finally:
+            writer.transport.abort()
+
+
 async def _still_serving(ground: Ground, when: str) -> None:
     """Count a hang where a new client is not answered."""
     try:
-        async with httpx.AsyncClient(timeout=ANSWER_S, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=ANSWER_S, trust_env=False, verify=False) as http:
             answer = await http.get(f"{ground.url}/health")
             if answer.status_code != 200:
                 ground.find("hung", f"{when}: /health answers {answer.status_code}")
@@ -195,6 +226,7 @@ async def _still_serving(ground: Ground, when: str) -> None:
 
 KIND = Kind(
     name="sockets",
+    lane="calls",
     sites=("single", "workers", "fleet"),
     share=12,
     attacks={

@@ -72,6 +72,7 @@ async def _both_serve(ground: Ground, when: str) -> None:
             return
         await asyncio.sleep(0.5)
     ground.find("breaches", f"after {when} a stuck or dead worker is not replaced")
+    await ground.site.restart()
 
 
 async def many_slow_calls(ground: Ground) -> None:
@@ -123,7 +124,7 @@ async def orphans(ground: Ground) -> None:
             with suppress(AgentRLError, asyncio.CancelledError):
                 await looping
         end = time.monotonic() + END_S
-        while left_processes(mark) and time.monotonic() < end:
+        while left_processes(mark) and time.monotonic() < end:  # noqa: ASYNC110
             await asyncio.sleep(0.2)
         if left := left_processes(mark):
             ground.find("breaches", f"{len(left)} workers outlived their killed parent by {END_S:g} s")
@@ -136,12 +137,12 @@ async def orphans(ground: Ground) -> None:
 
 async def hanging_threads(ground: Ground) -> None:
     """Hang as many threads as there are: other sessions are served, or ``/ready`` says that they are not."""
-    tries = [
-        step_into(ground, "thread_trap", call("hang"), "a hanging call") for _ in range(HANGING)
-    ]
+    tries = [step_into(ground, "thread_trap", call("hang"), "a hanging call") for _ in range(HANGING)]
     await asyncio.gather(*tries)
     headers = {"authorization": f"Bearer {ground.site.token}"}
-    async with httpx.AsyncClient(base_url=ground.url, timeout=ANSWER_S, headers=headers) as http:
+    async with httpx.AsyncClient(
+        base_url=ground.url, timeout=ANSWER_S, headers=headers, trust_env=False
+    ) as http:
         try:
             opened = await http.post("/v1/sessions", json={"task": "thread_tally"})
             body = {"seq": 1, "message": call("add", n=1)}
@@ -157,6 +158,7 @@ async def hanging_threads(ground: Ground) -> None:
 
 KIND = Kind(
     name="stuck",
+    lane="tasks",
     sites=("workers",),
     share=24,
     attacks={
@@ -179,4 +181,6 @@ KIND = Kind(
         "orphans": orphans,
     },
 )
-THREADS = Kind(name="threads", sites=("threads",), share=4, attacks={"hanging_threads": hanging_threads})
+THREADS = Kind(
+    name="threads", lane="tasks", sites=("threads",), share=4, attacks={"hanging_threads": hanging_threads}
+)

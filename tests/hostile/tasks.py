@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 import time
+from typing import Any, ClassVar
 
 from agentrl_env import Done, Environment, Reply, ToolCall, tool
 from agentrl_env.sandbox import open_sandbox
@@ -144,7 +145,7 @@ class Trap(Environment):
     @tool
     async def block_async(self):
         """Block the event loop although it is async."""
-        time.sleep(HANG_S + 1)
+        time.sleep(HANG_S + 1)  # noqa: ASYNC251  -- on purpose
         return "late"
 
     @tool
@@ -219,7 +220,7 @@ class Shell(Environment):
     """Runs commands in a sandbox."""
 
     max_turns = 1000
-    limits = {"memory": "96m", "disk": "16m", "pids": 32, "cpus": 1.0, "timeout": 8.0}
+    limits: ClassVar[dict[str, Any]] = {"memory": "96m", "disk": "16m", "pids": 32, "timeout": 8.0}
 
     def reset(self, sample, rng):
         files = {"mine.txt": f"{sample.data.get('secret', 'nobody')}\n"}
