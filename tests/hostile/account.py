@@ -57,7 +57,12 @@ class Account:
     def say(self, line: str) -> None:
         """Print a line of progress."""
         if not self._quiet:
-            print(f"[{time.monotonic() - self._begin:5.0f} s] {line}", file=sys.stderr, flush=True)
+            print(f"[{self.seconds:5.0f} s] {line}", file=sys.stderr, flush=True)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the run began."""
+        return time.monotonic() - self._begin
 
     @property
     def failed(self) -> bool:
@@ -69,7 +74,7 @@ class Account:
         totals = {count: self._total(count) for count in COUNTS}
         return {
             "seed": self.seed,
-            "seconds": round(time.monotonic() - self._begin),
+            "seconds": round(self.seconds),
             "attacks": self.attacks.total(),
             **totals,
             "neighbours_played": self.neighbours_played,

@@ -18,7 +18,7 @@ from tests.hostile.tasks import ANSWER, METRIC, ON_PURPOSE, PRIVATE, SAID
 from tests.hostile.tokens import STEP, guess
 
 
-def call(name: str, **arguments: object) -> dict[str, object]:
+def call(name: str, /, **arguments: object) -> dict[str, object]:
     """Return an assistant message with one tool call."""
     function = {"name": name, "arguments": json.dumps(arguments)}
     return {**STEP, "tool_calls": [{"id": "c", "type": "function", "function": function}]}

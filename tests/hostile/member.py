@@ -20,8 +20,10 @@ from tests.hostile.redis_writer import FAMILY, on_one_server, step
 from tests.hostile.site import ANSWER_S, Ground, Kind, Skipped
 from tests.hostile.tokens import mutations, refused
 
-JOINED_S = 6.0
+JOINED_S = 4.0
 """Seconds for which the member stays."""
+FORGET_S = 6.0
+"""Seconds after which a controller forgets a session that has ended."""
 Answers = Callable[[dict[str, Any]], str | None]
 
 
@@ -157,7 +159,7 @@ async def garbage(ground: Ground) -> None:
         return f'{{"id":{number},"result":{ground.rng.choice(results)}}}'
 
     token = await link_token(ground)
-    for _ in range(3):
+    for _ in range(2):
         async with Evil(ground, token, answer) as evil:
             await _honest_calls(ground, evil)
             if not evil.welcomed:
@@ -193,10 +195,9 @@ async def forged_frames(ground: Ground) -> None:
                     await evil.send(json.dumps(frame, separators=(",", ":")))
             for number in range(1, 200):
                 await evil.send(f'{{"id":{number},"result":{{"session_id":"{family[0].id}"}}}}')
-            await asyncio.sleep(JOINED_S)  # ended sessions are forgotten after a while
+            await asyncio.sleep(FORGET_S)
         part.send(signal.SIGKILL)
-        for victim in family:
-            status, text = await step(ground, victim, 2)
+        for status, text in await asyncio.gather(*(step(ground, victim, 2) for victim in family)):
             if status != 200 or "wrong 2" not in text:
                 what = f"frames of another server ended or changed a session: {status} {text[:200]}"
                 ground.find("breaches", what)
@@ -216,8 +217,7 @@ async def claims(ground: Ground) -> None:
         async with Evil(ground, token, answer, sessions=rows) as evil:
             await evil.send(json.dumps({"beat": {"opened": rows}}, separators=(",", ":")))
             part.send(signal.SIGKILL)
-            for victim in family:
-                _, text = await step(ground, victim, 1)
+            for _, text in await asyncio.gather(*(step(ground, victim, 1) for victim in family)):
                 if '"reward":77' in text:
                     ground.find("breaches", "a member answered a step of a session that it had only claimed")
             if any(call.get("call") == "step" for call in evil.heard):
@@ -243,19 +243,20 @@ async def bad_hello(ground: Ground) -> None:
     starts = ["", "{}", '{"hello":7}', '{"hello":{"server_id":"../x","tasks":[],"capacity":1}}', "[" * 9999]
     starts += ['{"hello":{"server_id":"x","tasks":[],"capacity":-1}}', '{"beat":{}}', "x" * (1 << 20)]
     starts += ['{"hello":{"server_id":"' + "x" * 9999 + '","tasks":[{"name":"vault"}],"capacity":1e99}}']
-    for start in starts:
+
+    async def begin(start: str) -> None:
+        url = ground.url.replace("http", "ws", 1) + "/v1/link"
+        headers = {"authorization": f"Bearer {token}"}
         with suppress(OSError, WebSocketException, TimeoutError):
             async with (
                 asyncio.timeout(ANSWER_S),
-                connect(
-                    ground.url.replace("http", "ws", 1) + "/v1/link",
-                    additional_headers={"authorization": f"Bearer {token}"},
-                    proxy=None,
-                ) as socket,
+                connect(url, additional_headers=headers, proxy=None) as socket,
             ):
                 await socket.send(start)
                 if "welcome" in str(await socket.recv()):
                     ground.find("breaches", f"a link begins with {start[:60]!r}")
+
+    await asyncio.gather(*map(begin, starts))
 
 
 async def calls(ground: Ground) -> None:

@@ -51,6 +51,12 @@ async def step(ground: Ground, victim: Victim, seq: int, *, text: str = "x") -> 
     return (0, "") if answer is None else (answer.status_code, answer.text)
 
 
+async def _step_all(ground: Ground, victims: list[Victim], seq: int) -> list[tuple[Victim, tuple[int, str]]]:
+    """Take the same step in several sessions at once."""
+    answers = await asyncio.gather(*(step(ground, victim, seq, text="another") for victim in victims))
+    return list(zip(victims, answers, strict=True))
+
+
 async def on_one_server(ground: Ground, victims: list[Victim]) -> tuple[list[Victim], Part]:
     """Return the sessions of the server with the most of them, and its process."""
     homes = [victim.id.partition(".")[0] for victim in victims]
@@ -79,8 +85,7 @@ async def _kill_holder_of_changed(ground: Ground, changes: list) -> list[Victim]
             value = changed if isinstance(changed, bytes) else json.dumps(changed, separators=(",", ":"))
             await redis.hset(key, "record", value)  # type: ignore[misc]
         part.send(signal.SIGKILL)
-        for victim in family:
-            status, text = await step(ground, victim, 3)
+        for victim, (status, text) in await _step_all(ground, family, 3):
             if status == 200 and "wrong 3" not in text:
                 ground.find("breaches", f"a changed record was played on: {text[:200]}")
             shown = await ground.ask("GET", f"/v1/sessions/{victim.id}", token=victim.token)
@@ -171,8 +176,7 @@ async def rolled_back(ground: Ground) -> None:
                 del old[b"version"]
             await redis.hset(key, mapping=old)  # type: ignore[misc]
         part.send(signal.SIGKILL)
-        for victim in family:
-            status, text = await step(ground, victim, 2, text="another guess")
+        for victim, (status, text) in await _step_all(ground, family, 2):
             if status == 200 and "wrong 2" in text:
                 shown = await ground.ask("GET", f"/v1/sessions/{victim.id}", token=ground.site.token)
                 turn = shown.json().get("turn") if shown is not None and shown.status_code == 200 else None

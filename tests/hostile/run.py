@@ -59,10 +59,10 @@ LAYOUTS: dict[str, Callable[[Path], Site]] = {
     "threads": threads,
     **escapes.LAYOUTS,
 }
-ATTACK_S = 90.0
+ATTACK_S = 120.0
 """Seconds for one attack; later it hangs."""
-OVERRUN_S = 150.0
-"""Seconds by which the first pass of a kind may exceed its time; attacks that do not begin are skipped."""
+OVERRUN_S = 120.0
+"""Seconds by which the first pass may exceed the time of the run; later attacks are skipped."""
 SETTLE_S = 1.0
 """Seconds in which neighbours play before the first attack and after the last one of a kind."""
 
@@ -89,7 +89,7 @@ async def _lane(kinds: Sequence[Kind], account: Account, seconds: float) -> None
                 if not sites:
                     account.skip(kind.name, "none of its servers can be started here")
                     continue
-                await _attack(kind, sites, account, seconds * kind.share / shares)
+                await _attack(kind, sites, account, seconds * kind.share / shares, seconds + OVERRUN_S)
                 slowest = max(one.slowest_s for one in neighbours)
                 account.say(
                     f"{kind.name}: {account.attacks[kind.name]} attacks; slowest call {slowest:.1f} s"
@@ -131,22 +131,25 @@ async def _started(
                 shutil.rmtree(site.folder, ignore_errors=True)
 
 
-async def _attack(kind: Kind, sites: list[Site], account: Account, seconds: float) -> None:
-    """Attack all sites of a kind at the same time."""
-    rng, end = Random(f"{account.seed} {kind.name}"), time.monotonic() + seconds
-    tries = [_attack_site(kind, site, Random(rng.random()), account, end) for site in sites]
+async def _attack(kind: Kind, sites: list[Site], account: Account, seconds: float, last_s: float) -> None:
+    """Attack all sites of a kind at the same time; no attack begins later than ``last_s`` into the run."""
+    rng, end = Random(f"{account.seed} {kind.name}"), account.seconds + seconds
+    tries = [_attack_site(kind, site, Random(rng.random()), account, end, last_s) for site in sites]
     await asyncio.gather(*tries)
 
 
-async def _attack_site(kind: Kind, site: Site, rng: Random, account: Account, end: float) -> None:
+async def _attack_site(
+    kind: Kind, site: Site, rng: Random, account: Account, end: float, last_s: float
+) -> None:
     """Make every attack of a kind once, in seeded order, then go on while there is time."""
-    names, first = list(kind.attacks), True
-    while first or time.monotonic() < end:
+    names = [name for name in kind.attacks if site.name in kind.only_on.get(name, kind.sites)]
+    first = True
+    while first or account.seconds < end:
         rng.shuffle(names)
         for name in names:
-            if not first and time.monotonic() >= end:
+            if not first and account.seconds >= end:
                 break
-            if time.monotonic() >= end + OVERRUN_S:
+            if account.seconds > last_s:
                 account.skip(f"{kind.name}/{name}", "no time was left")
             if f"{kind.name}/{name}" not in account.skipped:
                 await _one(kind, name, Ground(site, Random(rng.random()), account), account)

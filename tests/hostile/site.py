@@ -10,9 +10,9 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -189,7 +189,7 @@ def member(site: Site) -> list[str]:
 def controller(site: Site, port: int) -> list[str]:
     """Return the command line of a controller of a fleet."""
     limits = [word for limit in LIMITS for word in ("--caller-limit", limit)]
-    options = ["--redis", site.redis_url, "--resume", "--queue", "10", "--lost-after", "5", *limits]
+    options = ["--redis", site.redis_url, "--resume", "--queue", "4", "--lost-after", "5", *limits]
     return agentrl("controller", "--port", str(port), *options)
 
 
@@ -362,6 +362,7 @@ class Kind:
         sites: names of layouts; each attack is made on all of them.
         share: part of the time that it gets, relative to the others.
         attacks: by name.
+        only_on: layouts of single attacks, where these are not made on all.
     """
 
     name: str
@@ -369,6 +370,7 @@ class Kind:
     sites: tuple[str, ...]
     share: float
     attacks: dict[str, Attack]
+    only_on: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def make_folder(readable: bool = False) -> Path:

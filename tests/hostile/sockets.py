@@ -237,4 +237,5 @@ KIND = Kind(
         "slow_readers": slow_readers,
         "socket_floods": socket_floods,
     },
+    only_on={"idle": ("single", "fleet")},
 )

@@ -17,7 +17,7 @@ from tests.chaos.site import MARK, agentrl, free_ports, left_processes
 from tests.hostile.agents import call
 from tests.hostile.site import ANSWER_S, END_S, TASKS_FILE, Attack, Ground, Kind
 
-STUCK_S = 60.0
+STUCK_S = 45.0
 """Seconds until a call that gets its process stuck is answered: the process was replaced."""
 HANGING = 64
 

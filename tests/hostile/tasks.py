@@ -220,7 +220,7 @@ class Shell(Environment):
     """Runs commands in a sandbox."""
 
     max_turns = 1000
-    limits: ClassVar[dict[str, Any]] = {"memory": "96m", "disk": "16m", "pids": 32, "timeout": 8.0}
+    limits: ClassVar[dict[str, Any]] = {"memory": "96m", "disk": "16m", "pids": 32, "timeout": 5.0}
 
     def reset(self, sample, rng):
         files = {"mine.txt": f"{sample.data.get('secret', 'nobody')}\n"}

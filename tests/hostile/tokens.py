@@ -257,4 +257,5 @@ KIND = Kind(
         "short_token": short_token,
         "ended_session": ended_session,
     },
+    only_on={"short_token": ("single",)},
 )
