@@ -309,7 +309,8 @@ def as_root(folder: Path) -> Site:
 
 def as_user(folder: Path) -> Site:
     """Return the same server, run by an ordinary user without cgroups."""
-    return _probe(shells(folder, "sandbox-user", kind="bubblewrap", user=USER))
+    # Without cgroups no limit of memory can be enforced: such a server has to be asked for, and says so.
+    return _probe(shells(folder, "sandbox-user", kind="bubblewrap", user=USER, limits="best_effort"))
 
 
 def in_docker(folder: Path) -> Site:

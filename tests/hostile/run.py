@@ -144,7 +144,7 @@ async def _attack_site(
     """Make every attack of a kind once, in seeded order, then go on while there is time."""
     names = [name for name in kind.attacks if site.name in kind.only_on.get(name, kind.sites)]
     first = True
-    while first or account.seconds < end:
+    while first or account.seconds < min(end, last_s):
         rng.shuffle(names)
         for name in names:
             if not first and account.seconds >= end:
@@ -153,7 +153,9 @@ async def _attack_site(
                 account.skip(f"{kind.name}/{name}", "no time was left")
             if f"{kind.name}/{name}" not in account.skipped:
                 await _one(kind, name, Ground(site, Random(rng.random()), account), account)
-        first = False
+        names, first = [name for name in names if f"{kind.name}/{name}" not in account.skipped], False
+        if not names:
+            break
     await asyncio.sleep(SETTLE_S)
     site.read_logs(account)
 

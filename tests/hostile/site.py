@@ -194,7 +194,14 @@ def controller(site: Site, port: int) -> list[str]:
 
 
 def shells(
-    folder: Path, name: str, *, kind: str, image: str = "", user: int = 0, docker_host: str = ""
+    folder: Path,
+    name: str,
+    *,
+    kind: str,
+    image: str = "",
+    user: int = 0,
+    docker_host: str = "",
+    limits: str = "",
 ) -> Site:
     """Return one server whose sessions have a sandbox each.
 
@@ -205,6 +212,7 @@ def shells(
         image: container image, for Docker.
         user: user id of the server; 0 keeps that of this process.
         docker_host: address of the Docker daemon.
+        limits: value of AGENTRL_SANDBOX_LIMITS.
     """
     site = Site(name, folder)
     (port,) = free_ports(1)
@@ -217,6 +225,7 @@ def shells(
     environment = {"HOSTILE_SANDBOX": kind, "HOME": str(folder)}
     environment |= {"HOSTILE_IMAGE": image} if image else {}
     environment |= {"DOCKER_HOST": docker_host} if docker_host else {}
+    environment |= {"AGENTRL_SANDBOX_LIMITS": limits} if limits else {}
     site.add("server", command, "serving ", **environment)
     return site
 

@@ -51,11 +51,11 @@ async def step_into(ground: Ground, task: str, message: dict[str, object], what:
                 await http.delete(f"/v1/sessions/{session}", timeout=5)
 
 
-def trap(tool: str, tasks: tuple[str, ...] = ("trap", "thread_trap"), **arguments: object) -> Attack:
-    """Return the attack that calls a tool of a trap; afterwards both workers serve."""
+def trap(*tools: str, tasks: tuple[str, ...] = ("trap", "thread_trap"), **arguments: object) -> Attack:
+    """Return the attack that calls one of these tools of a trap; afterwards both workers serve."""
 
     async def attack(ground: Ground) -> None:
-        task = ground.rng.choice(tasks)
+        task, tool = ground.rng.choice(tasks), ground.rng.choice(tools)
         await step_into(ground, task, call(tool, **arguments), f"{task}.{tool}")
         await _both_serve(ground, f"{task}.{tool}")
 
@@ -162,13 +162,10 @@ KIND = Kind(
     sites=("workers",),
     share=24,
     attacks={
-        "loop": trap("loop"),
-        "backtrack": trap("backtrack"),
+        "loop": trap("loop", "backtrack"),
         "block_async": trap("block_async"),
-        "exit": trap("exit"),
-        "exit_0": trap("exit", code=0),
-        "kill": trap("kill"),
-        "crash": trap("crash"),
+        "death": trap("exit", "kill", "crash"),
+        "death_in_order": trap("exit", code=0),
         "fork": trap("fork", tasks=("thread_trap",)),
         "fork_inline": trap("fork", tasks=("trap",)),
         "hog": trap("hog"),
@@ -182,5 +179,5 @@ KIND = Kind(
     },
 )
 THREADS = Kind(
-    name="threads", lane="tasks", sites=("threads",), share=4, attacks={"hanging_threads": hanging_threads}
+    name="threads", lane="threads", sites=("threads",), share=4, attacks={"hanging_threads": hanging_threads}
 )

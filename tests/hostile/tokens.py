@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import json
 import os
+import re
 from base64 import urlsafe_b64encode
 from contextlib import suppress
 from hashlib import sha256
@@ -18,6 +19,8 @@ from websockets.exceptions import WebSocketException
 from tests.chaos.site import agentrl, free_ports
 from tests.hostile.site import ANSWER_S, TASKS_FILE, Ground, Kind, Victim
 
+SHARED_S = 2.5
+"""Seconds until every controller of a fleet refuses a token that one has revoked."""
 STEP = {"role": "assistant", "content": None, "tool_calls": []}
 
 
@@ -97,6 +100,7 @@ def mutations(token: str, rng: Random) -> list[str]:
         "link.",
         "link." + "A" * 43,
         token.replace("agent.", "link.", 1),
+        re.sub(r"\.(\d+)\.", ".99999999999.", token),
         token.replace(".", "%2e"),
         f"{token} {token}",
         "null",
@@ -244,6 +248,24 @@ async def ended_session(ground: Ground) -> None:
                 ground.find("breaches", "a closed session was stepped")
 
 
+async def revoked(ground: Ground) -> None:
+    """Go on with an agent token that the operator has replaced, on every server of the site."""
+    async with ground.vaults() as (victim,):
+        path = f"/v1/sessions/{victim.id}/token"
+        answer = await ground.ask("POST", path, token=ground.site.token)
+        if answer is None or answer.status_code != 201:
+            ground.find("breaches", "an agent token can be neither replaced nor revoked")
+            return
+        await asyncio.sleep(SHARED_S)
+        for url in ground.site.urls:
+            for method, path, body in operations(victim)[:3]:
+                options = {"json": body} if body is not None else {}
+                answer = await ground.ask(method, path, token=victim.token, url=url, **options)
+                if answer is not None and answer.status_code < 300:
+                    ground.find("breaches", f"a revoked token permits {method} {path}")
+        await untouched(ground, victim, "a revoked token")
+
+
 KIND = Kind(
     name="tokens",
     lane="calls",
@@ -256,6 +278,7 @@ KIND = Kind(
         "operator_guessed": operator_guessed,
         "short_token": short_token,
         "ended_session": ended_session,
+        "revoked": revoked,
     },
     only_on={"short_token": ("single",)},
 )
