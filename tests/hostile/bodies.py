@@ -18,7 +18,7 @@ HELD_BYTES = 192 << 20
 """Memory that one agent may make a server hold."""
 PARTS = 60
 """Unfinished bodies, each below the limit of one."""
-HISTORY_BYTES = 80 << 20
+HISTORY_BYTES = 128 << 20
 """Memory that the messages of one session may hold."""
 WRONG = (
     None,
@@ -195,7 +195,7 @@ async def history(ground: Ground) -> None:
     """Play legal messages that a session keeps for its transcript."""
     async with ground.vaults() as (victim,):
         before, path = ground.memory(), f"/v1/sessions/{victim.id}/step"
-        for seq in range(1, 41):
+        for seq in range(1, 49):
             message = {"role": "assistant", "content": "\U0001f600" * 999_000}
             body = json.dumps(_step(message, seq), ensure_ascii=False).encode()
             answer = await ground.ask("POST", path, token=victim.token, content=body)
