@@ -8,6 +8,7 @@ import secrets
 import signal
 import time
 from contextlib import suppress
+from typing import Any
 
 import httpx
 
@@ -16,6 +17,7 @@ from agentrl_env.errors import AgentRLError
 from tests.chaos.site import MARK, agentrl, free_ports, left_processes
 from tests.hostile.agents import call
 from tests.hostile.site import ANSWER_S, END_S, TASKS_FILE, Attack, Ground, Kind
+from tests.hostile.tasks import HANG_S
 
 STUCK_S = 45.0
 """Seconds until a call that gets its process stuck is answered: the process was replaced."""
@@ -136,18 +138,33 @@ async def orphans(ground: Ground) -> None:
 
 
 async def hanging_threads(ground: Ground) -> None:
-    """Hang as many threads as there are: other sessions are served, or ``/ready`` says that they are not."""
+    """Hang many threads for longer than their timeout."""
     tries = [step_into(ground, "thread_trap", call("hang"), "a hanging call") for _ in range(HANGING)]
     await asyncio.gather(*tries)
+    await _others_served(ground)
+
+
+async def hanging_within_timeout(ground: Ground) -> None:
+    """Hang many threads whose timeout is far away."""
+    async with ground.connect() as client:
+        sessions = [await client.open("thread_trap") for _ in range(HANGING)]
+        hanging = [asyncio.create_task(one.step(ToolCall.of("hang_long"))) for one in sessions]
+        await asyncio.sleep(HANG_S)
+        await _others_served(ground)
+        for task in hanging:
+            task.cancel()
+        await asyncio.gather(*hanging, return_exceptions=True)
+
+
+async def _others_served(ground: Ground) -> None:
+    """Count a loss where other sessions are not served although ``/ready`` says so."""
     headers = {"authorization": f"Bearer {ground.site.token}"}
-    async with httpx.AsyncClient(
-        base_url=ground.url, timeout=ANSWER_S, headers=headers, trust_env=False
-    ) as http:
+    options: dict[str, Any] = {"timeout": ANSWER_S, "headers": headers, "trust_env": False}
+    async with httpx.AsyncClient(base_url=ground.url, **options) as http:
         try:
             opened = await http.post("/v1/sessions", json={"task": "thread_tally"})
-            body = {"seq": 1, "message": call("add", n=1)}
             path = f"/v1/sessions/{opened.json().get('session_id', 'none')}/step"
-            served = (await http.post(path, json=body)).status_code == 200
+            served = (await http.post(path, json={"seq": 1, "message": call("add", n=1)})).status_code == 200
         except httpx.TimeoutException:
             served = False
         ready = (await http.get("/ready")).status_code
@@ -179,5 +196,9 @@ KIND = Kind(
     },
 )
 THREADS = Kind(
-    name="threads", lane="threads", sites=("threads",), share=4, attacks={"hanging_threads": hanging_threads}
+    name="threads",
+    lane="threads",
+    sites=("threads",),
+    share=4,
+    attacks={"hanging_threads": hanging_threads, "hanging_within_timeout": hanging_within_timeout},
 )

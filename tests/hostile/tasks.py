@@ -215,6 +215,11 @@ class ThreadTrap(Trap):
         """Wait for ever."""
         threading.Event().wait()
 
+    @tool(timeout=3600)
+    def hang_long(self):
+        """Wait for ever, within its timeout."""
+        threading.Event().wait()
+
 
 class Shell(Environment):
     """Runs commands in a sandbox."""
