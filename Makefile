@@ -6,11 +6,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 ARGS ?=
 FUZZ_REQUESTS ?= 100000
+HOSTILE_SECONDS ?= 120
+HOSTILE_SEED ?= 1
 TEST_PROCESSES ?= 2
 # The first of quickstart, quickstart-2, quickstart-3 ... that is not taken.
 NAME ?= $(shell name=quickstart; i=2; while [ -e runs/$$name ]; do name=quickstart-$$i; i=$$((i+1)); done; echo $$name)
 
-.PHONY: setup train test slow docker vllm ray faults fuzz chaos soak lint bench docs clean
+.PHONY: setup train test slow docker vllm ray faults fuzz hostile chaos soak lint bench docs clean
 
 setup: $(VENV)/.train $(VENV)/.dev  ## install everything that development needs
 
@@ -59,6 +61,10 @@ $(VLLM)/.installed: constraints-vllm.txt
 
 fuzz: $(VENV)/.dev  ## FUZZ_REQUESTS=100000 hostile requests to a server; prints their account last
 	@$(BIN)/python -m tests.fuzz --requests $(FUZZ_REQUESTS) $(ARGS)
+
+hostile: $(VENV)/.dev  ## HOSTILE_SECONDS=120 of attacks drawn from HOSTILE_SEED=1; prints their account last
+	-@.ci/system-packages redis-server bubblewrap docker.io iproute2 python3-venv python3-pip debian-archive-keyring
+	@$(BIN)/python -m tests.hostile --seconds $(HOSTILE_SECONDS) --seed $(HOSTILE_SEED) $(ARGS)
 
 faults: $(VENV)/.dev  ## runs that are killed and go on, engines without memory
 	$(BIN)/python -m pytest -m faults $(ARGS)

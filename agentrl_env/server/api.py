@@ -96,9 +96,7 @@ class Api:
         if call is STEP_MANY:
             results = await self._step_many(request)
             if caller.get().session_id is not None:
-                results = [
-                    one if isinstance(one, WireError) else _seen_by_caller(one, StepResult) for one in results
-                ]
+                results = [_item_seen_by_agent(one) for one in results]
             return encode_items("results", results)
         if call is OPEN_MANY:
             return encode_items("sessions", await self._open_many([*map(self._bound, request.sessions)]))
@@ -291,6 +289,13 @@ def _seen_by_caller(answer: bytes, model: type[BaseModel]) -> bytes:
     if caller.get().session_id is None:
         return answer
     return model.model_validate_json(answer).model_dump_json(exclude=_HIDDEN[model]).encode()
+
+
+def _item_seen_by_agent(item: bytes | WireError) -> bytes | WireError:
+    """Return an item of a batch as an agent sees it; a controller passes errors on as JSON."""
+    if isinstance(item, WireError) or item.startswith(b'{"error":'):
+        return item
+    return _seen_by_caller(item, StepResult)
 
 
 def read(model: type[M], text: bytes | str) -> M:

@@ -22,7 +22,7 @@ LEASE_S, DRAIN_S, LOST_AFTER_S = 20.0, 3.0, 5.0
 CONTROLLERS, SERVERS, WORKERS = 3, 4, 2
 START_S, STOP_S = 60.0, 30.0
 MARK = "CHAOS_RUN"
-_BUG = re.compile(r"^Traceback .*\n(?:[ |+].*\n|\n)*(.*)$|^(.*never retrieved.*)$", re.MULTILINE)
+BUG = re.compile(r"^Traceback .*\n(?:[ |+].*\n|\n)*(.*)$|^(.*never retrieved.*)$", re.MULTILINE)
 """Matches a traceback in a log."""
 
 
@@ -43,7 +43,8 @@ class Part:
         self.name, self.log = name, log
         self.killed: set[int] = set()
         self.ended_badly = 0
-        self._command, self._environment, self._ready = command, environment, ready.encode()
+        self.command, self.environment = command, environment
+        self._ready = ready.encode()
         self._process: asyncio.subprocess.Process | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._stopping = False
@@ -101,11 +102,11 @@ class Part:
     async def _begin(self) -> None:
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *self._command,
+                *self.command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **self._environment},
+                env={**os.environ, **self.environment},
                 start_new_session=True,
             )
 
@@ -138,7 +139,7 @@ class Site:
         self.ledgers = folder / "ledgers"
         self.ledgers.mkdir()
         self._folder = folder
-        self._environment = {
+        self.environment = {
             MARK: self.mark,
             "AGENTRL_TOKEN": self.token,
             "CHAOS_LEDGER": str(self.ledgers),
@@ -146,7 +147,7 @@ class Site:
             "TMPDIR": str(folder),
         }
         redis_port, *ports = free_ports(2 + CONTROLLERS)
-        self.redis = self._part("redis", _redis(redis_port, folder), "Ready to accept connections")
+        self.redis = self._part("redis", redis_command(redis_port, folder), "Ready to accept connections")
         self.redis_proxies = [Proxy(redis_port) for _ in range(CONTROLLERS)]
         self.client_proxies = [Proxy(port) for port in ports[1:]]
         self.link_proxies = [Proxy(port) for port in ports[1:]]
@@ -201,14 +202,14 @@ class Site:
         """Return the last lines of all tracebacks in the logs, with their counts."""
         found: Counter[str] = Counter()
         for part in self.parts:
-            for match in _BUG.finditer(part.log.read_text(errors="replace")):
+            for match in BUG.finditer(part.log.read_text(errors="replace")):
                 found[f"{part.name.rstrip('0123456789')}: {match[1] or match[2]}"] += 1
         return found
 
     def _part(self, name: str, command: Sequence[str], ready: str) -> Part:
         log = self._folder / f"{name}.log"
         log.touch()
-        return Part(name, command, self._environment, log, ready)
+        return Part(name, command, self.environment, log, ready)
 
 
 def left_processes(mark: str) -> list[int]:
@@ -245,7 +246,8 @@ def _serve_options() -> list[str]:
     return ["--lease", str(LEASE_S), "--drain", str(DRAIN_S), "--max-sessions", "60"]
 
 
-def _redis(port: int, folder: Path) -> list[str]:
+def redis_command(port: int, folder: Path) -> list[str]:
+    """Return the command line of a Redis server that keeps its data in a folder."""
     # Redis writes to disk before it answers, so that the shared state survives a kill.
     keep = ["--appendonly", "yes", "--save", ""]
     return ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), *keep]

@@ -11,7 +11,7 @@ from agentrl_env.fleet.config import ControllerConfig, FleetConfig, TaskConfig
 from agentrl_env.fleet.manifests import compose
 from agentrl_env.fleet.up import LocalFleet
 from agentrl_env.launch.docker import ContainerLimits
-from tests.docker.conftest import run, until
+from tests.docker.daemon import run, until
 
 
 @pytest.mark.usefixtures("nothing_left")

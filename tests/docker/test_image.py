@@ -8,7 +8,8 @@ import pytest
 
 from agentrl_env.errors import LaunchError, TargetError
 from agentrl_env.launch.docker import DockerServer
-from tests.docker.conftest import BASE, ROOT, agentrl_env, until
+from tests.docker.conftest import BASE, ROOT, agentrl_env
+from tests.docker.daemon import until
 
 TOKEN = "SRLhZ9Qe-only-for-this-test"
 GUESS = '''

@@ -15,7 +15,7 @@ from agentrl_env import EnvClient, Message, ToolCall
 from agentrl_env.errors import AgentRLError, LaunchError, ServeError, ServerDraining, Unauthorized
 from agentrl_env.launch.docker import ContainerLimits, DockerServer
 from agentrl_env.sandbox.docker_daemon import FOLDER_PREFIX, remove_orphans
-from tests.docker.conftest import until
+from tests.docker.daemon import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

@@ -213,25 +213,25 @@ def frames(random: Random, session_ids: list[str]) -> RawRequest:
     text = random.choice([json.dumps(call).encode()] * 3 + [body(random, session_ids)])
     kind = random.randrange(8)
     if kind <= 3:
-        return RawRequest(data=_frame(random, 1, text), answered=True)
+        return RawRequest(data=frame(random, 1, text), answered=True)
     if kind == 4:
         at = random.randrange(len(text) + 1)
-        data = _frame(random, 1, text[:at], last=False) + _frame(random, 0, text[at:])
+        data = frame(random, 1, text[:at], last=False) + frame(random, 0, text[at:])
         return RawRequest(data=data, answered=True)
     if kind == 5:
         opcode = random.choice([0, 2, 3, 7, 8, 9, 10, 11, 15])
         return RawRequest(
-            data=_frame(random, opcode, text[: random.choice([0, 1, 2, 125, 126])]), answered=False
+            data=frame(random, opcode, text[: random.choice([0, 1, 2, 125, 126])]), answered=False
         )
     if kind == 6:
         head = bytes([0x81 | random.choice([0, 0x10, 0x40]), 0x80 | 127])
         return RawRequest(
             data=head + struct.pack("!Q", random.choice([2**63, 2**40, 10**6, 5])) + text, answered=False
         )
-    return RawRequest(data=mutated(random, _frame(random, 1, text)), answered=False)
+    return RawRequest(data=mutated(random, frame(random, 1, text)), answered=False)
 
 
-def _frame(random: Random, opcode: int, payload: bytes, *, last: bool = True) -> bytes:
+def frame(random: Random, opcode: int, payload: bytes, *, last: bool = True) -> bytes:
     mask = random.randbytes(4)
     size = len(payload)
     first = bytes([(0x80 if last else 0) | opcode])

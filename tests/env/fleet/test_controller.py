@@ -7,7 +7,7 @@ import httpx
 import pytest
 from websockets.asyncio.client import connect
 
-from agentrl_env import EnvClient, ToolCall
+from agentrl_env import EnvClient, Message, ToolCall
 from agentrl_env.errors import (
     ServeError,
     ServerDraining,
@@ -71,6 +71,21 @@ async def cut(server: EnvServer) -> None:
     """Abort a server's links; the server reconnects."""
     for link in list(server._links._open):
         link.websocket.transport.abort()
+
+
+async def test_errors_in_the_batch_of_an_agent_are_passed_on():
+    async with Site() as site:
+        await site.serve(Quick)
+        session = await site.client.open("quick")
+        message = Message.assistant(None, ToolCall.of("finish")).model_dump(mode="json")
+        steps = [{"session_id": session.session_id, "seq": seq, "message": message} for seq in (1, 2)]
+        headers = {"authorization": f"Bearer {session.agent_token}"}
+        async with httpx.AsyncClient(base_url=site.controller.url, headers=headers) as http:
+            answer = await http.post("/v1/step", json={"steps": steps})
+            ended, error = answer.json()["results"]
+            assert ended["status"] == "completed"
+            assert "info" not in ended
+            assert error["error"]["type"] == "session_ended"
 
 
 async def test_calls_are_routed_to_the_server_of_the_session():

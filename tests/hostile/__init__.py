@@ -1,0 +1,1 @@
+"""Seeded attacks on real servers, beside honest neighbours."""

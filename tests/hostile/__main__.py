@@ -1,0 +1,37 @@
+"""``python -m tests.hostile``: the attacks, and their account as one JSON object on standard output.
+
+Two runs with one seed make the same attacks in the same order, as far as their time reaches. ``--only`` runs
+one kind of attacker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Sequence
+
+from tests.hostile.account import Account
+from tests.hostile.run import KINDS, run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Attack, print the account, and return 1 if an attack achieved anything."""
+    parser = argparse.ArgumentParser(prog="python -m tests.hostile", description=__doc__)
+    parser.add_argument("--seed", type=int, default=1, help="seed of all choices")
+    parser.add_argument("--seconds", type=float, default=120.0, help="time for the attacks, without starts")
+    names = [kind.name for kind in KINDS]
+    parser.add_argument("--only", action="append", choices=names, help="one kind; may be repeated")
+    options = parser.parse_args(arguments)
+    logging.getLogger().setLevel(logging.ERROR)
+    account = Account(options.seed)
+    kinds = [kind for kind in KINDS if not options.only or kind.name in options.only]
+    asyncio.run(run(account, options.seconds, kinds))
+    print(json.dumps(account.report()), flush=True)
+    return 1 if account.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

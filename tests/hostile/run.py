@@ -1,0 +1,185 @@
+"""The run: starts the layouts, lets neighbours play on them, and makes each kind's attacks in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+
+from agentrl_env.errors import AgentRLError
+from tests.hostile import (
+    agents,
+    bodies,
+    clock,
+    escapes,
+    framing,
+    member,
+    redis_writer,
+    sockets,
+    stuck,
+    tokens,
+)
+from tests.hostile.account import Account
+from tests.hostile.neighbours import Neighbours
+from tests.hostile.site import (
+    Attack,
+    Ground,
+    Kind,
+    Site,
+    Skipped,
+    fleet,
+    make_folder,
+    single,
+    threads,
+    workers,
+)
+
+KINDS: tuple[Kind, ...] = (
+    tokens.KIND,
+    framing.KIND,
+    bodies.KIND,
+    sockets.KIND,
+    agents.KIND,
+    redis_writer.KIND,
+    member.KIND,
+    clock.KIND,
+    stuck.KIND,
+    stuck.THREADS,
+    *escapes.KINDS,
+)
+LAYOUTS: dict[str, Callable[[Path], Site]] = {
+    "single": single,
+    "workers": workers,
+    "fleet": fleet,
+    "threads": threads,
+    **escapes.LAYOUTS,
+}
+ATTACK_S = 120.0
+"""Seconds for one attack; later it hangs."""
+OVERRUN_S = 120.0
+"""Seconds by which the first pass may exceed the time of the run; later attacks are skipped."""
+SETTLE_S = 1.0
+"""Seconds in which neighbours play before the first attack and after the last one of a kind."""
+
+
+async def run(account: Account, seconds: float, kinds: Sequence[Kind] = KINDS) -> None:
+    """Make all attacks once, and more of them with other choices while there is time.
+
+    Args:
+        account: counts what they achieve.
+        seconds: time for the attacks; starting and stopping the servers comes on top.
+        kinds: attackers.
+    """
+    lanes = dict.fromkeys(kind.lane for kind in kinds)
+    await asyncio.gather(*(_lane([k for k in kinds if k.lane == lane], account, seconds) for lane in lanes))
+
+
+async def _lane(kinds: Sequence[Kind], account: Account, seconds: float) -> None:
+    """Make the attacks of some kinds one after another; kinds on the same layouts share their servers."""
+    shares = sum(kind.share for kind in kinds)
+    for names in dict.fromkeys(kind.sites for kind in kinds):
+        chosen = [kind for kind in kinds if kind.sites == names]
+        async with _started(names, account) as (sites, neighbours):
+            for kind in chosen:
+                if not sites:
+                    account.skip(kind.name, "none of its servers can be started here")
+                    continue
+                await _attack(kind, sites, account, seconds * kind.share / shares, seconds + OVERRUN_S)
+                slowest = max(one.slowest_s for one in neighbours)
+                account.say(
+                    f"{kind.name}: {account.attacks[kind.name]} attacks; slowest call {slowest:.1f} s"
+                )
+                for one in neighbours:
+                    one.slowest_s = 0.0
+
+
+@asynccontextmanager
+async def _started(
+    names: Sequence[str], account: Account
+) -> AsyncIterator[tuple[list[Site], list[Neighbours]]]:
+    """Start the sites of these layouts with their neighbours, and stop them."""
+    sites: list[Site] = []
+    neighbours: list[Neighbours] = []
+    try:
+        for name in names:
+            folder = make_folder(readable="sandbox" in name)
+            try:
+                sites.append(LAYOUTS[name](folder))
+            except Skipped as error:
+                account.skip(name, str(error))
+                shutil.rmtree(folder)
+        await asyncio.gather(*(site.start() for site in sites))
+        account.say(f"started {', '.join(site.name for site in sites) or 'nothing'}")
+        rng = Random(account.seed)
+        neighbours += [Neighbours(site, account, Random(rng.random())) for site in sites]
+        await asyncio.sleep(SETTLE_S)
+        yield sites, neighbours
+    finally:
+        await asyncio.gather(*(one.stop() for one in neighbours))
+        for site, left in zip(sites, await asyncio.gather(*(site.stop() for site in sites)), strict=True):
+            for pid in left:
+                account.find("breaches", f"process {pid} outlived its parent", *site.running)
+            site.read_logs(account)
+            if account.failed:
+                account.say(f"logs of {site.name} are in {site.folder}")
+            else:
+                shutil.rmtree(site.folder, ignore_errors=True)
+
+
+async def _attack(kind: Kind, sites: list[Site], account: Account, seconds: float, last_s: float) -> None:
+    """Attack all sites of a kind at the same time; no attack begins later than ``last_s`` into the run."""
+    rng, end = Random(f"{account.seed} {kind.name}"), account.seconds + seconds
+    tries = [_attack_site(kind, site, Random(rng.random()), account, end, last_s) for site in sites]
+    await asyncio.gather(*tries)
+
+
+async def _attack_site(
+    kind: Kind, site: Site, rng: Random, account: Account, end: float, last_s: float
+) -> None:
+    """Make every attack of a kind once, in seeded order, then go on while there is time."""
+    names = [name for name in kind.attacks if site.name in kind.only_on.get(name, kind.sites)]
+    first = True
+    while first or account.seconds < min(end, last_s):
+        rng.shuffle(names)
+        for name in names:
+            if not first and account.seconds >= end:
+                break
+            if account.seconds > last_s:
+                account.skip(f"{kind.name}/{name}", "no time was left")
+            if f"{kind.name}/{name}" not in account.skipped:
+                await _one(kind, name, Ground(site, Random(rng.random()), account), account)
+        names, first = [name for name in names if f"{kind.name}/{name}" not in account.skipped], False
+        if not names:
+            break
+    await asyncio.sleep(SETTLE_S)
+    site.read_logs(account)
+
+
+async def _one(kind: Kind, name: str, ground: Ground, account: Account) -> None:
+    """Make one attack, and count what it provokes beside what it looks for."""
+    site = ground.site
+    site.running = (kind.name, f"{name} on {site.name}")
+    account.attacks[kind.name] += 1
+    attack: Attack = kind.attacks[name]
+    begin = time.monotonic()
+    try:
+        async with asyncio.timeout(ATTACK_S):
+            await attack(ground)
+    except Skipped as error:
+        account.skip(f"{kind.name}/{name}", str(error))
+    except TimeoutError:
+        ground.find("hung", f"the attack was not over after {ATTACK_S:g} s")
+    except AgentRLError as error:  # an honest call that prepares or checks the attack
+        ground.find("hung", f"an honest call failed: {type(error).__name__}: {error}")
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        ground.find("uncaught", f"the attack itself failed: {error!r} in {where.filename}:{where.lineno}")
+    account.say(f"{kind.name}/{name} on {site.name}: {time.monotonic() - begin:.1f} s")
+    for part in site.ended_badly():
+        ground.find("uncaught", f"the process {part} ended")
+    site.read_logs(account)

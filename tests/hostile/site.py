@@ -1,0 +1,389 @@
+"""The servers under attack, and what an attacker needs to reach them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+
+from agentrl_env import EnvClient
+from agentrl_env.client.client import ClientSession
+from tests.chaos.site import BUG, MARK, Part, agentrl, free_ports, left_processes, redis_command
+from tests.hostile.account import Account
+from tests.hostile.tasks import ANSWER, SAID
+
+TASKS_FILE = Path(__file__).with_name("tasks.py")
+ANSWER_S = 25.0
+"""Seconds until an answer or a refusal; later it hangs."""
+LIMITS = ("head_s=2", "body_s=2", "idle_s=3")
+"""Short timeouts, so that what must be cut off is cut off during the run."""
+END_S = 10.0
+"""Seconds in which the processes of a stopped site end."""
+
+
+class Skipped(Exception):
+    """An attack cannot be made on this machine; the message is the reason."""
+
+
+class Site:
+    """Servers of one layout with the processes behind them.
+
+    Args:
+        name: layout.
+        folder: folder for logs and temporary files.
+    """
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.folder = folder
+        self.token = secrets.token_urlsafe(32)
+        self.urls: list[str] = []
+        self.parts: list[Part] = []
+        self.redis_url = ""
+        self.mark = secrets.token_hex(8)
+        self.environment = {
+            MARK: self.mark,
+            "AGENTRL_TOKEN": self.token,
+            "PYTHONUNBUFFERED": "1",
+            "TMPDIR": str(folder),
+            "PYTHONPATH": str(TASKS_FILE.parents[2]),
+        }
+        self.running = ("start", "")
+        """Kind and name of the attack that is being made, to which findings are attributed."""
+        self.closing: list[Callable[[], object]] = []
+        """Called after all processes have ended."""
+        self._read: dict[str, int] = {}
+
+    def add(self, name: str, command: list[str], ready: str, **environment: str) -> Part:
+        """Add a process; it starts with the site."""
+        log = self.folder / f"{name}.log"
+        log.touch()
+        part = Part(name, command, {**self.environment, **environment}, log, ready)
+        self.parts.append(part)
+        return part
+
+    async def restart(self) -> None:
+        """Kill everything and start it again, after an attack that has broken it for good."""
+        ready = [(part, part.times_ready()) for part in self.parts]
+        for pid in left_processes(self.mark):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        await asyncio.gather(*(part.until_ready(times + 1) for part, times in ready))
+
+    def part(self, name: str) -> Part:
+        """Return a process by its name."""
+        return next(part for part in self.parts if part.name == name)
+
+    async def start(self) -> None:
+        """Start all processes, and wait until they are ready; Redis first."""
+        for part in self.parts:
+            await part.start()
+            if part.name == "redis":
+                await part.until_ready()
+        await asyncio.gather(*(part.until_ready() for part in self.parts))
+
+    async def stop(self) -> list[int]:
+        """Stop all processes; return those that outlived the ones that started them, and kill them."""
+        await asyncio.gather(*(part.stop() for part in reversed(self.parts)))
+        end = time.monotonic() + END_S
+        while (left := left_processes(self.mark)) and time.monotonic() < end:  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for close in self.closing:
+            await asyncio.to_thread(close)
+        return left
+
+    def read_logs(self, account: Account) -> None:
+        """Count tracebacks that no task provokes, and words of agents, in the logs since the last time."""
+        for part in self.parts:
+            data = part.log.read_bytes()
+            text = data[self._read.get(part.name, 0) :].decode(errors="replace")
+            self._read[part.name] = len(data)
+            for match in BUG.finditer(text):
+                before = text[: match.start()].rstrip("\n").rpartition("\n")[2]
+                if " WARNING " not in before:  # the failure of a task is one
+                    account.find("uncaught", f"{part.name}: {match[1] or match[2]}", *self.running)
+            if SAID in text:
+                at = text.index(SAID)
+                what = f"the log of {part.name} tells what an agent said: {text[max(0, at - 120) : at + 40]}"
+                account.find("breaches", what, *self.running)
+
+    def ended_badly(self) -> list[str]:
+        """Return the processes that have ended on their own since the last call."""
+        names = [part.name for part in self.parts if part.ended_badly]
+        for part in self.parts:
+            part.ended_badly = 0
+        return names
+
+
+def _serve(*options: str, tasks: tuple[str, ...] = ("Tally", "ThreadTally", "Vault", "Trap")) -> list[str]:
+    targets = [f"{TASKS_FILE}:{name}" for name in tasks]
+    limits = [word for limit in LIMITS for word in ("--caller-limit", limit)]
+    common = ["--lease", "120", "--drain", "0", "--max-sessions", "600"]
+    return agentrl("serve", *common, *limits, *options, *targets)
+
+
+def single(folder: Path, *, tasks: tuple[str, ...] = ("Tally", "ThreadTally", "Vault", "Trap")) -> Site:
+    """Return one server."""
+    site = Site("single", folder)
+    (port,) = free_ports(1)
+    site.urls = [f"http://127.0.0.1:{port}"]
+    site.add("server", _serve("--port", str(port), "--oracle", tasks=tasks), "serving ")
+    return site
+
+
+def threads(folder: Path) -> Site:
+    """Return one server of tasks that hang on threads."""
+    site = single(folder, tasks=("Tally", "ThreadTally", "ThreadTrap"))
+    site.name = "threads"
+    return site
+
+
+def workers(folder: Path) -> Site:
+    """Return a server of two processes, whose sessions go on where one of them dies."""
+    site = Site("workers", folder)
+    (port,) = free_ports(1)
+    site.urls = [f"http://127.0.0.1:{port}"]
+    options = ("--workers", "2", "--resume", "--port", str(port), "--oracle")
+    tasks = ("Tally", "ThreadTally", "Vault", "Trap", "ThreadTrap")
+    site.add("workers", _serve(*options, tasks=tasks), "serving ")
+    return site
+
+
+def fleet(folder: Path) -> Site:
+    """Return three servers behind two controllers that share a Redis."""
+    if shutil.which("redis-server") is None:
+        raise Skipped("redis-server is not installed (.ci/system-packages redis-server)")
+    site = Site("fleet", folder)
+    redis, *ports = free_ports(3)
+    site.redis_url = f"redis://127.0.0.1:{redis}"
+    site.urls = [f"http://127.0.0.1:{port}" for port in ports]
+    site.add("redis", redis_command(redis, folder), "Ready to accept connections")
+    for number, port in enumerate(ports):
+        site.add(f"controller{number}", controller(site, port), "controlling ")
+    for number in range(3):
+        site.add(f"server{number}", member(site), "serving ")
+    return site
+
+
+def member(site: Site) -> list[str]:
+    """Return the command line of a server of a fleet."""
+    return _serve("--host", "none", "--oracle", *(f"--controller={url}" for url in site.urls))
+
+
+def controller(site: Site, port: int) -> list[str]:
+    """Return the command line of a controller of a fleet."""
+    limits = [word for limit in LIMITS for word in ("--caller-limit", limit)]
+    options = ["--redis", site.redis_url, "--resume", "--queue", "4", "--lost-after", "5", *limits]
+    return agentrl("controller", "--port", str(port), *options)
+
+
+def shells(
+    folder: Path,
+    name: str,
+    *,
+    kind: str,
+    image: str = "",
+    user: int = 0,
+    docker_host: str = "",
+    limits: str = "",
+) -> Site:
+    """Return one server whose sessions have a sandbox each.
+
+    Args:
+        folder: folder for logs and temporary files.
+        name: name of the site.
+        kind: of ``open_sandbox``.
+        image: container image, for Docker.
+        user: user id of the server; 0 keeps that of this process.
+        docker_host: address of the Docker daemon.
+        limits: value of AGENTRL_SANDBOX_LIMITS.
+    """
+    site = Site(name, folder)
+    (port,) = free_ports(1)
+    site.urls = [f"http://127.0.0.1:{port}"]
+    command = _serve("--port", str(port), tasks=("Shell", "Tally"))
+    if user:
+        if os.geteuid() != 0 or shutil.which("setpriv") is None:
+            raise Skipped("only root can start a server as another user (setpriv)")
+        command = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--", *command]
+    environment = {"HOSTILE_SANDBOX": kind, "HOME": str(folder)}
+    environment |= {"HOSTILE_IMAGE": image} if image else {}
+    environment |= {"DOCKER_HOST": docker_host} if docker_host else {}
+    environment |= {"AGENTRL_SANDBOX_LIMITS": limits} if limits else {}
+    site.add("server", command, "serving ", **environment)
+    return site
+
+
+@dataclass(slots=True)
+class Victim:
+    """A session of the task ``vault`` that the operator has opened."""
+
+    session: ClientSession
+    answer: str
+    seed: int
+
+    @property
+    def id(self) -> str:
+        """Id of the session."""
+        return self.session.session_id
+
+    @property
+    def token(self) -> str:
+        """Agent token of the session."""
+        return self.session.agent_token or ""
+
+
+class Ground:
+    """What an attack works with: a site, random choices, and the account.
+
+    Args:
+        site: the servers.
+        rng: source of the random choices.
+        account: counts what the attack achieves.
+    """
+
+    def __init__(self, site: Site, rng: Random, account: Account) -> None:
+        self.site, self.rng, self.account = site, rng, account
+
+    def find(self, count: str, what: str) -> None:
+        """Count a finding."""
+        self.account.find(count, what, *self.site.running)
+
+    @property
+    def url(self) -> str:
+        """Address of one of the site's servers or controllers."""
+        return self.rng.choice(self.site.urls)
+
+    def connect(self, token: str | None = None, url: str | None = None) -> EnvClient:
+        """Return a client, of the operator unless another token is given."""
+        return EnvClient.connect(url or self.url, token=token or self.site.token, timeout=ANSWER_S)
+
+    @asynccontextmanager
+    async def vaults(self, number: int = 1) -> AsyncIterator[list[Victim]]:
+        """Open sessions of the task ``vault``, each with an answer of its own, and close them."""
+        async with self.connect() as client:
+            victims = []
+            for _ in range(number):
+                answer, seed = f"{ANSWER}{self.rng.randbytes(8).hex()}", self.rng.randrange(10**14, 10**15)
+                session = await client.open("vault", sample={"answer": answer}, seed=seed, wait=ANSWER_S)
+                victims.append(Victim(session, answer, seed))
+            yield victims
+            for victim in victims:
+                with suppress(Exception):
+                    await victim.session.close()
+
+    async def ask(
+        self, method: str, path: str, *, token: str | None = None, url: str | None = None, **options: Any
+    ) -> httpx.Response | None:
+        """Make an HTTP request; return None where the server refused by closing the connection.
+
+        Counts internal errors, and requests that are not answered.
+        """
+        headers = dict(options.pop("headers", {}))
+        if token is not None:
+            headers["authorization"] = f"Bearer {token}"
+        try:
+            async with httpx.AsyncClient(timeout=ANSWER_S, trust_env=False, verify=False) as http:
+                answer = await http.request(method, (url or self.url) + path, headers=headers, **options)
+        except httpx.TimeoutException:
+            self.find("hung", f"{method} {path[:80]} was not answered in {ANSWER_S:g} s")
+            return None
+        except (httpx.TransportError, httpx.InvalidURL, UnicodeEncodeError, ValueError):
+            return None
+        self.check(answer.content, f"{method} {path[:80]}")
+        return answer
+
+    def check(self, content: bytes, what: str) -> None:
+        """Count an answer that is an internal error."""
+        if b'"type":"internal_error"' in content:
+            self.find("uncaught", f"{what}: {content[:300]!r}")
+
+    def address(self, url: str | None = None) -> tuple[str, int]:
+        """Return host and port of a server."""
+        host, _, port = (url or self.url).removeprefix("http://").rpartition(":")
+        return host, int(port)
+
+    async def send_raw(self, data: bytes, *, wait_s: float = ANSWER_S, end: bool = False) -> bytes | None:
+        """Send bytes on a connection of their own; return all that comes back until the server closes it.
+
+        Args:
+            data: bytes to send.
+            wait_s: seconds for which to wait.
+            end: close this side after sending.
+
+        Returns None where the connection was still open, and nothing had come back.
+        """
+        reader, writer = await asyncio.open_connection(*self.address())
+        received = bytearray()
+        try:
+            async with asyncio.timeout(wait_s):
+                writer.write(data)
+                await writer.drain()
+                if end:
+                    writer.write_eof()
+                while more := await reader.read(1 << 16):
+                    received += more
+        except TimeoutError:
+            if not received:
+                return None
+        except OSError:
+            pass
+        finally:
+            writer.transport.abort()
+        return bytes(received)
+
+    def memory(self) -> int:
+        """Return the bytes of memory that the site's processes hold."""
+        total = 0
+        for pid in left_processes(self.site.mark):
+            with suppress(OSError, AttributeError):
+                status = Path(f"/proc/{pid}/status").read_text()
+                total += int(re.search(r"VmRSS:\s+(\d+)", status)[1]) << 10  # type: ignore[index]
+        return total
+
+
+Attack = Callable[[Ground], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One kind of attacker: its attacks, and the layouts that they are made on.
+
+    Args:
+        name: for ``--only``.
+        lane: kinds of one lane attack one after another, lanes at the same time.
+        sites: names of layouts; each attack is made on all of them.
+        share: part of the time that it gets, relative to the others.
+        attacks: by name.
+        only_on: layouts of single attacks, where these are not made on all.
+    """
+
+    name: str
+    lane: str
+    sites: tuple[str, ...]
+    share: float
+    attacks: dict[str, Attack]
+    only_on: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def make_folder(readable: bool = False) -> Path:
+    """Return a new temporary folder, readable by other users where asked for."""
+    folder = Path(tempfile.mkdtemp(prefix="hostile-"))
+    folder.chmod(0o777 if readable else 0o700)
+    return folder

@@ -1,0 +1,28 @@
+"""``python -m tests.hostile.skewed SECONDS AFTER ...``: ``agentrl-env ...`` with a clock that is wrong.
+
+The clock jumps by SECONDS, AFTER seconds after the start.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+
+def skew(seconds: float, after: float) -> None:
+    """Let ``time.time`` jump by some seconds after a while; ``time.monotonic`` stays right."""
+    real, real_ns, begin = time.time, time.time_ns, time.monotonic()
+
+    def jump() -> float:
+        return seconds if time.monotonic() - begin >= after else 0.0
+
+    time.time = lambda: real() + jump()
+    time.time_ns = lambda: real_ns() + int(jump() * 1e9)
+
+
+if __name__ == "__main__":
+    skew(float(sys.argv[1]), float(sys.argv[2]))
+    sys.argv = ["agentrl-env", *sys.argv[3:]]
+    from agentrl_env.__main__ import app
+
+    app()
