@@ -67,7 +67,7 @@ def serve(
         "insecure": insecure,
         "drain_s": drain,
     }
-    with settings.apply() as begun:
+    with watchdog, settings.apply() as begun:
         if workers > 1:
             from agentrl_env.fleet.serve import serve_with_workers
 

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime
+from typing import Self
 
 BEAT_S = 0.5
 """Interval in which the event loop shows that it runs."""
@@ -30,6 +31,8 @@ STACKS_S = 0.2
 """Seconds that a stuck server gets to print the stacks of its threads."""
 KILLED = "killed by its watchdog"
 """Start of the line that it logs."""
+END_S = 2.0
+"""Seconds that the watchdog's own process may take to end."""
 KILL_S = 10.0
 """Seconds that a server may take to stop, after the drain."""
 
@@ -97,8 +100,17 @@ class Watchdog:
         """End the process."""
         if self._process is not None:
             os.close(self._beats)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_S)
+            self._process.kill()
             self._process.wait()
             self._process = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
 
 
 def signal_own_group(number: signal.Signals) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -30,10 +31,15 @@ class RedisServer:
             [str(self._binary), *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         deadline = time.monotonic() + 30
-        while not self._socket.exists():
+        while not self._listens():
             assert self._process.poll() is None, "redis-server ended at once"
             assert time.monotonic() < deadline, "redis-server does not listen"
             time.sleep(0.01)
+
+    def _listens(self) -> bool:
+        """Return whether a connection is accepted: the file of the socket exists before that."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            return connection.connect_ex(str(self._socket)) == 0
 
     def kill(self) -> None:
         """Kill the server."""
