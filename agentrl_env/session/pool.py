@@ -57,8 +57,6 @@ MAX_THREADS = 256
 CHUNK = 128
 """Steps of a batch that start before their threads get a moment; more at once only evict the caches."""
 CHUNK_TIMEOUT_S = 0.002
-STRETCH = 256
-"""Steps of a batch after which other callers get a turn."""
 STEP_PENDING = "the step is still under way; ask again with the same seq"
 
 
@@ -177,8 +175,8 @@ class SessionPool:
         """
         batch = _Batch(request.steps)
         for begin in range(0, len(batch.steps), CHUNK):
-            if begin and begin % STRETCH == 0:
-                await asyncio.sleep(0)
+            if begin:
+                await asyncio.sleep(0)  # other callers get a turn
             for position in range(begin, min(begin + CHUNK, len(batch.steps))):
                 self._submit(batch, position)
             if batch.pending >= CHUNK and batch.quick:
