@@ -6,12 +6,13 @@ box.close()
 """
 
 from agentrl_env.errors import SandboxFailed, SandboxUnavailable
-from agentrl_env.sandbox.factory import ALLOW_UNSAFE, open_sandbox
+from agentrl_env.sandbox.factory import ALLOW_UNSAFE, SANDBOX_LIMITS, open_sandbox
 from agentrl_env.sandbox.sandbox import HOME, ExecResult, Sandbox, SandboxLimits
 
 __all__ = [
     "ALLOW_UNSAFE",
     "HOME",
+    "SANDBOX_LIMITS",
     "ExecResult",
     "Sandbox",
     "SandboxFailed",
