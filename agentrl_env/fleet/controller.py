@@ -277,6 +277,7 @@ class FleetService:
             except SessionLost:
                 if not self.resumes:
                     raise
+                self._routing.interrupted([session_id])
 
     async def _step_many(self, steps: Sequence[Step], wait_s: float | None) -> list[bytes | WireError]:
         groups: dict[str, list[int]] = {}
@@ -323,6 +324,7 @@ class FleetService:
             except SessionLost:
                 if not self.resumes:
                     raise
+                self._routing.interrupted(session_ids)
             return await self._step_many(steps, wait_s)
         except WireError as error:
             return [error] * len(steps)

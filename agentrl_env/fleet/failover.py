@@ -37,7 +37,7 @@ RETRY_S = 0.25
 CONFIRM_S = 5.0
 """Seconds that a caller waits until the checkpoint of its answer is stored."""
 MAX_DEATHS = 3
-"""Number of servers that may die with a session between two steps: the next step may be what kills them."""
+"""Number of servers that may die during one step of a session: that step may be what kills them."""
 
 
 class Record(Struct, frozen=True):
@@ -48,7 +48,7 @@ class Record(Struct, frozen=True):
     last: Checkpoint
     """Without its state where the session has ended."""
     deaths: int = 0
-    """Number of its servers that have died since its last step."""
+    """Number of its servers that have died during its next step."""
 
 
 class Records:
@@ -155,6 +155,8 @@ class Failover(Routing):
         self._wait_s = wait_s
         self._clock = clock
         self._adoptions: dict[str, asyncio.Task[RemoteServer]] = {}
+        self._interrupted: set[str] = set()
+        """Sessions whose server was lost during a call; the next adoption of each counts that."""
         self._writes: dict[str, asyncio.Task[bool]] = {}
         """Last write of each session, until it is done; one that failed stays for ``confirm``."""
         self._ended: dict[tuple[str, str], asyncio.TimerHandle] = {}
@@ -227,6 +229,10 @@ class Failover(Routing):
         for session_id in session_ids:
             self._ended[server_id, session_id] = later(FORGET_S, self._forget, server_id, session_id)
 
+    def interrupted(self, session_ids: Iterable[str]) -> None:
+        """Remember the sessions whose call may be what their server died of."""
+        self._interrupted.update(session_ids)
+
     async def aclose(self) -> None:
         """Cancel adoptions, which another controller may repeat, and finish writing."""
         for task in (*self._adoptions.values(), *self._closing):
@@ -286,6 +292,7 @@ class Failover(Routing):
 
     def _end_adoption(self, session_id: str, adoption: asyncio.Task[RemoteServer]) -> None:
         del self._adoptions[session_id]
+        self._interrupted.discard(session_id)
         error = None if adoption.cancelled() else adoption.exception()
         if error is not None:  # without its text, which may quote what the environment said
             why = getattr(error, "type", type(error).__name__)
@@ -304,7 +311,11 @@ class Failover(Routing):
                 break
             if holder is not None and await self._ask(holder, record):
                 return holder
-            died = holder is None and not self._registry.has_left(record.holder)
+            died = (
+                holder is None
+                and session_id in self._interrupted
+                and not self._registry.has_left(record.holder)
+            )
             if died and record.deaths + 1 >= MAX_DEATHS:
                 reason = f"{MAX_DEATHS} servers that held the session died one after another; open a new one"
                 raise await self._lose(record, reason)

@@ -369,6 +369,9 @@ class Routing:
     def ended(self, server_id: str, session_ids: Iterable[str]) -> None:
         """Handle the end of sessions."""
 
+    def interrupted(self, session_ids: Iterable[str]) -> None:
+        """Handle the loss of a server during calls of sessions."""
+
     async def aclose(self) -> None:
         """Finish or cancel what is under way."""
 

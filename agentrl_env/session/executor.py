@@ -399,6 +399,8 @@ class Executor:
             else:
                 try:
                     value = call()
+                except (asyncio.CancelledError, GeneratorExit) as error:  # of the author: nothing is awaited
+                    raise RuntimeError(f"{type(error).__name__} was raised") from error
                 finally:
                     seconds = time.perf_counter() - begin
                     self.loop_s += seconds
@@ -427,6 +429,8 @@ class Executor:
                 return await awaitable, None
             except AUTHOR_ERRORS as error:
                 return None, error
+            except GeneratorExit as error:  # of the author, or where the event loop ends
+                return None, RuntimeError(f"{type(error).__name__} was raised")
 
         task = self._awaitable = asyncio.ensure_future(run())
         try:

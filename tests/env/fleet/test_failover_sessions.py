@@ -517,6 +517,18 @@ async def test_step_that_kills_its_servers_is_not_repeated_forever():
         assert len(fleet.fleet.servers) == 2
 
 
+async def test_idle_session_survives_any_number_of_dead_servers():
+    async with site() as fleet:
+        for _ in range(5):
+            await fleet.serve(Walk)
+        session = await fleet.client.open("walk", seed=4)
+        first = plain(await session.step(WALK))
+        for _ in range(4):
+            await die(fleet, holder(fleet, session))
+            await fleet.client.resume(session.session_id)  # moves it; no step is under way
+        assert [first, plain(await session.step(WALK))] == await undisturbed(4, 2)
+
+
 async def test_session_is_lost_where_restore_fails():
     async with site() as fleet:
         dead = await fleet.serve(Fragile)

@@ -253,6 +253,20 @@ async def test_exceptions_of_a_thread_reach_the_caller(error):
     threads.stop()
 
 
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), GeneratorExit(), SystemExit(1)])
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_exceptions_on_the_event_loop_reach_the_caller(error, is_async):
+    def fail():
+        raise error
+
+    async def fail_later():
+        await asyncio.sleep(0)
+        raise error
+
+    with pytest.raises((RuntimeError, SystemExit)):
+        await Executor(blocking=False, threads=ThreadPool(1)).run(fail_later if is_async else fail, 5)
+
+
 async def test_coroutine_that_ignores_cancellation_times_out():
     release = asyncio.Event()
 
