@@ -117,7 +117,7 @@ async def slow_bodies(target: Target) -> int:
     host, _, port = target.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     size = 7_000_000
-    head = f"POST /v1/sessions/{target.session_id}/step HTTP/1.1\r\nhost: x\r\n"
+    head = f"POST /v1/sessions/{target.session_id}/step HTTP/1.1\r\nhost: localhost\r\n"
     head += f"authorization: Bearer {target.agent}\r\ncontent-length: {size}\r\n\r\n"
     writer.write(head.encode() + b"{" + b" " * 500_000)
     answer = asyncio.ensure_future(reader.readline())

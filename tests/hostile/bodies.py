@@ -160,7 +160,7 @@ async def large(ground: Ground) -> None:
     async with ground.vaults() as (victim,):
         path = f"/v1/sessions/{victim.id}/step"
         text = b"x" * (12 << 20)
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {victim.token}\r\n".encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {victim.token}\r\n".encode()
         chunk = b"%x\r\n%b\r\n" % (1 << 20, b" " * (1 << 20))
         answers = [
             await ground.send_raw(head + b"content-length: %d\r\n\r\n" % 2**40, wait_s=20),
@@ -180,9 +180,7 @@ async def unfinished(ground: Ground) -> None:
     """Hold many bodies that never end, each below the limit of one body."""
     async with ground.vaults() as (victim,):
         size = 7_900_000
-        head = (
-            f"POST /v1/sessions/{victim.id}/step HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {victim.token}"
-        )
+        head = f"POST /v1/sessions/{victim.id}/step HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {victim.token}"
         data = head.encode() + b"\r\ncontent-length: %d\r\n\r\n" % size + b" " * (size - 1)
         before = ground.memory()
         peak = await _peak_memory(ground, [ground.send_raw(data, wait_s=20) for _ in range(PARTS)])

@@ -65,7 +65,7 @@ def _upgrade(ground: Ground, token: str) -> bytes:
 async def slow_requests(ground: Ground) -> None:
     """Send headers and bodies byte by byte, or stop in the middle."""
     async with ground.vaults() as (victim,):
-        post = f"POST /v1/sessions/{victim.id}/step HTTP/1.1\r\nhost: x\r\n".encode()
+        post = f"POST /v1/sessions/{victim.id}/step HTTP/1.1\r\nhost: localhost\r\n".encode()
         post += f"authorization: Bearer {victim.token}\r\n".encode()
         tries = [
             ("headers by the byte", b"GET /health HTTP/1.1\r\nx: ", b"y"),
@@ -106,9 +106,7 @@ async def half_open(ground: Ground) -> None:
     """Send requests and hang up: at once, after the request, or with a reset."""
     async with ground.vaults() as (victim,):
         body = json.dumps({"seq": 1, "message": guess()}).encode()
-        head = (
-            f"POST /v1/sessions/{victim.id}/step HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {victim.token}"
-        )
+        head = f"POST /v1/sessions/{victim.id}/step HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {victim.token}"
         request = head.encode() + b"\r\ncontent-length: %d\r\n\r\n" % len(body) + body
         for _ in range(60):
             with suppress(OSError):
@@ -138,7 +136,7 @@ async def idle(ground: Ground) -> None:
                     _, writer = await asyncio.open_connection(*ground.address())
                 writers.append(writer)
                 if n % 3 == 0:
-                    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+                    writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         await _still_serving(ground, f"beside {len(writers)} idle connections")
     finally:
         for writer in writers:
@@ -155,7 +153,7 @@ async def slow_readers(ground: Ground) -> None:
         try:
             for n in range(1, 21):
                 body = json.dumps({"seq": n, "message": message}).encode()
-                head = f"POST /v1/sessions/{victim.id}/step HTTP/1.1\r\nhost: x\r\n"
+                head = f"POST /v1/sessions/{victim.id}/step HTTP/1.1\r\nhost: localhost\r\n"
                 head += f"authorization: Bearer {victim.token}\r\ncontent-length: {len(body)}\r\n\r\n"
                 _, writer = await asyncio.open_connection(*ground.address(), limit=1024)
                 writer.transport.pause_reading()  # type: ignore[attr-defined]

@@ -514,4 +514,5 @@ def test_serve_stops_cleanly_on_interrupt():
         begin = time.monotonic()
         assert child.wait(timeout=30) == 0
         assert time.monotonic() - begin < 20
-        assert child.stderr.read() == ""
+        lines = child.stderr.read().splitlines()
+        assert [line.split(" INFO ")[1].split(" pid=")[0] for line in lines] == ["draining", "stopped"]

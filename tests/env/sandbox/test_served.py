@@ -63,11 +63,12 @@ async def shell(session, command):
 
 
 def below(pid):
-    """Return the descendants of a process."""
+    """Return the descendants of a process, without a server's watchdog."""
     found = []
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in children.read_text().split():
-            found += [int(child), *below(child)]
+            if b"watchdog.py" not in Path(f"/proc/{child}/cmdline").read_bytes():
+                found += [int(child), *below(child)]
     return found
 
 

@@ -85,7 +85,7 @@ async def agents(server, number=2, task="quick"):
 def step_head(agent, length, *, chunked=False):
     session_id, token = agent
     framing = "transfer-encoding: chunked" if chunked else f"content-length: {length}"
-    head = f"POST /v1/sessions/{session_id}/step HTTP/1.1\r\nhost: x\r\n"
+    head = f"POST /v1/sessions/{session_id}/step HTTP/1.1\r\nhost: localhost\r\n"
     return f"{head}authorization: Bearer {token}\r\n{framing}\r\n\r\n".encode()
 
 
@@ -243,12 +243,14 @@ async def test_idle_connections_of_an_address_make_room_for_new_ones(serving):
     server = await serving(token=None, max_connections=1)
     peers = [await Peer.connect(server) for _ in range(15)]
     peers.append(
-        await Peer.connect(server, b"POST /v1/sessions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n")
+        await Peer.connect(
+            server, b"POST /v1/sessions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n"
+        )
     )
     await until(lambda: server.metrics.connections == 16)
     answers = []
     for _ in range(16):
-        peers.append(await Peer.connect(server, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"))
+        peers.append(await Peer.connect(server, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"))
         answers.append(await peers[-1].reader.readline())
     assert set(answers) == {b"HTTP/1.1 200 OK\r\n"}
     assert await peers[0].read_rest() == b""

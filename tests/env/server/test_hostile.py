@@ -22,6 +22,7 @@ class Wordy(Environment):
     """Returns large results."""
 
     max_turns = 10_000
+    max_output_chars = 4_000_000
     blocking = False
 
     def reset(self, sample, rng):

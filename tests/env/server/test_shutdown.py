@@ -92,7 +92,7 @@ def status(url):
 def logged(text):
     """Return the events of a text log that holds nothing but events of the process."""
     lines = text.splitlines()
-    found = [re.fullmatch(r"\S+Z INFO ([\w ]+?)( \w+=\S+)+", line) for line in lines]
+    found = [re.fullmatch(r'\S+Z INFO ([\w ]+?)( \w+=(\S+|"[^"]*"))+', line) for line in lines]
     assert all(found), text
     return [match[1] for match in found]
 
