@@ -180,7 +180,8 @@ async def unfinished(ground: Ground) -> None:
     """Hold many bodies that never end, each below the limit of one body."""
     async with ground.vaults() as (victim,):
         size = 7_900_000
-        head = f"POST /v1/sessions/{victim.id}/step HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {victim.token}"
+        head = f"POST /v1/sessions/{victim.id}/step HTTP/1.1\r\nhost: localhost\r\n"
+        head += f"authorization: Bearer {victim.token}"
         data = head.encode() + b"\r\ncontent-length: %d\r\n\r\n" % size + b" " * (size - 1)
         before = ground.memory()
         peak = await _peak_memory(ground, [ground.send_raw(data, wait_s=20) for _ in range(PARTS)])

@@ -106,7 +106,8 @@ async def half_open(ground: Ground) -> None:
     """Send requests and hang up: at once, after the request, or with a reset."""
     async with ground.vaults() as (victim,):
         body = json.dumps({"seq": 1, "message": guess()}).encode()
-        head = f"POST /v1/sessions/{victim.id}/step HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {victim.token}"
+        head = f"POST /v1/sessions/{victim.id}/step HTTP/1.1\r\nhost: localhost\r\n"
+        head += f"authorization: Bearer {victim.token}"
         request = head.encode() + b"\r\ncontent-length: %d\r\n\r\n" % len(body) + body
         for _ in range(60):
             with suppress(OSError):
