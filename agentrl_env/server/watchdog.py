@@ -73,19 +73,22 @@ class Watchdog:
     def _spawn(self) -> None:
         reading, self._beats = os.pipe()
         os.set_blocking(self._beats, False)
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, json.dumps({**self._options, "beats": reading})],
-            stdin=subprocess.DEVNULL if self._options["drain_s"] is None else None,
-            stdout=subprocess.DEVNULL,
-            pass_fds=(reading,),
-        )
-        os.close(reading)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__, json.dumps({**self._options, "beats": reading})],
+                stdin=subprocess.DEVNULL if self._options["drain_s"] is None else None,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(reading,),
+            )
+        except OSError as error:
+            os.close(self._beats)
+            logger.warning("no watchdog: a stuck server is neither noticed nor killed (%s)", error)
+        finally:
+            os.close(reading)
 
     async def keep_beating(self) -> None:
         """Show that the event loop runs, until cancelled."""
-        if not self._stuck_s or self._process is None:
-            return
-        while True:
+        while self._stuck_s and self._process is not None:
             try:
                 os.write(self._beats, b".")
             except BlockingIOError:

@@ -24,10 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=120.0, help="time for the attacks, without starts")
     names = [kind.name for kind in KINDS]
     parser.add_argument("--only", action="append", choices=names, help="one kind; may be repeated")
+    parser.add_argument("--skip", action="append", choices=names, default=[], help="not this kind")
     options = parser.parse_args(arguments)
     logging.getLogger().setLevel(logging.ERROR)
     account = Account(options.seed)
-    kinds = [kind for kind in KINDS if not options.only or kind.name in options.only]
+    kinds = [kind for kind in KINDS if kind.name in (options.only or names) and kind.name not in options.skip]
     asyncio.run(run(account, options.seconds, kinds))
     print(json.dumps(account.report()), flush=True)
     return 1 if account.failed else 0

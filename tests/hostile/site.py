@@ -8,6 +8,8 @@ import re
 import secrets
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -221,7 +223,12 @@ def shells(
     if user:
         if os.geteuid() != 0 or shutil.which("setpriv") is None:
             raise Skipped("only root can start a server as another user (setpriv)")
-        command = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--", *command]
+        become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--"]
+        if subprocess.run(
+            [*become, "sh", "-c", f"exec {sys.executable} -c ''"], capture_output=True
+        ).returncode:
+            raise Skipped(f"user {user} cannot run {sys.executable}")
+        command = [*become, *command]
     environment = {"HOSTILE_SANDBOX": kind, "HOME": str(folder)}
     environment |= {"HOSTILE_IMAGE": image} if image else {}
     environment |= {"DOCKER_HOST": docker_host} if docker_host else {}
