@@ -134,8 +134,9 @@ class HttpBackend:
 
         Raises the WireError that is answered, ServerUnreachable, CallTimeout, ProtocolError.
         """
-        transport, begin = self._lane().transport, time.monotonic()
-        end, pause = begin + self._timeout + extra_s, MIN_PAUSE_S
+        transport = self._lane().transport
+        end, pause = time.monotonic() + self._timeout + extra_s, MIN_PAUSE_S
+        unreachable_since: float | None = None
         while True:
             left, requested_s = end - time.monotonic(), 0.0
             try:
@@ -144,7 +145,9 @@ class HttpBackend:
                 words = f"{self.url} did not answer {call.method} {call.path} within {self._timeout:g} s"
                 raise CallTimeout(words) from error
             except OSError as error:
-                if time.monotonic() - begin > self._patience:
+                # Not since the call began: a server that was busy may have closed the connection.
+                unreachable_since = unreachable_since or time.monotonic()
+                if time.monotonic() - unreachable_since > self._patience:
                     reason = str(error) or "connection closed"
                     words = f"no environment server answers at {self.url} ({reason}); is it running?"
                     raise ServerUnreachable(words) from error

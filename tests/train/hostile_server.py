@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+from agentrl_env.wire import PROTOCOL_VERSION
+
 Answer = dict[str, Any]
 Break = Callable[[Answer], Any]
 """Changes an answer in place, or returns another one: an object, or bytes as the body."""
@@ -204,7 +206,7 @@ async def _respond(response: bytes | tuple[bytes, bytes], writer: asyncio.Stream
 def _answer(method: str, path: str, request: Answer) -> tuple[str, Answer]:
     """Return the name of a call and its right answer."""
     if path == "/v1/tasks":
-        return "tasks", {"protocol": "agentrl.v1", "tasks": [TASK]}
+        return "tasks", {"protocol": PROTOCOL_VERSION, "tasks": [TASK]}
     if method == "delete":
         return "close", {}
     if path == "/v1/sessions":

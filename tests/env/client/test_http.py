@@ -22,6 +22,7 @@ from agentrl_env.errors import (
     UnknownTask,
 )
 from agentrl_env.server.serve import EnvServer
+from agentrl_env.wire import TaskList
 from tests.env.tasks import Guess, Quick, Slow, until
 
 
@@ -461,3 +462,23 @@ async def test_connection_timeout_raises_server_unreachable(monkeypatch):
     with pytest.raises(ServerUnreachable, match=r"no connection within 0\.05 s"):
         await EnvClient(backend).tasks()
     await backend.aclose()
+
+
+async def test_patience_counts_from_the_first_failure_and_not_from_the_call():
+    answer = TaskList(tasks=()).model_dump_json().encode()
+    requests = []
+
+    async def serve(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        requests.append(writer)
+        if len(requests) == 1:
+            await asyncio.sleep(0.5)  # busy, for longer than the client's patience
+        else:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(answer), answer))
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with EnvClient(HttpBackend(url, patience=0.2)) as client:
+            assert await client.tasks() == {}
+    assert len(requests) == 2
