@@ -73,9 +73,10 @@ def finish(config: Path, *overrides: str, resume: bool = False) -> subprocess.Co
 
 
 def steps(run: Path) -> list[dict[str, Any]]:
-    """Return the recorded steps of a run."""
+    """Return the recorded steps of a run, without one that is being written."""
     path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def until(process: subprocess.Popen[str], true: Callable[[], bool]) -> None:
