@@ -105,6 +105,7 @@ class FleetService:
         self._placement = Placement(self.servers, task_limits=task_limits or {}, client_limit=client_limit)
         self._opener = Opener(self.registry, self._recall, self._placement, self.store, clock)
         self._openings: SingleFlight[bytes] = SingleFlight()
+        self._playing: set[asyncio.Task[bytes]] = set()
         if resume:
             wait_s = queue_s if adoption_s is None else adoption_s
             self.registry.routing = Failover(self.registry, self._placement, self.store, wait_s, clock)
@@ -151,6 +152,8 @@ class FleetService:
         """Disconnect; the servers and their sessions go on."""
         self.draining = True
         self.registry.stop()
+        for playing in self._playing:
+            playing.cancel()
         await self._routing.aclose()
         await self.store.aclose()
 
@@ -270,14 +273,29 @@ class FleetService:
         while True:
             server = await self._routing.find(session_id)
             try:
-                answer = await server.call(call, request)
-                await self.registry.checked(server, answer, _READ[call])
-                await self._routing.confirm([session_id])
+                async with self._routing.turn(session_id) as moved:
+                    server = moved or server
+                    answer = await server.call(call, request)
+                    await self.registry.checked(server, answer, _READ[call])
+                    await self._routing.confirm([session_id])
                 return answer
             except SessionLost:
                 if not self.resumes:
                     raise
                 self._routing.interrupted([session_id])
+
+    async def _step_in_turn(self, step: Step) -> bytes:
+        """Play a step that goes on, with its turn, where the caller has to ask for its result again."""
+
+        def end(playing: asyncio.Task[bytes]) -> None:
+            self._playing.discard(playing)
+            if not playing.cancelled():
+                playing.exception()  # it is retrieved, also where its caller is gone
+
+        playing = asyncio.create_task(self._forward("step", step.session_id, _step_json(step)))
+        self._playing.add(playing)
+        playing.add_done_callback(end)
+        return await asyncio.shield(playing)
 
     async def _step_many(self, steps: Sequence[Step], wait_s: float | None) -> list[bytes | WireError]:
         groups: dict[str, list[int]] = {}
@@ -309,6 +327,8 @@ class FleetService:
         session_ids = {step.session_id for step in steps}
         try:
             server = await self._routing.find(steps[0].session_id)
+            if self._routing.takes_turns(steps[0].session_id):  # and is alone in its group
+                return [await self._step_in_turn(steps[0])]
             if self.resumes:
                 others = session_ids - {steps[0].session_id}
                 if any(self._routing.group(other) != server.server_id for other in others):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
 
 import msgspec
 from msgspec import Struct
@@ -37,7 +37,8 @@ RETRY_S = 0.25
 CONFIRM_S = 5.0
 """Seconds that a caller waits until the checkpoint of its answer is stored."""
 MAX_DEATHS = 3
-"""Number of servers that may die during one step of a session: that step may be what kills them."""
+"""Number of servers that may die during one step of a session: that step may be what kills them. Before the
+last one, such sessions take turns, so that none is blamed for the step of another."""
 
 
 class Record(Struct, frozen=True):
@@ -155,6 +156,9 @@ class Failover(Routing):
         self._wait_s = wait_s
         self._clock = clock
         self._adoptions: dict[str, asyncio.Task[RemoteServer]] = {}
+        self._suspects: set[str] = set()
+        """Sessions with one death left, until their step is done."""
+        self._one_suspect = asyncio.Lock()
         self._interrupted: set[str] = set()
         """Sessions whose server was lost during a call; the next adoption of each counts that."""
         self._writes: dict[str, asyncio.Task[bool]] = {}
@@ -166,7 +170,7 @@ class Failover(Routing):
     def group(self, session_id: str) -> str:
         """Return a key that the sessions of one server share, to split batches."""
         server = self._holder(session_id)
-        return server.server_id if server is not None else session_id
+        return server.server_id if server is not None and session_id not in self._suspects else session_id
 
     async def find(self, session_id: str) -> RemoteServer:
         """Return the server that holds a session; where that is lost, another one adopts it first.
@@ -177,6 +181,7 @@ class Failover(Routing):
         if server is not None:
             return server
         if await self.records.find(session_id) is None:
+            self._interrupted.discard(session_id)
             if not await self._registry.is_lost(home(session_id)):
                 await self._registry.wait_at_startup(lambda: self._holder(session_id) is not None)
             return self._holder(session_id) or await super().find(session_id)
@@ -233,6 +238,19 @@ class Failover(Routing):
         """Remember the sessions whose call may be what their server died of."""
         self._interrupted.update(session_ids)
 
+    def takes_turns(self, session_id: str) -> bool:
+        """Return whether the steps of a session wait for those of other suspects."""
+        return session_id in self._suspects
+
+    @asynccontextmanager
+    async def turn(self, session_id: str) -> AsyncIterator[RemoteServer | None]:
+        """Wait for the calls of other suspects; sessions that are none need not wait."""
+        if not self.takes_turns(session_id):
+            yield None
+            return
+        async with self._one_suspect:
+            yield await self.find(session_id)
+
     async def aclose(self) -> None:
         """Cancel adoptions, which another controller may repeat, and finish writing."""
         for task in (*self._adoptions.values(), *self._closing):
@@ -271,13 +289,16 @@ class Failover(Routing):
 
     async def _keep(self, server_id: str, checkpoint: Checkpoint) -> bool:
         kept = await self.records.keep(server_id, checkpoint)
-        if not kept:
+        if kept:
+            self._suspects.discard(checkpoint.session_id)
+        else:
             await self._disown(checkpoint.session_id, server_id)
         return kept
 
     def _forget(self, server_id: str, session_id: str) -> None:
         if timer := self._ended.pop((server_id, session_id), None):
             timer.cancel()
+        self._suspects.discard(session_id)
         self._write(session_id, lambda: self.records.forget(session_id, server_id))
 
     async def _disown(self, session_id: str, server_id: str) -> None:
@@ -316,11 +337,14 @@ class Failover(Routing):
                 and session_id in self._interrupted
                 and not self._registry.has_left(record.holder)
             )
-            if died and record.deaths + 1 >= MAX_DEATHS:
+            last = record.deaths + 1 >= MAX_DEATHS
+            if died and last and session_id in self._suspects:
                 reason = f"{MAX_DEATHS} servers that held the session died one after another; open a new one"
                 raise await self._lose(record, reason)
-            server = await self._move(record, end, died=died)
+            server = await self._move(record, end, died=died and not last)
             if server is not None:
+                if record.deaths + died + 1 >= MAX_DEATHS:
+                    self._suspects.add(session_id)
                 return server
         raise SessionLost(LOST, server=home(session_id))
 
@@ -366,5 +390,6 @@ class Failover(Routing):
             raise await self._lose(record, reason) from error
 
     async def _lose(self, record: Record, reason: str) -> SessionLost:
+        self._suspects.discard(record.last.session_id)
         await self.records.forget(record.last.session_id, record.holder)
         return SessionLost(reason)

@@ -7,8 +7,8 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
 from agentrl_env.errors import SessionLost, StateUnavailable, UnknownSession, WireError
@@ -371,6 +371,15 @@ class Routing:
 
     def interrupted(self, session_ids: Iterable[str]) -> None:
         """Handle the loss of a server during calls of sessions."""
+
+    def takes_turns(self, session_id: str) -> bool:
+        """Return whether the steps of a session wait for those of others."""
+        return False
+
+    @asynccontextmanager
+    async def turn(self, session_id: str) -> AsyncIterator[RemoteServer | None]:
+        """Wait until a call of a session may be made; yield its server where that has changed meanwhile."""
+        yield None
 
     async def aclose(self) -> None:
         """Finish or cancel what is under way."""

@@ -517,6 +517,25 @@ async def test_step_that_kills_its_servers_is_not_repeated_forever():
         assert len(fleet.fleet.servers) == 2
 
 
+async def test_steps_that_may_kill_their_server_take_turns():
+    """After two deaths only one of them is under way, so that none is blamed for another."""
+    async with site() as fleet:
+        for _ in range(9):
+            await fleet.serve(Walk)
+        sessions = [await fleet.client.open("walk", seed=seed) for seed in range(3)]
+        steps = [asyncio.create_task(session.step(ToolCall.of("wait"))) for session in sessions]
+        for deaths in (1, 2):
+            await until(lambda played=deaths: len(Walk.started) == 3 * played)
+            for server in {holder(fleet, session) for session in sessions}:
+                await die(fleet, server)
+        await until(lambda: len(Walk.started) > 6)
+        await asyncio.sleep(0.3)
+        assert len(Walk.started) == 7
+        Walk.gate.set()
+        played = [plain(await step) for step in steps]
+        assert [[one] for one in played] == [await undisturbed(seed, 1) for seed in range(3)]
+
+
 async def test_idle_session_survives_any_number_of_dead_servers():
     async with site() as fleet:
         for _ in range(5):
