@@ -399,7 +399,9 @@ class Executor:
             else:
                 try:
                     value = call()
-                except (asyncio.CancelledError, GeneratorExit) as error:  # of the author: nothing is awaited
+                except AUTHOR_ERRORS:
+                    raise
+                except BaseException as error:  # of a kind that would end more than this call
                     raise RuntimeError(f"{type(error).__name__} was raised") from error
                 finally:
                     seconds = time.perf_counter() - begin
@@ -429,7 +431,7 @@ class Executor:
                 return await awaitable, None
             except AUTHOR_ERRORS as error:
                 return None, error
-            except GeneratorExit as error:  # of the author, or where the event loop ends
+            except (GeneratorExit, KeyboardInterrupt) as error:  # of the author, or where the event loop ends
                 return None, RuntimeError(f"{type(error).__name__} was raised")
 
         task = self._awaitable = asyncio.ensure_future(run())

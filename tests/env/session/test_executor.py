@@ -253,7 +253,9 @@ async def test_exceptions_of_a_thread_reach_the_caller(error):
     threads.stop()
 
 
-@pytest.mark.parametrize("error", [asyncio.CancelledError(), GeneratorExit(), SystemExit(1)])
+@pytest.mark.parametrize(
+    "error", [asyncio.CancelledError(), GeneratorExit(), KeyboardInterrupt(), SystemExit(1)]
+)
 @pytest.mark.parametrize("is_async", [False, True])
 async def test_exceptions_on_the_event_loop_reach_the_caller(error, is_async):
     def fail():
