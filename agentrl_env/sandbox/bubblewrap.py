@@ -102,7 +102,7 @@ class BubblewrapSandbox(Sandbox):
     @property
     def alive(self) -> bool:
         """See ``Sandbox.alive``."""
-        return self._finish.alive and self._process.poll() is None
+        return super().alive and self._process.poll() is None
 
     def write(self, path: str, data: str | bytes) -> None:
         """See ``Sandbox.write``."""

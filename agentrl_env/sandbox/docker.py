@@ -111,7 +111,7 @@ class DockerSandbox(Sandbox):
     @property
     def alive(self) -> bool:
         """See ``Sandbox.alive``."""
-        if not self._finish.alive:
+        if not super().alive:
             return False
         with _failures("the Docker daemon fails"):
             return self._state() is not None

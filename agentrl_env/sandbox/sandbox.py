@@ -180,7 +180,7 @@ class Sandbox(ABC):
     @property
     def alive(self) -> bool:
         """True if the sandbox can run commands."""
-        return self._finish.alive
+        return self._finish.alive and self._ended_by is None
 
     def run(
         self,
