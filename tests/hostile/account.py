@@ -51,7 +51,7 @@ class Account:
 
     def skip(self, name: str, reason: str) -> None:
         """Record that a kind or an attack did not run."""
-        self.skipped[name] = " ".join(reason.split())[:200]
+        self.skipped.setdefault(name, " ".join(reason.split())[:200])
         self.say(f"- skipped {name}: {self.skipped[name]}")
 
     def say(self, line: str) -> None:
