@@ -62,10 +62,9 @@ def slow():
 async def serving():
     servers = []
 
-    async def start(token=TOKEN, **limits):
-        servers.append(
-            EnvServer([Quick, Slow, Hog, Wordy], port=0, drain_s=0.0, token=token, limits=Limits(**limits))
-        )
+    async def start(token=TOKEN, loop_share=1.0, **limits):  # unlimited: other load would use it up
+        tasks, chosen = [Quick, Slow, Hog, Wordy], Limits(loop_share=loop_share, **limits)
+        servers.append(EnvServer(tasks, port=0, drain_s=0.0, token=token, limits=chosen))
         await servers[-1].start()
         return servers[-1]
 
