@@ -24,14 +24,13 @@ from hashlib import sha256
 from typing import Protocol
 
 from agentrl_env.errors import Forbidden, RateLimited, ServeError, StateUnavailable, Unauthorized
-from agentrl_env.server.limits import Budget, Rates
+from agentrl_env.server.limits import AGENT_TOKEN_S, Budget, Rates
 from agentrl_env.wire import Call
 
 CLIENT_HEADER = "x-agentrl-client"
 """Request header with the name of a client."""
 AGENT_KEY = "AGENTRL_AGENT_KEY"
 """Environment variable with the random key of agent tokens."""
-AGENT_TOKEN_S = 86_400.0
 CLOSED_S = 600.0
 """Seconds for which the tokens of a closed session are refused; then the session is forgotten."""
 SHARE_S = 1.0

@@ -30,6 +30,7 @@ RECEIVE_S = 4e-9
 PAUSE_S = 0.5
 """Seconds after which a large request is refused: the rest of it, or the next one, is not read before."""
 RETRY_S = 1.0
+AGENT_TOKEN_S = 86_400.0
 OPERATOR_FACTOR = 16
 
 
@@ -83,7 +84,7 @@ class Limits(BaseModel):
     max_forks: int = Field(default=256, ge=1)
     rate_per_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     burst: int = Field(default=0, ge=0)
-    agent_token_s: float = Field(default=86_400.0, gt=0, allow_inf_nan=False)
+    agent_token_s: float = Field(default=AGENT_TOKEN_S, gt=0, allow_inf_nan=False)
     max_header_bytes: int = Field(default=64 * 1024, ge=1024)
     head_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     body_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
