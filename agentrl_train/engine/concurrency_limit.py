@@ -1,4 +1,4 @@
-"""Adaptive concurrency limit of one engine, controlled by the utilization of its KV cache (AIMD)."""
+"""Adaptive concurrency limit of one engine, controlled by its KV cache: utilization and preemptions (AIMD)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ HIGH, LOW = 0.95, 0.8
 CUT, GROWTH = 0.7, 2.0
 
 
-def next_limit(limit: float, *, most: int, kv_usage: float, saturated: bool) -> float:
+def next_limit(limit: float, *, most: int, kv_usage: float, preempted: bool, saturated: bool) -> float:
     """Return the next limit: additive increase, multiplicative decrease (AIMD).
 
     Args:
         limit: the current limit.
         most: upper bound.
         kv_usage: share of the KV cache that running requests hold, 0 to 1.
+        preempted: whether requests lost their cache since the last call: between two observations the cache
+            can fill and empty again.
         saturated: whether requests wait for the limit; an unreached limit does not grow.
     """
-    if kv_usage > HIGH:
+    if preempted or kv_usage > HIGH:
         return max(1.0, limit * CUT)
     if saturated and kv_usage < LOW:
         return min(float(most), limit + GROWTH)
@@ -34,6 +36,7 @@ class ConcurrencyLimit:
         self.limit = float(most)
         self.active = 0
         self._most = most
+        self._preemptions = 0.0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     @property
@@ -41,9 +44,16 @@ class ConcurrencyLimit:
         """Number of active and waiting requests."""
         return self.active + len(self._waiting)
 
-    def observe(self, *, kv_usage: float) -> None:
-        """Adjust the limit to the reported KV cache utilization."""
-        self.limit = next_limit(self.limit, most=self._most, kv_usage=kv_usage, saturated=bool(self._waiting))
+    def observe(self, *, kv_usage: float, preemptions: float) -> None:
+        """Adjust the limit to the reported KV cache utilization and the running total of preemptions."""
+        preempted, self._preemptions = preemptions > self._preemptions, preemptions
+        self.limit = next_limit(
+            self.limit,
+            most=self._most,
+            kv_usage=kv_usage,
+            preempted=preempted,
+            saturated=bool(self._waiting),
+        )
         self._admit()
 
     async def __aenter__(self) -> None:
