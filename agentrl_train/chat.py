@@ -95,6 +95,8 @@ class ChatFormat:
                 f"{self.name} has no chat template: use an instruct model, or set model.chat_template"
             )
         self.in_prompt = tool_parser == PROMPT
+        self.chosen = tool_parser is not None
+        """Whether a setting chose the syntax of calls, and not the template."""
         self._kwargs = dict(template_kwargs or {})
         self._system_prompt = system_prompt
         self._control = _control_tokens(tokenizer)
@@ -148,7 +150,8 @@ class ChatFormat:
     def completion(self, message: Message) -> list[int]:
         """Return the tokens a model would sample to produce ``message`` (for supervised fine-tuning)."""
         text = self._written(message, in_thought=self.in_thought).replace(_BREAK, "\ufffd")
-        return self._encode(text + (self._call_end if message.tool_calls else self._text_end))
+        end = self._call_end if message.tool_calls else self._text_end
+        return self._encode(text.removesuffix(end) + end)
 
     def reply(
         self,
@@ -325,15 +328,19 @@ class ChatFormat:
     # What the template can do
 
     def _shows(self, role: str) -> bool:
-        """Return whether the template writes a first message of this role."""
+        """Return whether the template writes a first message of this role, and leaves it there later on."""
+        opening = [{"role": role, "content": _MARK}, _HELLO]
         try:
-            return _MARK in self._template([{"role": role, "content": _MARK}, _HELLO], (_PROBE,))
+            text = self._template(opening, (_PROBE,))
+            later = self._template([*opening, {"role": "assistant", "content": "hello"}, _HELLO], (_PROBE,))
         except REFUSALS:
             return False
+        before, mark, _ = text.partition(_MARK)
+        return bool(mark) and later.startswith(before + mark)
 
     def _find_ends(self) -> None:
         """Find the stop tokens that end turns, with and without calls, and those that the template writes."""
-        last, middle = (self._after_mark(_TEXT_TURN, *more) for more in ((), (_HELLO,)))
+        last, middle = (self._after_mark(_TEXT_TURN, *more) or "" for more in ((), (_HELLO,)))
         if (end := self._stop_in(last)) is not None:
             other = self._control.match(middle, end.start())
             if other and last[: end.start()] == middle[: end.start()] and other[0] not in self._stops:
@@ -344,6 +351,7 @@ class ChatFormat:
         end = self._stop_in(last) or self._stop_in(middle)
         if end is None:
             token = self._control.search(middle)
+            self._refuse_errors([_HELLO, _TEXT_TURN, _HELLO])
             raise ConfigError(
                 f"the chat template of {self.name} does not end an assistant turn with a stop token, so "
                 f"turns cannot be appended: set model.stop to what it writes there"
@@ -352,28 +360,39 @@ class ChatFormat:
         self._text_end, self._call_end = end[0], call_end or end[0]
         self._end = _any_of([*self._stops, *(self.text([i]) for i in self._instead)])
 
+    def _refuse_errors(self, messages: Sequence[dict[str, Any]]) -> None:
+        try:
+            self._template(messages, (_PROBE,))
+        except REFUSALS as error:
+            raise ConfigError(
+                f"the chat template of {self.name} cannot write a conversation ({error}): set "
+                "model.chat_template to another template"
+            ) from error
+
     def _end_of_calls(self) -> str:
         """Return the stop token after calls, "" if the template writes none; find the form of calls."""
         call = ToolCall.of("probe", call_id=_CALL_ID).model_dump()
+        taken = []
         for self._form in _CALL_FORMS:
             turn = _calling([call], self._form)
             last, middle = (self._after_mark(turn, *more) for more in ((), (_DONE.wire(),)))
-            if not middle:
+            if last is None or middle is None:
                 continue
+            taken.append(self._form)
             if end := self._stop_in(last) or self._stop_in(middle):
                 return end[0]
             if tokens := list(self._control.finditer(last)):
                 self._stops[tokens[-1][0]] = self._id_of(tokens[-1][0])
                 return tokens[-1][0]
-        self._form = _CALL_FORMS[0]
+        self._form = taken[0] if taken else _CALL_FORMS[0]
         return ""
 
-    def _after_mark(self, *messages: dict[str, Any]) -> str:
-        """Return what the template writes after the mark in messages; "" if it refuses them."""
+    def _after_mark(self, *messages: dict[str, Any]) -> str | None:
+        """Return what the template writes after the mark; "" if it drops the mark, None if it refuses."""
         try:
             text = self._template([_HELLO, *messages], (_PROBE,), generation_prompt=len(messages) > 1)
         except REFUSALS:
-            return ""
+            return None
         return text.rpartition(_MARK)[2] if _MARK in text else ""
 
     def _stop_in(self, text: str) -> re.Match[str] | None:
@@ -404,9 +423,9 @@ class ChatFormat:
         parser = PARSERS["hermes" if name == PROMPT else name] if name else parser_for(template)
         if parser is None:
             raise ConfigError(
-                f"the chat template of {self.name} writes tool calls in no known syntax: set "
-                "model.tool_parser to the one that the model was trained on, or to 'prompt' to describe tools "
-                f"and calls in the system prompt; choose one of {choices}"
+                f"the chat template of {self.name} writes tool calls in no known syntax: set model.tool_parser "
+                "to that of the model, or to 'prompt' to describe tools and calls in the system prompt; choose "
+                f"one of {choices}"
             )
         return parser
 

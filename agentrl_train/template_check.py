@@ -117,22 +117,25 @@ def _check_call(
         raise ConfigError(
             f"the chat template does not show the result of {name!r}; {_IN_PROMPT}, or {_TEMPLATE}"
         )
-    before = chat.render(opening, tools, generation_prompt=False)
-    prompt = chat.render(opening, tools).removeprefix(before)
+    before = chat.render(opening, tools, generation_prompt=False).rstrip()
+    header = _THOUGHT.sub("", chat.render(opening, tools)[len(before) :]).strip()
     whole = chat.render([*opening, message, result], tools)
-    if not (whole.startswith(before) and whole.endswith(reply)):
+    if not whole.endswith(reply):
         raise ConfigError(
-            "the chat template rewrites earlier turns of a conversation, so that turns cannot be appended; "
-            f"{_IN_PROMPT}, or set {_TEMPLATE} not"
+            "the chat template writes a result differently within a longer conversation, so turns cannot be "
+            f"appended; {_IN_PROMPT}, or {_TEMPLATE} not"
         )
-    written = whole[len(before) : len(whole) - len(reply)].removeprefix(_THOUGHT.sub("", prompt))
+    if not whole.startswith(before):
+        logger.info("the chat template rewrites the opening later on; episodes keep what was rendered first")
+        return
+    written = whole[len(before) : len(whole) - len(reply)].strip().removeprefix(header)
     if name not in written:
-        return  # it writes no calls; the syntax was chosen nevertheless
+        return  # it writes no calls: the syntax is known from elsewhere
     if not _same(chat.parse_text(written, turn=1, tools=tools)[0], name, arguments):
-        raise ConfigError(
-            f"the chat template writes calls in another syntax than {syntax!r}; set model.tool_parser to the "
-            "one that it writes, or to 'prompt'"
-        )
+        problem = f"the chat template writes calls in another syntax than {syntax!r}"
+        if not chat.chosen:
+            raise ConfigError(f"{problem}; set model.tool_parser to the one that it writes, or to 'prompt'")
+        logger.warning("%s, which model.tool_parser chooses", problem)
 
 
 def _renamed(tool: ToolSpec) -> ToolSpec:
