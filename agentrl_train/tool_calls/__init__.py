@@ -1,8 +1,8 @@
 """The syntax of tool calls, by family of models: text of a turn -> thought, content and calls, and back.
 
-``parser_for`` chooses a family from a chat template; ``PARSERS`` holds them by name. Nothing in a thought is a
-call. Where a call begins and cannot be read, it becomes a call without a name, which the environment answers with
-an error for the model; it never becomes content.
+``parser_for`` chooses a family from a chat template; ``PARSERS`` holds them by name. Nothing in a thought is
+a call. Where a call begins and cannot be read, it becomes a call without a name, never content: the
+environment answers it with an error for the model.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ _FAMILIES: tuple[Family | Harmony, ...] = (
         opening=r"<\|python_start\|>|(?:\A|(?<=\n))(?=\[[A-Za-z_][\w.]*\()",
         closing=r"(?<=\])(?:<\|python_end\|>)?",
         form="[{}]",
+        gap="\n",
     ),
     XmlFamily(
         name="minimax",

@@ -101,19 +101,19 @@ class Cohere(JsonFamily):
 class Llama(Family):
     """A turn that is ``{"name": ..., "parameters": {...}}``, or ``<|python_tag|>`` before it."""
 
-    opening: str = r'<\|python_tag\|>|(?<![^\s;,]){\s*"name"\s*:|\A\s*{\s*"'
+    opening: str = r'<\|python_(?:tag|start)\|>|(?<![^\s;,]){\s*"name"\s*:|(?:\A|(?<=\n))\s*{\s*"'
 
     def read(
         self, text: str, opening: re.Match[str], tools: Sequence[ToolSpec]
     ) -> tuple[list[ParsedCall], int]:
         """Read one call, JSON or ``name.call(argument=value)``. JSON that names no tool is content."""
-        tagged = opening[0] == "<|python_tag|>"
+        tagged = opening[0].startswith("<|python_")
         start = opening.end() if tagged else opening.start()
         if found := read_json(text, start):
             value, end = found
             if not tagged and isinstance(value, dict) and not value.keys() & _CALL_KEYS:
                 return [], end
-            separator = re.compile(r"\s*[;,]?\s*").match(text, end)
+            separator = re.compile(r"\s*(?:[;,]|<\|python_end\|>)?\s*").match(text, end)
             assert separator is not None
             return entries(value, text[start:end], json_call), separator.end()
         python = python_calls(text[start:]) if tagged else None

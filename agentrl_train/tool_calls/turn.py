@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -203,7 +204,7 @@ def called(name: Any, arguments: Any, text: str, call_id: Any = "") -> ParsedCal
         call_id: the id that the model wrote.
     """
     try:
-        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        value = _JSON.decode(arguments) if isinstance(arguments, str) else arguments
         if value is None:
             value = {}
         if not (isinstance(name, str) and name.strip() and isinstance(value, Mapping)):
@@ -246,7 +247,10 @@ def arguments_of(call: ParsedCall) -> dict[str, Any]:
     Raises:
         ValueError: they are not a JSON object.
     """
-    arguments = json.loads(call.arguments)
+    try:
+        arguments = _JSON.decode(call.arguments)
+    except (ValueError, RecursionError):
+        arguments = None
     if not isinstance(arguments, dict):
         raise ValueError(f"the arguments of {call.name!r} are not a JSON object: {call.arguments}")
     return arguments
@@ -257,9 +261,14 @@ def without_surrogates(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _no_constant(name: str) -> Any:
+def _refuse(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse(text)
+
+
 _SPACE = re.compile(r"\s*")
-_JSON = json.JSONDecoder(parse_constant=_no_constant)
+_JSON = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
