@@ -17,6 +17,7 @@ from agentrl_train.runtime.config import EngineSection, ModelSection, RolloutSec
 from agentrl_train.runtime.models import chat_format
 from agentrl_train.runtime.trainer import no_calls_warning
 from agentrl_train.template_check import check_format, check_sessions
+from agentrl_train.tool_calls import PARSERS
 from agentrl_train.types import TrajectoryGroup
 from tests.conftest import CHAT_TEMPLATE, make_model, make_tokenizer
 from tests.train.fakes import EPISODE, Countdown, ScriptedEngine
@@ -192,3 +193,8 @@ def test_stop_that_is_not_one_token_is_refused() -> None:
 def test_unknown_parser_is_refused_with_the_choices() -> None:
     with pytest.raises(ConfigError, match=r"model\.tool_parser: there is no 'herms'; choose one of .*hermes"):
         format_of(CHAT_TEMPLATE, tool_parser="herms")
+
+
+def test_every_parser_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs/how-to/chat-formats.md").read_text()
+    assert [name for name in PARSERS if f"`{name}`" not in page] == []

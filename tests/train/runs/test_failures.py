@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import CHAT_TEMPLATE
 from tests.train.runs.fragile import BROKEN, COUNT
 from tests.train.runs.processes import finish, steps, write_config
 
@@ -37,3 +38,16 @@ def test_failing_sample_is_recorded_and_other_samples_are_trained(tmp_path: Path
     assert trained
     assert not any("the database is gone" in text for text in trained)
     assert "the database is gone" in done.stderr
+
+
+def test_run_is_refused_where_the_template_hides_the_tools_and_its_advice_helps(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    (tmp_path / "template.jinja").write_text(CHAT_TEMPLATE[CHAT_TEMPLATE.index("{%- for message") :])
+    settings = ("run.steps=1", 'model.chat_template="template.jinja"', "engine.max_context=1024")
+    refused = finish(config, *settings)
+    assert refused.returncode != 0
+    assert "does not show the tool" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    done = finish(config, *settings, 'model.tool_parser="prompt"', "run.name=again")
+    assert done.returncode == 0, done.stderr
+    assert "completions was read as a tool call in the syntax 'hermes'" in " ".join(done.stderr.split())

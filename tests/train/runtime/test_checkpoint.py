@@ -60,6 +60,7 @@ turns = st.builds(
     reply=st.lists(messages, max_size=2).map(tuple),
     reward=numbers,
     invalid_calls=st.integers(0, 3),
+    thought=st.none() | st.text(max_size=8),
 )
 samples = st.builds(
     TaskSample,
