@@ -1,0 +1,144 @@
+"""Families whose calls are Python: ``[move(x=1, to="a")]``."""
+
+from __future__ import annotations
+
+import ast
+import keyword
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from agentrl_env.types import ToolSpec
+from agentrl_train.tool_calls.turn import Family, ParsedCall, arguments_of, called, unreadable
+
+_ATTEMPTS = 32
+"""Ends tried of one block."""
+_CONSTANTS = {"true": True, "false": False, "null": None}
+_MARK = "ᜀ"
+"""A letter that hides keywords of Python from its parser."""
+_KEYWORDS = "|".join(set(keyword.kwlist) - {"True", "False", "None"})
+_KEYWORD = re.compile(rf"([(,]\s*(?:{_KEYWORDS}))(?=\s*=(?!=))")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PythonFamily(Family):
+    """Calls in a list, or in lines of their own."""
+
+    closing: str
+    """Pattern of what follows the calls."""
+    form: str
+    """Form of the block, with ``{}`` for the calls."""
+    separator: str = ", "
+    gap: str = ""
+
+    def read(
+        self, text: str, opening: re.Match[str], tools: Sequence[ToolSpec]
+    ) -> tuple[list[ParsedCall], int]:
+        """Read the calls of a block, up to the first end that makes them Python: strings may hold ends."""
+        start = opening.end()
+        found = islice(re.finditer(self.closing, text[start:]), _ATTEMPTS)
+        ends = [(start + end.start(), start + end.end()) for end in found] or [(len(text), len(text))]
+        for end, position in ends:
+            if calls := python_calls(text[start:end]):
+                return calls, position
+        return [unreadable(text[start : ends[0][0]])], ends[0][1]
+
+    def write(self, calls: Sequence[ParsedCall]) -> str:
+        """Return the calls in a block."""
+        return self.form.replace("{}", self.separator.join(map(_python_call, calls)), 1)
+
+
+def python_calls(source: str) -> list[ParsedCall] | None:
+    """Return the calls that Python source consists of, or None if it is not calls.
+
+    The source is parsed, never run. Arguments are literals, also those of JSON, and parameters may have names
+    that are keywords of Python. A call with other arguments is unreadable.
+    """
+    source = source.strip()
+    escaped = source.replace("\n", "\\n")  # strings of several lines in ordinary quotes
+    hidden = _KEYWORD.sub(rf"\1{_MARK}", source) if _MARK not in source else source
+    for attempt in dict.fromkeys((source, escaped, hidden, hidden.replace("\n", "\\n"))):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of unknown escapes in strings
+                module = ast.parse(attempt)
+        except (SyntaxError, ValueError, MemoryError, RecursionError):
+            continue
+        nodes: list[ast.expr] = []
+        for statement in module.body:
+            if not isinstance(statement, ast.Expr):
+                return None
+            value = statement.value
+            nodes += value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
+        if not nodes or not isinstance(nodes[0], ast.Call):
+            return None
+        return [_call(node, attempt) for node in nodes]
+    return None
+
+
+def _call(node: ast.expr, source: str) -> ParsedCall:
+    text = (ast.get_source_segment(source, node) or source).replace(_MARK, "")
+    try:
+        if not isinstance(node, ast.Call) or node.args:
+            raise ValueError("no call by keywords")
+        arguments: dict[str, Any] = {}
+        for argument in node.keywords:
+            value = _literal(argument.value)
+            arguments |= value if argument.arg is None else {_shown(argument.arg): value}
+        return called(_name(node.func), arguments, text)
+    except (ValueError, TypeError, RecursionError):
+        return unreadable(text)
+
+
+def _name(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{_name(node.value)}.{node.attr}"
+    if isinstance(node, ast.Name):
+        return node.id
+    raise ValueError("no name")
+
+
+def _literal(node: ast.expr) -> Any:
+    """Return the JSON value of a literal.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match node:
+        case ast.Constant(value=str() as text):
+            return _shown(text)
+        case ast.Constant(value=bool() | int() | float() | None as value):
+            return value
+        case ast.Name(id=name) if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_literal(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            return {_key(key): _literal(value) for key, value in zip(keys, values, strict=True)}
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+    raise ValueError("no literal")
+
+
+def _key(node: ast.expr | None) -> str:
+    key = _literal(node) if node else None
+    if not isinstance(key, str):
+        raise ValueError("a key is a string")
+    return key
+
+
+def _shown(text: str) -> str:
+    return text.replace(_MARK, "")
+
+
+def _python_call(call: ParsedCall) -> str:
+    arguments = arguments_of(call)
+    # What is no name in Python goes into a dictionary.
+    named = {key for key in arguments if key.isascii() and key.isidentifier() and not keyword.iskeyword(key)}
+    parts = [f"{key}={arguments[key]!r}" for key in arguments if key in named]
+    if others := {key: value for key, value in arguments.items() if key not in named}:
+        parts.append(f"**{others!r}")
+    return f"{call.name}({', '.join(parts)})"

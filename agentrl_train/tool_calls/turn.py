@@ -1,0 +1,274 @@
+"""An assistant turn as text and as its parts: thought, content and calls."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+from agentrl_env.types import ToolSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    """One call of a tool.
+
+    A call that could be read has a name, and as arguments the text of a JSON object. One that could not has
+    an empty name, and its own text as arguments.
+    """
+
+    name: str
+    arguments: str
+    id: str = field(default="", compare=False)
+    """The id that the model wrote, where the family's calls carry one; else empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedTurn:
+    """One assistant turn. Calls within ``thought`` are part of its text."""
+
+    content: str | None = None
+    thought: str | None = None
+    calls: tuple[ParsedCall, ...] = ()
+
+
+class ToolParser(Protocol):
+    """Reads and writes the assistant turns of one family of models."""
+
+    @property
+    def name(self) -> str:
+        """Key in ``PARSERS``."""
+        ...
+
+    def parse(self, text: str, tools: Sequence[ToolSpec] = (), *, in_thought: bool = False) -> ParsedTurn:
+        """Parse a sampled turn. Any text parses; nothing raises.
+
+        Args:
+            text: the completion, decoded with its special tokens, without the final stop token.
+            tools: the tools of the session; their schemas decide the types of arguments written without.
+            in_thought: whether the generation prompt has opened a thought (it ends with ``<think>``), so that
+                the turn begins inside it. Without its closing tag the whole turn is then a thought.
+        """
+        ...
+
+    def render(self, turn: ParsedTurn, *, in_thought: bool = False) -> str:
+        """Return the text a model would sample for a turn, without the stop token.
+
+        Args:
+            turn: content, thought and calls.
+            in_thought: as in ``parse``: the opening tag of the thought is left out, the closing tag never.
+
+        Raises:
+            ValueError: the arguments of a call are not a JSON object.
+        """
+        ...
+
+    def call_id(self, turn: int, number: int, name: str) -> str:
+        """Return the id of a call in the form that the family's templates accept."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family(ABC):
+    """What the families share: a turn is text, with thoughts and calls between their marks."""
+
+    name: str
+    template: str
+    """Pattern of what a chat template of the family holds, and none of an earlier family in ``PARSERS``."""
+
+    opening: str
+    """Pattern at which a call, or a block of calls, begins."""
+    thoughts: tuple[str, ...] = ("<think>\n{}\n</think>\n\n",)
+    """Forms of a thought, the family's own first."""
+    spoken: str = "{}"
+    """Form of the content."""
+    gap: str = "\n"
+    """Text between content and calls."""
+
+    @abstractmethod
+    def read(
+        self, text: str, opening: re.Match[str], tools: Sequence[ToolSpec]
+    ) -> tuple[list[ParsedCall], int]:
+        """Return the calls that begin at a match of ``opening``, and the position after them.
+
+        Without calls, the text up to that position is content.
+        """
+
+    @abstractmethod
+    def write(self, calls: Sequence[ParsedCall]) -> str:
+        """Return the text of calls."""
+
+    def parse(self, text: str, tools: Sequence[ToolSpec] = (), *, in_thought: bool = False) -> ParsedTurn:
+        """Parse a turn, as ``ToolParser`` says."""
+        text = without_surrogates(text)
+        content: list[str] = []
+        thoughts: list[str] = []
+        calls: list[ParsedCall] = []
+        position = 0
+        if in_thought:
+            closing = self._closing.search(text)
+            if closing is None:
+                return ParsedTurn(thought=self._opened.sub("", text, count=1).strip() or None)
+            thoughts.append(self._opened.sub("", text[: closing.start()], count=1))
+            position = closing.end()
+        while mark := self._mark.search(text, position):
+            content.append(text[position : mark.start()])
+            if mark["open"]:
+                closing_tag = self._tags[mark["open"]]
+                thought, _, _ = text[mark.end() :].partition(closing_tag)
+                thoughts.append(thought)
+                position = min(len(text), mark.end() + len(thought) + len(closing_tag))
+            elif mark["close"]:
+                # A thought that was opened before the text: all so far belongs to it.
+                thoughts, content, calls = [text[: mark.start()]], [], []
+                position = mark.end()
+            else:
+                found, position = self.read(text, mark, tools)
+                calls += found
+                if not found:
+                    content.append(text[mark.start() : position])
+        content.append(text[position:])
+        said = "".join(self._unwrapped.sub("", part) for part in content).strip()
+        thought = "\n".join(part.strip() for part in thoughts if part.strip())
+        return ParsedTurn(said or None, thought or None, tuple(calls))
+
+    def render(self, turn: ParsedTurn, *, in_thought: bool = False) -> str:
+        """Render a turn, as ``ToolParser`` says."""
+        text = ""
+        if turn.thought or in_thought:
+            opening, _, closing = self.thoughts[0].partition("{}")
+            text = ("" if in_thought else opening) + (turn.thought or "") + closing
+        if turn.content:
+            text += self.spoken.replace("{}", turn.content, 1)
+        if turn.calls:
+            text += (self.gap if turn.content else "") + self.write(turn.calls)
+        return without_surrogates(text)
+
+    def call_id(self, turn: int, number: int, name: str) -> str:
+        """Return ``call_{turn}_{number}``."""
+        return f"call_{turn}_{number}"
+
+    @cached_property
+    def _tags(self) -> dict[str, str]:
+        """Closing tags of thoughts by their opening tags."""
+        parts = (form.partition("{}") for form in self.thoughts)
+        return {opening.strip(): closing.strip() for opening, _, closing in parts}
+
+    @cached_property
+    def _opened(self) -> re.Pattern[str]:
+        return re.compile(rf"\A\s*(?:{one_of(self._tags)})")
+
+    @cached_property
+    def _closing(self) -> re.Pattern[str]:
+        return re.compile(one_of(self._tags.values()))
+
+    @cached_property
+    def _mark(self) -> re.Pattern[str]:
+        tags = rf"(?P<open>{one_of(self._tags)})|(?P<close>{one_of(self._tags.values())})"
+        return re.compile(rf"{tags}|{self.opening}")
+
+    @cached_property
+    def _unwrapped(self) -> re.Pattern[str]:
+        """What surrounds the content in ``spoken``."""
+        return re.compile(one_of(part for part in self.spoken.split("{}") if part))
+
+
+def one_of(texts: Iterable[str]) -> str:
+    """Return a pattern of any of some texts; longest first, as one may begin with another."""
+    return "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or "(?!)"
+
+
+def until(text: str, start: int, closing: str) -> tuple[str, int]:
+    """Return the text from a position to a closing tag, or to the end, and the position after the tag."""
+    body, tag, _ = text[start:].partition(closing) if closing else (text[start:], "", "")
+    return body, start + len(body) + len(tag)
+
+
+def unreadable(text: str) -> ParsedCall:
+    """Return the call that stands for text which is none."""
+    return ParsedCall("", text.strip())
+
+
+def called(name: Any, arguments: Any, text: str, call_id: Any = "") -> ParsedCall:
+    """Return a call of parsed parts, unreadable unless there is a name and the arguments are an object.
+
+    Args:
+        name: name of the tool.
+        arguments: JSON object or its text; None if there are none.
+        text: text of the call.
+        call_id: the id that the model wrote.
+    """
+    try:
+        value = _JSON.decode(arguments) if isinstance(arguments, str) else arguments
+        if value is None:
+            value = {}
+        if not (isinstance(name, str) and name.strip() and isinstance(value, Mapping)):
+            return unreadable(text)
+        return ParsedCall(
+            without_surrogates(name.strip()),
+            arguments if isinstance(arguments, str) else json_text(value),
+            call_id if isinstance(call_id, str) else "",
+        )
+    except (ValueError, RecursionError):  # ValueError: not JSON, or a number that JSON cannot hold
+        return unreadable(text)
+
+
+def read_json(text: str, position: int) -> tuple[Any, int] | None:
+    """Return the JSON value at a position and the position after it, or None if there is none."""
+    start = _SPACE.match(text, position)
+    assert start is not None
+    try:
+        return _JSON.raw_decode(text, start.end())
+    except (ValueError, RecursionError):
+        return None
+
+
+def json_text(value: Any) -> str:
+    """Return JSON as ``ToolCall.of`` writes it, without lone surrogates, which UTF-8 cannot encode."""
+    text = json.dumps(value, allow_nan=False)
+    if "\\ud" not in text:
+        return text
+    return json.dumps(json.loads(without_surrogates(json.dumps(value, ensure_ascii=False))))
+
+
+def model_json(value: Any) -> str:
+    """Return JSON as chat templates write it."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def arguments_of(call: ParsedCall) -> dict[str, Any]:
+    """Return the arguments of a call.
+
+    Raises:
+        ValueError: they are not a JSON object.
+    """
+    try:
+        arguments = _JSON.decode(call.arguments)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"the arguments of {call.name!r} are not a JSON object: {call.arguments}")
+    return arguments
+
+
+def without_surrogates(text: str) -> str:
+    """Replace lone surrogates, which JSON escapes can produce and UTF-8 cannot encode."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse(text)
+
+
+_SPACE = re.compile(r"\s*")
+_JSON = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)

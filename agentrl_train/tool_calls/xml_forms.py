@@ -1,0 +1,186 @@
+"""Families whose calls are tags, with arguments as text: types come from the schemas of the tools."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from agentrl_env.types import ToolSpec
+from agentrl_train.tool_calls.turn import (
+    Family,
+    ParsedCall,
+    arguments_of,
+    called,
+    model_json,
+    read_json,
+    unreadable,
+    until,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class XmlFamily(Family):
+    """Calls in tags; ``{}`` stands for names in the tags."""
+
+    call: tuple[str, str]
+    """Tags of a call; the opening one holds the name of the tool."""
+    parameter: tuple[str, str]
+    """Tags of an argument; the opening one holds its name."""
+    block: tuple[str, str] = ("", "")
+    """Tags around calls."""
+    shared_block: bool = False
+    """Whether all calls of a turn are in one block, or each in its own."""
+    cdata: bool = False
+    """Whether values with marks of XML or with newlines are CDATA."""
+    opening: str = ""
+
+    def __post_init__(self) -> None:
+        tags = [tag.partition("{}")[0].strip() for tag in (self.block[0], self.call[0]) if tag]
+        object.__setattr__(self, "opening", "|".join(map(re.escape, tags)))
+
+    def read(
+        self, text: str, opening: re.Match[str], tools: Sequence[ToolSpec]
+    ) -> tuple[list[ParsedCall], int]:
+        """Read the calls of a block, or one call if there is no block."""
+        blocked = bool(self.block[0]) and opening[0] == self.block[0].strip()
+        position = opening.end() if blocked else opening.start()
+        closing = self.block[1].strip()
+        calls: list[ParsedCall] = []
+        while found := self._call(text, position, tools):
+            call, position = found
+            calls.append(call)
+            if not self.shared_block:
+                break
+        if not calls or (blocked and self.shared_block):
+            rest, position = until(text, position, closing or self.call[1].strip())
+            return ([*calls, unreadable(rest)] if rest.strip() or not calls else calls), position
+        end = re.compile(rf"\s*{re.escape(closing)}").match(text, position) if closing else None
+        return calls, end.end() if end else position
+
+    def _call(self, text: str, position: int, tools: Sequence[ToolSpec]) -> tuple[ParsedCall, int] | None:
+        head = self._head.match(text, position)
+        if head is None:
+            return None
+        position = head.end()
+        arguments: dict[str, Any] = {}
+        name = head[1].strip()
+        schema = next((tool.function.parameters for tool in tools if tool.function.name == name), {})
+        while part := self._parameter.match(text, position):
+            key, position = part[1].strip(), part.end()
+            arguments[key] = typed(self._text(part[2]), argument_types(schema, key))
+        end = self._end.match(text, position)
+        if end is None:
+            body, position = until(text, head.start(1), self.call[1].strip())
+            return unreadable(body), position
+        return called(name, arguments, text[head.start(1) : end.start()]), end.end()
+
+    def _text(self, value: str) -> str:
+        if self.cdata and (data := _CDATA.fullmatch(value)):
+            return data[1].replace(_CDATA_BREAK, "]]>")
+        return value
+
+    def write(self, calls: Sequence[ParsedCall]) -> str:
+        """Return the calls in their blocks."""
+        bodies = list(map(self._written, calls))
+        if self.shared_block:
+            return f"{self.block[0]}{''.join(bodies)}{self.block[1]}"
+        return "\n".join(f"{self.block[0]}{body}{self.block[1]}" for body in bodies)
+
+    def _written(self, call: ParsedCall) -> str:
+        parts = []
+        for key, value in arguments_of(call).items():
+            text = value if isinstance(value, str) else model_json(value)
+            if self.cdata and re.search(r"[<&\n]", text):
+                text = f"<![CDATA[{text.replace(']]>', _CDATA_BREAK)}]]>"
+            parts.append(self.parameter[0].replace("{}", key) + text + self.parameter[1])
+        return self.call[0].replace("{}", call.name) + "".join(parts) + self.call[1]
+
+    @cached_property
+    def _head(self) -> re.Pattern[str]:
+        before, _, after = self.call[0].partition("{}")
+        # Without a tag after it, a name ends where the next tag begins.
+        return re.compile(rf"{_loose(before)}([^<>\"]+?)\s*{_loose(after) if after.strip() else '(?=<)'}")
+
+    @cached_property
+    def _parameter(self) -> re.Pattern[str]:
+        before, _, after = self.parameter[0].partition("{}")
+        newline = "\n?" if after.endswith("\n") else ""
+        following = rf"(?={_loose(before)}|{_loose(self.call[1])})"
+        closing = f"{newline}{re.escape(self.parameter[1].strip())}{following}"
+        return re.compile(
+            rf"{_loose(before)}([^<>]+?){_loose(after).removesuffix(_ANY_SPACE)}{newline}(.*?){closing}",
+            re.DOTALL,
+        )
+
+    @cached_property
+    def _end(self) -> re.Pattern[str]:
+        return re.compile(_loose(self.call[1]))
+
+
+_ANY_SPACE = r"\s*"
+
+
+def _loose(tags: str) -> str:
+    """Return a pattern of tags, with any space around them and at their newlines."""
+    return _ANY_SPACE + _ANY_SPACE.join(map(re.escape, tags.strip().split("\n"))) + _ANY_SPACE
+
+
+_CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
+_CDATA_BREAK = "]]]]><![CDATA[>"
+
+
+def typed(text: str, types: Set[str]) -> Any:
+    """Return the value of some JSON types that a text stands for.
+
+    Strings stay text. Without a type it is JSON if it parses. What does not parse stays text, about which the
+    environment tells the model.
+    """
+    plain = text.strip()
+    if "null" in types and plain in ("null", "None"):
+        return None
+    if "string" in types:
+        return text
+    if plain in ("True", "False") and "boolean" in types:
+        return plain == "True"
+    found = read_json(plain, 0)
+    return found[0] if found and found[1] == len(plain) else text
+
+
+def argument_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
+    """Return the JSON types that the schema of a tool allows for an argument; empty if it does not say."""
+    properties = schema.get("properties")
+    return (
+        frozenset(_types(properties.get(key), schema, depth=8))
+        if isinstance(properties, Mapping)
+        else frozenset()
+    )
+
+
+def _types(schema: Any, root: Mapping[str, Any], *, depth: int) -> Iterator[str]:
+    if not isinstance(schema, Mapping) or not depth:
+        return
+    declared = schema.get("type")
+    yield from [declared] if isinstance(declared, str) else declared or ()
+    values = [schema["const"]] if "const" in schema else schema.get("enum") or ()
+    yield from (_TYPES[type(value)] for value in values)
+    for choice in [*schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("allOf", ())]:
+        yield from _types(choice, root, depth=depth - 1)
+    if isinstance(reference := schema.get("$ref"), str):
+        target: Any = root
+        for part in reference.removeprefix("#/").split("/"):
+            target = target.get(part) if isinstance(target, Mapping) else None
+        yield from _types(target, root, depth=depth - 1)
+
+
+_TYPES = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    type(None): "null",
+    list: "array",
+    dict: "object",
+}
