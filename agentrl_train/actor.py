@@ -301,17 +301,16 @@ class _Attempt:
             number = len(self._turns) + 1
             with self._trace.span(self._track, f"turn {number}"):
                 completion = await self._complete(context)
-                message = self._chat.parse(completion.token_ids, turn=number)
+                message, thought = self._chat.parse(completion.token_ids, turn=number, tools=session.tools)
                 with self._trace.span(self._track, "environment"):
                     result = _valid(await session.step(message))
-            self._turns.append(_turn(new_ids, completion, message, result))
+            self._turns.append(_turn(new_ids, completion, message, thought, result))
             if result.final:
                 self._metrics = dict(result.metrics)
                 return episode_end(result)
-            stopped = completion.finish_reason == "stop"
-            new_ids = self._render(
-                partial(self._chat.reply, result.messages, stopped=stopped), result.messages
-            )
+            stop = completion.token_ids[-1] if completion.finish_reason == "stop" else None
+            reply = partial(self._chat.reply, after=message, tools=session.tools, stop=stop)
+            new_ids = self._render(partial(reply, result.messages), result.messages)
             context = [*context, *completion.token_ids, *new_ids]
         if not self._turns:
             needed = len(context) + self._sampling.max_new_tokens
@@ -385,7 +384,9 @@ def _valid(result: StepResult) -> StepResult:
     return result
 
 
-def _turn(new_ids: Sequence[int], completion: Completion, message: Message, result: StepResult) -> Turn:
+def _turn(
+    new_ids: Sequence[int], completion: Completion, message: Message, thought: str | None, result: StepResult
+) -> Turn:
     return Turn(
         prompt_ids=new_ids,
         completion=completion,
@@ -393,6 +394,7 @@ def _turn(new_ids: Sequence[int], completion: Completion, message: Message, resu
         reply=result.messages,
         reward=result.reward,
         invalid_calls=int(result.metrics.get("invalid_calls", 0)),
+        thought=thought,
     )
 
 

@@ -1,8 +1,9 @@
 """Step 4 of 9: messages -> token ids, and completions -> messages, append-only.
 
-The chat template is rendered once, for the opening of a session. Every turn then appends the tokens of the
-completion exactly as sampled, followed by the rendered reply. Tokens are never decoded and re-encoded; text
-is decoded only to parse tool calls. Control tokens come from the template alone: where a message of the
+The chat template is rendered whole once, for the opening of a session. Every turn then appends the tokens of
+the completion exactly as sampled, followed by the reply: the text that the template itself writes after the
+assistant message, from its stop token on. Tokens are never decoded and re-encoded; text is decoded only to
+parse tool calls (``tool_calls.py``). Control tokens come from the template alone: where a message of the
 environment spells one, it is encoded as the text that it is.
 """
 
@@ -10,105 +11,291 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from agentrl_env.types import FunctionCall, Message, ToolCall, ToolSpec
+from agentrl_env.types import FunctionCall, FunctionSpec, Message, ToolCall, ToolSpec
 from agentrl_train.errors import ConfigError
+from agentrl_train.tool_calls import PARSERS, ParsedCall, ParsedTurn, ToolParser, parser_for
 
-_MARK = "\u2042the completion goes here\u2042"
+_MARK = "THE-COMPLETION-ENDS-AFTER-THIS"
 _BREAK = "\ufdd0"
 """Splits a control token within a message into two texts; Unicode reserves it for internal use."""
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+_OPEN_THOUGHT = re.compile(r"(?:<think>|\[THINK\]|<seed:think>|<\|channel>thought)\s*\Z")
+REFUSALS = (TemplateError, TypeError, ValueError, AttributeError, LookupError)
+"""Errors of templates for messages that they do not support."""
+_HELLO = {"role": "user", "content": "hello"}
+_TEXT_TURN = {"role": "assistant", "content": _MARK}
+_CALL_ID = "call00000"
+_DONE = Message(role="tool", content="done", tool_call_id=_CALL_ID, name="probe")
+_PROBE = ToolSpec(function=FunctionSpec(name="probe", parameters={"type": "object", "properties": {}}))
+_KEPT_ENCODINGS = 512
+"""Texts whose encodings are kept: siblings share their opening and many replies."""
+PROMPT = "prompt"
+"""The value of ``tool_parser`` that describes tools and calls in the system prompt."""
+_INSTRUCTIONS = """\
+You can call these tools, described by their JSON Schemas:
+<tools>
+{tools}
+</tools>
+To call one, write a JSON object with its name and arguments inside these tags, one pair of tags per call:
+<tool_call>
+{{"name": "NAME", "arguments": {{...}}}}
+</tool_call>
+The result follows in the next message, inside <tool_response></tool_response>."""
+_RESULT = "<tool_response>\n{}\n</tool_response>"
+
+
+class _CallForm(NamedTuple):
+    """The form of assistant messages with calls that a template takes."""
+
+    no_content: str | None
+    text_arguments: bool
+
+
+_CALL_FORMS = [_CallForm(no_content, text) for text in (False, True) for no_content in (None, "")]
 
 
 class ChatFormat:
     """Renders sessions with the chat template of one tokenizer.
 
     Raises:
-        ConfigError: the tokenizer has no chat template, or its template does not support appending turns.
+        ConfigError: the tokenizer has no chat template, its template does not support appending turns, or a
+            setting does not fit it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        if not tokenizer.chat_template:
-            raise ConfigError(f"{tokenizer.name_or_path} has no chat template: use an instruct model")
-        if tokenizer.eos_token_id is None:
-            raise ConfigError(f"{tokenizer.name_or_path} has no eos token: set eos_token")
-        self.tokenizer = tokenizer
-        self.stop_token_ids: tuple[int, ...] = (int(tokenizer.eos_token_id),)
-        self._stop_text: str = tokenizer.eos_token
-        self._control = _control_tokens(tokenizer)
-        self._check_template()
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        eos_token_ids: Collection[int] = (),
+        stop: Sequence[str] = (),
+        tool_parser: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        system_prompt: str | None = None,
+    ) -> None:
+        """Initialize the format.
 
-    def _check_template(self) -> None:
-        answers = [
-            Message(role="user", content="hello"),
-            Message(role="tool", content="done", tool_call_id="call_1"),
-        ]
-        for answer in answers:
-            try:
-                self.reply([answer], stopped=True)
-            except TemplateError as error:
-                raise ConfigError(f"the chat template rejects a {answer.role} message: {error}") from error
+        Args:
+            tokenizer: the tokenizer, with its chat template.
+            eos_token_ids: stop tokens of the model's generation configuration, beside the tokenizer's own.
+            stop: further stop tokens, as text.
+            tool_parser: a name of ``PARSERS``, or "prompt"; None chooses by the template.
+            template_kwargs: variables of the template, such as ``enable_thinking``.
+            system_prompt: text in front of every opening, as a system message.
+        """
+        self.tokenizer = tokenizer
+        self.name = str(tokenizer.name_or_path) or "this tokenizer"
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                f"{self.name} has no chat template: use an instruct model, or set model.chat_template"
+            )
+        self.in_prompt = tool_parser == PROMPT
+        self.chosen = tool_parser is not None
+        """Whether a setting chose the syntax of calls, and not the template."""
+        self._kwargs = dict(template_kwargs or {})
+        self._system_prompt = system_prompt
+        self._control = _control_tokens(tokenizer)
+        self._encoded = lru_cache(_KEPT_ENCODINGS)(self._encode_text)
+        self._form = _CALL_FORMS[0]
+        eos = [*eos_token_ids, *([] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)])]
+        self._stops = {text: i for i in eos if (text := self.text([i]))}
+        self._stops |= {text: self._id_of(text) for text in stop}
+        self._instead: dict[int, int] = {}
+        """End of a turn within a conversation -> the stop token that the template writes there at its end."""
+        self._shown_roles = {role for role in ("system", "developer") if self._shows(role)}
+        self._find_ends()
+        self._check_template()
+        self.parser = self._choose_parser(tool_parser)
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a completion."""
+        return tuple(dict.fromkeys(self._stops.values()))
 
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """Render the opening messages and the tools, ending with the generation prompt."""
         return self._encode(self._render(messages, tools))
 
-    def reply(self, messages: Sequence[Message], *, stopped: bool) -> list[int]:
+    def parse(
+        self, token_ids: Sequence[int], *, turn: int, tools: Sequence[ToolSpec] = ()
+    ) -> tuple[Message, str | None]:
+        """Parse a completion; return the assistant message for the environment, and the thought apart.
+
+        A call that cannot be read becomes a call with an empty name, which the environment answers with an
+        error message for the model. Nothing in a thought is a call, closed or not.
+        """
+        stopped = len(token_ids) > 0 and token_ids[-1] in self._stops.values()
+        ids = list(token_ids[:-1] if stopped else token_ids)
+        return self.parse_text(self.text(ids), turn=turn, tools=tools, in_thought=self.in_thought)
+
+    def parse_text(
+        self, text: str, *, turn: int, tools: Sequence[ToolSpec] = (), in_thought: bool = False
+    ) -> tuple[Message, str | None]:
+        """Parse the text of a completion like ``parse``."""
+        parsed = self.parser.parse(text, tools, in_thought=in_thought)
+        calls = [
+            ToolCall(
+                id=self.parser.call_id(turn, number, call.name),
+                function=FunctionCall(name=call.name, arguments=call.arguments),
+            )
+            for number, call in enumerate(parsed.calls)
+        ]
+        return Message.assistant(parsed.content, *calls), parsed.thought
+
+    def completion(self, message: Message) -> list[int]:
+        """Return the tokens a model would sample to produce ``message`` (for supervised fine-tuning)."""
+        text = self._written(message, in_thought=self.in_thought).replace(_BREAK, "\ufffd")
+        end = self._call_end if message.tool_calls else self._text_end
+        return self._encode(text.removesuffix(end) + end)
+
+    def reply(
+        self,
+        messages: Sequence[Message],
+        *,
+        after: Message,
+        tools: Sequence[ToolSpec] = (),
+        stop: int | None = None,
+    ) -> list[int]:
         """Render the tokens between one completion and the next.
 
         Args:
             messages: the reply of the environment.
-            stopped: whether the completion ended with a sampled stop token; if not, the end of the turn is
-                added here, unsampled.
+            after: the completion, as parsed.
+            tools: the tools of the session.
+            stop: the stop token that ended the completion; None if it was cut off, so that the end of the
+                turn is added here, unsampled.
+
+        Raises:
+            Exception: the template refuses the messages, mostly with one of ``REFUSALS``.
         """
-        before = [Message(role="user", content="hello"), Message.assistant(_MARK)]
-        text = self._render([*before, *messages], ()).partition(_MARK)[2]
-        if not text.startswith(self._stop_text):
-            raise ConfigError(
-                f"the chat template does not end an assistant turn with {self._stop_text!r}, "
-                "so turns cannot be appended: fix the template, or set eos_token to the token it writes"
-            )
-        return self._encode(text.removeprefix(self._stop_text) if stopped else text)
+        ids = self._encode(self.reply_text(messages, after=after, tools=tools))
+        # Encoded with the stop token before it: some tokenizers strip the blanks after one.
+        sampled = stop is not None and stop in (ids[0], self._instead.get(ids[0]))
+        return ids[1:] if sampled else ids
 
-    def parse(self, token_ids: Sequence[int], *, turn: int) -> Message:
-        """Parse a completion as an assistant message with Hermes tool calls.
+    def reply_text(
+        self, messages: Sequence[Message], *, after: Message, tools: Sequence[ToolSpec] = ()
+    ) -> str:
+        """Return the text of ``reply`` for a completion that was cut off."""
+        replies, problem = self._prepared(messages), None
+        for assistant in self._stand_ins(after):
+            try:
+                text = self._template([_HELLO, assistant, *replies], tools)
+            except REFUSALS as error:
+                problem = problem or error
+                continue
+            _, mark, rest = text.rpartition(_MARK)
+            if mark and (end := self._end.search(rest)):
+                return rest[end.start() :]
+        raise problem or TemplateError("it does not write the end of the assistant turn")
 
-        A call that is not JSON becomes a call with an empty name, which the environment answers with an error
-        message for the model. Calls inside ``<think>`` are ignored.
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, generation_prompt: bool = True
+    ) -> str:
+        """Return the text of a whole conversation, as the template writes it.
+
+        Raises:
+            Exception: the template refuses the messages, mostly with one of ``REFUSALS``.
         """
-        ids = [i for i in token_ids if i not in self.stop_token_ids]
-        text = str(self.tokenizer.decode(ids, skip_special_tokens=False))
-        reasoning, closing_tag, answer = text.rpartition("</think>")
-        calls = [
-            _tool_call(match.group(1), call_id=f"call_{turn}_{number}")
-            for number, match in enumerate(_CALL.finditer(answer))
-        ]
-        content = (reasoning + closing_tag + _CALL.sub("", answer)).strip()
-        return Message.assistant(content or None, *calls)
+        return self._render(messages, tools, generation_prompt=generation_prompt).replace(_BREAK, "")
 
-    def completion(self, message: Message) -> list[int]:
-        """Return the tokens a model would sample to produce ``message`` (for supervised fine-tuning)."""
-        calls = "\n".join(_call_text(call) for call in message.tool_calls or ())
-        text = "\n".join(part for part in (message.content, calls) if isinstance(part, str) and part)
-        return self._encode(text.replace(_BREAK, "\ufffd") + self._stop_text)
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, generation_prompt: bool = True
+    ) -> str:
+        prepared = self._with_system(self._prepared(messages), tools)
+        return self._template(prepared, tools, generation_prompt=generation_prompt)
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
-        rendered = self.tokenizer.apply_chat_template(
-            [self._as_text(_for_template(message)) for message in messages],
-            tools=[self._as_text(tool.model_dump()) for tool in tools] or None,
-            add_generation_prompt=True,
+    def _template(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[ToolSpec],
+        *,
+        generation_prompt: bool = True,
+    ) -> str:
+        """Render prepared messages; in the text, ``_BREAK`` splits what only looks like a control token."""
+        shown = None if self.in_prompt else [self._as_text(tool.model_dump()) for tool in tools]
+        text = self.tokenizer.apply_chat_template(
+            list(messages),
+            tools=shown,
+            add_generation_prompt=generation_prompt,
             tokenize=False,
+            **self._kwargs,
         )
-        assert isinstance(rendered, str)
-        return rendered
+        assert isinstance(text, str)
+        return text
+
+    # Messages as templates take them
+
+    def _prepared(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return messages as the template takes them; roles that it does not show take the next best one."""
+        prepared: list[dict[str, Any]] = []
+        for message in messages:
+            data = message.wire() | {"content": _plain(message.content)}
+            for call in data.get("tool_calls", ()):
+                call["function"]["arguments"] = self._arguments(call["function"]["arguments"])
+                data["content"] = data["content"] or self._form.no_content
+            data = self._as_text(data)
+            if data["role"] == "developer" and "developer" not in self._shown_roles:
+                data["role"] = "system"
+            if data["role"] == "system" and "system" not in self._shown_roles:
+                data["role"] = "user"
+            if self.in_prompt and message.role == "tool":
+                data = {"role": "user", "content": _RESULT.format(data["content"] or "")}
+            if self.in_prompt and message.tool_calls:
+                data = {"role": "assistant", "content": self._written(message)}
+            prepared.append(data)
+        if self.in_prompt or "system" not in self._shown_roles:
+            return _joined(prepared)
+        return prepared
+
+    def _with_system(self, messages: list[dict[str, Any]], tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
+        """Return the opening with the texts in front that the settings ask for."""
+        texts: list[str] = [self._as_text(self._system_prompt)] if self._system_prompt else []
+        if self.in_prompt and tools:
+            shown = (json.dumps(tool.function.model_dump(), ensure_ascii=False) for tool in tools)
+            texts.append(_INSTRUCTIONS.format(tools=self._as_text("\n".join(shown))))
+        if not texts:
+            return messages
+        role = "system" if "system" in self._shown_roles else "user"
+        if messages and messages[0]["role"] in (role, "developer"):
+            role, *texts = messages[0]["role"], *texts, messages[0]["content"] or ""
+            messages = messages[1:]
+        return [{"role": role, "content": "\n\n".join(texts)}, *messages]
+
+    def _arguments(self, text: str) -> Any:
+        """Return arguments as the template takes them: an object, or text if they are not JSON."""
+        try:
+            return text if self._form.text_arguments else json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+
+    def _stand_ins(self, after: Message) -> Iterator[dict[str, Any]]:
+        """Yield messages in place of ``after`` with a mark at the end of what was sampled, the best first.
+
+        Names and ids of the calls are real: templates show them beside the results.
+        """
+        calls = (
+            [] if self.in_prompt else [self._as_text(call.model_dump()) for call in after.tool_calls or ()]
+        )
+        # A template that takes one call a turn still shows all results.
+        for some in dict.fromkeys((len(calls), min(1, len(calls)))):
+            if some:
+                yield _calling(calls[-some:], self._form)
+        # A template that writes no calls: the end of a text is that of a turn with calls.
+        yield _TEXT_TURN
+
+    def _written(self, message: Message, *, in_thought: bool = False) -> str:
+        """Return the text of an assistant message in the model's own syntax."""
+        calls = tuple(ParsedCall(c.function.name, c.function.arguments) for c in message.tool_calls or ())
+        return self.parser.render(ParsedTurn(_plain(message.content), None, calls), in_thought=in_thought)
 
     def _as_text(self, value: Any) -> Any:
-        """Return a JSON value in whose strings ``_encode`` finds no control token."""
+        """Return a JSON value in whose strings ``_encode`` finds no control token, nor ``reply`` its mark."""
         if isinstance(value, str):
             value = value.replace(_BREAK, "\ufffd")
             return self._control.sub(lambda match: f"{match[0][0]}{_BREAK}{match[0][1:]}", value)
@@ -118,51 +305,173 @@ class ChatFormat:
             return {self._as_text(key): self._as_text(item) for key, item in value.items()}
         return value
 
+    # Tokens
+
     def _encode(self, text: str) -> list[int]:
+        return list(self._encoded(text))
+
+    def _encode_text(self, text: str) -> tuple[int, ...]:
         parts = (self.tokenizer(part, add_special_tokens=False)["input_ids"] for part in text.split(_BREAK))
-        return [token_id for part in parts for token_id in part]
+        return tuple(token_id for part in parts for token_id in part)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, with control tokens."""
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(list(token_ids), **options))
+
+    def _id_of(self, text: str) -> int:
+        ids = self._encode_text(text)
+        if len(ids) != 1:
+            raise ConfigError(f"model.stop: {text!r} is not one token of {self.name}, but {len(ids)}")
+        return ids[0]
+
+    # What the template can do
+
+    def _shows(self, role: str) -> bool:
+        """Return whether the template writes a first message of this role, and leaves it there later on."""
+        opening = [{"role": role, "content": _MARK}, _HELLO]
+        try:
+            text = self._template(opening, (_PROBE,))
+            later = self._template([*opening, {"role": "assistant", "content": "hello"}, _HELLO], (_PROBE,))
+        except REFUSALS:
+            return False
+        before, mark, _ = text.partition(_MARK)
+        return bool(mark) and later.startswith(before + mark)
+
+    def _find_ends(self) -> None:
+        """Find the stop tokens that end turns, with and without calls, and those that the template writes."""
+        last, middle = (self._after_mark(_TEXT_TURN, *more) or "" for more in ((), (_HELLO,)))
+        if (end := self._stop_in(last)) is not None:
+            other = self._control.match(middle, end.start())
+            if other and last[: end.start()] == middle[: end.start()] and other[0] not in self._stops:
+                self._instead[self._id_of(other[0])] = self._stops[end[0]]
+        elif self._stop_in(middle) is None and (token := self._control.search(last)):
+            self._stops[token[0]] = self._id_of(token[0])  # of a base model, whose eos ends documents
+        call_end = "" if self.in_prompt else self._end_of_calls()
+        end = self._stop_in(last) or self._stop_in(middle)
+        if end is None:
+            token = self._control.search(middle)
+            self._refuse_errors([_HELLO, _TEXT_TURN, _HELLO])
+            raise ConfigError(
+                f"the chat template of {self.name} does not end an assistant turn with a stop token, so "
+                f"turns cannot be appended: set model.stop to what it writes there"
+                f"{f' ({token[0]!r})' if token else ''}, or model.chat_template to another template"
+            )
+        self._text_end, self._call_end = end[0], call_end or end[0]
+        self._end = _any_of([*self._stops, *(self.text([i]) for i in self._instead)])
+
+    def _refuse_errors(self, messages: Sequence[dict[str, Any]]) -> None:
+        try:
+            self._template(messages, (_PROBE,))
+        except REFUSALS as error:
+            raise ConfigError(
+                f"the chat template of {self.name} cannot write a conversation ({error}): set "
+                "model.chat_template to another template"
+            ) from error
+
+    def _end_of_calls(self) -> str:
+        """Return the stop token after calls, "" if the template writes none; find the form of calls."""
+        call = ToolCall.of("probe", call_id=_CALL_ID).model_dump()
+        taken = []
+        for self._form in _CALL_FORMS:
+            turn = _calling([call], self._form)
+            last, middle = (self._after_mark(turn, *more) for more in ((), (_DONE.wire(),)))
+            if last is None or middle is None:
+                continue
+            taken.append(self._form)
+            if end := self._stop_in(last) or self._stop_in(middle):
+                return end[0]
+            if tokens := list(self._control.finditer(last)):
+                self._stops[tokens[-1][0]] = self._id_of(tokens[-1][0])
+                return tokens[-1][0]
+        self._form = taken[0] if taken else _CALL_FORMS[0]
+        return ""
+
+    def _after_mark(self, *messages: dict[str, Any]) -> str | None:
+        """Return what the template writes after the mark; "" if it drops the mark, None if it refuses."""
+        try:
+            text = self._template([_HELLO, *messages], (_PROBE,), generation_prompt=len(messages) > 1)
+        except REFUSALS:
+            return None
+        return text.rpartition(_MARK)[2] if _MARK in text else ""
+
+    def _stop_in(self, text: str) -> re.Match[str] | None:
+        return _any_of(self._stops).search(text)
+
+    def _check_template(self) -> None:
+        """Check that both kinds of reply can be rendered."""
+        call = ToolCall.of("probe", call_id=_CALL_ID)
+        user = Message(role="user", content="hello")
+        turns = (Message.assistant("hello"), user), (Message.assistant(None, call), _DONE)
+        for after, answer in turns:
+            try:
+                self.reply([answer], after=after, tools=(_PROBE,))
+            except REFUSALS as error:
+                raise ConfigError(
+                    f"the chat template of {self.name} rejects a {answer.role} message: {error}; set "
+                    "model.tool_parser = 'prompt' to write tools and results as text, or model.chat_template "
+                    "to another template"
+                ) from error
+        self.in_thought = bool(_OPEN_THOUGHT.search(self.render([user], (_PROBE,))))
+        """Whether the generation prompt opens a thought, so that completions begin inside it."""
+
+    def _choose_parser(self, name: str | None) -> ToolParser:
+        choices = ", ".join([*PARSERS, PROMPT])
+        if name is not None and name not in (*PARSERS, PROMPT):
+            raise ConfigError(f"model.tool_parser: there is no {name!r}; choose one of {choices}")
+        template = str(self.tokenizer.get_chat_template(tools=[_PROBE.model_dump()]))
+        parser = PARSERS["hermes" if name == PROMPT else name] if name else parser_for(template)
+        if parser is None:
+            raise ConfigError(
+                f"the chat template of {self.name} writes tool calls in no known syntax: set model.tool_parser "
+                "to that of the model, or to 'prompt' to describe tools and calls in the system prompt; choose "
+                f"one of {choices}"
+            )
+        return parser
+
+
+def _calling(calls: Sequence[dict[str, Any]], form: _CallForm) -> dict[str, Any]:
+    """Return an assistant message with these calls, and the mark in the arguments of the last."""
+    marked: list[dict[str, str]] = [{} for _ in calls]
+    marked[-1]["mark"] = _MARK
+    functions = [
+        {"name": call["function"]["name"], "arguments": json.dumps(values) if form.text_arguments else values}
+        for call, values in zip(calls, marked, strict=True)
+    ]
+    return {
+        "role": "assistant",
+        "content": form.no_content,
+        "tool_calls": [call | {"function": f} for call, f in zip(calls, functions, strict=True)],
+    }
+
+
+def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with consecutive ones of the user joined: some templates need roles to alternate."""
+    joined: list[dict[str, Any]] = []
+    for message in messages:
+        if joined and joined[-1]["role"] == message["role"] == "user":
+            message = {"role": "user", "content": f"{joined.pop()['content']}\n\n{message['content']}"}
+        joined.append(message)
+    return joined
+
+
+def _plain(content: str | list[dict[str, Any]] | None) -> str | None:
+    """Return content as text: the texts of its parts, and the kinds of parts that are no text."""
+    if not isinstance(content, list):
+        return content
+    return "\n".join(str(part["text"]) if "text" in part else f"[{part.get('type')}]" for part in content)
 
 
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Return a pattern of the special tokens, and of those added tokens that the chat template writes."""
+    """Return a pattern of special tokens, added tokens that the chat template writes, and the mark."""
     names = [
         str(token)
         for token in tokenizer.added_tokens_decoder.values()
         if str(token).strip() and (token.special or str(token) in str(tokenizer.chat_template))
     ]
+    return _any_of([*names, _MARK])
+
+
+def _any_of(texts: Collection[str]) -> re.Pattern[str]:
     # Longest first: one may begin with another.
-    return re.compile("|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or "(?!)")
-
-
-def _for_template(message: Message) -> dict[str, Any]:
-    """Return a message as templates expect it: arguments as an object, or as text if they are not JSON."""
-    data = message.wire()
-    for call in data.get("tool_calls", ()):
-        try:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        except ValueError:
-            continue
-    return data
-
-
-def _tool_call(text: str, *, call_id: str) -> ToolCall:
-    try:
-        call = json.loads(text)
-        name, arguments = str(call["name"]), call["arguments"]
-        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    except (ValueError, KeyError, TypeError, RecursionError):  # ValueError: not JSON, or a number too long
-        name, arguments = "", text
-    return ToolCall(
-        id=call_id,
-        function=FunctionCall(name=_replace_surrogates(name), arguments=_replace_surrogates(arguments)),
-    )
-
-
-def _replace_surrogates(text: str) -> str:
-    """Replace lone surrogates, which JSON escapes can produce and UTF-8 cannot encode."""
-    return text.encode("utf-8", "replace").decode()
-
-
-def _call_text(call: ToolCall) -> str:
-    body = {"name": call.function.name, "arguments": json.loads(call.function.arguments)}
-    return f"<tool_call>\n{json.dumps(body)}\n</tool_call>"
+    return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or "(?!)")

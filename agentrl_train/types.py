@@ -88,6 +88,8 @@ class Turn:
     reward: float
     invalid_calls: int = 0
     """Tool calls of this turn that the environment rejected (a model error)."""
+    thought: str | None = None
+    """The thought of the completion; it is recorded, and the environment never sees it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner
 from agentrl_train.loss import sft_loss
@@ -25,9 +24,10 @@ from agentrl_train.runtime.distributed import rank
 from agentrl_train.runtime.environments import environments
 from agentrl_train.runtime.evaluation import Evaluation
 from agentrl_train.runtime.factories import run_follower
-from agentrl_train.runtime.models import DTYPES, load_policy
+from agentrl_train.runtime.models import DTYPES, chat_format, load_policy
 from agentrl_train.runtime.placement.launcher import Launcher, follower_devices, make_launcher
 from agentrl_train.runtime.sft import expert_sequences, train_sft
+from agentrl_train.template_check import check_sessions
 
 SIGNAL_EXIT = 128
 """Exit status of a run that a signal stopped cleanly, plus the number of the signal (SIGTERM: 143)."""
@@ -89,7 +89,7 @@ async def _evaluate(config: RunConfig, *, path: str) -> dict[str, Evaluation]:
 async def _evaluate_on(config: RunConfig, *, path: str, launcher: Launcher) -> dict[str, Evaluation]:
     async with (
         environments(config.environments, max_sessions=config.engine.max_sessions) as served,
-        policy(config, path=path, launcher=launcher) as ready,
+        policy(config, path=path, launcher=launcher, served=served) as ready,
     ):
         slots = asyncio.Semaphore(config.engine.max_sessions)
         evaluator = make_evaluator(config, served=served, policy=ready, slots=slots)
@@ -163,9 +163,11 @@ async def _sft(config: RunConfig, *, output: Path) -> None:
     async with environments(
         config.environments, max_sessions=config.engine.max_sessions, oracle=True
     ) as served:
+        chat = chat_format(config.model, model=model, tokenizer=tokenizer)
+        await check_sessions(chat, served.clients, sources=served.sources)
         sequences, success = await expert_sequences(
             served.clients,
-            ChatFormat(tokenizer),
+            chat,
             sources={source.task: source for source in served.sources},
             count=settings.traces,
             max_sessions=config.engine.max_sessions,

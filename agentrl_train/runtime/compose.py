@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from agentrl_train.actor import Actor
-from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import ConfigError
 from agentrl_train.runtime.admission import Mixer, TaskSource, WorkWindow
 from agentrl_train.runtime.checkpoint import Checkpoint, load_latest
@@ -29,7 +28,7 @@ from agentrl_train.runtime.evaluation import evaluate
 from agentrl_train.runtime.factories import join_ranks, make_engine, make_learner, make_publisher
 from agentrl_train.runtime.journal import Journal
 from agentrl_train.runtime.loop import Loop
-from agentrl_train.runtime.models import load_policy
+from agentrl_train.runtime.models import chat_format, load_policy
 from agentrl_train.runtime.placement.launcher import Launcher, make_launcher
 from agentrl_train.runtime.run import Evaluator, FailureLog, Outcome, Policy, Run
 from agentrl_train.runtime.run_dir import claim_run_dir, write_config
@@ -39,6 +38,7 @@ from agentrl_train.runtime.telemetry.sinks import open_sinks, traced
 from agentrl_train.runtime.telemetry.throughput import Throughput, copy_bytes_per_s
 from agentrl_train.runtime.trainer import StepTrainer, engine_asleep
 from agentrl_train.runtime.watchdog import Watchdog
+from agentrl_train.template_check import check_sessions
 from agentrl_train.types import UNTRACED, Trace
 from agentrl_train.weights import FLOAT32, Drift
 
@@ -60,14 +60,19 @@ async def policy(
     *,
     path: str,
     launcher: Launcher,
+    served: Served,
     trace: Trace = UNTRACED,
     ranks: Ranks | None = None,
 ) -> AsyncIterator[Policy]:
-    """Load the policy in ``path`` and start its engine; stop the engine on leaving."""
+    """Load the policy in ``path``, check that its chat format carries the tasks, and start its engine.
+
+    The engine is stopped on leaving.
+    """
     device, threads = config.engine.device, threads_each(config)
     torch.set_num_threads(threads)
     model, tokenizer = load_policy(path, device=device)
-    chat = ChatFormat(tokenizer)
+    chat = chat_format(config.model, model=model, tokenizer=tokenizer)
+    await check_sessions(chat, served.clients, sources=served.sources)
     engine = make_engine(
         config,
         model=model,
@@ -124,7 +129,7 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
         recorded = stack.enter_context(traced(config))
         trace = stack.enter_context(Watchdog(quiet_s=config.run.idle_report_timeout_s, trace=recorded))
         ready = await stack.enter_async_context(
-            policy(config, path=config.model.path, launcher=launcher, trace=trace, ranks=ranks)
+            policy(config, path=config.model.path, launcher=launcher, served=served, trace=trace, ranks=ranks)
         )
         step = checkpoint.step if checkpoint else 0
         journal = Journal(folder / "journal", step=step)

@@ -130,6 +130,7 @@ def _pack_turn(turn: Turn, ints: list[int], floats: list[float]) -> dict[str, An
         "reply": [_pack_message(message) for message in turn.reply],
         "reward": turn.reward,
         "invalid_calls": turn.invalid_calls,
+        "thought": turn.thought,
     }
 
 
@@ -150,6 +151,7 @@ def _unpack_turn(structure: dict[str, Any], reader: _Reader) -> Turn:
         reply=tuple(Message.model_validate(one) for one in structure["reply"]),
         reward=structure["reward"],
         invalid_calls=structure["invalid_calls"],
+        thought=structure.get("thought"),
     )
 
 

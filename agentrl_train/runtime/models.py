@@ -10,8 +10,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner import adapter_base, merge_adapter
+from agentrl_train.runtime.config import ModelSection
 
 transformers.utils.logging.disable_progress_bar()
 logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry twice
@@ -45,6 +47,28 @@ def load_policy(path: str, *, device: str = "cpu") -> tuple[PreTrainedModel, Pre
         raise ConfigError(f"the model {path!r} cannot be loaded{source}: {reason}") from error
     model.to(device)  # type: ignore[arg-type]  # the library types this by its first parameter
     return model, tokenizer
+
+
+def chat_format(
+    settings: ModelSection, *, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> ChatFormat:
+    """Return the chat format of a loaded policy; a template of the settings becomes the tokenizer's own.
+
+    Raises:
+        ConfigError: the template does not support episodes, or a setting does not fit it.
+    """
+    if settings.chat_template is not None:
+        tokenizer.chat_template = Path(settings.chat_template).read_text(encoding="utf-8")
+    generation = getattr(model, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    return ChatFormat(
+        tokenizer,
+        eos_token_ids=eos if isinstance(eos, list | tuple) else [] if eos is None else [eos],
+        stop=settings.stop,
+        tool_parser=settings.tool_parser,
+        template_kwargs=settings.template_kwargs,
+        system_prompt=settings.system_prompt,
+    )
 
 
 def copy_of(model: PreTrainedModel, *, dtype: str = "float32", device: str | None = None) -> PreTrainedModel:

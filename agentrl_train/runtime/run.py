@@ -29,7 +29,7 @@ from agentrl_train.runtime.loop import Loop, Step
 from agentrl_train.runtime.report.page import write_report
 from agentrl_train.runtime.telemetry.metrics import MetricsLog
 from agentrl_train.runtime.telemetry.throughput import Throughput
-from agentrl_train.runtime.trainer import TRACK, StepTrainer, by_task, no_signal_warning
+from agentrl_train.runtime.trainer import TRACK, StepTrainer, by_task, no_calls_warning, no_signal_warning
 from agentrl_train.runtime.watchdog import in_thread
 from agentrl_train.types import UNTRACED, Completion, RunningEngine, SamplingParams, Trace, Trajectory
 from agentrl_train.weights import Drift, Publisher, drift, probe_sequence, require_agreement
@@ -132,6 +132,7 @@ class Run:
         self._seconds_before = float(state.get("seconds", 0.0))
         self._trained_tokens = int(state.get("trained_tokens", 0))
         self._idle_steps = 0
+        self._steps_without_calls = 0
         self._started = time.monotonic()
         self._throughput = throughput
         if checkpoint:
@@ -207,6 +208,7 @@ class Run:
         self._idle_steps = 0 if trained.get("loss_tokens") else self._idle_steps + 1
         if self._idle_steps.bit_count() == 1:  # 1, 2, 4, 8 ... in a row
             logger.warning("%s", no_signal_warning(step.groups, steps=self._idle_steps))
+        self._warn_of_no_calls(step)
         discarded = self._loop.discarded_tokens
         throughput = self._throughput.step(trained, waited_s=step.waited_s, discarded_tokens=discarded)
         metrics = {**trained, **throughput}
@@ -234,6 +236,13 @@ class Run:
         if self._due(number, self._config.eval.every):
             await self._evaluate(f"step {number}")
             self._throughput.begin()
+
+    def _warn_of_no_calls(self, step: Step) -> None:
+        """Log a warning after 1, 2, 4, 8 ... consecutive steps in which no completion was a tool call."""
+        warning = no_calls_warning(step.groups, chat=self._policy.chat)
+        self._steps_without_calls = self._steps_without_calls + 1 if warning else 0
+        if self._steps_without_calls.bit_count() == 1:
+            logger.warning("%s", warning)
 
     def _due(self, step: int, every: int) -> bool:
         return every > 0 and step % every == 0 and step < self._config.run.steps

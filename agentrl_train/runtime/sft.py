@@ -29,19 +29,22 @@ async def expert_sequence(
     """
     ids: list[int] = []
     mask: list[float] = []
+    turn = 0
     session = await client.open(task, split=split, index=index, seed=seed)
     try:
         new_ids = chat.opening(session.messages, session.tools)
         while True:
-            message = await session.expert()
-            completion = chat.completion(message)
+            completion = chat.completion(await session.expert())
+            turn += 1
+            # As it would be read from a policy: with the ids of calls that the template accepts.
+            message, _ = chat.parse(completion, turn=turn, tools=session.tools)
             ids += [*new_ids, *completion]
             mask += [0.0] * len(new_ids) + [1.0] * len(completion)
             result = await session.step(message)
             if result.final:
                 episode_end(result)
                 break
-            new_ids = chat.reply(result.messages, stopped=True)
+            new_ids = chat.reply(result.messages, after=message, tools=session.tools, stop=completion[-1])
     finally:
         await session.close()
     size = len(ids)

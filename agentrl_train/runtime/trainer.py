@@ -16,6 +16,7 @@ import numpy as np
 
 from agentrl_train.advantage import advantages
 from agentrl_train.batch import pack, sequences
+from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import BadUpdate, LearnerOutOfMemory, ran_out_of_memory
 from agentrl_train.learner import Learner
 from agentrl_train.runtime.atomic_io import run_folder_errors, write_file
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 TRACK = "trainer/steps"
 """Trace track of the parts of a step."""
+QUOTED = 300
+"""Characters of a completion quoted in a warning, at most."""
 OLDEST = 8
 """Largest age in the staleness histogram; older tokens count as this age."""
 
@@ -248,6 +251,20 @@ def no_signal_warning(groups: Sequence[TrajectoryGroup], *, steps: int) -> str:
         "try easier or harder samples, a larger rollout.group_size, or a warm start with `agentrl-train sft`"
     )
     return "; ".join(sentences)
+
+
+def no_calls_warning(groups: Sequence[TrajectoryGroup], *, chat: ChatFormat) -> str | None:
+    """Return a warning if no completion of a step was read as a tool call; it quotes one of them."""
+    turns = [(group.task, turn) for group in groups for one in group.trajectories for turn in one.turns]
+    calls = (call for _, turn in turns for call in turn.message.tool_calls or ())
+    if not turns or any(call.function.name for call in calls):
+        return None
+    task, turn = turns[0]
+    text = chat.text(turn.completion.token_ids)[:QUOTED]
+    return (
+        f"none of {len(turns)} completions was read as a tool call in the syntax {chat.parser.name!r}, so "
+        f"tasks that need one teach nothing; see model.tool_parser. The first, of task {task}: {text!r}"
+    )
 
 
 @contextmanager

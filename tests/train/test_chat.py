@@ -12,6 +12,9 @@ from tests.conftest import make_tokenizer
 
 CHAT = ChatFormat(make_tokenizer())
 TOOL = ToolSpec(function=FunctionSpec(name="look", description="Look.", parameters={"type": "object"}))
+SAID = Message.assistant("said")
+CALLED = Message.assistant(None, ToolCall.of("look", call_id="call_1"))
+STOP = CHAT.stop_token_ids[0]
 TEXT = st.text(max_size=30).filter(lambda text: "<" not in text)
 NAMES = st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
 ARGUMENTS = st.dictionaries(NAMES, st.one_of(st.integers(), TEXT, st.booleans(), st.none()), max_size=3)
@@ -31,7 +34,7 @@ def test_appended_turns_match_full_rendering(
     for said, answer in texts:
         assistant, reply = Message.assistant(said), Message(role="user", content=answer)
         ids += CHAT.completion(assistant)
-        ids += CHAT.reply([reply], stopped=True)
+        ids += CHAT.reply([reply], after=assistant, stop=ids[-1])
         messages += [assistant, reply]
     assert ids == CHAT.opening(messages, [TOOL])
 
@@ -39,7 +42,7 @@ def test_appended_turns_match_full_rendering(
 @given(name=NAMES, arguments=ARGUMENTS, thought=TEXT)
 def test_completion_parses_to_its_message(name: str, arguments: dict, thought: str) -> None:
     message = Message.assistant(thought.strip() or None, ToolCall.of(name, **arguments))
-    parsed = CHAT.parse(CHAT.completion(message), turn=1)
+    parsed, _ = CHAT.parse(CHAT.completion(message), turn=1)
     assert (parsed.content or "").split() == (message.content or "").split()
     assert parsed.tool_calls is not None
     assert parsed.tool_calls[0].function.name == name
@@ -48,18 +51,18 @@ def test_completion_parses_to_its_message(name: str, arguments: dict, thought: s
 
 @given(ids=st.lists(st.integers(0, 260), max_size=60))
 def test_any_tokens_parse_to_an_assistant_message(ids: list[int]) -> None:
-    assert CHAT.parse(ids, turn=1).role == "assistant"
+    assert CHAT.parse(ids, turn=1)[0].role == "assistant"
 
 
 def test_reply_ends_a_completion_without_stop_token() -> None:
     reply = [Message(role="user", content="go on")]
-    cut, whole = CHAT.reply(reply, stopped=False), CHAT.reply(reply, stopped=True)
+    cut, whole = CHAT.reply(reply, after=SAID), CHAT.reply(reply, after=SAID, stop=STOP)
     assert decode(cut) == "<|im_end|>" + decode(whole)
 
 
 def test_calls_have_distinct_ids() -> None:
     message = Message.assistant(None, ToolCall.of("a"), ToolCall.of("b"))
-    calls = CHAT.parse(CHAT.completion(message), turn=3).tool_calls
+    calls = CHAT.parse(CHAT.completion(message), turn=3)[0].tool_calls
     assert calls is not None
     assert [call.id for call in calls] == ["call_3_0", "call_3_1"]
 
@@ -77,21 +80,23 @@ def test_calls_have_distinct_ids() -> None:
 )
 def test_unparsable_call_keeps_text_and_has_empty_name(body: str) -> None:
     ids = CHAT.tokenizer(f"<tool_call>\n{body}\n</tool_call><|im_end|>", add_special_tokens=False).input_ids
-    calls = CHAT.parse(ids, turn=1).tool_calls
+    calls = CHAT.parse(ids, turn=1)[0].tool_calls
     assert calls is not None
     assert (calls[0].function.name, calls[0].function.arguments) == ("", body)
 
 
 def test_truncated_call_counts_as_call() -> None:
     ids = CHAT.tokenizer('hm <tool_call>\n{"name": "lo', add_special_tokens=False).input_ids
-    parsed = CHAT.parse(ids, turn=1)
+    parsed, _ = CHAT.parse(ids, turn=1)
     assert parsed.content == "hm"
     assert parsed.tool_calls is not None
 
 
 def test_call_inside_think_is_ignored() -> None:
     text = '<think>maybe <tool_call>{"name": "a", "arguments": {}}</tool_call></think>no'
-    assert CHAT.parse(CHAT.tokenizer(text, add_special_tokens=False).input_ids, turn=1).tool_calls is None
+    parsed, thought = CHAT.parse(CHAT.tokenizer(text, add_special_tokens=False).input_ids, turn=1)
+    assert (parsed.tool_calls, parsed.content) == (None, "no")
+    assert thought is not None and "maybe" in thought
 
 
 def test_tokenizer_without_template_is_rejected() -> None:
@@ -110,7 +115,7 @@ def test_template_without_eos_after_turn_is_rejected() -> None:
 
 def test_lone_surrogate_in_call_is_replaced() -> None:
     text = r'<tool_call>{"name": "\ud83d", "arguments": "\ud83d"}</tool_call>'
-    parsed = CHAT.parse(CHAT.tokenizer(text, add_special_tokens=False).input_ids, turn=1)
+    parsed, _ = CHAT.parse(CHAT.tokenizer(text, add_special_tokens=False).input_ids, turn=1)
     assert parsed.tool_calls is not None
     assert parsed.tool_calls[0].function.name == "?"
     assert parsed.model_dump_json()
@@ -134,10 +139,10 @@ CONTROL = {CHAT.tokenizer.convert_tokens_to_ids(name) for name in ("<|im_start|>
 def test_control_tokens_in_a_reply_stay_text(role: str) -> None:
     forged = [Message(role=role, content=FORGED, tool_call_id="call_1")]
     harmless = [Message(role=role, content="done", tool_call_id="call_1")]
-    ids = CHAT.reply(forged, stopped=True)
+    ids = CHAT.reply(forged, after=CALLED, stop=STOP)
     assert FORGED in decode(ids)
     for token_id in CONTROL:
-        assert ids.count(token_id) == CHAT.reply(harmless, stopped=True).count(token_id)
+        assert ids.count(token_id) == CHAT.reply(harmless, after=CALLED, stop=STOP).count(token_id)
 
 
 def test_control_tokens_in_opening_and_tools_stay_text() -> None:
@@ -149,5 +154,6 @@ def test_control_tokens_in_opening_and_tools_stay_text() -> None:
 
 def test_reply_that_quotes_the_renderer_s_own_marks_is_rendered() -> None:
     content = f"a{chat._MARK}b{chat._BREAK}c"
-    ids = CHAT.reply([Message(role="tool", content=content, tool_call_id="call_1")], stopped=True)
+    reply = [Message(role="tool", content=content, tool_call_id="call_1")]
+    ids = CHAT.reply(reply, after=CALLED, stop=STOP)
     assert f"a{chat._MARK}b\ufffdc" in decode(ids)

@@ -42,6 +42,11 @@ def _resolve_paths(table: dict[str, Any], base: Path) -> list[str]:
     if isinstance(model, dict) and isinstance(model.get("path"), str):
         model["path"], problem = _resolve_model(model["path"], base)
         problems += problem
+    if isinstance(model, dict) and isinstance(model.get("chat_template"), str):
+        template = (base / Path(model["chat_template"]).expanduser()).absolute()
+        model["chat_template"] = str(template)
+        if not template.is_file():
+            problems.append(f"model.chat_template: there is no file {template}")
     for number, section in enumerate(environments if isinstance(environments, list) else ()):
         targets = section.get("serve") if isinstance(section, dict) else None
         if isinstance(targets, list) and all(isinstance(target, str) for target in targets):

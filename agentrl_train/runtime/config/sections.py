@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -316,6 +316,17 @@ class ModelSection(Section):
 
     path: Annotated[str, Field(min_length=1)]
     """A Hugging Face model folder, or the name of a model on the hub (``org/name``)."""
+    chat_template: str | None = None
+    """File with a Jinja chat template; left out, the tokenizer's own."""
+    template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, such as ``{enable_thinking = false}``."""
+    tool_parser: str | None = None
+    """Syntax of tool calls, or "prompt" to describe tools and calls in the system prompt; left out, chosen by
+    the chat template."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Stop tokens, as text, beside those of the generation configuration and the tokenizer."""
+    system_prompt: str | None = None
+    """Text in front of every opening, as a system message."""
 
 
 class EnvironmentSection(Section):

@@ -68,6 +68,8 @@ def _bubble(message: Mapping[str, Any]) -> str:
     if role in ("system", "developer"):
         return f'<details class="bubble"><summary>{escape(role)}</summary>{body}</details>'
     labels = "".join(f"<span>{label}</span>" for label in [escape(role), *_labels(message)])
+    if thought := _text(_plain((_turn(message) or {}).get("thought"))):
+        body = f'<details><summary>thought</summary><div class="text">{thought}</div></details>{body}'
     kind = role if role in ("assistant", "tool") else "user"
     return f'<div class="bubble {kind}"><div class="role">{labels}</div>{body}{calls}</div>'
 

@@ -248,6 +248,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "reward": turn.reward,
         "invalid_calls": turn.invalid_calls,
+        **({"thought": turn.thought} if turn.thought else {}),
     }
 
 

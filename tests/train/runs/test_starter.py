@@ -102,7 +102,7 @@ async def test_starter_makes_valid_calls(tokenizer, starter, task):
             model.generate, prompt, do_sample=True, max_new_tokens=48, num_return_sequences=32, top_k=0
         )
         names = {tool.function.name for tool in session.tools}
-    messages = [chat.parse(row[prompt.shape[1] :].tolist(), turn=1) for row in rows]
+    messages = [chat.parse(row[prompt.shape[1] :].tolist(), turn=1)[0] for row in rows]
     good = [m.tool_calls is not None and m.tool_calls[0].function.name in names for m in messages]
     assert np.mean(good) > 0.8
 
