@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from agentrl_train.template_check import check_format
 
 from agentrl_env import Done, EnvClient, Environment, tool
 from agentrl_env.client import ClientSession
@@ -23,6 +22,7 @@ from agentrl_train.actor import Actor, Episode
 from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import ConfigError
 from agentrl_train.runtime.config import EngineSection, RolloutSection
+from agentrl_train.template_check import check_format
 from agentrl_train.types import EpisodeEnd, Trajectory
 from tests.train.fakes import ScriptedEngine
 from tests.train.families import (
