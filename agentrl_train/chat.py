@@ -423,9 +423,9 @@ class ChatFormat:
         parser = PARSERS["hermes" if name == PROMPT else name] if name else parser_for(template)
         if parser is None:
             raise ConfigError(
-                f"the chat template of {self.name} writes tool calls in no known syntax: set model.tool_parser "
-                "to that of the model, or to 'prompt' to describe tools and calls in the system prompt; choose "
-                f"one of {choices}"
+                f"the chat template of {self.name} writes tool calls in no known syntax: set "
+                "model.tool_parser to that of the model, or to 'prompt' to describe tools and calls in the "
+                f"system prompt; choose one of {choices}"
             )
         return parser
 

@@ -1,14 +1,17 @@
 import json
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AddedToken
 
 from agentrl_env.types import FunctionSpec, Message, ToolCall, ToolSpec
 from agentrl_train import chat
 from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import ConfigError
-from tests.conftest import make_tokenizer
+from tests.conftest import CHAT_TEMPLATE, make_tokenizer
 
 CHAT = ChatFormat(make_tokenizer())
 TOOL = ToolSpec(function=FunctionSpec(name="look", description="Look.", parameters={"type": "object"}))
@@ -72,7 +75,6 @@ def test_calls_have_distinct_ids() -> None:
     [
         "{broken",
         "[1, 2]",
-        '{"name": "a"}',
         '"text"',
         "[" * 5000,
         '{"name": "a", "arguments": {"n": ' + "1" * 5000 + "}}",
@@ -83,6 +85,13 @@ def test_unparsable_call_keeps_text_and_has_empty_name(body: str) -> None:
     calls = CHAT.parse(ids, turn=1)[0].tool_calls
     assert calls is not None
     assert (calls[0].function.name, calls[0].function.arguments) == ("", body)
+
+
+def test_call_without_arguments_has_none() -> None:
+    ids = CHAT.tokenizer('<tool_call>\n{"name": "a"}\n</tool_call>', add_special_tokens=False).input_ids
+    calls = CHAT.parse(ids, turn=1)[0].tool_calls
+    assert calls is not None
+    assert (calls[0].function.name, calls[0].function.arguments) == ("a", "{}")
 
 
 def test_truncated_call_counts_as_call() -> None:
@@ -96,7 +105,8 @@ def test_call_inside_think_is_ignored() -> None:
     text = '<think>maybe <tool_call>{"name": "a", "arguments": {}}</tool_call></think>no'
     parsed, thought = CHAT.parse(CHAT.tokenizer(text, add_special_tokens=False).input_ids, turn=1)
     assert (parsed.tool_calls, parsed.content) == (None, "no")
-    assert thought is not None and "maybe" in thought
+    assert thought is not None
+    assert "maybe" in thought
 
 
 def test_tokenizer_without_template_is_rejected() -> None:
@@ -114,7 +124,7 @@ def test_template_without_eos_after_turn_is_rejected() -> None:
 
 
 def test_lone_surrogate_in_call_is_replaced() -> None:
-    text = r'<tool_call>{"name": "\ud83d", "arguments": "\ud83d"}</tool_call>'
+    text = r'<tool_call>{"name": "\ud83d", "arguments": {"a": "\ud83d"}}</tool_call>'
     parsed, _ = CHAT.parse(CHAT.tokenizer(text, add_special_tokens=False).input_ids, turn=1)
     assert parsed.tool_calls is not None
     assert parsed.tool_calls[0].function.name == "?"
@@ -157,3 +167,135 @@ def test_reply_that_quotes_the_renderer_s_own_marks_is_rendered() -> None:
     reply = [Message(role="tool", content=content, tool_call_id="call_1")]
     ids = CHAT.reply(reply, after=CALLED, stop=STOP)
     assert f"a{chat._MARK}b\ufffdc" in decode(ids)
+
+
+def chat_of(template: str, *, special: Sequence[str] = (), **settings: Any) -> ChatFormat:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": list(special)}, replace_extra_special_tokens=False
+    )
+    eos = [
+        tokenizer.convert_tokens_to_ids(name) for name in special if name not in ("<|end|>", "<|assistant|>")
+    ]
+    return ChatFormat(tokenizer, eos_token_ids=eos, tool_parser="hermes", **settings)
+
+
+CALLS = "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+OPENED_BY_THE_NEXT = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>{{ m.content or '' }}"
+    + CALLS
+    + "{% else %}"
+    "{{ {'user': '<|user|>', 'tool': '<|observation|>'}[m.role] }}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+ENDED_BY_KIND = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>{{ m.content or '' }}"
+    "{% if m.tool_calls %}"
+    + CALLS
+    + "<|call|>{% else %}{{ '<|return|>' if loop.last else '<|end|>' }}{% endif %}"
+    "{% else %}{{ m.name or m.role }}:{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+OPENERS = ("<|user|>", "<|observation|>", "<|assistant|>")
+ENDS = ("<|call|>", "<|return|>", "<|end|>", "<|assistant|>")
+
+
+def reply_to(chat: ChatFormat, said: Message, role: str, *, stop: str | None) -> str:
+    message = Message(role=role, content="ok", tool_call_id="call_1" if role == "tool" else None)  # type: ignore[arg-type]
+    token = None if stop is None else chat.tokenizer.convert_tokens_to_ids(stop)
+    return chat.text(chat.reply([message], after=said, stop=token))
+
+
+def test_turn_whose_end_opens_the_next_is_not_opened_twice() -> None:
+    chat = chat_of(OPENED_BY_THE_NEXT, special=OPENERS)
+    assert chat.text(chat.completion(SAID)) == "said<|user|>"
+    assert chat.text(chat.completion(CALLED)).endswith("</tool_call><|observation|>")
+    assert reply_to(chat, SAID, "user", stop="<|user|>") == "ok<|assistant|>"
+    assert reply_to(chat, CALLED, "tool", stop="<|observation|>") == "ok<|assistant|>"
+    assert reply_to(chat, CALLED, "tool", stop="<|user|>") == "<|observation|>ok<|assistant|>"
+    assert reply_to(chat, CALLED, "tool", stop=None) == "<|observation|>ok<|assistant|>"
+
+
+def test_sampled_end_replaces_the_one_that_the_template_writes_within_a_conversation() -> None:
+    chat = chat_of(ENDED_BY_KIND, special=ENDS)
+    assert chat.text(chat.completion(SAID)) == "said<|return|>"
+    assert chat.text(chat.completion(CALLED)).endswith("<|call|>")
+    assert reply_to(chat, SAID, "user", stop="<|return|>") == "user:ok<|end|><|assistant|>"
+    assert reply_to(chat, SAID, "user", stop=None) == "<|end|>user:ok<|end|><|assistant|>"
+    assert reply_to(chat, CALLED, "tool", stop="<|call|>") == "tool:ok<|end|><|assistant|>"
+
+
+def test_blanks_that_the_stop_token_strips_are_not_encoded_in_a_reply() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(
+        [AddedToken("<|im_end|>", rstrip=True, special=True, normalized=False)], special_tokens=True
+    )
+    chat = ChatFormat(tokenizer)
+    opening, answer = Message(role="user", content="start"), Message(role="user", content="go on")
+    ids = chat.opening([opening], [TOOL]) + chat.completion(SAID)
+    ids += chat.reply([answer], after=SAID, tools=[TOOL], stop=ids[-1])
+    assert ids == chat.opening([opening, SAID, answer], [TOOL])
+
+
+NAMED_RESULTS = CHAT_TEMPLATE.replace(
+    "<|im_start|>{{ message.role }}",
+    "<|im_start|>{{ message.role }}{% if message.role == 'tool' %} of "
+    "{% for call in messages[loop.index0 - 1].tool_calls if call.id == message.tool_call_id %}"
+    "{{ call.function.name }} in {{ tools | length }}{% endfor %}{% endif %}",
+)
+
+
+def test_result_is_rendered_with_the_real_calls_and_tools() -> None:
+    chat = chat_of(NAMED_RESULTS)
+    calls = ToolCall.of("look", call_id="a"), ToolCall.of("jump", call_id="b")
+    result = Message(role="tool", content="done", tool_call_id="b")
+    ids = chat.reply([result], after=Message.assistant("two", *calls), tools=[TOOL, TOOL], stop=STOP)
+    assert "<|im_start|>tool of jump in 2done<|im_end|>" in chat.text(ids)
+
+
+def test_template_of_one_call_a_turn_renders_all_results() -> None:
+    refuse = "{% if (m.tool_calls or []) | length > 1 %}{{ raise_exception('one') }}{% endif %}"
+    one = "{% for m in messages %}" + refuse + "{% endfor %}"
+    chat = chat_of(one + CHAT_TEMPLATE)
+    calls = ToolCall.of("look", call_id="a"), ToolCall.of("look", call_id="b")
+    results = [Message(role="tool", content=f"result {c.id}", tool_call_id=c.id) for c in calls]
+    text = chat.text(chat.reply(results, after=Message.assistant(None, *calls), tools=[TOOL], stop=STOP))
+    assert "result a" in text
+    assert "result b" in text
+
+
+def test_template_of_textual_arguments_gets_text() -> None:
+    chat = chat_of(
+        CHAT_TEMPLATE.replace("{{ call.function | tojson }}", "{{ 'json ' + call.function.arguments }}")
+    )
+    said = Message.assistant(None, ToolCall.of("look", n=1))
+    ids = chat.opening(
+        [Message(role="user", content="start"), said, Message(role="user", content="on")], [TOOL]
+    )
+    assert 'json {"n": 1}' in chat.text(ids)
+
+
+def test_developer_and_content_parts_are_shown_by_templates_that_know_neither() -> None:
+    known = "{{ raise_exception('role') if m.role not in ('system', 'user', 'assistant', 'tool') else '' }}"
+    chat = chat_of("{% for m in messages %}" + known + "{% endfor %}" + CHAT_TEMPLATE)
+    parts = [
+        {"type": "text", "text": "look"},
+        {"type": "image_url", "image_url": {}},
+        {"type": "text", "text": "up"},
+    ]
+    text = chat.text(
+        chat.opening(
+            [Message(role="developer", content="rules"), Message(role="user", content=parts)], [TOOL]
+        )
+    )
+    assert "<|im_start|>system\nrules<|im_end|>" in text
+    assert "<|im_start|>user\nlook\n[image_url]\nup<|im_end|>" in text
+
+
+def test_base_model_stops_where_the_template_ends_turns() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = "<|endoftext|>"
+    chat = ChatFormat(tokenizer)
+    assert set(chat.stop_token_ids) == {0, 2}
+    assert chat.completion(SAID)[-1] == 2
