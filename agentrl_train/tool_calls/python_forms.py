@@ -20,6 +20,11 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 _MARK = "ᜀ"
 """A letter that hides keywords of Python from its parser."""
 _KEYWORDS = "|".join(set(keyword.kwlist) - {"True", "False", "None"})
+_STRING = re.compile(
+    r"(?<=[(\s])([A-Za-z_]\w*)=(['\"])(.*?)\2(?=\s*,\s*[A-Za-z_]\w*=|\)\s*(?:[,\n]\s*[A-Za-z_][\w.]*\(|\]?\s*\Z))",
+    re.DOTALL,
+)
+"""A string argument, up to the quote before the next argument, the next call or the end."""
 _KEYWORD = re.compile(rf"([(,]\s*(?:{_KEYWORDS}))(?=\s*=(?!=))")
 
 
@@ -55,12 +60,14 @@ def python_calls(source: str) -> list[ParsedCall] | None:
     """Return the calls that Python source consists of, or None if it is not calls.
 
     The source is parsed, never run. Arguments are literals, also those of JSON, and parameters may have names
-    that are keywords of Python. A call with other arguments is unreadable.
+    that are keywords of Python. A call with other arguments is unreadable. Some templates put quotes around
+    a string and escape nothing in it: it is read where nothing else fits.
     """
     source = source.strip()
     escaped = source.replace("\n", "\\n")  # strings of several lines in ordinary quotes
     hidden = _KEYWORD.sub(rf"\1{_MARK}", source) if _MARK not in source else source
-    for attempt in dict.fromkeys((source, escaped, hidden, hidden.replace("\n", "\\n"))):
+    quoted = _STRING.sub(lambda match: f"{match[1]}={match[3]!r}", source)
+    for attempt in dict.fromkeys((source, escaped, hidden, hidden.replace("\n", "\\n"), quoted)):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of unknown escapes in strings

@@ -68,6 +68,15 @@ def python_calls(calls: Sequence[Call], separator: str) -> str:
     )
 
 
+def unescaped(calls: Sequence[Call], separator: str) -> str:
+    """Return Python calls as some templates write them: no quote or line break in a string is escaped."""
+    texts = []
+    for name, arguments in calls:
+        values = {k: f"'{v}'" if isinstance(v, str) else dumped(v) for k, v in arguments.items()}
+        texts.append(f"{name}({', '.join(f'{key}={value}' for key, value in values.items())})")
+    return separator.join(texts)
+
+
 def lfm(calls: Sequence[Call]) -> str:
     return f"<|tool_call_start|>[{python_calls(calls, ', ')}]<|tool_call_end|>"
 

@@ -32,8 +32,12 @@ from tests.train.families import (
     harmony,
     harmony_recipient_first,
     hermes,
+    kimi,
     llama_json,
     make_tokenizer,
+    mistral_call_id,
+    mistral_list,
+    unescaped,
 )
 
 ENTRY = 'He said: "It\'s 5 °C, <b>warm</b> & dry…"\n\tback\\slash, ünïcode 日本 🎈'
@@ -88,6 +92,11 @@ class Ledger(Environment):
         return Done("balanced", reward=float(len(receipts) > 1 and receipts == self.receipts))
 
 
+PROMPT = {"tool_parser": "prompt"}
+HARMONY_ANSWER = (
+    "<|channel|>analysis<|message|>",
+    "<|end|><|start|>assistant<|channel|>final<|message|>",
+)
 RECORD: Call = ("record", {"text": ENTRY, "count": 3, "options": OPTIONS})
 PLAIN: Call = ("record", {"text": "entry", "count": 3, "options": {"deep": 1}})
 
@@ -192,13 +201,37 @@ async def test_refused_family_plays_once_the_refusal_s_advice_is_followed(
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama-3.1 python_tag": (
+    "Llama-3.1 with python_tag": (
         "Llama-3.1",
-        {"syntax": lambda c: "<|python_tag|>" + llama_json(c), "end": "<|eom_id|>"},
+        {"syntax": lambda calls: "<|python_tag|>" + llama_json(calls), "end": "<|eom_id|>"},
     ),
-    "gpt-oss recipient first": ("gpt-oss", {"syntax": harmony_recipient_first}),
-    "GLM-4.5 ends with user": ("GLM-4.5", {"end": "<|user|>"}),
-    "Hermes-3 in one line": ("Hermes-3", {"syntax": lambda c: hermes(c).replace("\n", "")}),
+    "gpt-oss with the recipient first": ("gpt-oss", {"syntax": harmony_recipient_first}),
+    "GLM-4.5 without generation config": (
+        "GLM-4.5",
+        {"eos_ids": (), "settings": {"stop": ["<|user|>"]}},
+    ),
+    "Hermes-3 in one line": ("Hermes-3", {"syntax": lambda calls: hermes(calls).replace("\n", "")}),
+    "LFM2.5 as its template writes strings": (
+        "LFM2.5",
+        {"syntax": lambda calls: f"<|tool_call_start|>[{unescaped(calls, ', ')}]<|tool_call_end|>"},
+    ),
+    "OLMo-3 as its template writes strings": (
+        "OLMo-3",
+        {
+            "syntax": lambda calls: "\n".join(
+                ("<function_calls>", unescaped(calls, "\n"), "</function_calls>")
+            )
+        },
+    ),
+    "Ministral-3 in the prompt": ("Ministral-3", {"syntax": hermes, "settings": PROMPT}),
+    "gpt-oss in the prompt": (
+        "gpt-oss",
+        {"syntax": hermes, "end": "<|return|>", "thought": HARMONY_ANSWER, "settings": PROMPT},
+    ),
+    "Apertus in the prompt": (
+        "Apertus",
+        {"syntax": hermes, "end": "<|assistant_end|>", "settings": PROMPT},
+    ),
 }
 
 
@@ -283,6 +316,24 @@ def test_control_tokens_in_a_result_stay_text(name: str, session: ClientSession)
     )
     control = {chat.tokenizer.convert_tokens_to_ids(token) for token in family.special}
     assert [i for i in with_tokens if i in control] == [i for i in without if i in control]
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "shown"),
+    [
+        ("Mistral-Small-3.2", mistral_call_id([PLAIN]), "[TOOL_RESULTS]a1b2c3d40[TOOL_CONTENT]done"),
+        ("Mistral-Nemo", mistral_list([PLAIN])[:-2] + ', "id": "a1b2c3d40"}]', '"call_id": "a1b2c3d40"'),
+        ("Kimi-K2", kimi([PLAIN]).replace(":0<", ":7<"), "## Return of functions.record:7"),
+    ],
+)
+def test_result_names_the_id_that_the_model_wrote(
+    name: str, call: str, shown: str, session: ClientSession
+) -> None:
+    family = FAMILIES[name]
+    chat = make_chat(family)
+    message, _ = chat.parse(encoded(chat, call + family.end), turn=1, tools=session.tools)
+    reply = chat.reply(results_of(message, "done"), after=message, tools=session.tools)
+    assert shown in decoded(chat, reply)
 
 
 REWRITES = {
