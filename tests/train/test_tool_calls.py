@@ -359,6 +359,21 @@ def test_xml_arguments_have_the_type_of_the_schema(family: str, schema: Any, tex
     assert type(json.loads(parsed.calls[0].arguments)["v"]) is type(value)
 
 
+NODE = {"anyOf": [{"$ref": "#/$defs/Node"}] * 20 + [{"type": "integer"}]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"type": [["x"], {}]}, {"type": 5, "enum": 5}, {"anyOf": 5, "$ref": 5}, {"enum": [b"x"]}, [], "x", NODE],
+)
+def test_malformed_schema_types_nothing(schema: Any) -> None:
+    spec = ToolSpec(
+        function=FunctionSpec(name="f", parameters={"properties": {"v": schema}, "$defs": {"Node": NODE}})
+    )
+    text = PARSERS["glm"].render(ParsedTurn(calls=(call("f", v=7),)))
+    assert values(PARSERS["glm"].parse(text, [spec]))[2] == [("f", {"v": 7})]
+
+
 def test_xml_text_keeps_its_space_and_inner_tags() -> None:
     text = "\n  def f():\n    return '</parameter>' </function>\n\n"
     turn = ParsedTurn(calls=(call("move", to=text),))
@@ -532,6 +547,14 @@ def test_any_text_parses(family: str, text: str, in_thought: bool) -> None:
         made.arguments.encode()
         if made.name:
             assert isinstance(json.loads(made.arguments), dict)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_long_degenerate_text_parses(family: str) -> None:
+    opening = DOCUMENTED[family].removeprefix("Well.").strip()[:40]
+    for piece in ("\n", " ", "{", "[", "<", opening, tags(family)[0]):
+        for start in ("", opening, opening[:12]):
+            assert PARSERS[family].parse(start + piece * (15_000 // len(piece)), [MOVE, LOOK]).thought != ""
 
 
 MARKS = [
