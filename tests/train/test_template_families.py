@@ -23,6 +23,7 @@ from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import ConfigError
 from agentrl_train.runtime.config import EngineSection, RolloutSection
 from agentrl_train.template_check import check_format
+from agentrl_train.tool_calls import PARSERS
 from agentrl_train.types import EpisodeEnd, Trajectory
 from tests.train.fakes import ScriptedEngine
 from tests.train.families import (
@@ -198,6 +199,13 @@ async def test_refused_family_plays_once_the_refusal_s_advice_is_followed(
 ) -> None:
     family = replace(FAMILIES[name], syntax=hermes)
     assert await score(family, client, session, tool_parser="prompt") == 1.0
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_family_stays_refused_with_any_parser(name: str, session: ClientSession) -> None:
+    for parser in PARSERS:
+        with pytest.raises(ConfigError, match=r"does not show the tool|refuses its messages|rejects a tool"):
+            checked(FAMILIES[name], session, tool_parser=parser)
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
