@@ -114,7 +114,7 @@ _FAMILIES: tuple[Family | Harmony, ...] = (
     ),
     XmlFamily(
         name="minicpm",
-        template="<param name=",
+        template="<(?:param|function) name=",
         call=('<function name="{}">', "</function>"),
         parameter=('<param name="{}">', "</param>"),
         cdata=True,

@@ -1,5 +1,7 @@
 import json
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -564,6 +566,7 @@ MARKS = [
     ("{%- set begin = '<minimax:tool_call>' %}<invoke name=", "minimax"),
     ("'<seed:tool_call>\\n<function=' + name", "seed"),
     ('<function name="f"><param name="p">v</param></function> <tool_call>', "minicpm"),
+    ("'<function name=\"' ~ tool_call.name ~ '\">'", "minicpm"),
     ("'<|start_header_id|>assistant<|end_header_id|>' '<|python_tag|>' + name", "llama"),
     ('{"name": function name, "parameters": dictionary of argument name and its value}.', "llama"),
     ("[func_name1(params_name1=params_value1)] <|python_start|>", "llama_python"),
@@ -598,3 +601,8 @@ def test_family_is_chosen_from_the_template(template: str, family: str | None) -
 def test_every_family_can_be_chosen_and_has_its_name() -> None:
     assert {family for _, family in MARKS if family} == set(FAMILIES)
     assert all(parser.name == name for name, parser in PARSERS.items())
+
+
+def test_documentation_lists_the_families() -> None:
+    page = Path(__file__).parents[2] / "docs/reference/tool-calls.md"
+    assert sorted(re.findall(r"^\| `(\w+)`", page.read_text(), re.MULTILINE)) == FAMILIES
