@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agentrl_env.types import FunctionCall, FunctionSpec, Message, ToolCall, ToolSpec
 from agentrl_train.errors import ConfigError
-from agentrl_train.tool_calls import PARSERS, ParsedCall, ParsedTurn, ToolParser, parser_for
+from agentrl_train.tool_calls import PARSERS, ParsedCall, ParsedTurn, ToolParser, parser_for, prompt_parser
 
 _MARK = "THE-COMPLETION-ENDS-AFTER-THIS"
 _BREAK = "\ufdd0"
@@ -99,7 +99,7 @@ class ChatFormat:
         """Whether a setting chose the syntax of calls, and not the template."""
         self._kwargs = dict(template_kwargs or {})
         self._system_prompt = system_prompt
-        self._control = _control_tokens(tokenizer)
+        self._special, self._control = _control_tokens(tokenizer)
         self._encoded = lru_cache(_KEPT)(self._encode_text)
         self._shown_tool = lru_cache(_KEPT)(lambda tool: self._as_text(json.loads(tool)))
         self._form = _CALL_FORMS[0]
@@ -141,9 +141,13 @@ class ChatFormat:
     ) -> tuple[Message, str | None]:
         """Parse the text of a completion like ``parse``."""
         parsed = self.parser.parse(text, tools, in_thought=in_thought)
+        own_ids = {call.id for call in parsed.calls if call.id}
         calls = [
             ToolCall(
-                id=self.parser.call_id(turn, number, call.name),
+                # The result names the id that the model wrote, if it wrote one for each call.
+                id=call.id
+                if len(own_ids) == len(parsed.calls)
+                else self.parser.call_id(turn, number, call.name),
                 function=FunctionCall(name=call.name, arguments=call.arguments),
             )
             for number, call in enumerate(parsed.calls)
@@ -384,9 +388,10 @@ class ChatFormat:
             taken.append(self._form)
             if end := self._stop_in(last) or self._stop_in(middle):
                 return end[0]
-            if tokens := list(self._control.finditer(last)):
-                self._stops[tokens[-1][0]] = self._id_of(tokens[-1][0])
-                return tokens[-1][0]
+            # An added token that is not special may close the call itself.
+            if special := self._special.findall(last)[-1:] or self._special.findall(middle)[:1]:
+                self._stops[special[0]] = self._id_of(special[0])
+                return str(special[0])
         self._form = taken[0] if taken else _CALL_FORMS[0]
         return ""
 
@@ -429,7 +434,9 @@ class ChatFormat:
         if name is not None and name not in (*PARSERS, PROMPT):
             raise ConfigError(f"model.tool_parser: there is no {name!r}; choose one of {choices}")
         template = str(self.tokenizer.get_chat_template(tools=[_PROBE.model_dump()]))
-        parser = PARSERS["hermes" if name == PROMPT else name] if name else parser_for(template)
+        if name == PROMPT:
+            return prompt_parser(template)
+        parser = PARSERS[name] if name else parser_for(template)
         if parser is None:
             raise ConfigError(
                 f"the chat template of {self.name} writes tool calls in no known syntax: set "
@@ -471,14 +478,12 @@ def _plain(content: str | list[dict[str, Any]] | None) -> str | None:
     return "\n".join(str(part["text"]) if "text" in part else f"[{part.get('type')}]" for part in content)
 
 
-def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Return a pattern of special tokens, added tokens that the chat template writes, and the mark."""
-    names = [
-        str(token)
-        for token in tokenizer.added_tokens_decoder.values()
-        if str(token).strip() and (token.special or str(token) in str(tokenizer.chat_template))
-    ]
-    return _any_of([*names, _MARK])
+def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Return patterns of the special tokens, and of these, the added ones of the template, and the mark."""
+    added = [token for token in tokenizer.added_tokens_decoder.values() if str(token).strip()]
+    special = [str(token) for token in added if token.special]
+    written = [str(token) for token in added if str(token) in str(tokenizer.chat_template)]
+    return _any_of(special), _any_of([*special, *written, _MARK])
 
 
 def _any_of(texts: Collection[str]) -> re.Pattern[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from agentrl_train.tool_calls.channels import Harmony
 from agentrl_train.tool_calls.json_forms import (
@@ -25,8 +26,15 @@ from agentrl_train.tool_calls.python_forms import PythonFamily
 from agentrl_train.tool_calls.turn import Family, ParsedCall, ParsedTurn, ToolParser
 from agentrl_train.tool_calls.xml_forms import XmlFamily
 
-__all__ = ["PARSERS", "ParsedCall", "ParsedTurn", "ToolParser", "parser_for"]
+__all__ = ["PARSERS", "ParsedCall", "ParsedTurn", "ToolParser", "parser_for", "prompt_parser"]
 
+_HERMES = JsonFamily(
+    name="hermes",
+    template="<tool_call>",
+    opening_tag="<tool_call>",
+    closing_tag="</tool_call>",
+    listed=False,
+)
 _FAMILIES: tuple[Family | Harmony, ...] = (
     Harmony(),
     Gemma(name="gemma4", template=r"<\|tool_call>"),
@@ -106,7 +114,7 @@ _FAMILIES: tuple[Family | Harmony, ...] = (
     ),
     XmlFamily(
         name="minicpm",
-        template="<param name=",
+        template="<(?:param|function) name=",
         call=('<function name="{}">', "</function>"),
         parameter=('<param name="{}">', "</param>"),
         cdata=True,
@@ -130,13 +138,7 @@ _FAMILIES: tuple[Family | Harmony, ...] = (
     JsonFamily(
         name="granite", template=r"<\|tool_call\|>", opening_tag="<|tool_call|>", closing_tag="", gap=""
     ),
-    JsonFamily(
-        name="hermes",
-        template="<tool_call>",
-        opening_tag="<tool_call>",
-        closing_tag="</tool_call>",
-        listed=False,
-    ),
+    _HERMES,
     Llama(
         name="llama",
         template=r"<\|python_tag\|>|<\|start_header_id\|>ipython|\"parameters\": dictionary of argument name",
@@ -150,3 +152,10 @@ PARSERS: Mapping[str, ToolParser] = {family.name: family for family in _FAMILIES
 def parser_for(chat_template: str) -> ToolParser | None:
     """Return the family whose calls a chat template writes, or None if it writes none that is known."""
     return next((family for family in _FAMILIES if re.search(family.template, chat_template)), None)
+
+
+def prompt_parser(chat_template: str) -> ToolParser:
+    """Return the parser of calls that a prompt describes: Hermes, with the thoughts of the template."""
+    family, hermes = parser_for(chat_template), _HERMES
+    thoughts = family.thoughts if isinstance(family, Family | Harmony) else ()
+    return replace(hermes, thoughts=tuple(dict.fromkeys((*thoughts, *hermes.thoughts))))

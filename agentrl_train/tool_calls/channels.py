@@ -31,6 +31,7 @@ class Harmony:
 
     name: str = "harmony"
     template: str = r"<\|channel\|>"
+    thoughts: tuple[str, ...] = ("<|channel|>analysis<|message|>{}<|end|>",)
 
     def parse(self, text: str, tools: Sequence[ToolSpec] = (), *, in_thought: bool = False) -> ParsedTurn:
         """Parse a turn, as ``ToolParser`` says. A message to a tool is a call on any channel."""

@@ -101,7 +101,7 @@ class Cohere(JsonFamily):
 class Llama(Family):
     """A turn that is ``{"name": ..., "parameters": {...}}``, or ``<|python_tag|>`` before it."""
 
-    opening: str = r'<\|python_(?:tag|start)\|>|(?<![^\s;,]){\s*"name"\s*:|(?:\A|(?<=\n))\s*{\s*"'
+    opening: str = r'<\|python_(?:tag|start)\|>|(?<![^\s;,]){\s*"name"\s*:|(?:\A\s*+|(?<=\n)[ \t]*+){\s*"'
 
     def read(
         self, text: str, opening: re.Match[str], tools: Sequence[ToolSpec]

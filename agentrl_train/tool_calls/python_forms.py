@@ -20,6 +20,12 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 _MARK = "ᜀ"
 """A letter that hides keywords of Python from its parser."""
 _KEYWORDS = "|".join(set(keyword.kwlist) - {"True", "False", "None"})
+_STRING = re.compile(r"(?<=[(\s,])[A-Za-z_]\w*=(['\"])")
+_STRING_END = {
+    quote: re.compile(rf"{quote}(?=\s*,\s*[A-Za-z_]\w*=|\)[\s,]*(?:[A-Za-z_][\w.]*\(|\]?\s*\Z))")
+    for quote in "'\""
+}
+"""The quote before the next argument, the next call or the end."""
 _KEYWORD = re.compile(rf"([(,]\s*(?:{_KEYWORDS}))(?=\s*=(?!=))")
 
 
@@ -55,12 +61,13 @@ def python_calls(source: str) -> list[ParsedCall] | None:
     """Return the calls that Python source consists of, or None if it is not calls.
 
     The source is parsed, never run. Arguments are literals, also those of JSON, and parameters may have names
-    that are keywords of Python. A call with other arguments is unreadable.
+    that are keywords of Python. A call with other arguments is unreadable. Some templates put quotes around
+    a string and escape nothing in it: it is read where nothing else fits.
     """
     source = source.strip()
     escaped = source.replace("\n", "\\n")  # strings of several lines in ordinary quotes
     hidden = _KEYWORD.sub(rf"\1{_MARK}", source) if _MARK not in source else source
-    for attempt in dict.fromkeys((source, escaped, hidden, hidden.replace("\n", "\\n"))):
+    for attempt in dict.fromkeys((source, escaped, hidden, hidden.replace("\n", "\\n"), _quoted(source))):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of unknown escapes in strings
@@ -77,6 +84,18 @@ def python_calls(source: str) -> list[ParsedCall] | None:
             return None
         return [_call(node, attempt) for node in nodes]
     return None
+
+
+def _quoted(source: str) -> str:
+    """Return the source with all escaped in strings that run to the quote before what follows them."""
+    parts, position = [], 0
+    while start := _STRING.search(source, position):
+        end = _STRING_END[start[1]].search(source, start.end())
+        if end is None:
+            break
+        parts += [source[position : start.start(1)], repr(source[start.end() : end.start()])]
+        position = end.end()
+    return "".join([*parts, source[position:]])
 
 
 def _call(node: ast.expr, source: str) -> ParsedCall:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -102,7 +102,9 @@ class XmlFamily(Family):
     def _head(self) -> re.Pattern[str]:
         before, _, after = self.call[0].partition("{}")
         # Without a tag after it, a name ends where the next tag begins.
-        return re.compile(rf"{_loose(before)}([^<>\"]+?)\s*{_loose(after) if after.strip() else '(?=<)'}")
+        return re.compile(
+            rf"{_loose(before)}([^<>\"]*[^<>\"\s])\s*+{_loose(after) if after.strip() else '(?=<)'}"
+        )
 
     @cached_property
     def _parameter(self) -> re.Pattern[str]:
@@ -111,7 +113,7 @@ class XmlFamily(Family):
         following = rf"(?={_loose(before)}|{_loose(self.call[1])})"
         closing = f"{newline}{re.escape(self.parameter[1].strip())}{following}"
         return re.compile(
-            rf"{_loose(before)}([^<>]+?){_loose(after).removesuffix(_ANY_SPACE)}{newline}(.*?){closing}",
+            rf"{_loose(before)}([^<>]*[^<>\s]){_loose(after).removesuffix(_ANY_SPACE)}{newline}(.*?){closing}",
             re.DOTALL,
         )
 
@@ -120,7 +122,7 @@ class XmlFamily(Family):
         return re.compile(_loose(self.call[1]))
 
 
-_ANY_SPACE = r"\s*"
+_ANY_SPACE = r"\s*+"
 
 
 def _loose(tags: str) -> str:
@@ -149,30 +151,34 @@ def typed(text: str, types: Set[str]) -> Any:
     return found[0] if found and found[1] == len(plain) else text
 
 
-def argument_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
+def argument_types(schema: Mapping[str, Any], key: str) -> Set[str]:
     """Return the JSON types that the schema of a tool allows for an argument; empty if it does not say."""
     properties = schema.get("properties")
-    return (
-        frozenset(_types(properties.get(key), schema, depth=8))
-        if isinstance(properties, Mapping)
-        else frozenset()
-    )
+    pending = [properties.get(key)] if isinstance(properties, Mapping) else []
+    types: set[str] = set()
+    followed: set[str] = set()
+    while pending:
+        part = pending.pop()
+        if not isinstance(part, Mapping):
+            continue
+        declared = part.get("type")
+        types.update(name for name in [declared, *_listed(declared)] if isinstance(name, str))
+        values = [part["const"]] if "const" in part else _listed(part.get("enum"))
+        types.update(_TYPES[type(value)] for value in values if type(value) in _TYPES)
+        for choices in ("anyOf", "oneOf", "allOf"):
+            pending += _listed(part.get(choices))
+        reference = part.get("$ref")
+        if isinstance(reference, str) and reference not in followed:
+            followed.add(reference)
+            target: Any = schema
+            for step in reference.removeprefix("#/").split("/"):
+                target = target.get(step) if isinstance(target, Mapping) else None
+            pending.append(target)
+    return types
 
 
-def _types(schema: Any, root: Mapping[str, Any], *, depth: int) -> Iterator[str]:
-    if not isinstance(schema, Mapping) or not depth:
-        return
-    declared = schema.get("type")
-    yield from [declared] if isinstance(declared, str) else declared or ()
-    values = [schema["const"]] if "const" in schema else schema.get("enum") or ()
-    yield from (_TYPES[type(value)] for value in values)
-    for choice in [*schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("allOf", ())]:
-        yield from _types(choice, root, depth=depth - 1)
-    if isinstance(reference := schema.get("$ref"), str):
-        target: Any = root
-        for part in reference.removeprefix("#/").split("/"):
-            target = target.get(part) if isinstance(target, Mapping) else None
-        yield from _types(target, root, depth=depth - 1)
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 _TYPES = {

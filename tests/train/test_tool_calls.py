@@ -1,5 +1,7 @@
 import json
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -359,6 +361,21 @@ def test_xml_arguments_have_the_type_of_the_schema(family: str, schema: Any, tex
     assert type(json.loads(parsed.calls[0].arguments)["v"]) is type(value)
 
 
+NODE = {"anyOf": [{"$ref": "#/$defs/Node"}] * 20 + [{"type": "integer"}]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"type": [["x"], {}]}, {"type": 5, "enum": 5}, {"anyOf": 5, "$ref": 5}, {"enum": [b"x"]}, [], "x", NODE],
+)
+def test_malformed_schema_types_nothing(schema: Any) -> None:
+    spec = ToolSpec(
+        function=FunctionSpec(name="f", parameters={"properties": {"v": schema}, "$defs": {"Node": NODE}})
+    )
+    text = PARSERS["glm"].render(ParsedTurn(calls=(call("f", v=7),)))
+    assert values(PARSERS["glm"].parse(text, [spec]))[2] == [("f", {"v": 7})]
+
+
 def test_xml_text_keeps_its_space_and_inner_tags() -> None:
     text = "\n  def f():\n    return '</parameter>' </function>\n\n"
     turn = ParsedTurn(calls=(call("move", to=text),))
@@ -534,6 +551,14 @@ def test_any_text_parses(family: str, text: str, in_thought: bool) -> None:
             assert isinstance(json.loads(made.arguments), dict)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_long_degenerate_text_parses(family: str) -> None:
+    opening = DOCUMENTED[family].removeprefix("Well.").strip()[:40]
+    for piece in ("\n", " ", "{", "[", "<", opening, tags(family)[0]):
+        for start in ("", opening, opening[:12]):
+            assert PARSERS[family].parse(start + piece * (15_000 // len(piece)), [MOVE, LOOK]).thought != ""
+
+
 MARKS = [
     ('<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>', "hermes"),
     ("<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>", "qwen_xml"),
@@ -541,6 +566,7 @@ MARKS = [
     ("{%- set begin = '<minimax:tool_call>' %}<invoke name=", "minimax"),
     ("'<seed:tool_call>\\n<function=' + name", "seed"),
     ('<function name="f"><param name="p">v</param></function> <tool_call>', "minicpm"),
+    ("'<function name=\"' ~ tool_call.name ~ '\">'", "minicpm"),
     ("'<|start_header_id|>assistant<|end_header_id|>' '<|python_tag|>' + name", "llama"),
     ('{"name": function name, "parameters": dictionary of argument name and its value}.', "llama"),
     ("[func_name1(params_name1=params_value1)] <|python_start|>", "llama_python"),
@@ -575,3 +601,8 @@ def test_family_is_chosen_from_the_template(template: str, family: str | None) -
 def test_every_family_can_be_chosen_and_has_its_name() -> None:
     assert {family for _, family in MARKS if family} == set(FAMILIES)
     assert all(parser.name == name for name, parser in PARSERS.items())
+
+
+def test_documentation_lists_the_families() -> None:
+    page = Path(__file__).parents[2] / "docs/reference/tool-calls.md"
+    assert sorted(re.findall(r"^\| `(\w+)`", page.read_text(), re.MULTILINE)) == FAMILIES
