@@ -39,7 +39,6 @@ from agentrl_train.types import (
     Completion,
     Engine,
     EpisodeEnd,
-    SamplingParams,
     Trace,
     Trajectory,
     TrajectoryGroup,
@@ -313,6 +312,8 @@ class _Attempt:
                 partial(self._chat.reply, result.messages, stopped=stopped), result.messages
             )
             context = [*context, *completion.token_ids, *new_ids]
+            if number == self._rollout.max_turns.get(self._episode.task):
+                return EpisodeEnd.TRUNCATED_TURNS
         if not self._turns:
             needed = len(context) + self._sampling.max_new_tokens
             raise EngineError(
@@ -337,11 +338,7 @@ class _Attempt:
 
     async def _complete(self, context: Sequence[int]) -> Completion:
         policy = "stale" if self._draws.random() < self._rollout.stale_fraction else "current"
-        sampling = SamplingParams(
-            max_new_tokens=self._sampling.max_new_tokens,
-            temperature=self._sampling.temperature,
-            seed=int(self._draws.integers(2**63)),
-        )
+        sampling = self._sampling.sampling(int(self._draws.integers(2**63)))
         with self._trace.span(self._track, "engine", context=len(context), policy=policy) as facts:
             completion = await self._engine.generate(
                 context, sampling=sampling, session_key=self._key, policy=policy

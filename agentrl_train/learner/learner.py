@@ -60,10 +60,11 @@ def lr_fraction(
     total_steps: int | None = None,
     final_lr_fraction: float = 0.1,
     decay_fraction: float = 1.0,
+    lr_decay: Literal["linear", "cosine"] = "linear",
 ) -> float:
     """Return the learning rate multiplier of update number ``update``, from 0.
 
-    It rises linearly to 1 over ``warmup_steps``, stays constant, and decays linearly to ``final_lr_fraction``
+    It rises linearly to 1 over ``warmup_steps``, stays constant, and decays to ``final_lr_fraction``
     over the last ``decay_fraction`` of the updates after the warm-up. Without ``total_steps`` it does not
     decay.
     """
@@ -73,6 +74,8 @@ def lr_fraction(
         return 1.0
     decay = max(1.0, decay_fraction * (total_steps - warmup_steps))
     done = min(1.0, max(0.0, (update + 1 - (total_steps - decay)) / decay))
+    if lr_decay == "cosine":
+        done = (1.0 - math.cos(math.pi * done)) / 2.0
     return 1.0 - done * (1.0 - final_lr_fraction)
 
 
@@ -119,8 +122,8 @@ class Learner:
     """Trains any Hugging Face causal language model on packed batches.
 
     ``model`` keeps its parameters in float32; ``precision="bfloat16"`` computes under autocast. The
-    learning rate rises over ``warmup_steps`` updates and, if ``total_steps`` is given, falls
-    linearly to ``final_lr_fraction`` of itself over the last ``decay_fraction`` of the rest.
+    learning rate rises over ``warmup_steps`` updates and, if ``total_steps`` is given, falls to
+    ``final_lr_fraction`` of itself over the last ``decay_fraction`` of the rest, in the shape of ``lr_decay``.
     ``temperature`` divides the logits, as during sampling. A ``reference`` model with a
     ``kl_coefficient`` adds the k3 penalty; an ``importance_cap`` clips against log-probabilities
     recomputed at the start of ``step`` and weights tokens by the truncated importance ratio of
@@ -152,6 +155,7 @@ class Learner:
         total_steps: int | None = None,
         final_lr_fraction: float = 0.1,
         decay_fraction: float = 1.0,
+        lr_decay: Literal["linear", "cosine"] = "linear",
         max_grad_norm: float = 1.0,
         temperature: float = 1.0,
         precision: Literal["float32", "bfloat16"] = "float32",
@@ -180,7 +184,7 @@ class Learner:
         self._mesh = mesh
         self._group = storage_group
         self._data, self._part = _mesh_position(mesh)
-        self._schedule = (warmup_steps, total_steps, final_lr_fraction, decay_fraction)
+        self._schedule = (warmup_steps, total_steps, final_lr_fraction, decay_fraction, lr_decay)
         self._learning_rate = learning_rate
         self._max_grad_norm = max_grad_norm
         self._precision = precision

@@ -255,6 +255,7 @@ def learner_options(config: RunConfig, *, model: PreTrainedModel) -> dict[str, A
         "warmup_steps": train.warmup_steps * train.minibatches,
         "total_steps": config.run.steps * train.minibatches,
         "final_lr_fraction": train.final_lr_fraction,
+        "lr_decay": train.lr_decay,
         "max_grad_norm": train.max_grad_norm,
         "spike_factor": train.spike_factor,
         "temperature": config.engine.temperature,
