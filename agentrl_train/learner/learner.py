@@ -123,7 +123,7 @@ class Learner:
 
     ``model`` keeps its parameters in float32; ``precision="bfloat16"`` computes under autocast. The
     learning rate rises over ``warmup_steps`` updates and, if ``total_steps`` is given, falls to
-    ``final_lr_fraction`` of itself over the last ``decay_fraction`` of the rest, in the shape of ``lr_decay``.
+    ``final_lr_fraction`` of itself over the last ``decay_fraction`` of the rest, as ``lr_decay`` says.
     ``temperature`` divides the logits, as during sampling. A ``reference`` model with a
     ``kl_coefficient`` adds the k3 penalty; an ``importance_cap`` clips against log-probabilities
     recomputed at the start of ``step`` and weights tokens by the truncated importance ratio of

@@ -539,8 +539,8 @@ class RunConfig(Section):
             )
         if self.engine.truncates and self.train.importance_cap is None:
             found.append(
-                "engine.top_p, top_k and min_p sample from another distribution than the one that is trained: "
-                "set train.importance_cap, which weighs each token by their ratio"
+                "engine.top_p, top_k and min_p sample from another distribution than the trained one: set "
+                "train.importance_cap, which weighs each token by their ratio"
             )
         episodes = rollout.groups_per_step * rollout.group_size
         if self.train.minibatches > episodes:
