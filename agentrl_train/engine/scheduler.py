@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from agentrl_train.architecture import attention_masks, read_logits
 from agentrl_train.engine.kv_cache import SlotCache
 from agentrl_train.types import Completion, SamplingParams
 
@@ -118,7 +119,6 @@ class Scheduler:
         self._device = next(model.parameters()).device
         self._cache = SlotCache(num_slots=num_slots, max_context=max_context, views=not fixed_rows)
         self._columns = torch.arange(max_context + 1, device=self._device)
-        self._head = model.get_output_embeddings()
         self._rows: list[_Sequence | None] = [None] * num_slots
         self._active = 0
         self._sequences: OrderedDict[str, _Sequence] = OrderedDict()
@@ -337,7 +337,7 @@ class Scheduler:
         temperatures = [r.sampling.temperature for r in requests] + [1.0] * padding
         uniforms = [float(r.uniforms[len(r.token_ids)]) for r in requests] + [0.0] * padding
         drawn, logprobs = sample(
-            self._head(hidden[:, -1]),
+            read_logits(self.model, hidden[:, -1]),
             temperatures=torch.tensor(temperatures, device=self._device),
             uniforms=torch.tensor(uniforms, device=self._device),
         )
@@ -367,7 +367,10 @@ class Scheduler:
             length = self._view(rows[0])
         places = [s.row for s in rows] + [rows[0].row] * padding
         self._cache.aim(places, positions=positions, length=length)
-        mask = self._columns[None, None, None, :length] <= positions[:, None, :, None]
+        # Padding rows stand beyond the columns, where a window would be empty.
+        queries = positions.clamp(max=length - 1)[:, None, :, None]
+        keys = self._columns[None, None, None, :length]
+        mask = attention_masks(self.model, keys <= queries, queries=queries, keys=keys)
         output = self.model.base_model(
             input_ids=tokens,
             attention_mask=mask,
