@@ -23,14 +23,19 @@ LARGE_LOGIT = 100.0
 """Size of the logits that ``check_head`` tries: capping changes large logits only."""
 
 
-def layer_kinds(model: PreTrainedModel) -> set[str]:
-    """Return the kinds of layers, such as "full_attention" and "sliding_attention".
+def layer_types(model: PreTrainedModel) -> list[str]:
+    """Return the kind of each layer, such as "full_attention" and "sliding_attention".
 
     Configurations without ``layer_types`` have windows in every layer or in none.
     """
     config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    return set(getattr(config, "layer_types", None) or [SLIDING if window else FULL])
+    uniform = SLIDING if getattr(config, "sliding_window", None) else FULL
+    return list(getattr(config, "layer_types", None) or [uniform] * config.num_hidden_layers)
+
+
+def layer_kinds(model: PreTrainedModel) -> set[str]:
+    """Return the kinds of layers that a model has."""
+    return set(layer_types(model))
 
 
 def has_masks(model: PreTrainedModel) -> bool:
