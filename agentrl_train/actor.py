@@ -39,6 +39,7 @@ from agentrl_train.types import (
     Completion,
     Engine,
     EpisodeEnd,
+    SamplingParams,
     Trace,
     Trajectory,
     TrajectoryGroup,
@@ -338,7 +339,15 @@ class _Attempt:
 
     async def _complete(self, context: Sequence[int]) -> Completion:
         policy = "stale" if self._draws.random() < self._rollout.stale_fraction else "current"
-        sampling = self._sampling.sampling(int(self._draws.integers(2**63)))
+        own = self._sampling
+        sampling = SamplingParams(
+            max_new_tokens=own.max_new_tokens,
+            temperature=own.temperature,
+            top_p=own.top_p,
+            top_k=own.top_k,
+            min_p=own.min_p,
+            seed=int(self._draws.integers(2**63)),
+        )
         with self._trace.span(self._track, "engine", context=len(context), policy=policy) as facts:
             completion = await self._engine.generate(
                 context, sampling=sampling, session_key=self._key, policy=policy

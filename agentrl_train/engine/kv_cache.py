@@ -195,7 +195,8 @@ def slot_attention(
     Args:
         module: attention module of the layer.
         query: [1, heads, tokens, dim].
-        key: what ``SlotCache.update`` returned, [slots, heads, columns, dim]; so is ``value``.
+        key: what ``SlotCache.update`` returned, [slots, heads, columns, dim].
+        value: the same of the values.
         attention_mask: unused; the pass determines what is seen.
         scaling: factor of the scores.
         softcap: bound of the scores (Gemma-2).

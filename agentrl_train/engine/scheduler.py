@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from agentrl_train.architecture import read_logits
 from agentrl_train.engine.kv_cache import ATTENTION, Group, Pass, SlotCache
-from agentrl_train.engine.drafts import Drafts
-from agentrl_train.engine.prefixes import PrefixIndex
+from agentrl_train.engine.reuse import Drafts, PrefixIndex
 from agentrl_train.types import Completion, SamplingParams
 
 
@@ -467,7 +466,12 @@ class Scheduler:
         for part, begin, end in zip(parts, begins.tolist(), begins.tolist()[1:], strict=False):
             slot, count, length = part.sequence.slot, end - begin, len(part.sequence.cached) + end - begin
             last = groups[-1] if groups else None
-            if last is not None and len(part.pending) == 1 and last.end == begin and self._join(last, slot, length):
+            if (
+                last is not None
+                and len(part.pending) == 1
+                and last.end == begin
+                and self._join(last, slot, length)
+            ):
                 last.end, last.length = end, max(last.length, length)
                 last.slots, last.counts = [*last.slots, slot], [*last.counts, count]
             else:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from agentrl_train.architecture import CheckpointNames
 from agentrl_train.batch import pack
 from agentrl_train.engine.pool import EnginePool
-from agentrl_train.learner import Learner, Lora
+from agentrl_train.learner import Learner
 from agentrl_train.types import SamplingParams, TokenSequence
 from agentrl_train.weights import drift, probe_sequence
 from tests.architectures import VOCABULARY, WINDOW, tiny
@@ -34,7 +34,9 @@ def played(engine: EnginePool, *, version: int) -> list[TokenSequence]:
     async def sampled() -> list[TokenSequence]:
         sampling = SamplingParams(max_new_tokens=2 * WINDOW, temperature=1.0, seed=version)
         return [
-            probe_sequence(context, await engine.generate(context, sampling=sampling, session_key=str(number)))
+            probe_sequence(
+                context, await engine.generate(context, sampling=sampling, session_key=str(number))
+            )
             for number, context in enumerate(contexts)
         ]
 

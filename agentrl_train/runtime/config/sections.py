@@ -9,7 +9,6 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentrl_train.runtime.config.toml import dump_toml
-from agentrl_train.types import SamplingParams
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
@@ -97,17 +96,6 @@ class EngineSection(Section):
     def truncates(self) -> bool:
         """Return whether improbable tokens are never sampled."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
-
-    def sampling(self, seed: int) -> SamplingParams:
-        """Return the sampling parameters of one turn."""
-        return SamplingParams(
-            max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            seed=seed,
-        )
 
     def problems(self) -> list[str]:
         """Return violated constraints between the fields of this section, one sentence each."""

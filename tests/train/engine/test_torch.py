@@ -1,6 +1,6 @@
 import asyncio
-from copy import deepcopy
 from collections.abc import AsyncIterator, Sequence
+from copy import deepcopy
 
 import pytest
 import torch

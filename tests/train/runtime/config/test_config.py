@@ -158,8 +158,8 @@ def test_invalid_values_are_rejected_with_reason(config_file: Path, overrides: l
 
 def test_evaluations_have_their_own_temperature_without_truncation(config_file: Path):
     settings = ["engine.top_p=0.9", "engine.temperature=0.7", "train.importance_cap=2"]
-    assert load_config(config_file, settings).evaluation_engine.sampling(1).top_p == 0.9
-    greedy = load_config(config_file, [*settings, "eval.temperature=0"]).evaluation_engine.sampling(1)
+    assert load_config(config_file, settings).evaluation_engine.top_p == 0.9
+    greedy = load_config(config_file, [*settings, "eval.temperature=0"]).evaluation_engine
     assert (greedy.temperature, greedy.top_p, greedy.max_new_tokens) == (0.0, 1.0, 256)
 
 

@@ -1,7 +1,7 @@
 """Guessed tokens and shared prefixes change the work of the engine, and nothing that it samples."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 
 import numpy as np
@@ -10,12 +10,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl_train.engine.drafts import CAPACITY, CONTEXT, MOST, Drafts
-from agentrl_train.engine.prefixes import BLOCK, PrefixIndex
+from agentrl_train.engine.reuse import BLOCK, CAPACITY, CONTEXT, MOST, Drafts, PrefixIndex
 from agentrl_train.engine.scheduler import Request, Scheduler, shared_prefix
 from agentrl_train.types import Completion, SamplingParams
 from tests.architectures import tiny
 from tests.conftest import make_model
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The models are too small for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
 
 TOKENS = st.lists(st.integers(0, 3), max_size=60)
 
@@ -30,10 +39,8 @@ def play(
 
     New weights are loaded in the middle of completions.
     """
-    monkeypatch.setattr("agentrl_train.engine.drafts.MOST", most)
-    scheduler = Scheduler(
-        deepcopy(model), name="current", stop_token_ids=[2], num_slots=5, max_context=100
-    )
+    monkeypatch.setattr("agentrl_train.engine.reuse.MOST", most)
+    scheduler = Scheduler(deepcopy(model), name="current", stop_token_ids=[2], num_slots=5, max_context=100)
     draw, done, passes = random.Random(1), {}, 0
     opening = [draw.randrange(5, 60) for _ in range(40)]
     contexts = {f"{n} {wave}": [*opening[: 20 + 3 * n], 5 + n] for wave in "ab" for n in range(6)}
@@ -58,7 +65,7 @@ def play(
     return done, passes
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Mistral-v0.1", "Gemma-2", "OLMoE", "gpt-oss", "DeepSeek-V3"])
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma-2", "gpt-oss", "DeepSeek-V3"])
 def test_guesses_change_no_token_and_no_logprob(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     model = tiny(name)
     plain, passes = play(monkeypatch, model, most=0)
