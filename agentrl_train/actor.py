@@ -312,6 +312,8 @@ class _Attempt:
             reply = partial(self._chat.reply, after=message, tools=session.tools, stop=stop)
             new_ids = self._render(partial(reply, result.messages), result.messages)
             context = [*context, *completion.token_ids, *new_ids]
+            if number == self._rollout.max_turns.get(self._episode.task):
+                return EpisodeEnd.TRUNCATED_TURNS
         if not self._turns:
             needed = len(context) + self._sampling.max_new_tokens
             raise EngineError(
@@ -336,9 +338,13 @@ class _Attempt:
 
     async def _complete(self, context: Sequence[int]) -> Completion:
         policy = "stale" if self._draws.random() < self._rollout.stale_fraction else "current"
+        own = self._sampling
         sampling = SamplingParams(
-            max_new_tokens=self._sampling.max_new_tokens,
-            temperature=self._sampling.temperature,
+            max_new_tokens=own.max_new_tokens,
+            temperature=own.temperature,
+            top_p=own.top_p,
+            top_k=own.top_k,
+            min_p=own.min_p,
             seed=int(self._draws.integers(2**63)),
         )
         with self._trace.span(self._track, "engine", context=len(context), policy=policy) as facts:

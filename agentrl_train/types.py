@@ -39,6 +39,12 @@ class SamplingParams:
 
     max_new_tokens: int
     temperature: float = 1.0
+    top_p: float = 1.0
+    """Sample from the most probable tokens that hold this share of the probability; 1 is all."""
+    top_k: int = 0
+    """Sample from this many of the most probable tokens; 0 is all."""
+    min_p: float = 0.0
+    """Sample from the tokens that are at least this share as probable as the most probable one."""
     seed: int = 0
     """Seed of this request's random stream; its tokens do not depend on the rest of the batch."""
 
@@ -49,7 +55,7 @@ class Completion:
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
-    """Log-probability of each token under the distribution it was sampled from."""
+    """Log-probability of each token under the distribution it was sampled from, truncation included."""
     versions: Sequence[int]
     """``policy_version`` of the weights that sampled each token."""
     finish_reason: str

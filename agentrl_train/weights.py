@@ -131,18 +131,26 @@ class Publisher:
             self.drift = self._canary.check(policies, version=policy_version)
 
 
-def drift(trainer: Sequence[np.ndarray], sequences: Sequence[TokenSequence], *, version: int) -> Drift:
+def drift(
+    trainer: Sequence[np.ndarray],
+    sequences: Sequence[TokenSequence],
+    *,
+    version: int,
+    truncated: bool = False,
+) -> Drift:
     """Return the difference of engine and trainer on tokens sampled by ``version``; 0 if there are none.
 
     Args:
         trainer: the trainer's log-probabilities of each sequence, [T] each.
         sequences: sequences with the engine's log-probabilities.
         version: policy version of the trainer's weights.
+        truncated: whether the engine left out improbable tokens, which makes the others more probable.
     """
     differences = [np.zeros(0)]
     for ours, one in zip(trainer, sequences, strict=True):
         compared = (one.versions == version) & (one.loss_mask > 0)
-        differences.append(np.abs(ours - one.logprobs)[compared])
+        excess = (ours - one.logprobs)[compared]
+        differences.append(np.maximum(excess, 0.0) if truncated else np.abs(excess))
     values = np.concatenate(differences)
     return Drift(worst=float(values.max()), mean=float(values.mean())) if values.size else Drift()
 

@@ -96,6 +96,21 @@ def reference_logprobs(
     return logits.log_softmax(-1).gather(-1, ids[0, len(context) :, None])[:, 0].numpy()
 
 
+def kept_tokens(
+    logits: np.ndarray, *, top_p: float = 1.0, top_k: float = 0, min_p: float = 0.0
+) -> dict[int, float]:
+    """Return the tokens that truncated sampling draws from, with their probabilities."""
+    shares = np.exp(logits - logits.max())
+    kept = {int(token): float(shares[token]) for token in np.argsort(-shares) if shares[token] >= min_p}
+    kept = dict(list(kept.items())[: int(top_k) or None])
+    total, before, nucleus = sum(kept.values()), 0.0, {}
+    for token, share in kept.items():
+        if before < top_p * total:
+            nucleus[token] = share / total
+        before += share
+    return nucleus
+
+
 def prompt(number: int, length: int = 20) -> list[int]:
     return [(number * 31 + i * 7) % 250 + 5 for i in range(length)]
 
@@ -155,6 +170,27 @@ class EngineContract:
         assert list(greedy.token_ids) == likeliest.tolist()
         assert subject.difference(context, greedy) < subject.tolerance
         assert subject.difference(context, other) < subject.tolerance
+
+    @pytest.mark.parametrize(
+        "limits", [{"top_p": 0.6}, {"top_k": 5}, {"min_p": 0.3}, {"top_p": 0.8, "top_k": 20, "min_p": 0.05}]
+    )
+    async def test_logprobs_of_truncated_sampling_are_those_of_the_kept_tokens(
+        self, subject: Subject, limits: dict[str, float]
+    ) -> None:
+        context = prompt(4)
+        done = await subject.generate(
+            context, key=f"truncated {limits}", max_new_tokens=40, temperature=1.3, seed=3, **limits
+        )
+        model = _reference(subject.held["current", subject.version])
+        ids = torch.tensor([[*context, *done.token_ids]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(context) - 1 : -1] / 1.3
+        for token, told, row in zip(done.token_ids, done.logprobs, logits.double().numpy(), strict=True):
+            kept = kept_tokens(row, **limits)
+            assert token in kept
+            assert len(kept) < VOCABULARY
+            expected = row[token] - np.log(np.exp(row[list(kept)]).sum())
+            assert abs(told - expected) < subject.tolerance
 
     async def test_sampling_depends_on_the_seed_and_not_on_the_batch(self, subject: Subject) -> None:
         async def draw(key: str, number: int) -> Sequence[int]:

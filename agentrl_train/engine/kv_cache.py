@@ -1,77 +1,174 @@
-"""A preallocated key/value cache with movable rows: active sequences first, parked ones behind them."""
+"""A preallocated key/value cache, and the attention of a pass over tokens of many sequences.
+
+A pass is one row of tokens: those of all sequences after one another, without padding. The layers of any
+Hugging Face model take it as it is, because they treat tokens alone, but for attention: a model whose
+``attn_implementation`` is ``ATTENTION`` calls ``slot_attention``, which reads the cache of each sequence.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from transformers.cache_utils import Cache
+from transformers.modeling_utils import AttentionInterface
+
+from agentrl_train.architecture import CHUNKED, FULL, SLIDING, layer_types
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedModel
+
+ATTENTION = "agentrl_slots"
+"""Name of ``slot_attention`` among the attention implementations of transformers."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """Sequences whose attention is computed in one call: tokens ``begin`` to ``end`` of a pass.
+
+    The keys of a group are padded to the longest of its sequences, and its queries to the most tokens that
+    one of them has in the pass.
+    """
+
+    begin: int
+    end: int
+    slots: Sequence[int]
+    counts: Sequence[int]
+    """Tokens of each sequence."""
+    length: int
+    """Number of cached tokens that attention sees, those of the pass included."""
+    view: bool = True
+    """Whether adjacent slots are read in place. Copies make results independent of the slots, bit for bit."""
+    keys_at: slice | Tensor = field(init=False)
+    padded: Tensor | None = field(init=False, default=None)
+    """Index in the group of each query [sequences, width]; None where every sequence has as many."""
+    unpadded: Tensor | None = field(init=False, default=None)
+    """Index among the padded queries of each token."""
+    masks: dict[str, Tensor | None] = field(init=False, default_factory=dict)
+
+    @property
+    def width(self) -> int:
+        """Largest number of tokens of a sequence."""
+        return max(self.counts)
+
+    def prepare(self, device: torch.device) -> None:
+        """Compute the indices, which are the same in every layer."""
+        first, last = self.slots[0], self.slots[-1]
+        adjacent = self.view and list(self.slots) == list(range(first, last + 1))
+        self.keys_at = slice(first, last + 1) if adjacent else torch.tensor(self.slots, device=device)
+        if min(self.counts) < self.width:
+            counts = torch.tensor(self.counts)[:, None]
+            columns = torch.arange(self.width)[None]
+            begins = counts.cumsum(0) - counts
+            self.padded = (begins + torch.minimum(columns, counts - 1)).to(device)
+            self.unpadded = (columns < counts).flatten().nonzero()[:, 0].to(device)
+
+    def mask(self, kind: str, limit: int, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return a mask to be added to the scores of a layer, [sequences, 1, width, length]; None is no mask.
+
+        Args:
+            kind: kind of the layer.
+            limit: size of its window or chunk.
+            positions: positions of the tokens of the group.
+            dtype: dtype of the scores.
+        """
+        if kind not in self.masks:
+            queries = positions if self.padded is None else positions[self.padded.flatten()]
+            # Padding stands beyond the columns, where a window would be empty.
+            queries = queries.clamp(max=self.length - 1).view(len(self.slots), 1, self.width, 1)
+            keys = torch.arange(self.length, device=positions.device)
+            seen = keys <= queries
+            if kind == SLIDING:
+                seen &= queries - keys < limit
+            elif kind == CHUNKED:
+                seen &= queries // limit == keys // limit
+            hidden = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
+            self.masks[kind] = None if bool(seen.all()) else hidden
+        return self.masks[kind]
+
+
+@dataclass(slots=True, kw_only=True)
+class Pass:
+    """The tokens of one forward pass, flat, with the slot and the position of each."""
+
+    token_ids: Sequence[int]
+    slots: Sequence[int]
+    positions: Sequence[int]
+    groups: Sequence[Group]
+
+
+_pass: ContextVar[SlotCache | None] = ContextVar("pass", default=None)
 
 
 class SlotCache(Cache):
     """Keys and values of ``num_slots`` sequences of up to ``max_context`` tokens each.
 
-    A forward pass over consecutive rows uses views; other rows are copied together. Each row writes at its
-    own positions. One column beyond ``max_context`` receives what padding writes. Without ``views`` all rows
-    are copied, so that results do not depend, bit for bit, on the position of the rows.
+    One column beyond ``max_context`` receives what padding writes.
     """
 
-    def __init__(self, *, num_slots: int, max_context: int, views: bool = True) -> None:
+    def __init__(self, model: PreTrainedModel, *, num_slots: int, max_context: int) -> None:
         self.layers: list[Any] = []
         self.offloading = False
         self.layer_class_to_replicate = None
         self.num_slots = num_slots
         self.max_context = max_context
-        self._views = views
-        self._storage: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._rows: slice | torch.Tensor = slice(0, 0)
-        self._index: tuple[torch.Tensor, slice, torch.Tensor] | None = None
-        self._length = 0
+        self.kinds = layer_types(model)
+        config = model.config.get_text_config()
+        self.limits = {
+            FULL: 0,
+            SLIDING: getattr(config, "sliding_window", None) or 0,
+            CHUNKED: getattr(config, "attention_chunk_size", None) or 0,
+        }
+        self.groups: Sequence[Group] = ()
+        self.positions = torch.empty(0)
+        self._slots = torch.empty(0)
+        self._storage: list[tuple[Tensor, Tensor]] = []
 
-    def aim(self, rows: Sequence[int], *, positions: torch.Tensor, length: int) -> None:
-        """Point the next forward pass at ``rows``, writing at ``positions`` [rows, tokens].
-
-        Attention sees the first ``length`` columns.
-        """
-        index = torch.tensor(rows, device=positions.device)
-        consecutive = rows[-1] - rows[0] + 1 == len(rows) and list(rows) == sorted(rows)
-        self._rows = slice(rows[0], rows[-1] + 1) if consecutive and self._views else index
-        self._index = (index[:, None], slice(None), positions)
-        self._length = length
+    @contextmanager
+    def reading(self, one: Pass, *, device: torch.device) -> Iterator[dict[str, Any]]:
+        """Yield the arguments with which a model runs this pass."""
+        tokens, self._slots, self.positions = torch.tensor(
+            [one.token_ids, one.slots, one.positions], device=device
+        )
+        self.groups = one.groups
+        for group in one.groups:
+            group.prepare(device)
+        token = _pass.set(self)
+        try:
+            yield {
+                "input_ids": tokens[None],
+                "position_ids": self.positions[None],
+                "past_key_values": self,
+                "use_cache": True,
+            }
+        finally:
+            _pass.reset(token)
 
     def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *_: Any,
-        **__: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store keys and values [rows, heads, tokens, dim]; return those of all cached tokens."""
-        if layer_idx == len(self._storage):
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store the keys and values [1, heads, tokens, dim] of a pass; return those of all slots."""
+        while len(self._storage) <= layer_idx:
             self._storage.append((self._allocate(key_states), self._allocate(value_states)))
         keys, values = self._storage[layer_idx]
-        keys[self._index] = key_states.transpose(1, 2)
-        values[self._index] = value_states.transpose(1, 2)
-        return keys[self._rows, :, : self._length], values[self._rows, :, : self._length]
+        keys[self._slots, :, self.positions] = key_states[0].transpose(0, 1)
+        values[self._slots, :, self.positions] = value_states[0].transpose(0, 1)
+        return keys, values
 
-    def _allocate(self, states: torch.Tensor) -> torch.Tensor:
+    def _allocate(self, states: Tensor) -> Tensor:
         shape = (self.num_slots, states.shape[1], self.max_context + 1, states.shape[3])
         return torch.zeros(shape, dtype=states.dtype, device=states.device)
 
-    def swap(self, a: int, b: int, *, length: int) -> None:
-        """Exchange the first ``length`` columns of rows ``a`` and ``b``."""
-        if a == b:
-            return
-        for pair in self._storage:
-            for tensor in pair:
-                kept = tensor[a, :, :length].clone()
-                tensor[a, :, :length] = tensor[b, :, :length]
-                tensor[b, :, :length] = kept
-
     def copy(self, source: int, target: int, *, length: int) -> None:
-        """Copy the first ``length`` columns of row ``source`` into row ``target``."""
+        """Copy the first ``length`` columns of slot ``source`` into slot ``target``."""
         for pair in self._storage:
             for tensor in pair:
                 tensor[target, :, :length] = tensor[source, :, :length]
@@ -79,3 +176,79 @@ class SlotCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: positions are always given."""
         return 0
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Return the attention of a pass, [1, tokens, heads, dim].
+
+    Args:
+        module: attention module of the layer.
+        query: [1, heads, tokens, dim].
+        key: what ``SlotCache.update`` returned, [slots, heads, columns, dim].
+        value: the same of the values.
+        attention_mask: unused; the pass determines what is seen.
+        scaling: factor of the scores.
+        softcap: bound of the scores (Gemma-2).
+        s_aux: attention sinks of each head (gpt-oss).
+    """
+    cache = _pass.get()
+    assert cache is not None
+    kind = cache.kinds[int(module.layer_idx)]  # type: ignore[arg-type]
+    flat = query[0]
+    result = query.new_empty(flat.shape[1], flat.shape[0], value.shape[-1])
+    for group in cache.groups:
+        part = slice(group.begin, group.end)
+        size, width = len(group.slots), group.width
+        asked = flat[:, part]
+        if group.padded is not None:
+            asked = asked.index_select(1, group.padded.flatten())
+        asked = asked.view(-1, size, width, flat.shape[-1]).transpose(0, 1)
+        mask = group.mask(kind, cache.limits[kind], cache.positions[part], query.dtype)
+        keys, values = key[group.keys_at, :, : group.length], value[group.keys_at, :, : group.length]
+        if softcap is None and s_aux is None:
+            seen = F.scaled_dot_product_attention(
+                asked, keys, values, attn_mask=mask, scale=scaling, enable_gqa=asked.shape[1] != keys.shape[1]
+            )
+        else:
+            seen = _explicit_attention(asked, keys, values, mask, scaling, softcap, s_aux)
+        seen = seen.transpose(1, 2).reshape(size * width, -1, value.shape[-1])
+        result[part] = seen if group.unpadded is None else seen.index_select(0, group.unpadded)
+    return result[None], None
+
+
+def _explicit_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Return attention whose scores are bounded, or that may attend to nothing."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        sink = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink.to(scores.dtype)], dim=-1)
+    shares = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
+    return shares[..., : key.shape[2]] @ value
+
+
+AttentionInterface.register(ATTENTION, slot_attention)

@@ -31,6 +31,8 @@ from agentrl_train.types import Completion, SamplingParams
 logger = logging.getLogger(__name__)
 
 Push = Literal["in_flight", "drained"]
+State = Mapping[str, torch.Tensor]
+"""Name -> parameter."""
 _Result = TypeVar("_Result")
 
 
@@ -48,6 +50,7 @@ class EnginePool:
             "drained" lets them finish first.
         python: interpreter of the engine processes.
         spawn: creates the engine processes.
+        convert: converts published weights to those that the engines load.
 
     Satisfies ``Engine``, ``WeightSync`` and ``Sleeper``. The engines start in the background; the first
     call waits.
@@ -65,6 +68,7 @@ class EnginePool:
         push: Push = "in_flight",
         python: str = sys.executable,
         spawn: Spawn = EngineProcess,
+        convert: Callable[[State], State] = lambda state: state,
     ) -> None:
         self.max_context = options.max_context
         self._dtype = getattr(torch, options.dtype)
@@ -81,6 +85,7 @@ class EnginePool:
         self._thread.start()
         self._replicas: dict[str, list[ReplicaSupervisor]] = {}
         self._spawn = spawn
+        self._convert = convert
         self._submit(self._open(options, policies, replicas, python=python, liveness_s=liveness_s)).result()
 
     async def generate(
@@ -121,7 +126,7 @@ class EnginePool:
             WeightMismatch: an engine holds other weights after the update.
         """
         kind = SharedWeights if self._transfer == "memory" else DeviceWeights
-        weights = kind(state, dtype=self._dtype, policy_version=policy_version)
+        weights = kind(self._convert(state), dtype=self._dtype, policy_version=policy_version)
         self._submit(self._publish(weights, policies)).result()
 
     def probe(

@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from agentrl_train.engine.concurrency_limit import ConcurrencyLimit
@@ -107,9 +108,7 @@ class ReplicaSupervisor:
                 "generate",
                 session=session_key,
                 token_ids=list(token_ids),
-                max_new_tokens=sampling.max_new_tokens,
-                temperature=sampling.temperature,
-                seed=sampling.seed,
+                **asdict(sampling),
             )
         self._failures = 0
         return Completion(

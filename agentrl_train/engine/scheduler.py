@@ -1,4 +1,4 @@
-"""Continuous batching for one policy of the torch engine: scheduling, KV cache rows and sampling."""
+"""Continuous batching for one policy of the torch engine: scheduling, prefix sharing, drafts and sampling."""
 
 from __future__ import annotations
 
@@ -10,12 +10,53 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from agentrl_train.engine.kv_cache import SlotCache
+from agentrl_train.architecture import read_logits
+from agentrl_train.engine.kv_cache import ATTENTION, Group, Pass, SlotCache
+from agentrl_train.engine.reuse import Drafts, PrefixIndex
 from agentrl_train.types import Completion, SamplingParams
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truncation:
+    """The limits of ``SamplingParams`` on the tokens that may be sampled, [rows] each."""
+
+    top_p: torch.Tensor
+    top_k: torch.Tensor
+    min_p: torch.Tensor
+
+    @classmethod
+    def of(cls, requested: Sequence[SamplingParams], device: torch.device) -> Truncation | None:
+        """Return the limits of these rows, or None where none of them has any."""
+        if all(one.top_p == 1.0 and one.top_k == 0 and one.min_p == 0.0 for one in requested):
+            return None
+        return cls(
+            top_p=torch.tensor([one.top_p for one in requested], device=device),
+            top_k=torch.tensor([one.top_k for one in requested], device=device),
+            min_p=torch.tensor([one.min_p for one in requested], device=device),
+        )
+
+    def apply(self, scaled: torch.Tensor) -> torch.Tensor:
+        """Return logits [rows, vocabulary] that are -inf for the tokens that are left out.
+
+        In the order of vLLM: ``min_p``, ``top_k``, then ``top_p`` of what these leave. The most probable
+        token is always kept.
+        """
+        ordered, tokens = scaled.sort(dim=-1, descending=True, stable=True)
+        out = ordered < ordered[:, :1] + self.min_p.log()[:, None]
+        ranks = torch.arange(scaled.shape[-1], device=scaled.device)
+        out |= (ranks >= self.top_k[:, None]) & (self.top_k > 0)[:, None]
+        probabilities = ordered.masked_fill(out, -torch.inf).softmax(dim=-1, dtype=torch.float64)
+        before = probabilities.cumsum(dim=-1) - probabilities
+        out |= (before >= self.top_p[:, None]) & (self.top_p < 1.0)[:, None]
+        return scaled.masked_fill(out.scatter(-1, tokens, out), -torch.inf)
+
+
 def sample(
-    logits: torch.Tensor, *, temperatures: torch.Tensor, uniforms: torch.Tensor
+    logits: torch.Tensor,
+    *,
+    temperatures: torch.Tensor,
+    uniforms: torch.Tensor,
+    truncation: Truncation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample one token per row by inverse transform sampling.
 
@@ -25,12 +66,15 @@ def sample(
         logits: [rows, vocabulary].
         temperatures: [rows]; 0 is greedy, and the log-probability is then that of temperature 1.
         uniforms: [rows], in [0, 1).
+        truncation: which tokens are left out.
 
     Returns:
-        Token ids [rows] and their log-probabilities [rows], float32.
+        Token ids [rows] and their log-probabilities [rows], float32, among the tokens that are kept.
     """
     greedy = temperatures == 0
     scaled = logits.float() / torch.where(greedy, 1.0, temperatures)[:, None]
+    if truncation is not None:
+        scaled = truncation.apply(scaled)
     logprobs = torch.log_softmax(scaled, dim=-1)
     cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)  # float32 loses the tail
     targets = uniforms[:, None] * cumulative[:, -1:]
@@ -39,16 +83,18 @@ def sample(
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
 
 
-DECODES_BETWEEN_ADMISSIONS = 3
-"""Decode steps between admissions: prefilling requests one by one would cost a forward pass each."""
-SHARED_TOKENS = 16
-"""Length of the common prefix from which sequences share prefilled tokens, such as siblings' openings."""
-PREFILL_TOKENS = 8192
-"""Token budget of one prefill pass, padding included."""
+PASS_TOKENS = 4096
+"""Token budget of a pass; sequences beyond it wait for the next one."""
+CHUNK_CELLS = 2**22
+"""Budget of queries times keys of one sequence in a pass; longer contexts are prefilled in chunks."""
+SHORTEST_SHARE = 16
+"""Tokens that a prefix must have in common for one sequence to wait until another has cached it."""
+CALL_COLUMNS = 160
+"""Cost of one more call of the attention on a CPU, in padded columns of a sequence."""
 SHORTEST_VIEW = 64
 """Minimum attention width with fixed shapes; it doubles as a sequence grows."""
 FIXED_ROWS = 16
-"""Rows of every decode pass in deterministic mode, padding included."""
+"""Sequences of every decode pass in deterministic mode, padding included."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,23 +122,47 @@ class Request:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Sequence:
-    """A cache row: its session, its cached tokens, and the active request."""
+    """A slot of the cache: its session, its cached tokens, and the active request."""
 
     key: str
-    row: int
+    slot: int
     cached: list[int] = field(default_factory=list)
     request: Request | None = None
+
+    @property
+    def ahead(self) -> Sequence[int]:
+        """The tokens that are not cached yet, at least one while a request is active."""
+        request, known = self.request, len(self.cached)
+        assert request is not None
+        if known >= len(request.context):
+            return request.token_ids[known - len(request.context) :]
+        return [*request.context[known:], *request.token_ids]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Part:
+    """What a sequence has in a pass: pending tokens, then guesses of those that follow."""
+
+    sequence: _Sequence
+    pending: Sequence[int]
+    drafted: Sequence[int] = ()
+    samples: bool = True
+    """False for a chunk of a context whose rest follows."""
 
 
 class Scheduler:
     """Continuous batching over one model. Not thread-safe: only the engine's thread calls it.
 
-    Rows ``0 … num_active`` of the cache are decoding; the rows behind them hold the prefixes of sessions
-    between two turns, evicted in LRU order.
+    A pass takes the pending tokens of all active sequences, whether they are a context or the last sampled
+    token, and the tokens that ``Drafts`` guesses to follow. The logits of each position decide, with the
+    random number of that position, which token is sampled there; the guesses up to the first wrong one have
+    then been sampled as without guesses (speculative decoding, but with the same draws).
+
+    Sequences between two requests keep their slot until another needs it, least recently used first.
 
     With ``fixed_rows`` a completion depends, bit for bit, only on the weights and its request: no prefix is
-    kept, each context is prefilled alone, and every decode pass has that many rows, padding included, and a
-    number of columns given by the length of the row.
+    shared or kept, nothing is guessed, each context is prefilled alone, and every decode pass has that many
+    sequences, padding included, and a number of columns given by their length.
     """
 
     def __init__(
@@ -107,6 +177,7 @@ class Scheduler:
         fixed_rows: int = 0,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
+        self.model.set_attn_implementation(ATTENTION)
         self.name = name
         self.policy_version = policy_version
         self.num_sampled = 0
@@ -116,21 +187,22 @@ class Scheduler:
         self._fixed_rows = fixed_rows
         self._stop = frozenset(stop_token_ids)
         self._device = next(model.parameters()).device
-        self._cache = SlotCache(num_slots=num_slots, max_context=max_context, views=not fixed_rows)
-        self._columns = torch.arange(max_context + 1, device=self._device)
-        self._head = model.get_output_embeddings()
-        self._rows: list[_Sequence | None] = [None] * num_slots
-        self._active = 0
+        self._max_context = max_context
+        self._cache = SlotCache(model, num_slots=num_slots, max_context=max_context)
+        self._slots: list[_Sequence | None] = [None] * num_slots
         self._sequences: OrderedDict[str, _Sequence] = OrderedDict()
+        self._active: dict[int, _Sequence] = {}
+        """Sequences with a request, by slot."""
+        self._prefixes: PrefixIndex[_Sequence] = PrefixIndex()
+        self._drafts = Drafts(self._stop)
         self._reached: dict[str, int] = {}
         """Largest number of cached tokens per session: prefilling up to there again counts as reprefilled."""
         self._waiting: deque[Request] = deque()
-        self._decodes = 0
 
     @property
     def num_slots(self) -> int:
         """Return the capacity of the cache in sequences."""
-        return len(self._rows)
+        return len(self._slots)
 
     @property
     def busy(self) -> bool:
@@ -138,21 +210,20 @@ class Scheduler:
         return bool(self._active or self._waiting)
 
     def submit(self, request: Request) -> None:
-        """Queue a request; it joins the batch at a later step."""
+        """Queue a request; it joins the next pass with a free slot."""
         self._waiting.append(request)
 
     def abandon(self, session_key: str) -> None:
         """Drop a session: its cached prefix and its active request."""
         self._waiting = deque(r for r in self._waiting if r.session_key != session_key)
         self._reached.pop(session_key, None)
-        sequence = self._sequences.pop(session_key, None)
+        sequence = self._sequences.get(session_key)
         if sequence is None:
             return
         if sequence.request is not None:
             self.num_abandoned += len(sequence.request.token_ids)
-        if sequence.row < self._active:
-            self._park(sequence)
-        self._rows[sequence.row] = None
+            del self._active[sequence.slot]
+        self._drop(sequence)
 
     def load(self, state: Mapping[str, torch.Tensor], *, policy_version: int) -> None:
         """Load new weights and drop all cached prefixes, which belong to the old weights."""
@@ -174,7 +245,7 @@ class Scheduler:
             name=self.name,
             stop_token_ids=tuple(self._stop),
             num_slots=num_slots,
-            max_context=self._cache.max_context,
+            max_context=self._max_context,
             policy_version=self.policy_version,
             fixed_rows=self._fixed_rows,
         )
@@ -189,20 +260,19 @@ class Scheduler:
         return fresh
 
     def step(self) -> None:
-        """Admit waiting requests, prefill active rows, and sample one token for each."""
-        if self._waiting and (self._active == 0 or self._decodes >= DECODES_BETWEEN_ADMISSIONS):
-            self._admit()
-            self._decodes = 0
-        self._decodes += 1
-        self._catch_up()
-        self._decode()
+        """Admit waiting requests, and run one pass, which samples at least one token of most sequences."""
+        self._admit()
+        if not self._fixed_rows:
+            self._run(self._parts())
+            return
+        active = list(self._active.values())
+        for sequence in active:
+            if len(ahead := sequence.ahead) > 1:
+                self._run([_Part(sequence=sequence, pending=ahead[:-1], samples=False)])
+        for alike in self._alike(active):
+            self._run([_Part(sequence=sequence, pending=sequence.ahead) for sequence in alike])
 
-    def _num_new(self, sequence: _Sequence) -> int:
-        request = sequence.request
-        assert request is not None
-        return len(request.context) + len(request.token_ids) - len(sequence.cached)
-
-    # Rows: admission, parking and eviction.
+    # Slots: admission, sharing and eviction.
 
     def _admit(self) -> None:
         later: deque[Request] = deque()
@@ -215,108 +285,92 @@ class Scheduler:
                     break
                 continue
             self._sequences.move_to_end(sequence.key)
-            shared = 0 if self._fixed_rows else _shared_prefix(sequence.cached, request.context)
-            del sequence.cached[min(shared, len(request.context) - 1) :]
+            kept = 0 if self._fixed_rows else shared_prefix(sequence.cached, request.context)
+            del sequence.cached[min(kept, len(request.context) - 1) :]
             sequence.request = request
-            self._move(sequence, self._active)
-            self._active += 1
+            self._active[sequence.slot] = sequence
+            if not self._fixed_rows:
+                self._prefixes.add(sequence, request.context)
         later.extend(self._waiting)
         self._waiting = later
 
     def _claim(self, key: str) -> _Sequence | None:
-        """Return a row for a new session, evicting the least recently used parked one if none is free."""
-        row = next((r for r in range(self._active, len(self._rows)) if self._rows[r] is None), None)
-        if row is None:
+        """Return a slot for a new session, evicting the least recently used idle one if none is free."""
+        slot = next((slot for slot, held in enumerate(self._slots) if held is None), None)
+        if slot is None:
             victim = next((s for s in self._sequences.values() if s.request is None), None)
             if victim is None:
                 return None
-            row = victim.row
+            slot = victim.slot
             self._remember(victim)
-            del self._sequences[victim.key]
-        sequence = _Sequence(key=key, row=row)
-        self._rows[row] = sequence
-        self._sequences[key] = sequence
+            self._drop(victim)
+        sequence = self._sequences[key] = self._slots[slot] = _Sequence(key=key, slot=slot)
         return sequence
+
+    def _drop(self, sequence: _Sequence) -> None:
+        del self._sequences[sequence.key]
+        self._slots[sequence.slot] = None
+        self._prefixes.discard(sequence)
 
     def _remember(self, sequence: _Sequence) -> None:
         self._reached[sequence.key] = max(self._reached.get(sequence.key, 0), len(sequence.cached))
 
-    def _park(self, sequence: _Sequence) -> None:
-        sequence.request = None
-        self._active -= 1
-        self._move(sequence, self._active)
+    # Composition of a pass.
 
-    def _move(self, sequence: _Sequence, row: int) -> None:
-        """Swap the row of a sequence with ``row``, cache contents included."""
-        other = self._rows[row]
-        if other is sequence:
-            return
-        length = max(len(sequence.cached), len(other.cached) if other else 0)
-        self._cache.swap(sequence.row, row, length=length)
-        self._rows[sequence.row], self._rows[row] = other, sequence
-        if other is not None:
-            other.row = sequence.row
-        sequence.row = row
-
-    # Forward passes.
-
-    def _catch_up(self) -> None:
-        """Prefill pending tokens; sequences with a common prefix copy it from the first one prefilled."""
-        behind = [s for s in self._rows[: self._active] if s is not None and self._num_new(s) > 1]
-        if not behind:
-            return
-        if self._fixed_rows:
-            for sequence in behind:
-                self._prefill([sequence])
-            return
-        known = {_beginning(s.cached): s for s in self._sequences.values() if len(s.cached) >= SHARED_TOKENS}
-        leaders: list[_Sequence] = []
-        followers: list[tuple[_Sequence, _Sequence]] = []
-        for sequence in behind:
-            ahead = self._new_tokens(sequence)
-            if sequence.cached or len(ahead) <= SHARED_TOKENS:
-                leaders.append(sequence)
+    def _parts(self) -> list[_Part]:
+        """Return what the next pass takes: sequences that sample their next token first, by slot."""
+        decoding: list[_Part] = []
+        prefilling: list[_Part] = []
+        budget = PASS_TOKENS
+        for slot in sorted(self._active):
+            sequence = self._active[slot]
+            ahead = sequence.ahead
+            if len(ahead) == 1:
+                decoding.append(_Part(sequence=sequence, pending=ahead, drafted=self._guess(sequence)))
                 continue
-            source = known.setdefault(_beginning(ahead), sequence)
-            if source is sequence:
-                leaders.append(sequence)
-            else:
-                followers.append((sequence, source))
-        self._prefill(leaders)
-        for sequence, source in followers:
-            ahead = self._new_tokens(sequence)
-            length = min(_shared_prefix(source.cached, ahead), len(ahead) - 1)
-            self._cache.copy(source.row, sequence.row, length=length)
-            sequence.cached.extend(ahead[:length])
-        self._prefill([s for s, _ in followers if self._num_new(s) > 1])
+            if self._waits_for_prefix(sequence, prefilling):
+                continue
+            ahead = sequence.ahead
+            fits = max(1, min(budget, CHUNK_CELLS // (len(sequence.cached) + len(ahead))))
+            if budget > 0:
+                part = _Part(sequence=sequence, pending=ahead[:fits], samples=fits >= len(ahead))
+                prefilling.append(part)
+                budget -= len(part.pending)
+        return decoding + prefilling
 
-    def _prefill(self, behind: list[_Sequence]) -> None:
-        """Prefill all pending tokens of rows but the last, which the next decode pass takes."""
-        for rows in _of_like_length(behind, limit=PREFILL_TOKENS, length=lambda s: self._num_new(s) - 1):
-            chunks = [self._new_tokens(s)[:-1] for s in rows]
-            width = len(chunks[-1])
-            tokens = [list(c) + [0] * (width - len(c)) for c in chunks]
-            self._forward(torch.tensor(tokens, device=self._device), rows)
-            for sequence, chunk in zip(rows, chunks, strict=True):
-                known = len(sequence.cached)
-                sequence.cached.extend(chunk)
-                self.num_prefilled += len(chunk)
-                again = min(self._reached.get(sequence.key, 0), len(sequence.cached)) - known
-                self.num_reprefilled += max(0, again)
+    def _guess(self, sequence: _Sequence) -> list[int]:
+        request = sequence.request
+        assert request is not None
+        room = self._max_context - len(sequence.cached) - 1
+        left = request.sampling.max_new_tokens - len(request.token_ids) - 1
+        return self._drafts.guess(request.context, request.token_ids, most=min(room, left))
 
-    def _decode(self) -> None:
-        rows = [s for s in self._rows[: self._active] if s is not None]
-        if self._fixed_rows:
-            for alike in self._alike(rows):
-                self._decode_rows(alike, padding=self._fixed_rows - len(alike))
-        elif rows:
-            self._decode_rows(rows)
+    def _waits_for_prefix(self, sequence: _Sequence, prefilling: Sequence[_Part]) -> bool:
+        """Copy what another sequence has cached of this context; return whether to wait for more of it."""
+        request = sequence.request
+        assert request is not None
+        if len(sequence.cached) >= len(request.context):
+            return False
+        ahead, coming = [*request.context, *request.token_ids], {part.sequence for part in prefilling}
+        for other in self._prefixes.alike(sequence, request.context):
+            found = min(shared_prefix(other.cached, ahead), len(ahead) - 1)
+            copied = found > len(sequence.cached)
+            if copied:
+                self._cache.copy(other.slot, sequence.slot, length=found)
+                sequence.cached[:] = ahead[:found]
+            if other in coming and other.request is not None:
+                soon = shared_prefix([*other.request.context, *other.request.token_ids], ahead)
+                if soon >= len(sequence.cached) + SHORTEST_SHARE:
+                    return True
+            if copied:
+                break
+        return False
 
-    def _alike(self, rows: Sequence[_Sequence]) -> list[list[_Sequence]]:
-        """Split rows into passes of up to ``fixed_rows`` with the same attention width."""
+    def _alike(self, sequences: Sequence[_Sequence]) -> list[list[_Sequence]]:
+        """Split sequences into passes of up to ``fixed_rows`` with the same attention width."""
         size = self._fixed_rows
         views: dict[int, list[_Sequence]] = {}
-        for sequence in rows:
+        for sequence in sequences:
             views.setdefault(self._view(sequence), []).append(sequence)
         return [
             alike[start : start + size] for alike in views.values() for start in range(0, len(alike), size)
@@ -327,71 +381,139 @@ class Scheduler:
         columns = SHORTEST_VIEW
         while columns <= len(sequence.cached):
             columns *= 2
-        return min(columns, self._cache.max_context + 1)
+        return min(columns, self._max_context + 1)
 
-    def _decode_rows(self, rows: Sequence[_Sequence], *, padding: int = 0) -> None:
-        requests = [s.request for s in rows if s.request is not None]
-        tokens = [self._new_tokens(s)[-1] for s in rows]
-        fed = torch.tensor(tokens + [0] * padding, device=self._device)[:, None]
-        hidden = self._forward(fed, rows, padding=padding)
-        temperatures = [r.sampling.temperature for r in requests] + [1.0] * padding
-        uniforms = [float(r.uniforms[len(r.token_ids)]) for r in requests] + [0.0] * padding
-        drawn, logprobs = sample(
-            self._head(hidden[:, -1]),
-            temperatures=torch.tensor(temperatures, device=self._device),
-            uniforms=torch.tensor(uniforms, device=self._device),
-        )
-        self.num_sampled += len(rows)
-        for sequence, request, last, token, logprob in zip(
-            rows, requests, tokens, drawn.tolist(), logprobs.tolist(), strict=False
-        ):
-            sequence.cached.append(last)
+    # Forward pass and sampling.
+
+    def _run(self, parts: Sequence[_Part]) -> None:
+        """Run a pass, and append what it samples."""
+        if not parts:
+            return
+        begins = np.cumsum([0, *(len(part.pending) + len(part.drafted) for part in parts)])
+        logits = self._logits(parts, begins)
+        chosen: list[Request] = []
+        uniforms: list[float] = []
+        for part in parts:
+            if part.samples and (request := part.sequence.request) is not None:
+                first = len(request.token_ids)
+                chosen += [request] * (1 + len(part.drafted))
+                uniforms += request.uniforms[first : first + 1 + len(part.drafted)].tolist()
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        if chosen:
+            sampling = [request.sampling for request in chosen]
+            drawn, scores = sample(
+                logits,
+                temperatures=torch.tensor([one.temperature for one in sampling], device=self._device),
+                uniforms=torch.tensor(uniforms, device=self._device),
+                truncation=Truncation.of(sampling, self._device),
+            )
+            tokens, logprobs = drawn.tolist(), scores.tolist()
+        place = 0
+        for part in parts:
+            self._count_prefilled(part)
+            part.sequence.cached.extend(part.pending)
+            if part.samples:
+                until = place + 1 + len(part.drafted)
+                self._accept(part, tokens[place:until], logprobs[place:until])
+                place = until
+
+    def _logits(self, parts: Sequence[_Part], begins: np.ndarray) -> torch.Tensor:
+        """Run the model; return the logits [samples, vocabulary] of the positions that sample."""
+        padding = 0
+        if self._fixed_rows and parts[0].samples:
+            padding = self._fixed_rows - len(parts)
+        token_ids: list[int] = []
+        slots: list[int] = []
+        positions: list[int] = []
+        wanted: list[int] = []
+        for part, begin in zip(parts, begins.tolist(), strict=False):
+            fed, first = [*part.pending, *part.drafted], len(part.sequence.cached)
+            token_ids += fed
+            slots += [part.sequence.slot] * len(fed)
+            positions += range(first, first + len(fed))
+            if part.samples:
+                wanted += range(begin + len(part.pending) - 1, begin + len(fed))
+        token_ids += [0] * padding
+        slots += [parts[0].sequence.slot] * padding
+        positions += [self._max_context] * padding
+        groups = self._groups(parts, begins, padding=padding)
+        one = Pass(token_ids=token_ids, slots=slots, positions=positions, groups=groups)
+        with self._cache.reading(one, device=self._device) as inputs:
+            hidden: torch.Tensor = self.model.base_model(**inputs).last_hidden_state[0]
+        if padding:
+            return read_logits(self.model, hidden)[: len(wanted)]
+        if len(wanted) < len(token_ids):
+            hidden = hidden[torch.tensor(wanted, dtype=torch.long, device=self._device)]
+        return read_logits(self.model, hidden)
+
+    def _groups(self, parts: Sequence[_Part], begins: np.ndarray, *, padding: int) -> list[Group]:
+        """Return the calls of the attention: one for adjacent sequences of like length that decode."""
+        if self._fixed_rows and parts[0].samples:
+            slots = [part.sequence.slot for part in parts] + [parts[0].sequence.slot] * padding
+            length = self._view(parts[0].sequence)
+            return [
+                Group(
+                    begin=0,
+                    end=len(slots),
+                    slots=slots,
+                    counts=[1] * len(slots),
+                    length=length,
+                    view=False,
+                )
+            ]
+        groups: list[Group] = []
+        for part, begin, end in zip(parts, begins.tolist(), begins.tolist()[1:], strict=False):
+            slot, count, length = part.sequence.slot, end - begin, len(part.sequence.cached) + end - begin
+            last = groups[-1] if groups else None
+            if (
+                last is not None
+                and len(part.pending) == 1
+                and last.end == begin
+                and self._join(last, slot, length)
+            ):
+                last.end, last.length = end, max(last.length, length)
+                last.slots, last.counts = [*last.slots, slot], [*last.counts, count]
+            else:
+                groups.append(Group(begin=begin, end=end, slots=[slot], counts=[count], length=length))
+        return groups
+
+    def _join(self, group: Group, slot: int, length: int) -> bool:
+        """Return whether one call for a group and one more sequence costs less than two calls."""
+        if self._device.type != "cpu":
+            return True
+        if slot != group.slots[-1] + 1:
+            return False
+        size = len(group.slots)
+        return (size + 1) * max(group.length, length) <= size * group.length + length + CALL_COLUMNS
+
+    def _count_prefilled(self, part: _Part) -> None:
+        known, count = len(part.sequence.cached), len(part.pending) - part.samples
+        self.num_prefilled += count
+        again = min(self._reached.get(part.sequence.key, 0), known + count) - known
+        self.num_reprefilled += max(0, again)
+
+    def _accept(self, part: _Part, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Append the sampled tokens up to the first that was guessed wrong, or that stops the request."""
+        sequence, request = part.sequence, part.sequence.request
+        assert request is not None
+        for position, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
             request.token_ids.append(token)
             request.logprobs.append(logprob)
             request.versions.append(self.policy_version)
-        # Rows move only now: a move copies as many columns as ``cached`` counts.
-        for sequence, request in zip(rows, requests, strict=True):
-            self._finish(sequence, request)
+            self.num_sampled += 1
+            if token in self._stop or len(request.token_ids) == request.sampling.max_new_tokens:
+                self._finish(sequence, request, stopped=token in self._stop)
+                return
+            if position == len(part.drafted) or token != part.drafted[position]:
+                return
+            sequence.cached.append(token)
 
-    def _forward(self, tokens: torch.Tensor, rows: Sequence[_Sequence], *, padding: int = 0) -> torch.Tensor:
-        """Run tokens [rows + padding, width] after the cached tokens of each row; return hidden states.
-
-        Padding rows read the first row and write to the spare column.
-        """
-        most = self._cache.max_context
-        first = torch.tensor([len(s.cached) for s in rows] + [most] * padding, device=self._device)
-        positions = first[:, None] + torch.arange(tokens.shape[1], device=self._device)
-        positions.clamp_(max=most)
-        length = min(max(len(s.cached) for s in rows) + tokens.shape[1], most + 1)
-        if self._fixed_rows and tokens.shape[1] == 1:
-            length = self._view(rows[0])
-        places = [s.row for s in rows] + [rows[0].row] * padding
-        self._cache.aim(places, positions=positions, length=length)
-        mask = self._columns[None, None, None, :length] <= positions[:, None, :, None]
-        output = self.model.base_model(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=self._cache,
-            use_cache=True,
-        )
-        hidden: torch.Tensor = output.last_hidden_state
-        return hidden
-
-    def _new_tokens(self, sequence: _Sequence) -> Sequence[int]:
-        request = sequence.request
-        assert request is not None
-        known = len(sequence.cached)
-        if known >= len(request.context):
-            return request.token_ids[known - len(request.context) :]
-        return [*request.context[known:], *request.token_ids]
-
-    def _finish(self, sequence: _Sequence, request: Request) -> None:
-        stopped = request.token_ids[-1] in self._stop
-        if not stopped and len(request.token_ids) < request.sampling.max_new_tokens:
-            return
-        self._park(sequence)
+    def _finish(self, sequence: _Sequence, request: Request, *, stopped: bool) -> None:
+        sequence.request = None
+        del self._active[sequence.slot]
         self.num_completed += 1
+        self._drafts.learn(request.context, request.token_ids)
         request.done(
             Completion(
                 token_ids=request.token_ids,
@@ -424,25 +546,15 @@ def independent_rows(model: PreTrainedModel, *, wanted: int = FIXED_ROWS) -> int
     return wanted if same else 1
 
 
-def _beginning(tokens: Sequence[int]) -> tuple[int, ...]:
-    return tuple(tokens[:SHARED_TOKENS])
-
-
-def _shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    if list(b[: len(a)]) == list(a):
-        return len(a)
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _of_like_length(
-    sequences: list[_Sequence], *, limit: int, length: Callable[[_Sequence], int]
-) -> list[list[_Sequence]]:
-    """Group sequences by length into batches with little padding and at most ``limit`` padded tokens."""
-    batches: list[list[_Sequence]] = []
-    for sequence in sorted(sequences, key=length):
-        width, last = length(sequence), batches[-1] if batches else []
-        if last and width <= 2 * length(last[0]) + 16 and width * (len(last) + 1) <= limit:
-            last.append(sequence)
+def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the length of the longest common prefix."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
         else:
-            batches.append([sequence])
-    return batches
+            high = middle
+    return low

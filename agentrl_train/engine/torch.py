@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from agentrl_train.architecture import has_masks, layer_kinds
 from agentrl_train.engine.options import check_context_length
 from agentrl_train.engine.scheduler import Request, Scheduler, independent_rows
 from agentrl_train.errors import EngineBroken, EngineError, EngineOutOfMemory, ran_out_of_memory
@@ -339,16 +340,12 @@ def _move(model: PreTrainedModel, device: torch.device) -> None:
 
 def _require_supported(model: PreTrainedModel, max_context: int) -> None:
     config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    default = "full_attention" if window is None else "sliding_attention"
-    kinds = set(getattr(config, "layer_types", None) or [default])
-    if "sliding_attention" in kinds and window is not None and max_context > window:
+    if not has_masks(model):
+        kinds = ", ".join(sorted(layer_kinds(model)))
         raise EngineError(
-            f"the model has an attention window of {window} tokens, but engine.max_context is {max_context}: "
-            "lower it, or use another engine"
+            f"engine.kind = 'torch' does not support models with layers of type {kinds}: "
+            "set engine.kind = 'vllm'"
         )
-    if other := kinds - {"full_attention", "sliding_attention"}:
-        raise EngineError(f"the torch engine does not support layers of type {', '.join(sorted(other))}")
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and max_context > longest:
         raise EngineError(

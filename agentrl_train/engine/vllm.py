@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import asdict
 from typing import Any
 
 from vllm import SamplingParams
@@ -29,6 +30,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.rpc import Frame, answer_frames, connect
 from agentrl_train.engine.transfer import mismatch
+from agentrl_train.types import SamplingParams as Requested
 
 PREFILL_TOKENS = 4096
 """Token budget of one step on a CPU, where prompts are not chunked (see ``engine_arguments``)."""
@@ -130,8 +132,7 @@ class Server:
         which begin once this has returned.
         """
         await self._engine.update_weight_version(str(self._version))
-        warm_up = {"id": "warm-up", "token_ids": [0], "max_new_tokens": 1, "temperature": 1.0, "seed": 0}
-        await self._generate(warm_up)
+        await self._generate({"id": "warm-up", "token_ids": [0], **asdict(Requested(max_new_tokens=1))})
         self._stats.reset()
 
     async def beat(self) -> Frame:
@@ -153,6 +154,9 @@ class Server:
         parameters = SamplingParams(
             max_tokens=frame["max_new_tokens"],
             temperature=frame["temperature"],
+            top_p=frame["top_p"],
+            top_k=frame["top_k"],
+            min_p=frame["min_p"],
             seed=frame["seed"],
             stop_token_ids=self._stop,
             ignore_eos=True,

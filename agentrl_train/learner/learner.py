@@ -10,33 +10,33 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from agentrl_train.architecture import check_head, has_masks, persistent_buffers
 from agentrl_train.errors import BadUpdate, GradientSpike, LossNotFinite
 from agentrl_train.learner.logprobs import (
     WHOLE,
     Part,
     Scorer,
-    check_head,
     one_row,
-    packs_rows,
     padding_free,
     select_sampled,
+    shared_rows,
     use_flash,
     uses_flash,
 )
 from agentrl_train.learner.lora import Lora, add_adapters, is_adapter, merged
-from agentrl_train.learner.metrics import MetricSums, sizes
 from agentrl_train.learner.sequence_parallel import use_sequence_parallel
 from agentrl_train.learner.sharding import GatheredWeights, buckets, deal, full, shard
 from agentrl_train.learner.state import (
@@ -60,10 +60,11 @@ def lr_fraction(
     total_steps: int | None = None,
     final_lr_fraction: float = 0.1,
     decay_fraction: float = 1.0,
+    lr_decay: Literal["linear", "cosine"] = "linear",
 ) -> float:
     """Return the learning rate multiplier of update number ``update``, from 0.
 
-    It rises linearly to 1 over ``warmup_steps``, stays constant, and decays linearly to ``final_lr_fraction``
+    It rises linearly to 1 over ``warmup_steps``, stays constant, and decays to ``final_lr_fraction``
     over the last ``decay_fraction`` of the updates after the warm-up. Without ``total_steps`` it does not
     decay.
     """
@@ -73,9 +74,13 @@ def lr_fraction(
         return 1.0
     decay = max(1.0, decay_fraction * (total_steps - warmup_steps))
     done = min(1.0, max(0.0, (update + 1 - (total_steps - decay)) / decay))
+    if lr_decay == "cosine":
+        done = (1.0 - math.cos(math.pi * done)) / 2.0
     return 1.0 - done * (1.0 - final_lr_fraction)
 
 
+Reduce = Callable[[Tensor, str], Tensor]
+"""``(values, "sum" | "max") -> values of all ranks``."""
 TRACK = "trainer/steps"
 """Trace track of the parts of an update."""
 HISTORY = 50
@@ -115,12 +120,59 @@ class SpikeGuard:
             )
 
 
+class MetricSums:
+    """Sums of micro-batch statistics (maxima for names ending in ``_max``) and means over updates."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._updates: dict[str, list[float]] = {}
+        self._tokens = 0
+
+    def add(self, stats: Mapping[str, Tensor], tokens: int) -> None:
+        """Add the statistics of one micro-batch."""
+        self._tokens += tokens
+        for name, value in stats.items():
+            old = self._sums.get(name, torch.zeros_like(value))
+            self._sums[name] = torch.maximum(old, value) if name.endswith("_max") else old + value
+
+    def add_update(self, **values: float) -> None:
+        """Add values of one update that are the same on every rank."""
+        for name, value in values.items():
+            self._updates.setdefault(name, []).append(value)
+
+    def metrics(self, reduce: Reduce) -> dict[str, float]:
+        """Return means over updates and over the tokens of all ranks."""
+        means = {name: float(np.mean(values)) for name, values in self._updates.items()}
+        maxima = [name for name in self._sums if name.endswith("_max")]
+        others = [name for name in self._sums if name not in maxima]
+        totals = reduce(_vector([self._tokens, *(self._sums[name] for name in others)]), "sum")
+        largest = reduce(_vector([self._sums[name] for name in maxima]), "max")
+        tokens, *sums = totals.tolist()
+        shares = {name: value / max(1, tokens) for name, value in zip(others, sums, strict=True)}
+        return means | shares | dict(zip(maxima, largest.tolist(), strict=True))
+
+
+def _sizes(batches: Sequence[Batch]) -> dict[str, float]:
+    """Return the counts of a step: updates, sequences, tokens and slots."""
+    return {
+        "updates": float(len(batches)),
+        "sequences": float(sum(batch.num_sequences for batch in batches)),
+        "loss_tokens": float(sum(batch.num_loss_tokens for batch in batches)),
+        "tokens": float(sum(batch.num_tokens for batch in batches)),
+        "slots": float(sum(batch.num_slots for batch in batches)),
+    }
+
+
+def _vector(values: Sequence[Tensor | int]) -> Tensor:
+    return torch.tensor([float(value) for value in values], dtype=torch.float64)
+
+
 class Learner:
     """Trains any Hugging Face causal language model on packed batches.
 
     ``model`` keeps its parameters in float32; ``precision="bfloat16"`` computes under autocast. The
-    learning rate rises over ``warmup_steps`` updates and, if ``total_steps`` is given, falls
-    linearly to ``final_lr_fraction`` of itself over the last ``decay_fraction`` of the rest.
+    learning rate rises over ``warmup_steps`` updates and, if ``total_steps`` is given, falls to
+    ``final_lr_fraction`` of itself over the last ``decay_fraction`` of the rest, as ``lr_decay`` says.
     ``temperature`` divides the logits, as during sampling. A ``reference`` model with a
     ``kl_coefficient`` adds the k3 penalty; an ``importance_cap`` clips against log-probabilities
     recomputed at the start of ``step`` and weights tokens by the truncated importance ratio of
@@ -136,7 +188,7 @@ class Learner:
     CPU process group of the same ranks, for writing snapshots in the background. ``trace`` records forward,
     backward and optimizer; on a GPU, the time they were queued.
 
-    Raises ``ValueError`` for a model whose logits are not the plain output of its head, or that cannot be
+    Raises ``ValueError`` for a model whose logits are not those of ``read_logits``, or that cannot be
     sharded over the mesh.
     """
 
@@ -152,6 +204,7 @@ class Learner:
         total_steps: int | None = None,
         final_lr_fraction: float = 0.1,
         decay_fraction: float = 1.0,
+        lr_decay: Literal["linear", "cosine"] = "linear",
         max_grad_norm: float = 1.0,
         temperature: float = 1.0,
         precision: Literal["float32", "bfloat16"] = "float32",
@@ -173,14 +226,14 @@ class Learner:
     ) -> None:
         self.model = model
         self._span = partial(trace.span, TRACK)
-        self.packs_rows = packs_rows(model)
+        self.packs_rows = has_masks(model)
         self.device = torch.device(device)
         self.objective = objective
         self.num_updates = 0
         self._mesh = mesh
         self._group = storage_group
         self._data, self._part = _mesh_position(mesh)
-        self._schedule = (warmup_steps, total_steps, final_lr_fraction, decay_fraction)
+        self._schedule = (warmup_steps, total_steps, final_lr_fraction, decay_fraction, lr_decay)
         self._learning_rate = learning_rate
         self._max_grad_norm = max_grad_norm
         self._precision = precision
@@ -223,25 +276,27 @@ class Learner:
         sums = MetricSums()
         for share, anchor in zip(shares, anchors, strict=True):
             self._update(share, anchor, sums)
-        return sums.metrics(self._reduce) | sizes(batches) | {"seconds": time.perf_counter() - started}
+        return sums.metrics(self._reduce) | _sizes(batches) | {"seconds": time.perf_counter() - started}
 
     @torch.no_grad()
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[FloatArray]:
         """Return each sequence's log-probabilities under the current parameters, [T], 0 where masked.
 
-        Computed one sequence at a time, unpacked: the reference for comparing engines.
+        Sequences share rows, as they do in ``step``, so that a comparison with an engine covers packing.
         """
         self.model.eval()
         index, count = self._data
-        rows = [torch.zeros(len(one)) for one in sequences]
-        for turn, micro in enumerate(deal([one_row(one) for one in sequences], index, count)):
+        lengths = [len(one) for one in sequences]
+        rows = shared_rows(lengths) if self.packs_rows else [[number] for number in range(len(lengths))]
+        micros = [one_row(*(sequences[number] for number in row)) for row in rows]
+        scored = torch.zeros(sum(lengths))
+        places = torch.arange(sum(lengths)).split(lengths)
+        for turn, micro in enumerate(deal(micros, index, count)):
             scores = self._forward(self._scorer, micro)[0].float().cpu()
             if (number := turn * count + index) < len(rows):
-                positions = torch.arange(len(rows[number]))[None]
-                rows[number][select_sampled(positions, micro, self._part)] = scores
-        lengths = [len(one) for one in sequences]
-        together = self._reduce(torch.cat(rows), "sum").cpu() if rows else torch.zeros(0)
-        return [row.numpy() for row in together.split(lengths)]
+                place = torch.cat([places[one] for one in rows[number]])
+                scored[select_sampled(place[None], micro, self._part)] = scores
+        return [row.numpy() for row in self._reduce(scored, "sum").cpu().split(lengths)]
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return name -> parameter, detached; tied parameters appear once.
@@ -275,6 +330,9 @@ class Learner:
             if self._lora is None or is_adapter(name):
                 whole = full(value.detach())
                 weights |= {name: host_copy(whole)} if writes else {}
+        if self._lora is None and writes:
+            buffers = persistent_buffers(self.model)
+            weights |= {name: host_copy(value) for name, value in buffers.items()}
         state = {name: host_copy(value) for name, value in self._state().items()}
         return Snapshot(model=self.model, weights=weights, lora=self._lora, state=state, group=self._group)
 
@@ -383,7 +441,7 @@ class Learner:
         if self._mesh is None:
             module.to(self.device)
         module.eval()
-        check_head(model, next(module.parameters()).device)
+        check_head(model)
         if self._part != WHOLE and self._mesh is not None:
             use_sequence_parallel(model, self._mesh.get_group("sequence"))
         elif self._attention != "sdpa":

@@ -6,13 +6,15 @@ materialized.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
+from agentrl_train.architecture import attention_masks, has_masks, read_logits
 from agentrl_train.types import MicroBatch, TokenSequence
 
 if TYPE_CHECKING:
@@ -71,7 +73,7 @@ def sampled_logprobs(
     head = model.get_output_embeddings()
 
     def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = head(hidden).float() / temperature
+        logits = read_logits(model, hidden).float() / temperature
         logprobs = logits.log_softmax(-1)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = -(logprobs.exp() * logprobs).sum(-1)
@@ -103,12 +105,6 @@ def padding_free(micro: MicroBatch) -> MicroBatch:
     return MicroBatch(**fields | {"segment_ids": begins.cumsum(0)[None]})
 
 
-def packs_rows(model: PreTrainedModel) -> bool:
-    """Return whether the model supports packed rows: full attention in every layer."""
-    layer_types = getattr(model.config, "layer_types", None) or ["full_attention"]
-    return set(layer_types) == {"full_attention"}
-
-
 def use_flash(model: PreTrainedModel, name: str) -> None:
     """Switch a model to flash-attn; raises ``ValueError`` if it is not available."""
     try:
@@ -123,49 +119,55 @@ def uses_flash(model: PreTrainedModel) -> bool:
     return str(model.config._attn_implementation).startswith("flash_attention")
 
 
-def check_head(model: PreTrainedModel, device: torch.device) -> None:
-    """Raise ``ValueError`` if the model caps or scales the logits after its head."""
-    ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
-    with torch.no_grad():
-        whole = model(input_ids=ids, use_cache=False).logits
-        plain = model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False)[0])
-    if not torch.allclose(whole.float(), plain.float(), rtol=1e-2, atol=1e-3):
-        raise ValueError(
-            f"{type(model).__name__} caps or scales its logits after the head, which the learner "
-            "does not reproduce; train a model whose logits are the head's output."
-        )
+def one_row(*sequences: TokenSequence) -> MicroBatch:
+    """Return sequences as a micro-batch of one row."""
 
+    def joined(name: str) -> Tensor:
+        return torch.cat([torch.from_numpy(getattr(one, name)) for one in sequences])[None]
 
-def one_row(one: TokenSequence) -> MicroBatch:
-    """Return a sequence as a micro-batch of one row."""
-    mask = torch.from_numpy(one.loss_mask)[None]
+    mask = joined("loss_mask")
+    numbers = torch.arange(1, len(sequences) + 1)
     return MicroBatch(
-        token_ids=torch.from_numpy(one.token_ids)[None],
-        position_ids=torch.arange(len(one))[None],
-        segment_ids=torch.ones(1, len(one), dtype=torch.int64),
+        token_ids=joined("token_ids"),
+        position_ids=torch.cat([torch.arange(len(one)) for one in sequences])[None],
+        segment_ids=numbers.repeat_interleave(torch.tensor([len(one) for one in sequences]))[None],
         loss_mask=mask,
-        logprobs=torch.from_numpy(one.logprobs)[None],
-        advantages=torch.from_numpy(one.advantages)[None],
+        logprobs=joined("logprobs"),
+        advantages=joined("advantages"),
         weights=mask,
     )
 
 
-def _inputs(
-    model: PreTrainedModel, micro: MicroBatch, part: Part, *, device: torch.device
-) -> dict[str, Tensor]:
+def shared_rows(lengths: Sequence[int]) -> list[list[int]]:
+    """Distribute sequences over rows as long as the longest; the two shortest always fit into one."""
+    shortest = sorted(lengths)[:2]
+    room = max(*lengths, sum(shortest)) if lengths else 0
+    rows: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
+        fitting = (row for row in rows if sum(lengths[one] for one in row) + lengths[number] <= room)
+        if (row := next(fitting, None)) is None:
+            rows.append(row := [])
+        row.append(number)
+    return rows
+
+
+def _inputs(model: PreTrainedModel, micro: MicroBatch, part: Part, *, device: torch.device) -> dict[str, Any]:
     """Return the inputs of the model body: tokens and, where needed, positions and mask.
 
-    Packed rows get a block-causal mask [rows, 1, row length, row length] over whole rows, also where a rank
-    holds a slice of them. Flash attention derives the boundaries from the positions and needs no mask.
+    Packed rows get masks [rows, 1, row length, row length] over whole rows, also where a rank holds a slice
+    of them. Flash attention derives the boundaries from the positions and needs no mask.
     """
     packed = _is_packed(micro, model)
-    inputs = {"input_ids": _cut(micro.token_ids, part).to(device)}
+    inputs: dict[str, Any] = {"input_ids": _cut(micro.token_ids, part).to(device)}
     if packed or part != WHOLE:
         inputs["position_ids"] = _cut(micro.position_ids, part).to(device)
     if packed and not uses_flash(model):
         segments = _padded(micro.segment_ids, part).to(device)
         same = segments[:, None, :, None] == segments[:, None, None, :]
-        inputs["attention_mask"] = same.tril()
+        places = _padded(micro.position_ids, part).to(device)[:, None]
+        inputs["attention_mask"] = attention_masks(
+            model, same.tril(), queries=places[..., None], keys=places[..., None, :]
+        )
     return inputs
 
 
@@ -176,9 +178,9 @@ def _is_packed(micro: MicroBatch, model: PreTrainedModel) -> bool:
     without a mask. Raises ``ValueError`` if the model does not support packed rows.
     """
     packed = int(micro.segment_ids.max()) > 1
-    if packed and not packs_rows(model):
+    if packed and not has_masks(model):
         raise ValueError(
-            "this model has layers other than full attention, which do not separate packed sequences; "
+            "this model has layers without attention, which do not separate packed sequences; "
             "pack with packed=False, one sequence per row."
         )
     return packed

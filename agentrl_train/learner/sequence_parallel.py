@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from agentrl_train.learner.logprobs import packs_rows
+from agentrl_train.architecture import FULL, layer_kinds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,9 +37,10 @@ def use_sequence_parallel(model: PreTrainedModel, group: dist.ProcessGroup) -> N
             f"train.sequence_parallel = {size} does not divide the model's {heads} attention heads; "
             "use a number that does."
         )
-    if not packs_rows(model):
+    if layer_kinds(model) != {FULL} or not model._supports_sdpa:
         raise ValueError(
-            "train.sequence_parallel needs a model with full attention in every layer; set it to 1."
+            "train.sequence_parallel needs a model with full attention in every layer, without attention "
+            "sinks or capped scores; set it to 1."
         )
 
     def attend(

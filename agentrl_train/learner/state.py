@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from agentrl_train.architecture import persistent_buffers
 from agentrl_train.errors import CheckpointError
 from agentrl_train.learner.lora import Lora, adapter_base, read_adapter, save_adapter
 from agentrl_train.learner.shards import open_shards, raise_together, write_shards
@@ -117,11 +118,16 @@ def read_weights(folder: Path, model: PreTrainedModel) -> None:
     if kind != model.config.model_type:
         raise _different_model(folder)
     read = type(model).from_pretrained(str(folder / MODEL), dtype=torch.float32)
-    weights = {name: value.detach() for name, value in read.named_parameters()}
+    weights = _stored(read)
     shapes = {name: value.shape for name, value in weights.items()}
-    if shapes != {name: value.shape for name, value in model.named_parameters()}:
+    if shapes != {name: value.shape for name, value in _stored(model).items()}:
         raise _different_model(folder)
     fill(model, weights)
+
+
+def _stored(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the parameters and buffers that a checkpoint contains, tied parameters once."""
+    return dict(model.named_parameters()) | persistent_buffers(model)
 
 
 def _different_model(folder: Path) -> CheckpointError:
@@ -131,10 +137,11 @@ def _different_model(folder: Path) -> CheckpointError:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, whole: Mapping[str, Tensor]) -> None:
-    """Copy full tensors into the named parameters, each rank into its shard."""
+def fill(model: PreTrainedModel, whole: Mapping[str, Tensor]) -> None:
+    """Copy full tensors into the named parameters and buffers, each rank into its shard."""
+    stored = _stored(model)
     for name, value in whole.items():
-        parameter = model.get_parameter(name)
+        parameter = stored[name]
         if isinstance(parameter, DTensor):
             mine = distribute_tensor(
                 value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None

@@ -171,6 +171,7 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
                 train=config.train,
                 max_context=config.engine.max_context,
                 tolerance=tolerance(config),
+                truncated=config.engine.truncates,
                 seed=config.run.seed,
                 bad_batches=folder / "bad_batches",
                 inherited=() if config.engine.deterministic else saved.keys(),
@@ -256,6 +257,8 @@ def make_window(
     Raises:
         ConfigError: the configuration does not fit the run that is resumed.
     """
+    if unknown := config.rollout.max_turns.keys() - {source.task for source in sources}:
+        raise ConfigError(f"rollout.max_turns names {sorted(unknown)[0]!r}, which is not a task of this run")
     window = WorkWindow(
         Mixer(sources, seed=config.run.seed),
         groups_per_step=config.rollout.groups_per_step,
@@ -285,7 +288,7 @@ def make_actor(
         engine=policy.engine,
         chat=policy.chat,
         clients=served.clients,
-        sampling=config.engine,
+        sampling=config.evaluation_engine if evaluation else config.engine,
         rollout=rollout,
         slots=slots,
         trace=trace,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from agentrl_train.architecture import CheckpointNames
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.pool import EnginePool
 from agentrl_train.engine.torch import TorchEngine
@@ -65,7 +66,7 @@ def make_engine(
     engine = config.engine
     if engine.kind == "vllm" or launcher.separate_engines:
         return _engine_pool(
-            config, path=path, stop_token_ids=stop_token_ids, threads=threads, launcher=launcher
+            config, model=model, path=path, stop_token_ids=stop_token_ids, threads=threads, launcher=launcher
         )
     device = launcher.devices.torch_engine_device or engine.device
     return TorchEngine(
@@ -81,7 +82,13 @@ def make_engine(
 
 
 def _engine_pool(
-    config: RunConfig, *, path: str, stop_token_ids: Sequence[int], threads: int, launcher: Launcher
+    config: RunConfig,
+    *,
+    model: PreTrainedModel,
+    path: str,
+    stop_token_ids: Sequence[int],
+    threads: int,
+    launcher: Launcher,
 ) -> EnginePool:
     """Return engines in separate processes."""
     engine, vllm = config.engine, config.engine.vllm
@@ -123,6 +130,7 @@ def _engine_pool(
         push=vllm.push,
         python=python,
         spawn=launcher.spawn,
+        **({"convert": CheckpointNames(model)} if engine.kind == "vllm" else {}),
     )
 
 
@@ -255,6 +263,7 @@ def learner_options(config: RunConfig, *, model: PreTrainedModel) -> dict[str, A
         "warmup_steps": train.warmup_steps * train.minibatches,
         "total_steps": config.run.steps * train.minibatches,
         "final_lr_fraction": train.final_lr_fraction,
+        "lr_decay": train.lr_decay,
         "max_grad_norm": train.max_grad_norm,
         "spike_factor": train.spike_factor,
         "temperature": config.engine.temperature,

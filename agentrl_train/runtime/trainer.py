@@ -47,6 +47,7 @@ class StepTrainer:
         train: TrainSection,
         max_context: int,
         tolerance: Drift = FLOAT32,
+        truncated: bool = False,
         seed: int = 0,
         bad_batches: Path,
         inherited: Collection[int] = frozenset(),
@@ -57,6 +58,7 @@ class StepTrainer:
 
         ``bad_batches`` is the folder for the groups of rejected updates. ``inherited`` are the groups of a
         resumed run: their versions may refer to lost weights, so their log-probabilities cannot be compared.
+        ``truncated`` tells that improbable tokens were never sampled.
         ``turn`` is the context in which the learner owns devices that it may share with the engine.
         """
         self.learner = learner
@@ -65,6 +67,7 @@ class StepTrainer:
         self._train = train
         self._max_context = max_context
         self._tolerance = tolerance
+        self._truncated = truncated
         self._seed = seed
         self._bad_batches = bad_batches
         self._inherited = inherited
@@ -187,9 +190,9 @@ class StepTrainer:
             chosen = chosen[:1]
         self._checked_all = True
         ours = self.learner.logprobs(chosen)
-        found = drift(ours, chosen, version=version)
+        found = drift(ours, chosen, version=version, truncated=self._truncated)
         require_agreement(found, tolerance=self._tolerance, version=version)
-        return drift(ours[:1], chosen[:1], version=version)
+        return drift(ours[:1], chosen[:1], version=version, truncated=self._truncated)
 
 
 def staleness(

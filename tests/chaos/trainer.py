@@ -25,7 +25,7 @@ def break_on(number: signal.Signals) -> None:
     """Make the next forward pass after a signal fail."""
     broken: list[int] = []
     signal.signal(number, lambda *_: broken.append(1))
-    whole = Scheduler._forward
+    whole = Scheduler._logits
 
     def forward(self: Scheduler, *args: Any, **options: Any) -> Any:
         if broken:
@@ -33,7 +33,7 @@ def break_on(number: signal.Signals) -> None:
             raise RuntimeError("the device is lost")
         return whole(self, *args, **options)
 
-    Scheduler._forward = forward  # type: ignore[method-assign]
+    Scheduler._logits = forward  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -65,6 +65,15 @@ async def test_turns_append_tokens_and_mask_covers_sampled_tokens(
     assert (row.loss_mask > 0).tolist() == sampled
 
 
+async def test_turn_limit_of_a_task_ends_its_episodes(client: EnvClient) -> None:
+    engine = ScriptedEngine(CHAT, always(DOWN))
+    trajectory = await make_actor(engine, client, max_turns={EPISODE.task: 2, "other": 1}).sibling(EPISODE)
+    assert (trajectory.end, len(trajectory.turns)) == (EpisodeEnd.TRUNCATED_TURNS, 2)
+    assert (trajectory.reward, trajectory.error) == (0.0, None)
+    ended = await make_actor(engine, client, max_turns={EPISODE.task: 3}).sibling(EPISODE)
+    assert (ended.end, ended.reward) == (EpisodeEnd.TERMINATED, 1.0)
+
+
 async def test_environment_failure_is_retried_in_fresh_session(client: EnvClient) -> None:
     Countdown.broken_steps = 1
     engine = ScriptedEngine(CHAT, always(DOWN))

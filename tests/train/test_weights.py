@@ -29,6 +29,13 @@ def test_drift_compares_only_tokens_of_version() -> None:
     assert drift([trainer], [sequence], version=3) == Drift()
 
 
+def test_drift_of_truncated_sampling_counts_only_what_the_engine_finds_less_probable() -> None:
+    sequence = sampled([-1.0, -2.0, -3.0], [2, 2, 2])
+    trainer = np.array([9.0, 9.0, -1.7, -2.4, -2.9])
+    found = drift([trainer], [sequence], version=2, truncated=True)
+    assert (found.worst, found.mean) == (pytest.approx(0.1), pytest.approx(0.1 / 3))
+
+
 def test_single_outliers_are_accepted_if_mean_is_within_tolerance() -> None:
     coarse = Drift(worst=math.inf, mean=0.1)
     require_agreement(Drift(worst=0.6, mean=0.04), tolerance=coarse, version=1)

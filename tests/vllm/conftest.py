@@ -62,12 +62,18 @@ def python(model_folder: Path) -> str:
 def start_engine(python: str, model_folder: Path) -> Callable[..., EnginePool]:
     """Return a function that starts an engine; the caller closes it."""
 
-    def start(*, model: Path = model_folder, kv_gib: float = 0.0625, **settings: object) -> EnginePool:
+    def start(
+        *,
+        model: Path = model_folder,
+        kv_gib: float = 0.0625,
+        max_context: int = MAX_CONTEXT,
+        **settings: object,
+    ) -> EnginePool:
         options = ServingOptions(
             model=str(model),
             stop_token_ids=[STOP],
             max_sessions=16,
-            max_context=MAX_CONTEXT,
+            max_context=max_context,
             kv_gib=kv_gib,
         )
         return EnginePool(

@@ -82,9 +82,20 @@ class EngineSection(Section):
     """Token limit of one turn."""
     temperature: NonNegative = 1.0
     """Divides the logits, at sampling and in the loss."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Sample from the most probable tokens that hold this share of the probability; 1 is all."""
+    top_k: CountOrOff = 0
+    """Sample from this many of the most probable tokens; 0 is all."""
+    min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Sample from the tokens at least this share as probable as the most probable one; 0 is all."""
     deterministic: bool = False
     """Make synchronous runs reproducible bit for bit on one machine, also across kill and resume; slower."""
     vllm: VllmSection = VllmSection()
+
+    @property
+    def truncates(self) -> bool:
+        """Return whether improbable tokens are never sampled."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     def problems(self) -> list[str]:
         """Return violated constraints between the fields of this section, one sentence each."""
@@ -201,7 +212,9 @@ class TrainSection(Section):
     warmup_steps: CountOrOff = 0
     """Warm-up updates of the learning rate."""
     final_lr_fraction: Fraction = 1.0
-    """The learning rate decays linearly to this share of its peak over the run."""
+    """The learning rate decays to this share of its peak over the run."""
+    lr_decay: Literal["linear", "cosine"] = "linear"
+    """Shape of that decay."""
     max_grad_norm: Positive = 1.0
     """Gradient clipping norm."""
     minibatches: Count = 1
@@ -378,6 +391,8 @@ class RolloutSection(Section):
     """Cross-policy sampling: probability that a turn is sampled by the stale policy; 0 is off."""
     stale_interval: Count = 10
     """Steps between two refreshes of the stale policy."""
+    max_turns: dict[str, Count] = Field(default_factory=dict)
+    """Turn limit of the episodes of a task, where it is to be lower than the environment's own."""
 
     @property
     def stall_timeout_s(self) -> float:
@@ -422,6 +437,8 @@ class EvalSection(Section):
     """Episodes per sample; more than one gives pass@k."""
     every: CountOrOff = 0
     """Steps between two evaluations; 0 is only at the start and the end."""
+    temperature: NonNegative | None = None
+    """Temperature of evaluations, 0 is greedy; left out, that of training with its truncation."""
 
 
 class MetricsSection(Section):
@@ -470,6 +487,14 @@ class RunConfig(Section):
         return ("current", "stale") if self.rollout.stale_fraction > 0 else ("current",)
 
     @property
+    def evaluation_engine(self) -> EngineSection:
+        """Return the engine section with the sampling of evaluations."""
+        if self.eval.temperature is None:
+            return self.engine
+        whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        return self.engine.model_copy(update={"temperature": self.eval.temperature, **whole})
+
+    @property
     def engine_gpus(self) -> int:
         """Return the number of GPUs of the engine, if it runs on GPUs."""
         vllm = self.engine.vllm
@@ -499,7 +524,7 @@ class RunConfig(Section):
         if self.engine.temperature == 0.0:
             found.append(
                 "engine.temperature = 0 makes all siblings of a group equal, which gives no learning signal: "
-                "use a temperature above 0"
+                "use a temperature above 0; eval.temperature = 0 evaluates greedily"
             )
         if self.engine.deterministic and rollout.max_staleness > 0:
             found.append(
@@ -510,6 +535,11 @@ class RunConfig(Section):
             found.append(
                 "engine.deterministic excludes the stale policy, whose weights are not in checkpoints: set "
                 "rollout.stale_fraction to 0"
+            )
+        if self.engine.truncates and self.train.importance_cap is None:
+            found.append(
+                "engine.top_p, top_k and min_p sample from another distribution than the trained one: set "
+                "train.importance_cap, which weighs each token by their ratio"
             )
         episodes = rollout.groups_per_step * rollout.group_size
         if self.train.minibatches > episodes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from dataclasses import fields
 
 from safetensors import safe_open
 
@@ -65,9 +66,7 @@ class Server:
         return result
 
     async def _generate(self, frame: Frame) -> Frame:
-        sampling = SamplingParams(
-            max_new_tokens=frame["max_new_tokens"], temperature=frame["temperature"], seed=frame["seed"]
-        )
+        sampling = SamplingParams(**{field.name: frame[field.name] for field in fields(SamplingParams)})
         done = await self._engine.generate(
             frame["token_ids"], sampling=sampling, session_key=frame["session"]
         )

@@ -103,13 +103,13 @@ async def test_failed_scheduler_is_rebuilt_and_every_request_answered(
 ) -> None:
     engine = make_engine()
     undisturbed = await play(engine, range(12), None)
-    steps, whole = iter(range(10**6)), Scheduler._decode_rows
+    steps, whole = iter(range(10**6)), Scheduler._run
 
     def breaks(self: Scheduler, *args: object, **options: object) -> None:
         if next(steps) % 90 == 89:
             raise RuntimeError("the forward pass breaks")
         whole(self, *args, **options)
 
-    monkeypatch.setattr(Scheduler, "_decode_rows", breaks)
+    monkeypatch.setattr(Scheduler, "_run", breaks)
     assert await play(engine, range(12), None) == undisturbed
     await engine.close()

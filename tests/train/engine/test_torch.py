@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from copy import deepcopy
 
 import pytest
 import torch
@@ -249,9 +250,8 @@ async def test_other_architecture_is_supported() -> None:
         intermediate_size=64,
         max_position_embeddings=256,
     )
-    model = LlamaForCausalLM(config)
-    model.eval()
-    engine = TorchEngine({"current": model}, stop_token_ids=[2], max_sequences=2, max_context=64)
+    model = LlamaForCausalLM(config).eval()
+    engine = TorchEngine({"current": deepcopy(model)}, stop_token_ids=[2], max_sequences=2, max_context=64)
     completion = await engine.generate(prompt(1), sampling=SamplingParams(max_new_tokens=10), session_key="a")
     expected = reference_logprobs(model, prompt(1), completion)
     assert float((expected - torch.tensor(completion.logprobs)).abs().max()) < 1e-4

@@ -344,6 +344,8 @@ def test_learning_rate_schedule():
     late = [lr_fraction(i, 2, 12, 0.0, 0.4) for i in range(12)]
     assert late == pytest.approx([0.5] + [1.0] * 7 + [0.75, 0.5, 0.25, 0.0])
     assert [lr_fraction(i) for i in (0, 5, 10**6)] == [1.0, 1.0, 1.0]
+    cosine = [lr_fraction(i, 2, 6, 0.1, 1.0, "cosine") for i in range(8)]
+    assert cosine == pytest.approx([0.5, 1.0, 0.8682, 0.55, 0.2318, 0.1, 0.1, 0.1], abs=1e-4)
 
 
 def test_updates_follow_learning_rate():

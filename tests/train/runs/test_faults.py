@@ -344,7 +344,7 @@ async def test_repeatedly_failing_engine_raises_engine_broken(
     def breaks(self: Scheduler, *args: object, **options: object) -> None:
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr(Scheduler, "_forward", breaks)
+    monkeypatch.setattr(Scheduler, "_logits", breaks)
     engine = TorchEngine({"current": make_model()}, stop_token_ids=[2], max_sequences=2, max_context=64)
     sampling = SamplingParams(max_new_tokens=4)
     for _ in range(2):

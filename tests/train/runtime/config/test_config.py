@@ -139,6 +139,9 @@ def test_missing_environment_folder_is_reported(config_file: Path):
         (["rollout.group_size=1"], "compares siblings"),
         (["rollout.group_size=1", "advantage.baseline=none"], "spread of siblings"),
         (["engine.temperature=0"], "siblings of a group equal"),
+        (["engine.top_p=0.9"], "set train.importance_cap"),
+        (["engine.top_k=-1"], "engine.top_k"),
+        (["engine.top_p=0"], "engine.top_p"),
         (["engine.max_new_tokens=4096"], "to leave room for the prompt"),
         (["rollout.max_staleness=1", "rollout.window=10"], "can be at most"),
         (["train.minibatches=65"], "more than the 64 episodes"),
@@ -151,6 +154,13 @@ def test_missing_environment_folder_is_reported(config_file: Path):
 )
 def test_invalid_values_are_rejected_with_reason(config_file: Path, overrides: list[str], reason: str):
     assert reason in refusal(config_file, *overrides)
+
+
+def test_evaluations_have_their_own_temperature_without_truncation(config_file: Path):
+    settings = ["engine.top_p=0.9", "engine.temperature=0.7", "train.importance_cap=2"]
+    assert load_config(config_file, settings).evaluation_engine.top_p == 0.9
+    greedy = load_config(config_file, [*settings, "eval.temperature=0"]).evaluation_engine
+    assert (greedy.temperature, greedy.top_p, greedy.max_new_tokens) == (0.0, 1.0, 256)
 
 
 def test_synchronous_run_accepts_any_window(config_file: Path):

@@ -1,0 +1,193 @@
+"""Differences between architectures: attention masks, logits, and the tensors of a checkpoint.
+
+Learner and engines call the body and the head of a model themselves. Here is what lies between and behind
+them: the tokens that each kind of layer attends to, and the scaling and capping of the logits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+LARGE_LOGIT = 100.0
+"""Size of the logits that ``check_head`` tries: capping changes large logits only."""
+
+
+def layer_types(model: PreTrainedModel) -> list[str]:
+    """Return the kind of each layer, such as "full_attention" and "sliding_attention".
+
+    Configurations without ``layer_types`` have windows in every layer or in none.
+    """
+    config = model.config.get_text_config()
+    uniform = SLIDING if getattr(config, "sliding_window", None) else FULL
+    return list(getattr(config, "layer_types", None) or [uniform] * config.num_hidden_layers)
+
+
+def layer_kinds(model: PreTrainedModel) -> set[str]:
+    """Return the kinds of layers that a model has."""
+    return set(layer_types(model))
+
+
+def has_masks(model: PreTrainedModel) -> bool:
+    """Return whether ``attention_masks`` determines what every layer sees."""
+    return layer_kinds(model) <= {FULL, SLIDING, CHUNKED}
+
+
+def attention_masks(
+    model: PreTrainedModel, seen: Tensor, *, queries: Tensor, keys: Tensor
+) -> Tensor | dict[str, Tensor]:
+    """Return the attention mask of a forward pass, or one for each kind of layer.
+
+    Args:
+        model: its layers satisfy ``has_masks``.
+        seen: [rows, 1, queries, keys], true where a layer with full attention sees a token.
+        queries: positions of the queries in their sequences, [rows or 1, 1, queries, 1].
+        keys: positions of the keys in their sequences, [rows or 1, 1, 1, keys].
+    """
+    config = model.config.get_text_config()
+    masks = {}
+    for kind in layer_kinds(model):
+        mask = seen
+        if kind == SLIDING:
+            mask = seen & (queries - keys < config.sliding_window)
+        elif kind == CHUNKED:
+            size = config.attention_chunk_size
+            mask = seen & (queries // size == keys // size)
+        if model.config._attn_implementation == "eager":  # added to the scores
+            lowest = torch.finfo(model.dtype).min
+            mask = torch.zeros_like(mask, dtype=model.dtype).masked_fill_(~mask, lowest)
+        masks[kind] = mask
+    return masks.popitem()[1] if len(masks) == 1 else masks
+
+
+def read_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Return the logits of hidden states, scaled and capped as the model does."""
+    config = model.config.get_text_config()
+    logits: Tensor = model.get_output_embeddings()(hidden)
+    if divisor := getattr(config, "logits_scaling", None):  # Granite
+        logits = logits / divisor
+    if factor := getattr(config, "logit_scale", None):  # Cohere
+        logits = logits * factor
+    if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
+        logits = cap * torch.tanh(logits / cap)
+    return logits
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel) -> None:
+    """Raise ``ValueError`` if the logits of a model are not those of ``read_logits``.
+
+    The hidden states and the output of the head are replaced by random numbers, the latter as large as
+    logits can be, so that the result does not depend on the weights.
+    """
+    generator = torch.Generator().manual_seed(0)
+    heads = model.get_output_embeddings()
+    ids = torch.arange(4, device=heads.weight.device)[None] % heads.weight.shape[0]
+    drawn: dict[str, Tensor] = {}
+    entered: list[Tensor] = []
+
+    def noise(place: str, like: Tensor, scale: float) -> Tensor:
+        if place not in drawn:
+            drawn[place] = torch.randn(like.shape, generator=generator).to(like) * scale
+        return drawn[place]
+
+    def replace_hidden(_: object, __: object, output: Any) -> Any:
+        output.last_hidden_state = noise("hidden", output.last_hidden_state, 1.0)
+        return output
+
+    def replace_logits(_: object, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        entered.append(inputs[0])
+        return noise("logits", output, LARGE_LOGIT)
+
+    hooks = [
+        model.base_model.register_forward_hook(replace_hidden),
+        heads.register_forward_hook(replace_logits),
+    ]
+    try:
+        whole = model(input_ids=ids, use_cache=False).logits
+        plain = read_logits(model, drawn["hidden"])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    same = len(entered) == 2 and torch.equal(entered[0], entered[1])
+    if not (same and torch.allclose(whole.float(), plain.float(), rtol=1e-3, atol=1e-3)):
+        raise ValueError(
+            f"{type(model).__name__} changes hidden states or logits around its head in a way that is not "
+            "known here, so log-probabilities would be wrong: train a model of another architecture."
+        )
+
+
+def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the buffers that belong into a checkpoint, such as the biases of a router."""
+    stored = model.state_dict().keys()
+    return {name: value for name, value in model.named_buffers() if name in stored}
+
+
+class CheckpointNames:
+    """Converts parameters of a model to the names and shapes of its checkpoints, which vLLM reads.
+
+    transformers joins some tensors of a checkpoint in memory, such as the experts of a layer. The conversion
+    takes one layer at a time.
+
+    Args:
+        model: the model, before it is sharded or gets adapters.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        shapes = {name: torch.empty_like(p, device="meta") for name, p in model.named_parameters()}
+        self._layers: list[tuple[list[str], list[str]]] = []
+        for _, names in groupby(shapes, key=_layer):
+            joined = list(names)
+            separate = revert_weight_conversion(model, {name: shapes[name] for name in joined})
+            self._layers.append((joined, list(separate)))
+
+    def __call__(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return a view of ``state``, a name -> parameter mapping, with the names of a checkpoint."""
+        if all(joined == separate for joined, separate in self._layers):
+            return state
+        return _Converted(self._model, self._layers, state)
+
+
+class _Converted(Mapping[str, Tensor]):
+    """Parameters under the names of a checkpoint; the last converted layer is kept."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: list[tuple[list[str], list[str]]],
+        state: Mapping[str, Tensor],
+    ) -> None:
+        self._model = model
+        self._state = state
+        self._sources = {name: joined for joined, separate in layers for name in separate}
+        self._held: Mapping[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._held:
+            self._held = {}
+            joined = {source: self._state[source] for source in self._sources[name]}
+            self._held = revert_weight_conversion(self._model, joined)
+        return self._held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+
+def _layer(name: str) -> str:
+    """Return the part of a parameter name up to the number of its layer."""
+    numbered = re.match(r".*?\.\d+\.", name)
+    return numbered[0] if numbered else ""

@@ -1,0 +1,133 @@
+"""Guessed tokens and shared prefixes change the work of the engine, and nothing that it samples."""
+
+import random
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl_train.engine.reuse import BLOCK, CAPACITY, CONTEXT, MOST, Drafts, PrefixIndex
+from agentrl_train.engine.scheduler import Request, Scheduler, shared_prefix
+from agentrl_train.types import Completion, SamplingParams
+from tests.architectures import tiny
+from tests.conftest import make_model
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The models are too small for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+TOKENS = st.lists(st.integers(0, 3), max_size=60)
+
+
+def play(
+    monkeypatch: pytest.MonkeyPatch,
+    model: torch.nn.Module,
+    *,
+    most: int,
+) -> tuple[dict[tuple[str, int], Completion], int]:
+    """Play sessions that share openings, each again by a second one; return completions and passes.
+
+    New weights are loaded in the middle of completions.
+    """
+    monkeypatch.setattr("agentrl_train.engine.reuse.MOST", most)
+    scheduler = Scheduler(deepcopy(model), name="current", stop_token_ids=[2], num_slots=5, max_context=100)
+    draw, done, passes = random.Random(1), {}, 0
+    opening = [draw.randrange(5, 60) for _ in range(40)]
+    contexts = {f"{n} {wave}": [*opening[: 20 + 3 * n], 5 + n] for wave in "ab" for n in range(6)}
+    weights = {name: p.clone() for name, p in model.named_parameters()}
+    with torch.inference_mode():
+        for turn in range(2):
+            for key, context in contexts.items():
+                request = Request(
+                    session_key=key,
+                    context=context,
+                    sampling=SamplingParams(max_new_tokens=16, top_k=20, seed=100 * turn + int(key[0])),
+                    done=lambda completion, at=(key, turn): done.update({at: completion}),
+                )
+                scheduler.submit(request)
+            while scheduler.busy:
+                scheduler.step()
+                passes += 1
+                if passes == 40:
+                    scheduler.load(weights, policy_version=1)
+            for key, context in contexts.items():
+                contexts[key] = [*context, *done[key, turn].token_ids, 7, 8]
+    return done, passes
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma-2", "gpt-oss", "DeepSeek-V3"])
+def test_guesses_change_no_token_and_no_logprob(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    model = tiny(name)
+    plain, passes = play(monkeypatch, model, most=0)
+    guessed, fewer = play(monkeypatch, model, most=MOST)
+    assert fewer < 0.8 * passes
+    assert guessed.keys() == plain.keys()
+    for at, completion in plain.items():
+        assert guessed[at].token_ids == completion.token_ids
+        assert np.abs(np.array(guessed[at].logprobs) - np.array(completion.logprobs)).max() < 1e-4
+
+
+def test_prefix_is_shared_with_the_session_that_has_the_longest_one() -> None:
+    """Every session begins with the same system prompt, and each task continues in its own way."""
+    scheduler = Scheduler(make_model(), name="current", stop_token_ids=[2], num_slots=24, max_context=256)
+    system = list(range(10, 60))
+    tasks = [[*system, *(100 + (7 * n + i) % 100 for i in range(60))] for n in range(3)]
+    done: list[Completion] = []
+    with torch.inference_mode():
+        for sibling in range(8):
+            for number, task in enumerate(tasks):
+                sampling = SamplingParams(max_new_tokens=2, seed=sibling)
+                scheduler.submit(
+                    Request(
+                        session_key=f"{number} {sibling}", context=task, sampling=sampling, done=done.append
+                    )
+                )
+        while scheduler.busy:
+            scheduler.step()
+    assert len(done) == 24
+    own = sum(len(task) - len(system) for task in tasks)
+    assert scheduler.num_prefilled <= len(system) + own + 24
+
+
+@given(a=TOKENS, b=TOKENS)
+def test_shared_prefix_is_the_longest_one(a: Sequence[int], b: Sequence[int]) -> None:
+    length = shared_prefix(a, b)
+    assert a[:length] == b[:length]
+    assert length == min(len(a), len(b)) or a[length] != b[length]
+
+
+@given(contexts=st.lists(st.lists(st.integers(0, 1), max_size=3 * BLOCK), max_size=6))
+def test_index_finds_all_contexts_that_begin_alike(contexts: Sequence[Sequence[int]]) -> None:
+    index: PrefixIndex[int] = PrefixIndex()
+    for owner, context in enumerate(contexts):
+        index.add(owner, context)
+    for owner, context in enumerate(contexts):
+        blocks = {o: shared_prefix(c, context) // BLOCK for o, c in enumerate(contexts) if o != owner}
+        found = list(index.alike(owner, context))
+        assert sorted(found) == sorted(other for other, count in blocks.items() if count)
+        assert [blocks[other] for other in found] == sorted((blocks[o] for o in found), reverse=True)
+        index.discard(owner)
+        assert owner not in index.alike(-1, context)
+        index.add(owner, context)
+
+
+def test_table_of_guesses_is_bounded_and_forgets_the_oldest() -> None:
+    drafts = Drafts({2})
+    drafts.learn([1] * CONTEXT, [9, 9, 2])
+    assert drafts.guess([1] * CONTEXT, [], most=5) == [9, 9]
+    assert drafts.guess([0, *[1] * CONTEXT], [9], most=5) == [9]
+    for number in range(2 * CAPACITY // 100):
+        drafts.learn([], [number * 100 + i for i in range(100 + CONTEXT)])
+    assert drafts.guess([1] * CONTEXT, [], most=5) == []
+    last = 2 * CAPACITY // 100 * 100 - 100
+    assert drafts.guess([], list(range(last, last + CONTEXT)), most=2) == [last + CONTEXT, last + CONTEXT + 1]
