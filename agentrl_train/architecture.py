@@ -147,6 +147,12 @@ class CheckpointNames:
             separate = revert_weight_conversion(model, {name: shapes[name] for name in joined})
             self._layers.append((joined, list(separate)))
 
+    @property
+    def separated(self) -> set[str]:
+        """Names of the layers that are separate in a checkpoint only, such as ``gate_proj`` of experts."""
+        names = {name for joined, separate in self._layers for name in separate if name not in joined}
+        return {name.split(".")[-2] for name in names}
+
     def __call__(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return a view of ``state``, a name -> parameter mapping, with the names of a checkpoint."""
         if all(joined == separate for joined, separate in self._layers):

@@ -39,6 +39,15 @@ ROUTED: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+GEMMA = ALTERNATING | {"query_pre_attn_scalar": 8}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
 LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
@@ -81,7 +90,8 @@ WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
     "Phi-3": ("phi3", {"sliding_window": WINDOW}),
     "Starcoder2": ("starcoder2", {"sliding_window": WINDOW}),
     "Gemma-2": ("gemma2", ALTERNATING | {"query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0}),
-    "Gemma-3": ("gemma3_text", ALTERNATING | {"query_pre_attn_scalar": 8}),
+    "Gemma-3": ("gemma3_text", GEMMA),
+    "Gemma-3 with images": ("gemma3", {"text_config": GEMMA, "vision_config": VISION}),
     "OLMo-3": ("olmo3", ALTERNATING),
     "Exaone-4": ("exaone4", ALTERNATING),
     "Cohere2": ("cohere2", ALTERNATING | {"logit_scale": 0.25}),
@@ -101,13 +111,16 @@ HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
     "LFM2": ("lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
     "Granite-4": ("granitemoehybrid", MAMBA | MOE),
 }
-WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {}
 ALL = DENSE | WINDOWED | MIXTURES | HYBRID
 
 
 def configuration(name: str, **others: Any) -> PreTrainedConfig:
     """Return the tiny configuration of an architecture, with other options if given."""
     kind, options = ALL[name]
+    if "text_config" in options:
+        return AutoConfig.for_model(
+            kind, **options | {"text_config": SIZES | options["text_config"] | others}
+        )
     return AutoConfig.for_model(kind, **SIZES | options | others)
 
 

@@ -22,7 +22,7 @@ from tests.architectures import VOCABULARY, WINDOW, tiny
 pytestmark = pytest.mark.vllm
 
 TOLERANCE = 1e-3
-SERVABLE = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 64, "moe_intermediate_size": 64}
+SERVABLE = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 64, "moe_intermediate_size": 64}
 """Sizes that the kernels of vLLM take."""
 
 
@@ -34,7 +34,9 @@ def played(engine: EnginePool, *, version: int) -> list[TokenSequence]:
     async def sampled() -> list[TokenSequence]:
         sampling = SamplingParams(max_new_tokens=2 * WINDOW, temperature=1.0, seed=version)
         return [
-            probe_sequence(context, await engine.generate(context, sampling=sampling, session_key=str(number)))
+            probe_sequence(
+                context, await engine.generate(context, sampling=sampling, session_key=str(number))
+            )
             for number, context in enumerate(contexts)
         ]
 
