@@ -80,11 +80,16 @@ def read_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
-    """Raise ``ValueError`` if the logits of a model are not those of ``read_logits``.
+    """Raise ``ValueError`` if the logits of a model are not ``read_logits`` of its body.
 
     The hidden states and the output of the head are replaced by random numbers, the latter as large as
     logits can be, so that the result does not depend on the weights.
     """
+    if model.base_model is model:
+        raise ValueError(
+            f"{type(model).__name__} does not say which part of it comes before the head, so it cannot be "
+            "trained: use a model of another architecture."
+        )
     generator = torch.Generator().manual_seed(0)
     heads = model.get_output_embeddings()
     ids = torch.arange(4, device=heads.weight.device)[None] % heads.weight.shape[0]

@@ -11,17 +11,19 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agentrl_train.architecture import CheckpointNames, check_head, has_masks
+from agentrl_train import architecture
+from agentrl_train.architecture import CheckpointNames, check_head
 from agentrl_train.batch import pack
 from agentrl_train.engine.torch import TorchEngine
-from agentrl_train.errors import EngineError, WeightMismatch
+from agentrl_train.errors import ConfigError, EngineError, WeightMismatch
 from agentrl_train.learner import Learner, Lora
-from agentrl_train.learner.logprobs import one_row, sampled_logprobs, select_sampled
+from agentrl_train.learner.logprobs import one_row, sampled_logprobs
+from agentrl_train.runtime.models import load_policy
 from agentrl_train.types import SamplingParams, TokenSequence
 from agentrl_train.weights import FLOAT32, drift, probe_sequence, require_agreement
-from tests.architectures import ALL, HYBRID, MIXTURES, VOCABULARY, WINDOW, WINDOWED, persistent, tiny
+from tests.architectures import ALL, HYBRID, REFUSED, VOCABULARY, WINDOW, WINDOWED, persistent, tiny
 
 IDS = torch.randint(1, VOCABULARY, (1, 3 * WINDOW), generator=torch.Generator().manual_seed(1))
 MASKED = [name for name in ALL if name not in HYBRID]
@@ -62,6 +64,11 @@ def trained(model: PreTrainedModel, **options: object) -> Learner:
     return learner
 
 
+def agree(learner: Learner, sequences: list[TokenSequence]) -> None:
+    """Compare as a run does before each update."""
+    require_agreement(drift(learner.logprobs(sequences), sequences, version=0), tolerance=FLOAT32, version=0)
+
+
 async def played(engine: TorchEngine, *, version: int) -> list[TokenSequence]:
     """Return sequences of two turns, beyond the window, sampled side by side."""
     rng = np.random.default_rng(version)
@@ -94,9 +101,7 @@ async def test_torch_engine_agrees_with_learner_before_and_after_push(name: str)
 
 @pytest.mark.parametrize("name", HYBRID)
 def test_torch_engine_refuses_layers_without_attention(name: str) -> None:
-    with pytest.raises(
-        EngineError, match="does not support models with layers of type .* set engine.kind = 'vllm'"
-    ):
+    with pytest.raises(EngineError, match=r"does not support models with layers of type .* 'vllm'"):
         TorchEngine({"current": tiny(name)}, stop_token_ids=[], max_sequences=4, max_context=96)
 
 
@@ -121,11 +126,12 @@ def test_layers_without_attention_are_trained_one_sequence_per_row(name: str) ->
 
 
 @every
-def test_checkpoint_is_complete(name: str, tmp_path: Path) -> None:
+def test_checkpoint_is_complete(name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     learner = trained(tiny(name))
     expected = logits(learner.model)
     learner.snapshot().write(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    tokenizer.save_pretrained(tmp_path / "model")
+    loaded, _ = load_policy(str(tmp_path / "model"))
     assert torch.allclose(logits(loaded), expected, atol=1e-5)
     resumed = Learner(tiny(name, seed=1), learning_rate=1e-2)
     resumed.load(tmp_path)
@@ -144,14 +150,18 @@ def test_pushed_tensors_are_those_of_a_checkpoint(name: str, tmp_path: Path) -> 
 
 @every
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT asks transformers
-def test_peft_reproduces_adapter(name: str, tmp_path: Path) -> None:
+def test_peft_reproduces_adapter(name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     tiny(name).save_pretrained(tmp_path / "base")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    tokenizer.save_pretrained(tmp_path / "base")
+    model, _ = load_policy(str(tmp_path / "base"))
     learner = trained(model, lora=Lora(rank=4, alpha=8.0))
     expected = logits(learner.model)
     assert not torch.allclose(expected, logits(tiny(name)), atol=1e-2)
     learner.snapshot().write(tmp_path / "run")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    assert not any(
+        "vision" in name for name, value in learner.model.named_parameters() if value.requires_grad
+    )
+    base, _ = load_policy(str(tmp_path / "base"))
     peft = PeftModel.from_pretrained(base, str(tmp_path / "run" / "model"))
     assert torch.allclose(logits(peft), expected, atol=1e-5)
     resumed = Learner(copy.deepcopy(tiny(name)), learning_rate=1e-2, lora=Lora(rank=4, alpha=8.0))
@@ -166,3 +176,46 @@ def test_logits_are_scaled_and_capped_as_by_the_model(name: str) -> None:
     with torch.no_grad():
         model.get_output_embeddings().weight.zero_()  # the check does not depend on the weights
     check_head(model)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_unsupported_architecture_is_refused(
+    name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    tiny(name).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot be loaded: .* use a model of another architecture"):
+        load_policy(str(tmp_path))
+
+
+def test_capped_logits_are_noticed_while_they_are_small() -> None:
+    model = tiny("Qwen3")
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1e-3)
+    plain = model.forward
+
+    def capped(**inputs: object) -> object:
+        output = plain(**inputs)
+        output.logits = 30 * torch.tanh(output.logits / 30)
+        return output
+
+    model.forward = capped  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="changes hidden states or logits around its head"):
+        Learner(model, learning_rate=1e-2)
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_drift_check_covers_packed_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learner that ignores windows in packed rows differs from the engine in the drift check."""
+    learner, sequences = Learner(tiny(name), learning_rate=1e-2), made()
+    alone = [learner.logprobs([one])[0] for one in sequences]
+    for one, row in zip(sequences, alone, strict=True):
+        one.logprobs[:] = row
+    agree(learner, sequences)
+    monkeypatch.setattr(logprobs, "attention_masks", lambda model, seen, **_: seen)
+    if learner.model.config._attn_implementation == "eager":
+        pytest.skip("eager attention takes no mask of this type")
+    with pytest.raises(WeightMismatch):
+        require_agreement(
+            drift(learner.logprobs(sequences), sequences, version=0), tolerance=FLOAT32, version=0
+        )
