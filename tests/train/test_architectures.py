@@ -24,7 +24,7 @@ from agentrl_train.learner.logprobs import one_row, sampled_logprobs
 from agentrl_train.runtime.models import load_policy
 from agentrl_train.types import SamplingParams, TokenSequence
 from agentrl_train.weights import FLOAT32, drift, probe_sequence, require_agreement
-from tests.architectures import ALL, HYBRID, REFUSED, VOCABULARY, WINDOW, WINDOWED, persistent, tiny
+from tests.architectures import ALL, HYBRID, REFUSED, VOCABULARY, WINDOW, WINDOWED, tiny
 
 IDS = torch.randint(1, VOCABULARY, (1, 3 * WINDOW), generator=torch.Generator().manual_seed(1))
 MASKED = [name for name in ALL if name not in HYBRID]
@@ -157,7 +157,7 @@ def test_pushed_tensors_are_those_of_a_checkpoint(name: str, tmp_path: Path) -> 
     pushed = CheckpointNames(model)(dict(model.named_parameters()))
     model.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
-    assert set(pushed) == stored.keys() - persistent(model).keys()
+    assert set(pushed) == stored.keys()
     assert all(torch.equal(value, stored[name]) for name, value in pushed.items())
 
 

@@ -59,7 +59,7 @@ def improve(learner: Learner, engine: EnginePool, *, version: int) -> None:
     assert any(not torch.equal(before[name], value) for name, value in learner.weights().items())
 
 
-@pytest.mark.parametrize("name", ["Qwen3-MoE", "OLMoE", "Mistral-v0.1", "Gemma-3", "OLMo-3"])
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "OLMoE", "GLM-4.5", "Mistral-v0.1", "Gemma-3", "OLMo-3"])
 def test_vllm_agrees_with_learner_before_and_after_pushes(
     name: str, start_engine: Callable[..., EnginePool], tmp_path: Path
 ) -> None:
@@ -67,7 +67,7 @@ def test_vllm_agrees_with_learner_before_and_after_pushes(
     names = CheckpointNames(model)
     model.save_pretrained(tmp_path / "initial")
     learner = Learner(model, learning_rate=0.02)
-    engine = start_engine(model=tmp_path / "initial", max_context=96, convert=names)
+    engine = start_engine(model=tmp_path / "initial", max_context=96, names=names)
     try:
         found = [different(learner, engine, version=0)]
         for version in (1, 2):
