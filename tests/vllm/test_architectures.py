@@ -65,9 +65,9 @@ def test_vllm_agrees_with_learner_before_and_after_pushes(
 ) -> None:
     model: PreTrainedModel = tiny(name, **SERVABLE)
     names = CheckpointNames(model)
-    model.save_pretrained(tmp_path / "initial")
     learner = Learner(model, learning_rate=0.02)
-    engine = start_engine(model=tmp_path / "initial", max_context=96, names=names)
+    learner.snapshot().write(tmp_path)
+    engine = start_engine(model=tmp_path / "model", max_context=96, names=names)
     try:
         found = [different(learner, engine, version=0)]
         for version in (1, 2):

@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 
 from agentrl_train.architecture import CheckpointNames
-from agentrl_train.engine.transfer import SharedWeights, fingerprint
+from agentrl_train.engine.transfer import DeviceWeights, SharedWeights, fingerprint
 from tests.architectures import tiny
 from tests.conftest import make_model
 
@@ -37,6 +37,10 @@ def test_tensors_that_are_not_trained_keep_their_dtype() -> None:
     assert torch.equal(found.pop(bias), model.get_buffer(bias))
     assert {value.dtype for value in found.values()} == {torch.bfloat16}
     assert all(torch.equal(value, state[name].bfloat16()) for name, value in found.items())
+    on_device = DeviceWeights(state, dtype=torch.bfloat16, policy_version=3, exact=names.buffers)
+    assert on_device.fingerprint == weights.fingerprint
+    assert list(on_device.state) == list(state)
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in on_device.state
     weights.close()
 
 
