@@ -66,7 +66,8 @@ async def policy(
     """Load the policy in ``path`` and start its engine; stop the engine on leaving."""
     device, threads = config.engine.device, threads_each(config)
     torch.set_num_threads(threads)
-    model, tokenizer = load_policy(path, device=device)
+    # Sharding moves one block after the other to the device, which need not hold the whole model.
+    model, tokenizer = load_policy(path, device=device if ranks is None else "cpu")
     chat = ChatFormat(tokenizer)
     engine = make_engine(
         config,

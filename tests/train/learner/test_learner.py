@@ -219,6 +219,13 @@ def test_activation_checkpointing_recomputes_layers_and_gives_same_update():
         assert torch.allclose(value, checkpointed[name], atol=1e-5)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dropout_of_a_model_is_off(checkpointing):
+    one = learner(qwen(attention_dropout=0.5), activation_checkpointing=checkpointing)
+    metrics = one.step(pack(on_policy(one, made())))
+    assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-4)
+
+
 def test_unchanged_policy_has_ratio_one_and_zero_kl(model):
     one = learner(model, temperature=0.8)
     metrics = one.step(pack(on_policy(one, made())))
