@@ -18,7 +18,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from agentrl_train.architecture import check_head
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner import adapter_base, merge_adapter
 
@@ -47,7 +46,6 @@ def load_policy(path: str, *, device: str = "cpu") -> tuple[PreTrainedModel, Pre
         known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         kind = AutoModelForCausalLM if known else AutoModelForImageTextToText
         model = kind.from_pretrained(base or path, dtype=torch.float32)
-        check_head(model)
         if base is not None:
             merge_adapter(model, Path(path))
     except (OSError, ValueError, RuntimeError) as error:

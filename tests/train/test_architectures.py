@@ -18,7 +18,7 @@ from agentrl_train import architecture
 from agentrl_train.architecture import CheckpointNames, check_head
 from agentrl_train.batch import pack
 from agentrl_train.engine.torch import TorchEngine
-from agentrl_train.errors import ConfigError, EngineError, WeightMismatch
+from agentrl_train.errors import EngineError, WeightMismatch
 from agentrl_train.learner import Learner, Lora
 from agentrl_train.learner.logprobs import one_row, sampled_logprobs
 from agentrl_train.runtime.models import load_policy
@@ -197,8 +197,11 @@ def test_unsupported_architecture_is_refused(
 ) -> None:
     tiny(name).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"cannot be loaded: .* use a model of another architecture"):
-        load_policy(str(tmp_path))
+    model, _ = load_policy(str(tmp_path))
+    with pytest.raises(
+        ValueError, match=r"Llama4ForCausalLM does not say .* use a model of another"
+    ):
+        Learner(model, learning_rate=1e-2)
 
 
 def test_capped_logits_are_noticed_while_they_are_small() -> None:
