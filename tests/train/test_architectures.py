@@ -198,9 +198,7 @@ def test_unsupported_architecture_is_refused(
     tiny(name).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     model, _ = load_policy(str(tmp_path))
-    with pytest.raises(
-        ValueError, match=r"Llama4ForCausalLM does not say .* use a model of another"
-    ):
+    with pytest.raises(ValueError, match=r"Llama4ForCausalLM does not say .* use a model of another"):
         Learner(model, learning_rate=1e-2)
 
 
