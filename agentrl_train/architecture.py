@@ -85,11 +85,16 @@ def read_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
-    """Raise ``ValueError`` if the logits of a model are not those of ``read_logits``.
+    """Raise ``ValueError`` if the logits of a model are not ``read_logits`` of its body.
 
     The hidden states and the output of the head are replaced by random numbers, the latter as large as
     logits can be, so that the result does not depend on the weights.
     """
+    if model.base_model is model:
+        raise ValueError(
+            f"{type(model).__name__} does not say which part of it comes before the head, so it cannot be "
+            "trained: use a model of another architecture."
+        )
     generator = torch.Generator().manual_seed(0)
     heads = model.get_output_embeddings()
     ids = torch.arange(4, device=heads.weight.device)[None] % heads.weight.shape[0]
@@ -145,35 +150,45 @@ class CheckpointNames:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
+        self.buffers = list(persistent_buffers(model))
+        """Names of tensors of the checkpoint that are not trained; engines keep their dtype."""
         shapes = {name: torch.empty_like(p, device="meta") for name, p in model.named_parameters()}
-        self._layers: list[tuple[list[str], list[str]]] = []
+        self._sources: dict[str, list[str]] = {}
         for _, names in groupby(shapes, key=_layer):
             joined = list(names)
             separate = revert_weight_conversion(model, {name: shapes[name] for name in joined})
-            self._layers.append((joined, list(separate)))
+            self._sources |= dict.fromkeys(separate, joined)
+        self._plain = list(shapes) == list(self._sources) and not self.buffers
+        self.separated = {name.split(".")[-2] for name in self._sources.keys() - shapes.keys()}
+        """Names of layers that are separate in a checkpoint only, such as ``gate_proj`` of experts."""
 
     def __call__(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return a view of ``state``, a name -> parameter mapping, with the names of a checkpoint."""
-        if all(joined == separate for joined, separate in self._layers):
+        if self._plain:
             return state
-        return _Converted(self._model, self._layers, state)
+        buffers = {name: self._model.get_buffer(name) for name in self.buffers}
+        return _Converted(self._model, self._sources, buffers, state)
 
 
 class _Converted(Mapping[str, Tensor]):
-    """Parameters under the names of a checkpoint; the last converted layer is kept."""
+    """The tensors of a checkpoint; the last converted layer is kept."""
 
     def __init__(
         self,
         model: PreTrainedModel,
-        layers: list[tuple[list[str], list[str]]],
+        sources: Mapping[str, list[str]],
+        buffers: Mapping[str, Tensor],
         state: Mapping[str, Tensor],
     ) -> None:
         self._model = model
+        self._sources = sources
+        self._buffers = buffers
         self._state = state
-        self._sources = {name: joined for joined, separate in layers for name in separate}
         self._held: Mapping[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
+        if name in self._buffers:
+            return self._buffers[name]
         if name not in self._held:
             self._held = {}
             joined = {source: self._state[source] for source in self._sources[name]}
@@ -181,10 +196,11 @@ class _Converted(Mapping[str, Tensor]):
         return self._held[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._sources)
+        yield from self._buffers  # first, where wider numbers are aligned in a file
+        yield from self._sources
 
     def __len__(self) -> int:
-        return len(self._sources)
+        return len(self._buffers) + len(self._sources)
 
 
 def _layer(name: str) -> str:

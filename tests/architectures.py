@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 VOCABULARY, WINDOW = 64, 8
 SIZES: dict[str, Any] = {
@@ -39,6 +46,15 @@ ROUTED: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+GEMMA = ALTERNATING | {"query_pre_attn_scalar": 8}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
 LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
@@ -57,6 +73,8 @@ MAMBA = {
     "layer_types": ["mamba", "attention"],
 }
 
+PIXTRAL = VISION | {"model_type": "pixtral", "head_dim": 8}
+
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2.5": ("qwen2", {"tie_word_embeddings": True}),
     "Qwen3": ("qwen3", {"tie_word_embeddings": True}),
@@ -65,6 +83,10 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "SmolLM3": ("smollm3", {"no_rope_layers": [1, 0]}),
     "Mistral": ("mistral", {"sliding_window": None}),
     "Ministral 3": ("ministral3", {"sliding_window": None}),
+    "Mistral Small 3": (
+        "mistral3",
+        {"text_config": {"model_type": "mistral", "sliding_window": None}, "vision_config": PIXTRAL},
+    ),
     "Phi-2": ("phi", {"num_key_value_heads": 4}),
     "Phi-3 long": ("phi3", {"sliding_window": None}),
     "Phi-4-mini": (
@@ -81,13 +103,14 @@ WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
     "Phi-3": ("phi3", {"sliding_window": WINDOW}),
     "Starcoder2": ("starcoder2", {"sliding_window": WINDOW}),
     "Gemma-2": ("gemma2", ALTERNATING | {"query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0}),
-    "Gemma-3": ("gemma3_text", ALTERNATING | {"query_pre_attn_scalar": 8}),
+    "Gemma-3": ("gemma3_text", GEMMA),
+    "Gemma-3 with images": ("gemma3", {"text_config": GEMMA, "vision_config": VISION}),
     "OLMo-3": ("olmo3", ALTERNATING),
     "Exaone-4": ("exaone4", ALTERNATING),
     "Cohere2": ("cohere2", ALTERNATING | {"logit_scale": 0.25}),
 }
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "OLMoE": ("olmoe", MOE),
+    "OLMoE": ("olmoe", MOE | {"norm_topk_prob": False}),
     "Qwen2-MoE": ("qwen2_moe", MOE | {"shared_expert_intermediate_size": 24}),
     "Qwen3-MoE": ("qwen3_moe", MOE),
     "Mixtral": ("mixtral", MOE | {"sliding_window": WINDOW}),
@@ -101,20 +124,40 @@ HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
     "LFM2": ("lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
     "Granite-4": ("granitemoehybrid", MAMBA | MOE),
 }
-WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {}
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama 4": (
+        "llama4",
+        {
+            "text_config": {
+                "num_local_experts": 2,
+                "intermediate_size_mlp": 48,
+                "attention_chunk_size": WINDOW,
+            },
+            "vision_config": VISION
+            | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+        },
+    ),
+}
 ALL = DENSE | WINDOWED | MIXTURES | HYBRID
 
 
 def configuration(name: str, **others: Any) -> PreTrainedConfig:
     """Return the tiny configuration of an architecture, with other options if given."""
-    kind, options = ALL[name]
+    kind, options = (ALL | REFUSED)[name]
+    if "text_config" in options:
+        return AutoConfig.for_model(
+            kind, **options | {"text_config": SIZES | options["text_config"] | others}
+        )
     return AutoConfig.for_model(kind, **SIZES | options | others)
 
 
 def tiny(name: str, seed: int = 0, **others: Any) -> PreTrainedModel:
     """Return a tiny model with random weights."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(configuration(name, **others), dtype=torch.float32)
+    config = configuration(name, **others)
+    has_images = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or name in REFUSED
+    kind = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
+    model: PreTrainedModel = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():  # norms, biases and routers are constant at first
         for value in [*model.parameters(), *persistent(model).values()]:
             if value.ndim <= 1 or not value.any():

@@ -13,7 +13,7 @@ import logging
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from agentrl_train.architecture import CheckpointNames
 from agentrl_train.engine.options import ServingOptions, check_context_length
 from agentrl_train.engine.process import EngineLost, EngineProcess, Spawn
 from agentrl_train.engine.replica_supervisor import ReplicaSupervisor
@@ -31,8 +32,6 @@ from agentrl_train.types import Completion, SamplingParams
 logger = logging.getLogger(__name__)
 
 Push = Literal["in_flight", "drained"]
-State = Mapping[str, torch.Tensor]
-"""Name -> parameter."""
 _Result = TypeVar("_Result")
 
 
@@ -50,7 +49,7 @@ class EnginePool:
             "drained" lets them finish first.
         python: interpreter of the engine processes.
         spawn: creates the engine processes.
-        convert: converts published weights to those that the engines load.
+        names: converts published weights to those of a checkpoint; None sends them as they are.
 
     Satisfies ``Engine``, ``WeightSync`` and ``Sleeper``. The engines start in the background; the first
     call waits.
@@ -68,7 +67,7 @@ class EnginePool:
         push: Push = "in_flight",
         python: str = sys.executable,
         spawn: Spawn = EngineProcess,
-        convert: Callable[[State], State] = lambda state: state,
+        names: CheckpointNames | None = None,
     ) -> None:
         self.max_context = options.max_context
         self._dtype = getattr(torch, options.dtype)
@@ -85,7 +84,7 @@ class EnginePool:
         self._thread.start()
         self._replicas: dict[str, list[ReplicaSupervisor]] = {}
         self._spawn = spawn
-        self._convert = convert
+        self._names = names
         self._submit(self._open(options, policies, replicas, python=python, liveness_s=liveness_s)).result()
 
     async def generate(
@@ -126,7 +125,10 @@ class EnginePool:
             WeightMismatch: an engine holds other weights after the update.
         """
         kind = SharedWeights if self._transfer == "memory" else DeviceWeights
-        weights = kind(self._convert(state), dtype=self._dtype, policy_version=policy_version)
+        exact: Collection[str] = ()
+        if self._names is not None:
+            state, exact = self._names(state), self._names.buffers
+        weights = kind(state, dtype=self._dtype, policy_version=policy_version, exact=exact)
         self._submit(self._publish(weights, policies)).result()
 
     def probe(

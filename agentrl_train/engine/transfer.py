@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from itertools import accumulate
 
 import torch
@@ -18,7 +17,7 @@ Fingerprint = dict[str, int]
 ENTRY_BYTES = 256
 """Upper bound for the header entry of one tensor in a safetensors file."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 
 
 def fingerprint(parameters: Iterable[tuple[str, torch.Tensor]]) -> Fingerprint:
@@ -53,24 +52,32 @@ class SharedWeights:
         state: name -> parameter, as a checkpoint names them.
         dtype: dtype of the engine.
         policy_version: version of these weights.
+        exact: names of tensors that keep their own dtype.
     """
 
-    def __init__(self, state: Mapping[str, torch.Tensor], *, dtype: torch.dtype, policy_version: int) -> None:
+    def __init__(
+        self,
+        state: Mapping[str, torch.Tensor],
+        *,
+        dtype: torch.dtype,
+        policy_version: int,
+        exact: Container[str] = (),
+    ) -> None:
         self.policy_version = policy_version
         self._descriptor = os.memfd_create(f"weights-{policy_version}", os.MFD_CLOEXEC)
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         sums: Counter[str] = Counter()
-        shapes: dict[str, tuple[int, ...]] = {}
+        heads: dict[str, torch.Tensor] = {}
         room = _header_room(state)
         with os.fdopen(self._descriptor, "wb", closefd=False) as file:
             file.seek(room)
             for name, value in state.items():  # one pass: a sharded model is gathered as it is read
-                cast = value.detach().to("cpu", dtype).contiguous()
+                cast = value.detach().to("cpu", value.dtype if name in exact else dtype).contiguous()
                 sums.update(fingerprint([(name, cast)]))
-                shapes[name] = tuple(cast.shape)
+                heads[name] = torch.empty_like(cast, device="meta")
                 file.write(cast.view(-1).view(torch.uint8).numpy().data)
             file.seek(0)
-            file.write(_header(shapes, dtype, room=room))
+            file.write(_header(heads, room=room))
         self.fingerprint: Fingerprint = dict(sums)
 
     def close(self) -> None:
@@ -86,9 +93,19 @@ class DeviceWeights:
     Args as for ``SharedWeights``.
     """
 
-    def __init__(self, state: Mapping[str, torch.Tensor], *, dtype: torch.dtype, policy_version: int) -> None:
+    def __init__(
+        self,
+        state: Mapping[str, torch.Tensor],
+        *,
+        dtype: torch.dtype,
+        policy_version: int,
+        exact: Container[str] = (),
+    ) -> None:
         self.policy_version = policy_version
-        self.state = {name: value.detach().to(dtype, copy=True) for name, value in state.items()}
+        self.state = {
+            name: value.detach().to(value.dtype if name in exact else dtype, copy=True)
+            for name, value in state.items()
+        }
         self.fingerprint = fingerprint(self.state.items())
 
     def close(self) -> None:
@@ -104,12 +121,12 @@ def _header_room(names: Iterable[str]) -> int:
     return 1024 + sum(len(json.dumps(name)) + ENTRY_BYTES for name in names) // 8 * 8
 
 
-def _header(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, *, room: int) -> bytes:
+def _header(tensors: Mapping[str, torch.Tensor], *, room: int) -> bytes:
     """Return the header, ``room`` bytes long, of a safetensors file with these tensors in order."""
-    ends = list(accumulate((math.prod(shape) * dtype.itemsize for shape in shapes.values()), initial=0))
+    ends = list(accumulate((one.numel() * one.element_size() for one in tensors.values()), initial=0))
     entries = {
-        name: {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-        for (name, shape), start, end in zip(shapes.items(), ends, ends[1:], strict=False)
+        name: {"dtype": _NAMES[one.dtype], "shape": list(one.shape), "data_offsets": [start, end]}
+        for (name, one), start, end in zip(tensors.items(), ends, ends[1:], strict=False)
     }
     head = json.dumps(entries).encode().ljust(room - 8)
     return len(head).to_bytes(8, "little") + head

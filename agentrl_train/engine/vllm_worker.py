@@ -12,6 +12,7 @@ import torch
 import vllm.model_executor.layers.utils as layers
 from safetensors import safe_open
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
 from agentrl_train.engine.transfer import Fingerprint, fingerprint
@@ -40,9 +41,20 @@ class WeightReceiver(Worker):  # type: ignore[misc]  # vLLM need not be here whe
     """Mixin of the vLLM worker, called through ``collective_rpc``."""
 
     def receive_weights_from(self, path: str) -> list[str]:
-        """Load the safetensors file ``path`` in place; return the parameters it did not set."""
+        """Load the safetensors file ``path`` in place; return the parameters it did not set.
+
+        Kernels for experts keep them in a layout of their own, which has to be restored.
+        """
+        experts = [layer for layer in self._model.modules() if hasattr(layer, "w13_weight")]
         with set_current_vllm_config(self.vllm_config):
+            if experts:
+                initialize_layerwise_reload(self._model)
             loaded: set[str] = self._model.load_weights(_tensors(path))
+            if experts:
+                finalize_layerwise_reload(self._model, self.vllm_config.model_config)
+                for layer in experts if current_platform.is_cpu() else ():
+                    # vLLM does so after the first load only.
+                    layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
         return sorted(name for name, _ in self._model.named_parameters() if name not in loaded)
 
     def weight_fingerprint(self) -> Fingerprint:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -242,7 +242,6 @@ class Learner:
         self._importance_cap = importance_cap
         self._importance_floor = importance_floor
         self._guard = SpikeGuard(spike_factor)
-        self._activation_checkpointing = activation_checkpointing
         self._temperature = temperature
         self._max_logits = max_logits
         self._attention = attention
@@ -271,8 +270,7 @@ class Learner:
         if uses_flash(self.model):
             shares = [[padding_free(micro) for micro in share] for share in shares]
         anchors = [[self._anchor(micro) for micro in share] for share in shares]
-        # Eval mode disables dropout, so that an unchanged policy has ratio 1; checkpointing needs train mode.
-        self.model.train(self._activation_checkpointing)
+        self.model.eval()  # without dropout, so that an unchanged policy has ratio 1
         sums = MetricSums()
         for share, anchor in zip(shares, anchors, strict=True):
             self._update(share, anchor, sums)
@@ -367,10 +365,11 @@ class Learner:
     ) -> None:
         total = torch.zeros((), device=self.device)
         for micro, anchor in zip(micro_batches, anchors, strict=True):
-            with self._span("forward", slots=micro.token_ids.numel()):
-                loss = self._loss(micro, anchor, sums)
-            with self._span("backward"):
-                loss.backward()
+            with self._checkpointing():
+                with self._span("forward", slots=micro.token_ids.numel()):
+                    loss = self._loss(micro, anchor, sums)
+                with self._span("backward"):
+                    loss.backward()
             total += loss.detach()
         total = self._reduce(total, "sum")
         norm = full(nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm))
@@ -419,6 +418,19 @@ class Learner:
             stats["kl_reference"] = kl_penalty(logprobs.detach(), reference, torch.ones_like(weights))
         sums.add(stats, logprobs.numel())
         return loss
+
+    @contextmanager
+    def _checkpointing(self) -> Iterator[None]:
+        """Let blocks recompute their activations, which transformers does in train mode only.
+
+        The modules inside stay in eval mode.
+        """
+        blocks = [one for one in self.model.modules() if getattr(one, "gradient_checkpointing", False)]
+        for block in blocks:
+            block.training = True
+        yield
+        for block in blocks:
+            block.training = False
 
     @torch.no_grad()
     def _anchor(self, micro: MicroBatch) -> Tensor | None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from agentrl_train.architecture import CheckpointNames
 from agentrl_train.learner.sharding import full
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ def merged(model: nn.Module, name: str) -> Tensor:
 def save_adapter(folder: Path, model: PreTrainedModel, lora: Lora, tensors: Mapping[str, Tensor]) -> None:
     """Write an adapter's tensors in PEFT's format."""
     folder.mkdir(parents=True, exist_ok=True)
+    modules, parameters = _targets(model, {name.rpartition(".")[0] for name in tensors})
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -106,7 +108,8 @@ def save_adapter(folder: Path, model: PreTrainedModel, lora: Lora, tensors: Mapp
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": list(lora.targets) or _layer_types(model),
+        "target_modules": modules,
+        "target_parameters": parameters,
         "inference_mode": True,
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=1))
@@ -139,17 +142,35 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> None:
             weight.add_(scaling * product.to(weight))
 
 
+def _targets(model: PreTrainedModel, adapted: set[str]) -> tuple[list[str], list[str]]:
+    """Return the layers with adapters as PEFT selects them: by module and by parameter.
+
+    PEFT takes a module called like the layers of an expert for all experts, but not a parameter.
+    """
+    experts = CheckpointNames(model).separated
+    by_parameter = sorted(name for name in adapted if _last(name) in experts)
+    by_module = sorted(adapted - set(by_parameter))
+    short = {_last(name) for name in by_module}
+    alike = {name for name, _ in _linear(model) if _last(name) in short}
+    return sorted(short) if alike == set(by_module) else by_module, [f"{one}.weight" for one in by_parameter]
+
+
+def _linear(model: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
+    return [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+
+
 def _layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    head = model.get_output_embeddings()
-    return {
-        name: layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and layer is not head
-    }
+    """Return the linear layers of the text decoder: neither the head nor encoders of images."""
+    decoder = {id(part) for part in model.get_decoder().modules()}
+    return {name: layer for name, layer in _linear(model) if id(layer) in decoder}
 
 
 def _layer_types(model: PreTrainedModel) -> list[str]:
-    return sorted({name.rpartition(".")[2] for name in _layers(model)})
+    return sorted({_last(name) for name in _layers(model)})
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _matches(name: str, targets: tuple[str, ...]) -> bool:

@@ -70,7 +70,8 @@ async def policy(
     """
     device, threads = config.engine.device, threads_each(config)
     torch.set_num_threads(threads)
-    model, tokenizer = load_policy(path, device=device)
+    # Sharding moves one block after the other to the device, which need not hold the whole model.
+    model, tokenizer = load_policy(path, device=device if ranks is None else "cpu")
     chat = chat_format(config.model, model=model, tokenizer=tokenizer)
     await check_sessions(chat, served.clients, sources=served.sources)
     engine = make_engine(

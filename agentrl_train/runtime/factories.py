@@ -130,7 +130,7 @@ def _engine_pool(
         push=vllm.push,
         python=python,
         spawn=launcher.spawn,
-        **({"convert": CheckpointNames(model)} if engine.kind == "vllm" else {}),
+        names=CheckpointNames(model) if engine.kind == "vllm" else None,
     )
 
 

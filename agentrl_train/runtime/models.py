@@ -8,7 +8,15 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import ConfigError
@@ -36,12 +44,13 @@ def load_policy(path: str, *, device: str = "cpu") -> tuple[PreTrainedModel, Pre
     base = adapter_base(Path(path))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(
-            base or path, dtype=torch.float32, attn_implementation="sdpa"
-        )
+        config = AutoConfig.from_pretrained(base or path)
+        known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        kind = AutoModelForCausalLM if known else AutoModelForImageTextToText
+        model = kind.from_pretrained(base or path, dtype=torch.float32)
         if base is not None:
             merge_adapter(model, Path(path))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         source = "" if Path(path).exists() else " from the hub (there is no folder of this name)"
         raise ConfigError(f"the model {path!r} cannot be loaded{source}: {reason}") from error

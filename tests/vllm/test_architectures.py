@@ -22,7 +22,7 @@ from tests.architectures import VOCABULARY, WINDOW, tiny
 pytestmark = pytest.mark.vllm
 
 TOLERANCE = 1e-3
-SERVABLE = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 64, "moe_intermediate_size": 64}
+SERVABLE = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 64, "moe_intermediate_size": 64}
 """Sizes that the kernels of vLLM take."""
 
 
@@ -59,15 +59,15 @@ def improve(learner: Learner, engine: EnginePool, *, version: int) -> None:
     assert any(not torch.equal(before[name], value) for name, value in learner.weights().items())
 
 
-@pytest.mark.parametrize("name", ["Qwen3-MoE", "OLMoE", "Mistral-v0.1", "Gemma-3", "OLMo-3"])
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "OLMoE", "GLM-4.5", "Mistral-v0.1", "Gemma-3", "OLMo-3"])
 def test_vllm_agrees_with_learner_before_and_after_pushes(
     name: str, start_engine: Callable[..., EnginePool], tmp_path: Path
 ) -> None:
     model: PreTrainedModel = tiny(name, **SERVABLE)
     names = CheckpointNames(model)
-    model.save_pretrained(tmp_path / "initial")
     learner = Learner(model, learning_rate=0.02)
-    engine = start_engine(model=tmp_path / "initial", max_context=96, convert=names)
+    learner.snapshot().write(tmp_path)
+    engine = start_engine(model=tmp_path / "model", max_context=96, names=names)
     try:
         found = [different(learner, engine, version=0)]
         for version in (1, 2):

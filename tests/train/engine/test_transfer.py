@@ -6,7 +6,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from agentrl_train.engine.transfer import SharedWeights, fingerprint
+from agentrl_train.architecture import CheckpointNames
+from agentrl_train.engine.transfer import DeviceWeights, SharedWeights, fingerprint
+from tests.architectures import tiny
 from tests.conftest import make_model
 
 
@@ -22,6 +24,24 @@ def test_shared_weights_are_readable_in_engine_dtype(dtype: torch.dtype) -> None
     weights.close()
     weights.close()
     assert not os.path.exists(weights.path)
+
+
+def test_tensors_that_are_not_trained_keep_their_dtype() -> None:
+    model = tiny("GLM-4.5")
+    names = CheckpointNames(model)
+    (bias,) = names.buffers
+    state = names(dict(model.named_parameters()))
+    weights = SharedWeights(state, dtype=torch.bfloat16, policy_version=3, exact=names.buffers)
+    with safe_open(weights.path, framework="pt") as file:
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert torch.equal(found.pop(bias), model.get_buffer(bias))
+    assert {value.dtype for value in found.values()} == {torch.bfloat16}
+    assert all(torch.equal(value, state[name].bfloat16()) for name, value in found.items())
+    on_device = DeviceWeights(state, dtype=torch.bfloat16, policy_version=3, exact=names.buffers)
+    assert on_device.fingerprint == weights.fingerprint
+    assert list(on_device.state) == list(state)
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in on_device.state
+    weights.close()
 
 
 def test_fingerprint_ignores_fusing_and_padding_and_detects_changed_bit() -> None:

@@ -219,6 +219,13 @@ def test_activation_checkpointing_recomputes_layers_and_gives_same_update():
         assert torch.allclose(value, checkpointed[name], atol=1e-5)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dropout_of_a_model_is_off(checkpointing):
+    one = learner(qwen(attention_dropout=0.5), activation_checkpointing=checkpointing)
+    metrics = one.step(pack(on_policy(one, made())))
+    assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-4)
+
+
 def test_unchanged_policy_has_ratio_one_and_zero_kl(model):
     one = learner(model, temperature=0.8)
     metrics = one.step(pack(on_policy(one, made())))
@@ -457,22 +464,11 @@ def test_clip_range_is_argument_of_objective():
     assert learner().step(pack(sequences))["clip_fraction"] > 0.2
 
 
-def test_model_that_scales_logits_is_rejected():
+def test_logits_are_scaled_as_by_the_model():
     torch.manual_seed(0)
-    model = GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0))
-    with pytest.raises(ValueError, match="GraniteForCausalLM caps or scales its logits"):
-        learner(model)
-
-
-def test_sliding_window_model_uses_one_sequence_per_row():
-    one = learner(qwen(use_sliding_window=True, sliding_window=4, max_window_layers=1))
-    assert not one.packs_rows
-    assert learner().packs_rows
-    sequences = made()
-    with pytest.raises(ValueError, match="pack with packed=False"):
-        one.step(pack(sequences))
-    one.step(pack(on_policy(one, sequences), packed=False))
-    assert one.num_updates == 1
+    model, sequences = GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0)), made()
+    for one, row in zip(sequences, learner(model).logprobs(sequences), strict=True):
+        assert row == pytest.approx(whole_logprobs(model, one, 1.0), abs=1e-5)
 
 
 @pytest.mark.gpu

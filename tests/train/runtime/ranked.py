@@ -9,6 +9,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from agentrl_train.learner import Learner, Lora
 from agentrl_train.loss import sft_loss
 from agentrl_train.runtime.distributed import LeadLearner, Ranks, execute_commands, process_group
 from agentrl_train.types import Batch
+from tests.architectures import tiny
 from tests.train.learner.test_learner import llama, made, moved, qwen, with_
 
 Facts = dict[str, Any]
@@ -64,6 +66,10 @@ CASES = {
     "one row for two ranks": Case(sequences=1),
     "optimizer on the host": Case(options={"offload_optimizer": True}, saves=True),
     "lora": Case(options={"lora": LORA}, saves=True),
+    "a mixture of experts": Case(model=partial(tiny, "Qwen3-MoE"), saves=True),
+    "a router with biases": Case(model=partial(tiny, "GLM-4.5"), saves=True),
+    "a window": Case(model=partial(tiny, "Mistral-v0.1")),
+    "windows in some layers": Case(model=partial(tiny, "Gemma-3")),
     "rows shared": Case(steps=5, sequence_parallel=2),
     "rows shared, one sequence each": Case(
         sequence_parallel=2, packing={"max_tokens": 64, "packed": False}, options=EVERYTHING

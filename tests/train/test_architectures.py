@@ -1,0 +1,231 @@
+"""Every architecture, tiny: engine and learner agree, packing changes nothing, checkpoints are complete."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from agentrl_train import architecture
+from agentrl_train.architecture import CheckpointNames, check_head
+from agentrl_train.batch import pack
+from agentrl_train.engine.torch import TorchEngine
+from agentrl_train.errors import EngineError, WeightMismatch
+from agentrl_train.learner import Learner, Lora
+from agentrl_train.learner.logprobs import one_row, sampled_logprobs
+from agentrl_train.runtime.models import load_policy
+from agentrl_train.types import SamplingParams, TokenSequence
+from agentrl_train.weights import FLOAT32, drift, probe_sequence, require_agreement
+from tests.architectures import ALL, HYBRID, REFUSED, VOCABULARY, WINDOW, WINDOWED, tiny
+
+IDS = torch.randint(1, VOCABULARY, (1, 3 * WINDOW), generator=torch.Generator().manual_seed(1))
+MASKED = [name for name in ALL if name not in HYBRID]
+UNHURRIED = {"Granite-4", "Qwen3-Next", "Qwen3.5"}
+"""Their layers without attention run in plain PyTorch here."""
+
+
+def each(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Parametrize a test over architectures."""
+    slow = pytest.mark.slow
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=[slow] if name in UNHURRIED else []) for name in names]
+    )
+
+
+every = each(ALL)
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    found: torch.Tensor = model.eval()(input_ids=IDS, use_cache=False).logits
+    return found
+
+
+def made(lengths: tuple[int, ...] = (3 * WINDOW, 5, 2 * WINDOW, 9), seed: int = 0) -> list[TokenSequence]:
+    """Return sequences, some longer than the window, sampled from the second token on."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for group_id, length in enumerate(lengths):
+        mask = np.ones(length, dtype=np.float32)
+        mask[0] = 0
+        found.append(
+            TokenSequence(
+                token_ids=rng.integers(1, VOCABULARY, length),
+                loss_mask=mask,
+                logprobs=mask * np.float32(-4.2),
+                versions=np.where(mask > 0, 0, -1),
+                advantages=mask * np.float32(rng.normal() + 1.0),
+                task="a",
+                group_id=group_id,
+            )
+        )
+    return found
+
+
+def trained(model: PreTrainedModel, **options: object) -> Learner:
+    learner = Learner(model, learning_rate=1e-2, **options)  # type: ignore[arg-type]
+    for seed in (0, 1):
+        learner.step(pack(made(seed=seed), max_tokens=300, packed=learner.packs_rows))
+    return learner
+
+
+def agree(learner: Learner, sequences: list[TokenSequence]) -> None:
+    """Compare as a run does before each update."""
+    require_agreement(drift(learner.logprobs(sequences), sequences, version=0), tolerance=FLOAT32, version=0)
+
+
+async def played(engine: TorchEngine, *, version: int) -> list[TokenSequence]:
+    """Return sequences of two turns, beyond the window, sampled side by side."""
+    rng = np.random.default_rng(version)
+    contexts = [rng.integers(1, VOCABULARY, size=size).tolist() for size in (2 * WINDOW, 3 * WINDOW, 5)]
+
+    async def play(number: int, context: list[int]) -> TokenSequence:
+        for turn in range(2):
+            sampling = SamplingParams(max_new_tokens=6, temperature=1.0, seed=7 * version + turn)
+            done = await engine.generate(context, sampling=sampling, session_key=str(number))
+            asked, context = context, [*context, *done.token_ids, 1 + turn, 7]
+        return probe_sequence(asked, done)
+
+    return await asyncio.gather(*(play(number, context) for number, context in enumerate(contexts)))
+
+
+@pytest.mark.parametrize("name", MASKED)
+async def test_torch_engine_agrees_with_learner_before_and_after_push(name: str) -> None:
+    learner = Learner(tiny(name), learning_rate=1e-2)
+    engine = TorchEngine({"current": tiny(name)}, stop_token_ids=[], max_sequences=4, max_context=96)
+    try:
+        for version in (0, 1):
+            sequences = await played(engine, version=version)
+            found = drift(learner.logprobs(sequences), sequences, version=version)
+            assert found.worst < 2e-5
+            learner.step(pack(made(seed=version), max_tokens=300))
+            await asyncio.to_thread(engine.publish, learner.weights(), policy_version=version + 1)
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_torch_engine_refuses_layers_without_attention(name: str) -> None:
+    with pytest.raises(EngineError, match=r"does not support models with layers of type .* 'vllm'"):
+        TorchEngine({"current": tiny(name)}, stop_token_ids=[], max_sequences=4, max_context=96)
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_packed_rows_have_logprobs_of_single_sequences(name: str) -> None:
+    model, sequences = tiny(name), made()
+    (batch,) = pack(sequences, max_tokens=200, row_tokens=4 * WINDOW + 8)
+    assert any(int(micro.segment_ids.max()) > 1 for micro in batch.micro_batches)
+    with torch.no_grad():
+        packed = torch.cat([sampled_logprobs(model, micro)[0] for micro in batch.micro_batches])
+        alone = torch.cat([sampled_logprobs(model, one_row(one))[0] for one in sequences])
+    assert torch.allclose(packed.sort()[0], alone.sort()[0], atol=1e-5)
+
+
+@each(HYBRID)
+def test_layers_without_attention_are_trained_one_sequence_per_row(name: str) -> None:
+    learner = Learner(tiny(name), learning_rate=1e-2)
+    assert not learner.packs_rows
+    with pytest.raises(ValueError, match="pack with packed=False"):
+        learner.step(pack(made()))
+    assert learner.step(pack(made(), packed=False))["grad_norm"] > 0
+
+
+@every
+def test_checkpoint_is_complete(name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    learner = trained(tiny(name))
+    expected = logits(learner.model)
+    learner.snapshot().write(tmp_path)
+    tokenizer.save_pretrained(tmp_path / "model")
+    loaded, _ = load_policy(str(tmp_path / "model"))
+    assert torch.allclose(logits(loaded), expected, atol=1e-5)
+    resumed = Learner(tiny(name, seed=1), learning_rate=1e-2)
+    resumed.load(tmp_path)
+    assert torch.equal(logits(resumed.model), expected)
+
+
+@every
+def test_pushed_tensors_are_those_of_a_checkpoint(name: str, tmp_path: Path) -> None:
+    model = tiny(name)
+    pushed = CheckpointNames(model)(dict(model.named_parameters()))
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert set(pushed) == stored.keys()
+    assert all(torch.equal(value, stored[name]) for name, value in pushed.items())
+
+
+@every
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT asks transformers
+def test_peft_reproduces_adapter(name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    tiny(name).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    model, _ = load_policy(str(tmp_path / "base"))
+    learner = trained(model, lora=Lora(rank=4, alpha=8.0))
+    expected = logits(learner.model)
+    assert not torch.allclose(expected, logits(tiny(name)), atol=1e-2)
+    learner.snapshot().write(tmp_path / "run")
+    assert not any(
+        "vision" in name for name, value in learner.model.named_parameters() if value.requires_grad
+    )
+    base, _ = load_policy(str(tmp_path / "base"))
+    peft = PeftModel.from_pretrained(base, str(tmp_path / "run" / "model"))
+    assert torch.allclose(logits(peft), expected, atol=1e-5)
+    resumed = Learner(copy.deepcopy(tiny(name)), learning_rate=1e-2, lora=Lora(rank=4, alpha=8.0))
+    resumed.load(tmp_path / "run")
+    assert torch.equal(logits(resumed.model), expected)
+
+
+@every
+def test_logits_are_scaled_and_capped_as_by_the_model(name: str) -> None:
+    model = tiny(name)
+    check_head(model)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.zero_()  # the check does not depend on the weights
+    check_head(model)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_unsupported_architecture_is_refused(
+    name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    tiny(name).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model, _ = load_policy(str(tmp_path))
+    with pytest.raises(ValueError, match=r"Llama4ForCausalLM does not say .* use a model of another"):
+        Learner(model, learning_rate=1e-2)
+
+
+def test_capped_logits_are_noticed_while_they_are_small() -> None:
+    model = tiny("Qwen3")
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1e-3)
+    plain = model.forward
+
+    def capped(**inputs: object) -> object:
+        output = plain(**inputs)
+        output.logits = 30 * torch.tanh(output.logits / 30)
+        return output
+
+    model.forward = capped  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="changes hidden states or logits around its head"):
+        Learner(model, learning_rate=1e-2)
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_drift_check_covers_packed_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learner that ignores windows in packed rows differs from the engine in the drift check."""
+    learner, sequences = Learner(tiny(name), learning_rate=1e-2), made()
+    alone = [learner.logprobs([one])[0] for one in sequences]
+    for one, row in zip(sequences, alone, strict=True):
+        one.logprobs[:] = row
+    agree(learner, sequences)
+    monkeypatch.setattr(architecture, "layer_kinds", lambda model: {"full_attention"})
+    with pytest.raises(WeightMismatch):
+        agree(learner, sequences)
