@@ -115,7 +115,7 @@ def test_new_environment_passes_its_check_and_its_test(cli, tmp_path):
     assert names == {"environment.py", "README.md", "test_environment.py"}
     code, out, _ = cli("check", "number_game")
     assert code == 0
-    assert "number_game: 15 passed, 2 skipped" in out
+    assert "number_game: 16 passed, 2 skipped" in out
     code, out, _ = cli("play", "number_game", stdin="guess 99\n")
     assert code == 0
     assert "lower" in out
