@@ -218,6 +218,37 @@ def bench(
     print(load.model_dump_json() if as_json else load.text())
 
 
+def token(
+    context: typer.Context,
+    url: Annotated[str, typer.Argument(metavar="URL", help="The server's or controller's URL.")],
+    sessions: Annotated[list[str], typer.Argument(metavar="SESSION...", help="Ids of open sessions.")],
+    revoke: Annotated[
+        bool, typer.Option("--revoke", help="Only revoke the tokens; the sessions go on.")
+    ] = False,
+    token: options.Token = None,
+    token_file: options.ClientTokenFile = None,
+) -> None:
+    """Revoke all agent tokens of sessions, and print a new token of each."""
+    import asyncio
+
+    from agentrl_env.client.http import HttpBackend
+    from agentrl_env.wire import RENEW, REVOKE, SessionRequest
+
+    operator = options.resolve_token(context, token, token_file)
+
+    async def run() -> None:
+        backend = HttpBackend(url, token=operator)
+        try:
+            for session_id in sessions:
+                request = SessionRequest(session_id=session_id)
+                answer = await backend.call(REVOKE if revoke else RENEW, request)
+                print(f"revoked all tokens of {session_id}" if revoke else answer.agent_token)
+        finally:
+            await backend.aclose()
+
+    asyncio.run(run())
+
+
 def _check_combination(workers: int, controller: list[str] | None, resume: bool) -> None:
     if workers > 1 and controller:
         raise AgentRLError("--workers starts a controller of its own; give --workers or --controller")

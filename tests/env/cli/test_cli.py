@@ -9,9 +9,10 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel
 
-from agentrl_env import Done, Environment, ToolCall, __version__, tool
+from agentrl_env import Done, EnvClient, Environment, ToolCall, __version__, tool
 from agentrl_env.__main__ import main
 from agentrl_env.cli.play import UnreadableLine, parse_line, signature
+from agentrl_env.errors import Unauthorized
 from agentrl_env.launch.process import ServerProcess
 
 HERE = __file__
@@ -251,6 +252,25 @@ def test_help_lists_the_commands(cli):
     code, out, _ = cli("--help")
     assert code == 0
     assert all(f"  {command} " in out for command in ("new", "serve", "check", "play"))
+
+
+def test_agent_tokens_are_replaced_and_revoked(cli, server):
+    with EnvClient.connect_sync(server.url, token="s3cret") as operator:
+        session = operator.open("polite")
+        code, out, _ = cli("token", server.url, session.session_id, "--token-file", TOKEN_FILE)
+        assert code == 0
+        with EnvClient.connect_sync(server.url, token=out.strip()) as agent:
+            assert agent.resume(session.session_id).turn == 0
+            code, out, _ = cli(
+                "token", server.url, session.session_id, "--revoke", "--token-file", TOKEN_FILE
+            )
+            assert (code, out) == (0, f"revoked all tokens of {session.session_id}\n")
+            with pytest.raises(Unauthorized, match="this agent token was revoked"):
+                agent.resume(session.session_id)
+        session.close()
+    code, _, err = cli("token", server.url, "x.y", "--token-file", TOKEN_FILE)
+    assert code == 1
+    assert "no such session" in one_line(err)
 
 
 def test_serving_beyond_loopback_without_a_token_is_rejected(cli):
