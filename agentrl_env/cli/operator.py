@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ def serve(
     config: options.Config = None,
     host: options.Host = "127.0.0.1",
     port: options.Port = 8000,
+    reload: options.Reload = False,
     stop_with_stdin: options.StopWithStdin = False,
     max_sessions: options.MaxSessions = 1024,
     lease: options.Lease = 900.0,
@@ -49,8 +51,11 @@ def serve(
         raise typer.BadParameter(
             "give at least one, here or as targets in the --config file", ctx=context, param_hint="TARGET..."
         )
-    _check_combination(workers, controller, resume)
+    _check_combination(workers, controller, resume, reload)
     token = options.resolve_token(context, token, token_file)
+    if reload:
+        _reload(targets, host=host, port=port, token=token, max_sessions=max_sessions, lease=lease)
+        return
     settings = ProcessSettings(
         caller_limits=caller_limit or (),
         log_format=log_format,
@@ -60,13 +65,7 @@ def serve(
     )
     watchdog = Watchdog(0.0 if workers > 1 else stuck_after, log_format)  # each worker has its own
     watchdog.start(drain if stop_with_stdin else None, unreachable=host == "none")
-    common: dict[str, Any] = {
-        "host": host,
-        "port": port,
-        "token": token,
-        "insecure": insecure,
-        "drain_s": drain,
-    }
+    common: dict[str, Any] = dict(host=host, port=port, token=token, insecure=insecure, drain_s=drain)
     with watchdog, settings.apply() as begun:
         if workers > 1:
             from agentrl_env.fleet.serve import serve_with_workers
@@ -249,7 +248,19 @@ def token(
     asyncio.run(run())
 
 
-def _check_combination(workers: int, controller: list[str] | None, resume: bool) -> None:
+def _reload(targets: list[str], **options: Any) -> None:
+    """Serve in a child process, with the options of this command line, and restart it on changes."""
+    from agentrl_env.launch.process import ServerProcess
+    from agentrl_env.launch.reload import serve_and_reload
+
+    own = [argument for argument in sys.argv[sys.argv.index("serve") + 1 :] if argument != "--reload"]
+    server = ServerProcess(forward_output=True, arguments=["--no-reload", *own], **options)
+    serve_and_reload(server, targets)
+
+
+def _check_combination(workers: int, controller: list[str] | None, resume: bool, reload: bool) -> None:
+    if reload and controller:
+        raise AgentRLError("--reload restarts a server of its own address; give --reload or --controller")
     if workers > 1 and controller:
         raise AgentRLError("--workers starts a controller of its own; give --workers or --controller")
     if workers == 1 and resume:

@@ -565,7 +565,7 @@ async def event_loop(context: CheckContext) -> CheckOutcome:
 
 
 async def shutdown(context: CheckContext) -> CheckOutcome:
-    """Does shutdown() release what startup() opened, without an error?"""
+    """Are the resources of a process released at its end, without an error?"""
     if context.environment is None:
         return skipped("Not visible from outside: a server logs a warning where shutdown() raises.")
     if raised := context.failures["shutdown"]:

@@ -536,3 +536,43 @@ def test_serve_stops_cleanly_on_interrupt():
         assert time.monotonic() - begin < 20
         lines = child.stderr.read().splitlines()
         assert [line.split(" INFO ")[1].split(" pid=")[0] for line in lines] == ["draining", "stopped"]
+
+
+def test_serve_reloads_a_changed_task(tmp_path):
+    folder, helper = tmp_path / "guess", tmp_path / "guess" / "words.py"
+    folder.mkdir()
+    (folder / "environment.py").write_text(
+        "from agentrl_env import Environment, tool\nfrom .words import OPENING\n\n\n"
+        "class Guess(Environment):\n    def reset(self, sample, rng):\n        return OPENING\n\n"
+        "    @tool\n    def guess(self, n: int):\n        return ''\n"
+    )
+    helper.write_text("OPENING = 'one'\n")
+
+    def opening(line):
+        url = line.split("serving at ")[1].split(";")[0]
+        with EnvClient.connect_sync(url) as client:
+            return client.open("guess").messages[0].content  # stays open
+
+    command = [sys.executable, "-m", "agentrl_env", "serve", str(folder), "--port", "0", "--reload"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, **pipes, text=True) as child:
+        try:
+            assert opening(child.stdout.readline()) == "one"
+            helper.write_text("OPENING = 'two'  # and a half\n")
+            assert child.stdout.readline().endswith("guess/words.py changed, restarting\n")
+            lines = iter(child.stdout.readline, "")
+            assert opening(next(line for line in lines if "serving at" in line)) == "two"
+            helper.write_text("OPENING = \n")
+            assert "words.py:1" in next(line for line in lines if line.startswith("error: "))
+            assert "waiting for a file to change" in next(lines)
+            helper.write_text("OPENING = 'three'\n")
+            assert opening(next(line for line in lines if "serving at" in line)) == "three"
+        finally:
+            child.send_signal(2)
+            assert child.wait(timeout=60) == 0
+
+
+def test_reload_and_controller_are_mutually_exclusive(cli):
+    code, _, err = cli("serve", f"{HERE}:Guess", "--reload", "--controller", "http://127.0.0.1:9")
+    assert code == 1
+    assert "give --reload or --controller" in one_line(err)
