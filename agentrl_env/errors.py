@@ -342,7 +342,8 @@ def describe(error: BaseException, method: Any = None) -> str:
         text = str(error.msg if located else error)  # type: ignore[attr-defined]
     except Exception:  # ``__str__`` is author code too
         text = "its text cannot be read"
-    text = f"{type(error).__name__}: {text}".removesuffix(": ")[:500].encode("utf-8", "replace").decode("utf-8")
+    text = f"{type(error).__name__}: {text}".removesuffix(": ")[:500]
+    text = text.encode("utf-8", "replace").decode("utf-8")
     for symptom, advice in _ADVICE.items():
         if symptom in text:
             text = f"{text}; {advice}"
