@@ -315,6 +315,11 @@ def from_wire(body: Any) -> WireError | None:
     return known(str(error.get("message", error["type"])), **details)
 
 
+def install_extra(name: str) -> str:
+    """Return the command that installs an extra of this package, from an index or in a checkout of it."""
+    return f"pip install 'agentrl-kit[{name}]', or '.[{name}]' in a checkout"
+
+
 _OWN_FOLDER = os.path.dirname(__file__) + os.sep
 _LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _ADVICE = {
