@@ -1,4 +1,4 @@
-"""Commands for operators: ``serve``, ``controller``, ``up`` and ``bench``."""
+"""Commands for operators: ``serve``, ``controller``, ``up``, ``token`` and ``bench``."""
 
 from __future__ import annotations
 
