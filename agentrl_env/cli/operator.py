@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 from pathlib import Path
@@ -254,8 +255,8 @@ def _reload(targets: list[str], **options: Any) -> None:
     from agentrl_env.launch.reload import serve_and_reload
 
     own = [argument for argument in sys.argv[sys.argv.index("serve") + 1 :] if argument != "--reload"]
-    server = ServerProcess(forward_output=True, arguments=["--no-reload", *own], **options)
-    serve_and_reload(server, targets)
+    options |= {"forward_output": True, "start_timeout": math.inf, "arguments": ["--no-reload", *own]}
+    serve_and_reload(ServerProcess(**options), targets)
 
 
 def _check_combination(workers: int, controller: list[str] | None, resume: bool, reload: bool) -> None:
