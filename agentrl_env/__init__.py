@@ -40,6 +40,7 @@ _MODULES = {
     "ToolError": "agentrl_env.errors",
     "ToolSpec": "agentrl_env.types",
     "WireError": "agentrl_env.errors",
+    "read_jsonl": "agentrl_env.dataset",
     "tool": "agentrl_env.tools",
 }
 """The module of each public name."""
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from agentrl_env.client.client import EnvClient as EnvClient
     from agentrl_env.client.sync import SyncClientSession as SyncClientSession
     from agentrl_env.client.sync import SyncEnvClient as SyncEnvClient
+    from agentrl_env.dataset import read_jsonl as read_jsonl
     from agentrl_env.environment import Environment as Environment
     from agentrl_env.errors import AgentRLError as AgentRLError
     from agentrl_env.errors import ToolError as ToolError

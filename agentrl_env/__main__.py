@@ -28,6 +28,7 @@ _COMMANDS: tuple[Callable[..., None], ...] = (
     operator.serve,
     operator.controller,
     operator.up,
+    operator.token,
     operator.bench,
 )
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import secrets
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sized
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
 import numpy as np
 from pydantic_core import to_jsonable_python
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
 MAX_DEPTH = 100
 """Levels of nesting that a sample's data may have."""
+_json_decoder = msgspec.json.Decoder(dict[str, Any])
 
 
 class Samples(Protocol):
@@ -36,6 +40,33 @@ class EndlessSamples:
     def __getitem__(self, index: int, /) -> dict[str, Any]:
         """Return the empty data of any sample."""
         return {}
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the samples of a JSON Lines file: one object on each line; blank lines are ignored.
+
+    Example::
+
+        @classmethod
+        def samples(cls, split):
+            return read_jsonl(Path(__file__).with_name(f"{split}.jsonl"))
+
+    Raises DefinitionError where the file cannot be read, or a line is no JSON object; it names the line.
+    """
+    try:
+        with open(path, "rb") as file:
+            lines = file.read().removeprefix(BOM_UTF8).splitlines()
+    except OSError as error:
+        beside = f"; a file beside environment.py is Path(__file__).with_name({os.path.basename(path)!r})"
+        hint = "" if os.path.isabs(path) else beside
+        raise DefinitionError(f"cannot read {path}: {error.strerror or error}{hint}") from error
+    samples = []
+    for number, line in enumerate(lines, 1):
+        try:
+            samples += [_json_decoder.decode(line)] if line.strip() else []
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise DefinitionError(f"{path}:{number} is no JSON object: {error}") from error
+    return samples
 
 
 def stable_seed(*parts: object) -> int:

@@ -315,6 +315,11 @@ def from_wire(body: Any) -> WireError | None:
     return known(str(error.get("message", error["type"])), **details)
 
 
+def install_extra(name: str) -> str:
+    """Return the command that installs an extra of this package, from an index or in a checkout of it."""
+    return f"pip install 'agentrl-kit[{name}]', or '.[{name}]' in a checkout"
+
+
 _OWN_FOLDER = os.path.dirname(__file__) + os.sep
 _LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _ADVICE = {
@@ -342,7 +347,8 @@ def describe(error: BaseException, method: Any = None) -> str:
         text = str(error.msg if located else error)  # type: ignore[attr-defined]
     except Exception:  # ``__str__`` is author code too
         text = "its text cannot be read"
-    text = f"{type(error).__name__}: {text}"[:500].encode("utf-8", "replace").decode("utf-8")
+    text = f"{type(error).__name__}: {text}".removesuffix(": ")[:500]
+    text = text.encode("utf-8", "replace").decode("utf-8")
     for symptom, advice in _ADVICE.items():
         if symptom in text:
             text = f"{text}; {advice}"

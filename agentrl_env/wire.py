@@ -470,6 +470,15 @@ RENEW = Call(
     status=201,
     errors=(e.NotSupported, e.StateUnavailable, *_GONE),
 )
+REVOKE = Call(
+    name="revoke_tokens",
+    method="DELETE",
+    path=f"{_SESSION}/token",
+    summary="Revoke all agent tokens of this session, which goes on; idempotent.",
+    request=SessionRequest,
+    status=204,
+    errors=(e.NotSupported, e.StateUnavailable, *_GONE),
+)
 EXPERT = Call(
     name="expert",
     method="POST",
@@ -507,6 +516,7 @@ CALLS: Mapping[str, Call] = {
         CLOSE,
         FORK,
         RENEW,
+        REVOKE,
         EXPERT,
         TRANSCRIPT,
         FLEET,

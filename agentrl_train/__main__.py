@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from agentrl_env.errors import AgentRLError
+from agentrl_env.errors import AgentRLError, install_extra
 from agentrl_train.errors import TrainError
 from agentrl_train.runtime.config import RunConfig, load_config
 
@@ -133,9 +133,7 @@ def _run(command: Callable[[], Any]) -> int:
     except ModuleNotFoundError as error:
         if error.name not in EXTRA_MODULES:
             raise
-        print(
-            f"agentrl-train: {error.name} is not installed: pip install 'agentrl-kit[train]'", file=sys.stderr
-        )
+        print(f"agentrl-train: {error.name} is not installed: {install_extra('train')}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("agentrl-train: interrupted", file=sys.stderr)

@@ -1,8 +1,10 @@
-"""Commands for operators: ``serve``, ``controller``, ``up`` and ``bench``."""
+"""Commands for operators: ``serve``, ``controller``, ``up``, ``token`` and ``bench``."""
 
 from __future__ import annotations
 
+import math
 import signal
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +21,7 @@ def serve(
     config: options.Config = None,
     host: options.Host = "127.0.0.1",
     port: options.Port = 8000,
+    reload: options.Reload = False,
     stop_with_stdin: options.StopWithStdin = False,
     max_sessions: options.MaxSessions = 1024,
     lease: options.Lease = 900.0,
@@ -49,8 +52,11 @@ def serve(
         raise typer.BadParameter(
             "give at least one, here or as targets in the --config file", ctx=context, param_hint="TARGET..."
         )
-    _check_combination(workers, controller, resume)
+    _check_combination(workers, controller, resume, reload)
     token = options.resolve_token(context, token, token_file)
+    if reload:
+        _reload(targets, host=host, port=port, token=token, max_sessions=max_sessions, lease=lease)
+        return
     settings = ProcessSettings(
         caller_limits=caller_limit or (),
         log_format=log_format,
@@ -60,13 +66,7 @@ def serve(
     )
     watchdog = Watchdog(0.0 if workers > 1 else stuck_after, log_format)  # each worker has its own
     watchdog.start(drain if stop_with_stdin else None, unreachable=host == "none")
-    common: dict[str, Any] = {
-        "host": host,
-        "port": port,
-        "token": token,
-        "insecure": insecure,
-        "drain_s": drain,
-    }
+    common: dict[str, Any] = dict(host=host, port=port, token=token, insecure=insecure, drain_s=drain)
     with watchdog, settings.apply() as begun:
         if workers > 1:
             from agentrl_env.fleet.serve import serve_with_workers
@@ -218,7 +218,50 @@ def bench(
     print(load.model_dump_json() if as_json else load.text())
 
 
-def _check_combination(workers: int, controller: list[str] | None, resume: bool) -> None:
+def token(
+    context: typer.Context,
+    url: Annotated[str, typer.Argument(metavar="URL", help="The server's or controller's URL.")],
+    sessions: Annotated[list[str], typer.Argument(metavar="SESSION...", help="Ids of open sessions.")],
+    revoke: Annotated[
+        bool, typer.Option("--revoke", help="Only revoke the tokens; the sessions go on.")
+    ] = False,
+    token: options.Token = None,
+    token_file: options.ClientTokenFile = None,
+) -> None:
+    """Revoke all agent tokens of sessions, and print a new token of each."""
+    import asyncio
+
+    from agentrl_env.client.http import HttpBackend
+    from agentrl_env.wire import RENEW, REVOKE, SessionRequest
+
+    operator = options.resolve_token(context, token, token_file)
+
+    async def run() -> None:
+        backend = HttpBackend(url, token=operator)
+        try:
+            for session_id in sessions:
+                request = SessionRequest(session_id=session_id)
+                answer = await backend.call(REVOKE if revoke else RENEW, request)
+                print(f"revoked all tokens of {session_id}" if revoke else answer.agent_token)
+        finally:
+            await backend.aclose()
+
+    asyncio.run(run())
+
+
+def _reload(targets: list[str], **options: Any) -> None:
+    """Serve in a child process, with the options of this command line, and restart it on changes."""
+    from agentrl_env.launch.process import ServerProcess
+    from agentrl_env.launch.reload import serve_and_reload
+
+    own = [argument for argument in sys.argv[sys.argv.index("serve") + 1 :] if argument != "--reload"]
+    options |= {"forward_output": True, "start_timeout": math.inf, "arguments": ["--no-reload", *own]}
+    serve_and_reload(ServerProcess(**options), targets)
+
+
+def _check_combination(workers: int, controller: list[str] | None, resume: bool, reload: bool) -> None:
+    if reload and controller:
+        raise AgentRLError("--reload restarts a server of its own address; give --reload or --controller")
     if workers > 1 and controller:
         raise AgentRLError("--workers starts a controller of its own; give --workers or --controller")
     if workers == 1 and resume:

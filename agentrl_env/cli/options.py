@@ -104,6 +104,14 @@ StopWithStdin = Annotated[
         help="Stop when standard input closes, for example because the parent process died.",
     ),
 ]
+Reload = Annotated[
+    bool,
+    listening_option(
+        "--reload/--no-reload",
+        help="Restart the server, without its open sessions, when a Python file of a target's folder "
+        "changes; for authors.",
+    ),
+]
 MaxSessions = Annotated[int, sessions_option(min=1, metavar="N", help="The maximum number of open sessions.")]
 Lease = Annotated[float, sessions_option(metavar="SECONDS", help="The time that a session may be idle.")]
 Drain = Annotated[

@@ -8,7 +8,7 @@ from collections.abc import Awaitable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from agentrl_env.errors import ServeError, StateUnavailable
+from agentrl_env.errors import ServeError, StateUnavailable, install_extra
 from agentrl_env.fleet.store import CLAIM_S
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class RedisStore:
             from redis.asyncio.retry import Retry
             from redis.backoff import NoBackoff
         except ImportError:
-            raise ServeError("a controller with --redis needs: pip install 'agentrl-kit[redis]'") from None
+            raise ServeError(f"a controller with --redis needs: {install_extra('redis')}") from None
         self._redis: Redis = Redis.from_url(
             url,
             socket_timeout=ANSWER_S,

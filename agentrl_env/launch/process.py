@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from agentrl_env.environment import Environment
     from agentrl_env.server.serve import EnvServer
 
-_LISTENING = re.compile(rb"serving .* at (http://\S+)$")
+_LISTENING = re.compile(rb"serving .* at (http://\S+)(?: with \d+ workers)?$")
 _CONNECTED = re.compile(rb"serving ")
 _POLL_S = 0.05
 _READ_BYTES = 1 << 20

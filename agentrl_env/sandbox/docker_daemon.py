@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from agentrl_env.errors import LaunchError
+from agentrl_env.errors import LaunchError, install_extra
 from agentrl_env.sandbox.orphans import is_dead
 
 OWNER = "org.agentrl.owner"
@@ -30,9 +30,7 @@ def connect(timeout: float = 60.0) -> Any:
     try:
         import docker
     except ImportError as error:
-        raise LaunchError(
-            "Docker needs an extra package: install agentrl-kit[docker], or the package docker"
-        ) from error
+        raise LaunchError(f"Docker needs an extra package: {install_extra('docker')}") from error
     address = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
     client = None
     try:

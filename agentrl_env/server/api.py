@@ -36,6 +36,7 @@ from agentrl_env.wire import (
     OPEN,
     OPEN_MANY,
     RENEW,
+    REVOKE,
     STEP,
     STEP_MANY,
     AgentToken,
@@ -102,8 +103,8 @@ class Api:
             return encode_items("sessions", await self._open_many([*map(self._bound, request.sessions)]))
         if call is OPEN:
             return await self._open_or_siblings(self._bound(request))
-        if call is RENEW:
-            return await self._renew(request)
+        if call is RENEW or call is REVOKE:
+            return await self._replace_tokens(request, revoke=call is REVOKE)
         if call is FORK:
             self._check_fork(request)
         if call is CLOSE and self._tokens is not None:
@@ -276,12 +277,13 @@ class Api:
             info["agent_token"] = self._tokens.issue(info["session_id"])
         return to_json(fields)
 
-    async def _renew(self, request: SessionRequest) -> bytes:
-        """Issue a new agent token of a session that is known, and revoke those before."""
+    async def _replace_tokens(self, request: SessionRequest, revoke: bool) -> bytes:
+        """Revoke the agent tokens of a session that is known, and issue a new one unless ``revoke``."""
         if self._tokens is None:
             raise NotSupported("this server has no token, and so no agent tokens")
         await self.service.info(request)
-        return _to_json(AgentToken(agent_token=await self._tokens.renew(request.session_id)))
+        token = await self._tokens.renew(request.session_id)
+        return _to_json(None if revoke else AgentToken(agent_token=token))
 
 
 def _seen_by_caller(answer: bytes, model: type[BaseModel]) -> bytes:

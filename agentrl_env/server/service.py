@@ -26,7 +26,7 @@ from agentrl_env.wire import (
 
 
 class Service(Protocol):
-    """One method for each row of ``wire.CALLS``; ``Api`` makes ``open_many`` and ``renew_token`` of others.
+    """One method for each row of ``wire.CALLS`` but ``open_many`` and those of tokens, which ``Api`` answers.
 
     A method takes the row's request and returns its answer, as a model or as JSON. Methods raise WireError.
     """

@@ -310,7 +310,7 @@ class CallSocket:
             work = partial(self._api.answer, STEP if isinstance(frame, FastStep) else STEP_MANY, frame)
         except UNREADABLE:
             try:
-                frame = _envelope(text)
+                frame = read(Frame, text)
             except InvalidRequest as error:
                 await self._send_error(_id_of(text), error)
                 return None
@@ -371,11 +371,6 @@ class CallSocket:
             self._room.set()
             if budget is not None:
                 budget.release(size)
-
-
-def _envelope(text: str | bytes) -> Frame:
-    """Return the envelope of a frame. Raises InvalidRequest."""
-    return read(Frame, text)
 
 
 def _id_of(text: str | bytes) -> int | str | None:

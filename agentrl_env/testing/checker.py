@@ -16,7 +16,7 @@ from agentrl_env.environment import Environment
 from agentrl_env.errors import AgentRLError, ServerUnreachable, describe
 from agentrl_env.server.loader import load_target
 from agentrl_env.session.loop_watch import ADVICE, LoopWatch
-from agentrl_env.testing.checks import BLOCKED_S, CHECKS, RECORDS
+from agentrl_env.testing.checks import BLOCKED_S, CHECKS, LAST, RECORDS
 from agentrl_env.testing.context import CLOSE_TIMEOUT, CheckContext
 from agentrl_env.testing.report import CheckOutcome, CheckResult, Report, failed, skipped, warned
 from agentrl_env.wire import choose_task
@@ -76,57 +76,77 @@ def run_checks(
     """
     loop = LoopThread("agentrl-env-check")
     client = connect()
+    contexts: list[CheckContext] = []
+    failures = _Failures(contexts)
+    logger.addHandler(failures)
     try:
         tasks = loop.run(client.tasks(), deadline)
         selected = tasks.values() if task is None else [tasks[choose_task(task, tasks)]]
-        contexts = [CheckContext(client=client, task=info, deadline=deadline) for info in selected]
-        return [_report(loop, context, checks, on_result) for context in contexts]
+        contexts += [CheckContext(client=client, task=info, deadline=deadline) for info in selected]
+        early = tuple(check for check in checks if check not in LAST)
+        results = [_run_watched(loop, context, early, on_result) for context in contexts]
     finally:
-        timeout = min(CLOSE_TIMEOUT, deadline)  # an environment may block the loop
-        try:
-            loop.run(client.aclose(), timeout)
-        except (TimeoutError, AgentRLError) as error:
-            logger.warning("the client could not be closed: %s", error)
-        loop.stop(timeout)
+        not_closed = _close(loop, client, min(CLOSE_TIMEOUT, deadline))
+        logger.removeHandler(failures)
+    reports = []
+    for context, found in zip(contexts, results, strict=True):
+        context.not_closed = not_closed
+        for result in _run_checks(loop, context, tuple(check for check in checks if check in LAST)):
+            on_result(context.task.name, result)
+            found.append(result)
+        reports.append(Report(task=context.task.name, results=tuple(found)))
+    return reports
 
 
-def _report(
+def _close(loop: LoopThread, client: EnvClient, timeout: float) -> str:
+    """Close the client and the loop, which an environment may block; return why it failed, else ""."""
+    problem = ""
+    try:
+        loop.run(client.aclose(), timeout)
+    except (TimeoutError, AgentRLError) as error:
+        problem = str(error)
+        logger.warning("the client could not be closed: %s", problem)
+    loop.stop(timeout)
+    return problem
+
+
+def _run_watched(
     loop: LoopThread,
     context: CheckContext,
     checks: tuple[Check, ...],
     on_result: Callable[[str, CheckResult], None],
-) -> Report:
-    """Run the checks of a task; where it runs in this process, watch it from outside as well."""
+) -> list[CheckResult]:
+    """Run the checks of a task; where it runs in this process, watch the event loop as well."""
     name, backend = context.task.name, context.client.backend
-    handler = _CloseFailures(name, context.close_failures)
     watch = LoopWatch(BLOCKED_S, context.blocks.append)
     if isinstance(backend, LocalBackend):
         context.environment = backend.pool.environment(name)
         loop.run(_start(watch))
-        logger.addHandler(handler)
     results = []
     try:
         for result in _run_checks(loop, context, checks):
             on_result(name, result)
             results.append(result)
     finally:
-        logger.removeHandler(handler)
         watch.stop()
-    return Report(task=name, results=tuple(results))
+    return results
 
 
-class _CloseFailures(logging.Handler):
-    """Collects what close() of a task raised, which no caller gets."""
+class _Failures(logging.Handler):
+    """Collects what close() and shutdown() of the tasks of this process raised, which no caller gets."""
 
-    def __init__(self, task: str, found: list[str]) -> None:
+    def __init__(self, contexts: list[CheckContext]) -> None:
         super().__init__()
-        self._start = f"close of task {task} failed"
-        self._found = found
+        self._contexts = contexts
 
     def emit(self, record: logging.LogRecord) -> None:
         """Collect the exception of a record."""
-        if record.exc_info and record.exc_info[1] and record.getMessage().startswith(self._start):
-            self._found.append(describe(record.exc_info[1]))
+        error = record.exc_info and record.exc_info[1]
+        for context in self._contexts if error else ():
+            for method, found in context.failures.items():
+                start = f"{method} of task {context.task.name} failed"
+                if error and context.environment and record.getMessage().startswith(start):
+                    found.append(describe(error, getattr(context.environment, method)))
 
 
 def _run_checks(loop: LoopThread, context: CheckContext, checks: tuple[Check, ...]) -> Iterator[CheckResult]:

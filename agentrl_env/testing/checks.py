@@ -265,8 +265,8 @@ async def close(context: CheckContext) -> CheckOutcome:
     for twin in twins:  # a closed ClientSession does not send a second request
         context.doing = "close() of a session"
         await twin.close()
-    if context.close_failures:
-        return failed(f"close() raised {context.close_failures[0]}; what it should release may be held.")
+    if raised := context.failures["close"]:
+        return failed(f"close() raised {raised[0]}; what it should release may be held.")
     try:
         await session.step(INVALID_TURN)
     except WireError as error:
@@ -564,10 +564,25 @@ async def event_loop(context: CheckContext) -> CheckOutcome:
     return warned(f"Once: {evidence}") if len(context.blocks) == 1 else failed(evidence)
 
 
+async def shutdown(context: CheckContext) -> CheckOutcome:
+    """Are the resources of a process released at its end, without an error?"""
+    if context.environment is None:
+        return skipped("Not visible from outside: a server logs a warning where shutdown() raises.")
+    if raised := context.failures["shutdown"]:
+        return failed(f"shutdown() raised {raised[0]}; what startup() opened may be held.")
+    if not context.environment.overrides("shutdown"):
+        return passed("The task has no shutdown().")
+    if context.not_closed:
+        return warned(f"shutdown() did not end: {context.not_closed}")
+    return passed("It ran after the last session, without an error.")
+
+
 CHECKS = (
     schema, samples, data_set, random_play, limits, retry, seed_replay, seed_effect, order, isolation,
-    fork, fuzz, oracle, close, results, output, event_loop,
+    fork, fuzz, oracle, close, results, output, event_loop, shutdown,
 )  # fmt: skip
 """All checks, in the order they run."""
-RECORDS = (results, output, event_loop)
+RECORDS = (results, output, event_loop, shutdown)
 """Checks of what the others recorded; they run even if an earlier one did not finish."""
+LAST = (shutdown,)
+"""Records that are complete once the client is closed."""

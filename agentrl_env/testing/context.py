@@ -155,8 +155,10 @@ class CheckContext:
     """The class of the task, if it runs in this process."""
     blocks: list[Block] = field(default_factory=list)
     """Calls of the task that blocked the event loop of this process."""
-    close_failures: list[str] = field(default_factory=list)
-    """What close() of the task raised in this process."""
+    failures: dict[str, list[str]] = field(default_factory=lambda: {"close": [], "shutdown": []})
+    """What these methods of the task raised in this process, where no caller gets it."""
+    not_closed: str = ""
+    """Why the client could not be closed after the checks; empty where it was."""
     longest: tuple[int, str] | None = None
     """The characters of the longest answer, and the message that it answers."""
     _reported: dict[str, str] = field(default_factory=dict)

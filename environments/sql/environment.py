@@ -102,7 +102,6 @@ class Sql(Environment):
 
     splits = ("train", "test", "train-2", "test-2", "train-3", "test-3")
     max_turns = 8
-    blocking = False
     expert_noise = 0.0
     """0: the expert knows the right database. Above 0: it guesses, and errs with this probability."""
 

@@ -1,8 +1,10 @@
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl_env import Environment, TaskSample
+from agentrl_env import Environment, TaskSample, read_jsonl
 from agentrl_env.dataset import SEED_BITS, Dataset, stable_seed
 from agentrl_env.errors import DefinitionError, UnknownSample
 from tests.env.tasks import Guess, Quick
@@ -161,3 +163,42 @@ def test_key_error_in_a_sample_is_not_an_unknown_sample():
         Dataset(Rows).sample(index=1)
     with pytest.raises(UnknownSample, match="no index 2"):
         Dataset(Rows).sample(index=2)
+
+
+class Capitals(Guess):
+    folder = Path()
+
+    @classmethod
+    def samples(cls, split):
+        return read_jsonl(cls.folder / f"{split}.jsonl")
+
+
+def test_samples_are_read_from_a_jsonl_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(Capitals, "folder", tmp_path)
+    (tmp_path / "train.jsonl").write_text('{"c": "Perú", "n": [1, null]}\n\n{"c": "Chile"}', encoding="utf-8")
+    (tmp_path / "test.jsonl").write_bytes(b'\xef\xbb\xbf{"c": "Cuba"}\r\n')
+    dataset = Dataset(Capitals)
+    assert {name: info.num_samples for name, info in dataset.info().items()} == {"train": 2, "test": 1}
+    assert dataset.sample("train", 0).data == {"c": "Perú", "n": [1, None]}
+    assert dataset.sample("test", 0).data == {"c": "Cuba"}
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"{'c': 1}", "JSON is malformed"),
+        (b'["c", 1]', "Expected `object`, got `array`"),
+        (b'{"c": NaN}', "JSON is malformed"),
+        (b'{"c": 1} {"c": 2}', "JSON is malformed"),
+        ('{"c": "Perú"}'.encode("latin-1"), "'utf-8' codec can't decode|Invalid UTF-8"),
+    ],
+)
+def test_malformed_line_of_a_jsonl_file_is_named(tmp_path, line, reason):
+    (tmp_path / "train.jsonl").write_bytes(b'{"c": 1}\n\n' + line)
+    with pytest.raises(DefinitionError, match=rf"train\.jsonl:3 is no JSON object: {reason}"):
+        read_jsonl(tmp_path / "train.jsonl")
+
+
+def test_jsonl_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(DefinitionError, match=r"cannot read train\.jsonl: No such file .*__file__"):
+        read_jsonl("train.jsonl")

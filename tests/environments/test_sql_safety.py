@@ -5,10 +5,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentrl_env import TaskSample, ToolError
+from agentrl_env import Message, TaskSample, ToolCall, ToolError
 from agentrl_env.server.loader import load_target
+from agentrl_env.session.loop_watch import LoopWatch
 
 Sql = load_target(str(Path(__file__).parents[2] / "environments" / "sql"))
+SLOW = (
+    f"WITH RECURSIVE n(i, s) AS (SELECT 1, '{'a' * 450}' UNION ALL SELECT i + 1, s FROM n LIMIT 10000) "
+    f"SELECT COUNT(*) FROM n WHERE s LIKE '{'%a' * 150}b'"
+)
+"""Within the limits of a query, and slow."""
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
 
 
@@ -110,3 +116,16 @@ def test_equivalent_answers_are_accepted(sql, value):
 
 def test_wrong_answer_ends_the_task_without_reward(sql):
     assert sql.answer("no idea").reward == 0.0
+
+
+async def test_slow_queries_leave_the_event_loop_to_other_sessions():
+    blocks = []
+    watch = LoopWatch(0.02, blocks.append)
+    watch.start()
+    async with Sql.local() as client:
+        session = await client.open(seed=1)
+        calls = [ToolCall.of("open", database="tools"), *(ToolCall.of("query", sql=SLOW) for _ in range(4))]
+        result = await session.step(Message.assistant(None, *calls))
+    watch.stop()
+    assert [message.content for message in result.messages[1:]] == ["COUNT(*)\n0"] * 4
+    assert [block for block in blocks if block.function.startswith("Sql.")] == []

@@ -51,8 +51,12 @@ function sum(fleet, name) {
   return Object.values(fleet.counts ?? {}).reduce((total, task) => total + task[name], 0);
 }
 
+function broken(task) {
+  return task.ended.failed_environment ?? 0;
+}
+
 function fleetFigures(fleet) {
-  const failed = Object.values(fleet.counts ?? {}).reduce((n, task) => n + (task.ended.failed_environment ?? 0), 0);
+  const failed = Object.values(fleet.counts ?? {}).reduce((n, task) => n + broken(task), 0);
   return [
     ["Steps/s", perSecond(fleet.rate((one) => sum(one, "steps")))],
     ["Episodes", sum(fleet, "scored").toLocaleString("en")],
@@ -71,6 +75,7 @@ function taskFigures(fleet, name) {
     ["Mean reward", mean],
     ["Episodes", counts.scored.toLocaleString("en")],
     ["Steps/s", perSecond(fleet.rate((one) => one.counts?.[name]?.steps))],
+    ...(broken(counts) ? [["Broken", broken(counts).toLocaleString("en")]] : []),
   ];
 }
 

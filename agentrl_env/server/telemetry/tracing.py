@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agentrl_env.errors import ServeError
+from agentrl_env.errors import ServeError, install_extra
 from agentrl_env.server.telemetry.logs import outline, type_name
 
 if TYPE_CHECKING:
@@ -134,4 +134,4 @@ def export_traces() -> tuple[Tracing, Any]:
     return Tracing(provider), provider
 
 
-_MISSING = "traces need OpenTelemetry: pip install 'agentrl-kit[otel]'"
+_MISSING = f"traces need OpenTelemetry: {install_extra('otel')}"

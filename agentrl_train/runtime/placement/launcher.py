@@ -15,6 +15,7 @@ from typing import Protocol
 
 from torch._C._distributed_c10d import TCPStore
 
+from agentrl_env.errors import install_extra
 from agentrl_train.engine.process import EngineProcess, Spawn
 from agentrl_train.errors import ConfigError, RanksLost
 from agentrl_train.runtime.config import RunConfig
@@ -256,6 +257,6 @@ def _ray(config: RunConfig) -> AbstractContextManager[Launcher]:
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
-        raise ConfigError("placement.launcher = 'ray' needs Ray: pip install 'agentrl-kit[ray]'") from error
+        raise ConfigError(f"placement.launcher = 'ray' needs Ray: {install_extra('ray')}") from error
     launcher: AbstractContextManager[Launcher] = cluster(config)
     return launcher

@@ -15,6 +15,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.summary import scalar
 
+from agentrl_env.errors import install_extra
 from agentrl_train.errors import ConfigError
 from agentrl_train.runtime.atomic_io import run_folder_errors, write_file
 from agentrl_train.runtime.config import RunConfig
@@ -77,7 +78,7 @@ class WandbWriter:
             import wandb
         except ImportError as error:
             raise ConfigError(
-                "metrics.wandb needs the package wandb: pip install 'agentrl-kit[wandb]', or leave it out"
+                f"metrics.wandb needs the package wandb: {install_extra('wandb')}; or leave it out"
             ) from error
         try:
             self._run: Any = wandb.init(

@@ -9,9 +9,10 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel
 
-from agentrl_env import Done, Environment, ToolCall, __version__, tool
+from agentrl_env import Done, EnvClient, Environment, ToolCall, __version__, tool
 from agentrl_env.__main__ import main
 from agentrl_env.cli.play import UnreadableLine, parse_line, signature
+from agentrl_env.errors import Unauthorized
 from agentrl_env.launch.process import ServerProcess
 
 HERE = __file__
@@ -115,7 +116,7 @@ def test_new_environment_passes_its_check_and_its_test(cli, tmp_path):
     assert names == {"environment.py", "README.md", "test_environment.py"}
     code, out, _ = cli("check", "number_game")
     assert code == 0
-    assert "number_game: 15 passed, 2 skipped" in out
+    assert "number_game: 16 passed, 2 skipped" in out
     code, out, _ = cli("play", "number_game", stdin="guess 99\n")
     assert code == 0
     assert "lower" in out
@@ -251,6 +252,25 @@ def test_help_lists_the_commands(cli):
     code, out, _ = cli("--help")
     assert code == 0
     assert all(f"  {command} " in out for command in ("new", "serve", "check", "play"))
+
+
+def test_agent_tokens_are_replaced_and_revoked(cli, server):
+    with EnvClient.connect_sync(server.url, token="s3cret") as operator:
+        session = operator.open("polite")
+        code, out, _ = cli("token", server.url, session.session_id, "--token-file", TOKEN_FILE)
+        assert code == 0
+        with EnvClient.connect_sync(server.url, token=out.strip()) as agent:
+            assert agent.resume(session.session_id).turn == 0
+            code, out, _ = cli(
+                "token", server.url, session.session_id, "--revoke", "--token-file", TOKEN_FILE
+            )
+            assert (code, out) == (0, f"revoked all tokens of {session.session_id}\n")
+            with pytest.raises(Unauthorized, match="this agent token was revoked"):
+                agent.resume(session.session_id)
+        session.close()
+    code, _, err = cli("token", server.url, "x.y", "--token-file", TOKEN_FILE)
+    assert code == 1
+    assert "no such session" in one_line(err)
 
 
 def test_serving_beyond_loopback_without_a_token_is_rejected(cli):
@@ -516,3 +536,43 @@ def test_serve_stops_cleanly_on_interrupt():
         assert time.monotonic() - begin < 20
         lines = child.stderr.read().splitlines()
         assert [line.split(" INFO ")[1].split(" pid=")[0] for line in lines] == ["draining", "stopped"]
+
+
+def test_serve_reloads_a_changed_task(tmp_path):
+    folder, helper = tmp_path / "guess", tmp_path / "guess" / "words.py"
+    folder.mkdir()
+    (folder / "environment.py").write_text(
+        "from agentrl_env import Environment, tool\nfrom .words import OPENING\n\n\n"
+        "class Guess(Environment):\n    def reset(self, sample, rng):\n        return OPENING\n\n"
+        "    @tool\n    def guess(self, n: int):\n        return ''\n"
+    )
+    helper.write_text("OPENING = 'one'\n")
+
+    def opening(line):
+        url = line.split("serving at ")[1].split(";")[0]
+        with EnvClient.connect_sync(url) as client:
+            return client.open("guess").messages[0].content  # stays open
+
+    command = [sys.executable, "-m", "agentrl_env", "serve", str(folder), "--port", "0", "--reload"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, **pipes, text=True) as child:
+        try:
+            assert opening(child.stdout.readline()) == "one"
+            helper.write_text("OPENING = 'two'  # and a half\n")
+            assert child.stdout.readline().endswith("guess/words.py changed, restarting\n")
+            lines = iter(child.stdout.readline, "")
+            assert opening(next(line for line in lines if "serving at" in line)) == "two"
+            helper.write_text("OPENING = \n")
+            assert "words.py:1" in next(line for line in lines if line.startswith("error: "))
+            assert "waiting for a file to change" in next(lines)
+            helper.write_text("OPENING = 'three'\n")
+            assert opening(next(line for line in lines if "serving at" in line)) == "three"
+        finally:
+            child.send_signal(2)
+            assert child.wait(timeout=60) == 0
+
+
+def test_reload_and_controller_are_mutually_exclusive(cli):
+    code, _, err = cli("serve", f"{HERE}:Guess", "--reload", "--controller", "http://127.0.0.1:9")
+    assert code == 1
+    assert "give --reload or --controller" in one_line(err)

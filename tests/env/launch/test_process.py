@@ -100,6 +100,13 @@ def test_two_servers_get_two_ports():
         assert one.url != two.url
 
 
+def test_server_with_workers_is_found_and_stopped():
+    with ServerProcess(TARGET, token="s3cret", arguments=["--workers", "2"]) as server:
+        assert asyncio.run(hello(server.url, server.token)) == "Hello."
+        pid = server.pid
+    until_dead(pid)
+
+
 def test_stop_ends_child_processes_and_is_idempotent():
     server = ServerProcess(TARGET).start()
     child = int(server.output().split("child ")[1].split()[0])

@@ -143,6 +143,27 @@ async def test_renewed_token_replaces_those_before():
         assert (code, answer["error"]["type"]) == (404, UnknownSession.type)
 
 
+async def test_operator_revokes_all_tokens_of_an_agent_and_its_session_goes_on():
+    async with serving() as (server, operator):
+        session, other = await operator.open("quick"), await operator.open("quick")
+        own = f"{server.url}/v1/sessions/{session.session_id}/token"
+        _, answer = await renewed(server.url, session)
+        async with httpx.AsyncClient(trust_env=False) as http:
+            agent, owner = ({"authorization": f"Bearer {t}"} for t in (answer["agent_token"], TOKEN))
+            assert (await http.delete(own, headers=agent)).status_code == 403
+            for _ in range(2):
+                revoked = await http.delete(own, headers=owner)
+                assert (revoked.status_code, revoked.content) == (204, b"")
+            unknown = await http.delete(own.replace(session.session_id, "x.y"), headers=owner)
+            assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, UnknownSession.type)
+        for token in (session.agent_token, answer["agent_token"]):
+            assert await status(server.url, session, token) == (401, "this agent token was revoked")
+        assert (await status(server.url, other, other.agent_token))[0] == 200
+        assert (await session.step("Hello.")).seq == 1
+        _, answer = await renewed(server.url, session)
+        assert (await status(server.url, session, answer["agent_token"]))[0] == 200
+
+
 async def test_closing_a_session_revokes_its_token():
     async with serving() as (server, operator):
         session = await operator.open("quick")

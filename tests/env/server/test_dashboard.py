@@ -616,7 +616,16 @@ async def test_lost_server_stays_in_sight_and_results_are_shown(visit):
         card = page.get_by_role("article").filter(has=page.get_by_role("heading", name="trove"))
         await expect(card).to_contain_text("Success66.7 %")
         await expect(card).to_contain_text("Mean reward0.666667")
+        await expect(card).not_to_contain_text("Broken")
+        card = page.get_by_role("article").filter(has=page.get_by_role("heading", name="support"))
+        await expect(card).to_contain_text("Broken1")
         await expect(figures).to_contain_text(re.compile(r"Steps/s\d"))  # the second look knows
+        narrow = await visit(controller, viewport={"width": 390, "height": 800})
+        reason = narrow.get_by_text("no heartbeat for 5 s")
+        await expect(reason).to_be_visible()
+        frame = await narrow.get_by_role("region", name="Servers").bounding_box()
+        box = await reason.bounding_box()
+        assert box["x"] + box["width"] <= frame["x"] + frame["width"]
         steps = controller.metrics.steps["trove"]
         await step(here, await opened(here), 1)
         await until(lambda: controller.metrics.steps["trove"] == steps + 1)
@@ -664,6 +673,12 @@ async def test_every_column_of_the_sessions_is_on_a_narrow_screen(visit):
         ]:
             box = await cell.bounding_box()
             assert box["x"] + box["width"] <= frame["x"] + frame["width"]
+
+
+async def test_unknown_session_has_a_sentence_and_no_empty_transcript(server, visit):
+    page = await visit(server, "#/session/nope")
+    await expect(page.get_by_role("status").filter(has_text="No such session")).to_be_visible()
+    await expect(page.locator(".log")).to_be_hidden()
 
 
 VIEWS = ["#/", "#/sessions", "#/session/ID", "#/play", "#/play/ID"]

@@ -48,6 +48,8 @@ CALLS = [
     ("DELETE", OWN, None),
     ("POST", f"{OWN}/step", {}),
     ("POST", f"{OWN}/fork", {"n": 1}),
+    ("POST", f"{OWN}/token", None),
+    ("DELETE", f"{OWN}/token", None),
     ("POST", f"{OWN}/expert", None),
     ("GET", f"{OWN}/transcript", None),
 ]

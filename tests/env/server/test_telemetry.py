@@ -364,4 +364,5 @@ def test_traces_without_the_extra_print_one_error_line():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
-    assert ended.stderr == "error: traces need OpenTelemetry: pip install 'agentrl-kit[otel]'\n"
+    remedy = "pip install 'agentrl-kit[otel]', or '.[otel]' in a checkout"
+    assert ended.stderr == f"error: traces need OpenTelemetry: {remedy}\n"

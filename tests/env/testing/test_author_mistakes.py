@@ -15,7 +15,7 @@ from agentrl_env import Done, EnvClient, Environment, Reply, ToolCall, tool
 from agentrl_env.errors import UnknownSample
 from agentrl_env.launch.process import ServerThread
 from agentrl_env.server.loader import load_target
-from agentrl_env.testing import Verdict, check_environment, context, run_checks
+from agentrl_env.testing import Verdict, check_environment, checker, context, run_checks
 from agentrl_env.testing.checks import CHECKS
 from tests.env.testing.test_checker import Guess, failing, only, report_on, verdicts
 
@@ -275,6 +275,36 @@ def test_async_close_that_raises_at_the_end_of_an_episode_fails_close():
     assert "close() raised KeyError: 'handle'" in failing(Leaks)["close"]
 
 
+def test_shutdown_that_raises_fails_shutdown_with_its_line(tmp_path):
+    extra = "import sqlite3"
+    folder = Path(listed(tmp_path / "leaks", 'return [{"split": split}]', extra))
+    source = (folder / "environment.py").read_text()
+    source += "\n    @classmethod\n    def shutdown(cls):\n        cls.db.close()\n"
+    (folder / "environment.py").write_text(source)
+    line = source.count("\n")
+    (report,) = run_checks(load_target(str(folder)).local)
+    assert [result.name for result in report.failures] == ["shutdown"]
+    assert "shutdown() raised AttributeError: " in report["shutdown"].evidence
+    assert f"environment.py:{line}, in shutdown)" in report["shutdown"].evidence
+
+
+def test_shutdown_that_does_not_end_warns(monkeypatch):
+    released = threading.Event()
+
+    class Hangs(Guess):
+        @classmethod
+        def shutdown(cls):
+            released.wait(60)
+
+    monkeypatch.setattr(checker, "CLOSE_TIMEOUT", 0.5)
+    try:
+        report = report_on(Hangs, checks=only("schema", "shutdown"))
+    finally:
+        released.set()
+    assert report["shutdown"].verdict is Verdict.WARN
+    assert report["shutdown"].evidence == "shutdown() did not end: No result within 0.5 s."
+
+
 def test_output_without_bound_warns_and_is_cut():
     class Chatty(Guess):
         @tool
@@ -297,7 +327,8 @@ def test_broken_reset_prints_its_reason_once():
     assert [result.name for result in report.failures] == ["samples"]
     assert sum("no data file" in result.evidence for result in report.results) == 1
     others = {name for name, verdict in verdicts(report).items() if verdict == "skip"}
-    assert others >= {check.__name__ for check in CHECKS} - {"schema", "samples", "data_set", "event_loop"}
+    run = {"schema", "samples", "data_set", "event_loop", "shutdown"}
+    assert others >= {check.__name__ for check in CHECKS} - run
     assert report["order"].evidence == "Not run, for the reason that samples reports."
 
 

@@ -1,0 +1,83 @@
+"""Restarts a server whenever the Python files of its tasks change; for authors."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+
+from agentrl_env.errors import AgentRLError, TargetError
+from agentrl_env.launch.process import ServerHandle
+
+POLL_S = 0.3
+
+
+def serve_and_reload(server: ServerHandle, targets: Iterable[str]) -> None:
+    """Run a server until Ctrl-C, and restart it when a file changes; one that cannot start waits for that.
+
+    Args:
+        server: prints its own errors, as ``ServerProcess`` with ``forward_output`` does.
+        targets: the tasks; all Python files of their folders are watched.
+
+    Raises TargetError for a target without a folder.
+    """
+    folders = {_folder(target) for target in targets}
+    try:
+        while True:
+            seen = _modified(folders)
+            try:
+                server.start()
+                print(f"serving at {server.url}; restarts when a Python file changes", flush=True)
+            except AgentRLError as error:
+                print(f"{error}; waiting for a file to change", file=sys.stderr, flush=True)
+            print(f"{_wait_for_change(server, folders, seen)} changed, restarting", flush=True)
+            server.stop()
+    except KeyboardInterrupt:
+        return
+    finally:
+        server.stop()
+
+
+def _wait_for_change(server: ServerHandle, folders: Iterable[Path], seen: dict[str, int]) -> str:
+    """Return a file that was changed, added or removed."""
+    ran = server.running
+    while (now := _modified(folders)) == seen:
+        if ran and not server.running:
+            ran = False
+            reason = f"the server ended: {server.end_reason()}"
+            print(f"{reason}; waiting for a file to change", file=sys.stderr, flush=True)
+        time.sleep(POLL_S)
+    return os.path.relpath(sorted(now.items() ^ seen.items())[0][0])
+
+
+def _modified(folders: Iterable[Path]) -> dict[str, int]:
+    """Return the time of the last change of every Python file, without hidden folders."""
+    found = {}
+    for top in folders:
+        for folder, inner, files in os.walk(top):
+            inner[:] = [name for name in inner if not name.startswith((".", "__pycache__"))]
+            for name in files:
+                file = os.path.join(folder, name)
+                if name.endswith(".py") and os.path.exists(file):  # an editor may just replace it
+                    found[file] = os.stat(file).st_mtime_ns
+    return found
+
+
+def _folder(target: str) -> Path:
+    place = target.rpartition(":")[0] or target
+    path = Path(place)
+    if path.is_dir():
+        return path.resolve()
+    if path.suffix == ".py":
+        return path.resolve().parent
+    sys.path.append(str(Path.cwd()))  # as the loader does
+    try:
+        module = find_spec(place)
+    except (ImportError, ValueError):
+        module = None
+    if module is None or module.origin is None:
+        raise TargetError(f"{target}: no such folder, file or module")
+    return Path(module.origin).parent
