@@ -88,7 +88,12 @@ async def _evaluate(config: RunConfig, *, path: str) -> dict[str, Evaluation]:
 
 async def _evaluate_on(config: RunConfig, *, path: str, launcher: Launcher) -> dict[str, Evaluation]:
     async with (
-        environments(config.environments, max_sessions=config.engine.max_sessions) as served,
+        environments(
+            config.environments,
+            max_sessions=config.engine.max_sessions,
+            timeout_s=config.rollout.environment_timeout_s,
+            idle_s=config.engine.completion_deadline_s,
+        ) as served,
         policy(config, path=path, launcher=launcher) as ready,
     ):
         slots = asyncio.Semaphore(config.engine.max_sessions)

@@ -119,7 +119,12 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
         stack.enter_context(launcher.ranks())
         ranks = stack.enter_context(join_ranks(config))
         served = await stack.enter_async_context(
-            environments(config.environments, max_sessions=config.engine.max_sessions)
+            environments(
+                config.environments,
+                max_sessions=config.engine.max_sessions,
+                timeout_s=config.rollout.environment_timeout_s,
+                idle_s=config.engine.completion_deadline_s,
+            )
         )
         recorded = stack.enter_context(traced(config))
         trace = stack.enter_context(Watchdog(quiet_s=config.run.idle_report_timeout_s, trace=recorded))
@@ -147,7 +152,7 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
             steps=config.run.steps,
             group_size=config.rollout.group_size,
             seed=config.run.seed,
-            stall_timeout_s=config.rollout.stall_timeout_s,
+            stall_timeout_s=config.stall_timeout_s,
             run_timeout_s=config.run.run_timeout_s,
             policy_version=int(checkpoint.loop["policy_version"]) if checkpoint else 0,
             finished=[saved[group_id] for group_id in window.finished],

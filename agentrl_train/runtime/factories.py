@@ -73,7 +73,7 @@ def make_engine(
         stop_token_ids=stop_token_ids,
         max_sequences=engine.max_sessions,
         max_context=engine.max_context,
-        deadline_s=config.rollout.episode_timeout_s,
+        deadline_s=engine.completion_deadline_s,
         threads=threads,
         deterministic=engine.deterministic,
         trace=trace,
@@ -101,7 +101,7 @@ def _engine_pool(
         transfer=vllm.transfer,
         sleeps=config.placement.layout == "colocated" and not on_cpu,
         deterministic=engine.deterministic,
-        deadline_s=config.rollout.episode_timeout_s,
+        deadline_s=engine.completion_deadline_s,
     )
     if engine.kind == "vllm":
         python = vllm.python or python
@@ -117,7 +117,7 @@ def _engine_pool(
         options,
         policies=config.policies,
         replicas=vllm.replicas,
-        deadline_s=config.rollout.episode_timeout_s,
+        deadline_s=engine.completion_deadline_s,
         start_s=vllm.start_timeout_s,
         liveness_s=vllm.heartbeat_timeout_s,
         push=vllm.push,

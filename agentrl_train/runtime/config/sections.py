@@ -16,6 +16,11 @@ Positive = Annotated[float, Field(gt=0.0)]
 Count = Annotated[int, Field(ge=1)]
 CountOrOff = Annotated[int, Field(ge=0)]
 
+SLOWEST_TOKENS_PER_S = 5.0
+"""Speed of one session below which an engine is not useful; default time limits follow from it."""
+SLACK_S = 60.0
+"""Added to default time limits."""
+
 
 class Section(BaseModel):
     """Base of all sections; ``problems`` reports constraints between fields."""
@@ -79,12 +84,20 @@ class EngineSection(Section):
     max_context: Annotated[int, Field(ge=16)] = 2048
     """Token limit of one episode, prompt and replies included."""
     max_new_tokens: Count = 256
-    """Token limit of one turn."""
+    """Token limit of one turn; the last turn of a full context is shorter."""
+    completion_timeout_s: Positive | None = None
+    """Deadline of one completion, after which the engine counts as failed; left out, a minute more than
+    ``max_new_tokens`` take at 5 tokens/s."""
     temperature: NonNegative = 1.0
     """Divides the logits, at sampling and in the loss."""
     deterministic: bool = False
     """Make synchronous runs reproducible bit for bit on one machine, also across kill and resume; slower."""
     vllm: VllmSection = VllmSection()
+
+    @property
+    def completion_deadline_s(self) -> float:
+        """Return ``completion_timeout_s``, or its default."""
+        return self.completion_timeout_s or SLACK_S + self.max_new_tokens / SLOWEST_TOKENS_PER_S
 
     def problems(self) -> list[str]:
         """Return violated constraints between the fields of this section, one sentence each."""
@@ -357,8 +370,12 @@ class RolloutSection(Section):
     """S: (S + 1) P groups may be in flight; 0 is synchronous."""
     window: Count = 1
     """W: look-ahead of the trainer beyond strict FIFO order, in groups; 1 is strict order."""
-    episode_timeout_s: Positive = 120.0
-    """Deadline of one episode."""
+    episode_timeout_s: Positive | None = None
+    """Time limit of one episode, waiting for a free session not included. The turn in progress ends, then the
+    episode is truncated: it keeps its turns and its reward and is trained on. Left out, a minute more than
+    ``engine.max_context`` tokens take at 5 tokens/s."""
+    environment_timeout_s: Positive = 120.0
+    """Deadline of one answer of an environment, after which the episode counts as failed."""
     environment_retries: CountOrOff = 2
     """Retries of an episode in fresh sessions after infrastructure failures."""
     environment_wait_timeout_s: NonNegative = 60.0
@@ -368,11 +385,9 @@ class RolloutSection(Section):
     stale_interval: Count = 10
     """Steps between two refreshes of the stale policy."""
 
-    @property
-    def stall_timeout_s(self) -> float:
-        """Return the longest time without a finished group: one episode with all its retries and waits."""
-        attempts = self.environment_retries + 1
-        return self.episode_timeout_s * attempts + self.environment_wait_timeout_s + 60.0
+    def episode_limit_s(self, *, max_context: int) -> float:
+        """Return ``episode_timeout_s``, or its default for a context of this length."""
+        return self.episode_timeout_s or SLACK_S + max_context / SLOWEST_TOKENS_PER_S
 
     @property
     def staleness_bound(self) -> int:
@@ -452,6 +467,20 @@ class RunConfig(Section):
     def run_folder(self) -> Path:
         """Return the folder of this run, ``<run.folder>/<run.name>``."""
         return Path(self.run.folder) / self.run.name
+
+    @property
+    def stall_timeout_s(self) -> float:
+        """Return the longest time without a finished group: one episode with all its retries and waits.
+
+        An attempt opens a session, plays until its limit, and ends the turn in progress. A full server has
+        one free once another episode has ended.
+        """
+        rollout, engine = self.rollout, self.engine
+        episode_s = rollout.episode_limit_s(max_context=engine.max_context)
+        turn_s = engine.completion_deadline_s + rollout.environment_timeout_s
+        attempt_s = 2 * rollout.environment_timeout_s + episode_s + turn_s
+        waits_s = episode_s + rollout.environment_wait_timeout_s
+        return (rollout.environment_retries + 1) * attempt_s + waits_s + SLACK_S
 
     @property
     def policies(self) -> tuple[str, ...]:
