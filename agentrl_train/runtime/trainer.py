@@ -170,6 +170,7 @@ class StepTrainer:
             task_normalization=self._advantage.task_normalization,
             invalid_call_penalty=self._advantage.invalid_call_penalty,
             truncation_penalty=self._advantage.truncation_penalty,
+            aggregation=self._train.aggregation,
         )
 
     def _check(self, rows: Sequence[TokenSequence], *, version: int) -> Drift:

@@ -184,7 +184,7 @@ class AdvantageSection(Section):
     scale: Literal["std", "none"] = "std"
     """Divisor of advantages: standard deviation of their group, or none."""
     task_normalization: bool = True
-    """Normalize the advantages of each task to the same scale (AgentRL)."""
+    """Normalize the advantages of each task to mean 0 and std 1 under the weights of the loss (AgentRL)."""
     invalid_call_penalty: NonNegative = 0.0
     """Subtracted from the reward of an episode with any invalid tool call."""
     truncation_penalty: NonNegative = 0.0
