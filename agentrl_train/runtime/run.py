@@ -203,6 +203,7 @@ class Run:
             trained = await in_thread(
                 train, within_s=self._config.train.step_timeout_s, doing=f"training step {number}"
             )
+        self._loop.admit()
         self._trained_tokens += int(trained.get("loss_tokens", 0))
         self._idle_steps = 0 if trained.get("loss_tokens") else self._idle_steps + 1
         if self._idle_steps.bit_count() == 1:  # 1, 2, 4, 8 ... in a row
@@ -247,7 +248,7 @@ class Run:
         await self._wait_for_checkpoint()
         copy, doing = self._policy.learner.snapshot, f"copying the parameters of step {step}"
         snapshot = await in_thread(copy, within_s=self._config.checkpoint.write_timeout_s, doing=doing)
-        window, untrained = self._loop.cut_journal(step)
+        window, untrained = await self._loop.cut_journal(step)
         write = partial(
             save_checkpoint,
             self._folder / "checkpoints",
