@@ -35,7 +35,7 @@ from agentrl_train.learner.logprobs import (
     use_flash,
     uses_flash,
 )
-from agentrl_train.learner.lora import Lora, add_adapters, is_adapter, merged
+from agentrl_train.learner.lora import Lora, adapters_off, add_adapters, is_adapter, merged
 from agentrl_train.learner.metrics import MetricSums, sizes
 from agentrl_train.learner.sequence_parallel import use_sequence_parallel
 from agentrl_train.learner.sharding import GatheredWeights, buckets, deal, full, shard
@@ -121,8 +121,9 @@ class Learner:
     ``model`` keeps its parameters in float32; ``precision="bfloat16"`` computes under autocast. The
     learning rate rises over ``warmup_steps`` updates and, if ``total_steps`` is given, falls
     linearly to ``final_lr_fraction`` of itself over the last ``decay_fraction`` of the rest.
-    ``temperature`` divides the logits, as during sampling. A ``reference`` model with a
-    ``kl_coefficient`` adds the k3 penalty; an ``importance_cap`` clips against log-probabilities
+    ``temperature`` divides the logits, as during sampling. A ``kl_coefficient`` adds the k3 penalty
+    towards the ``reference`` model, or with ``lora`` towards the model without its adapters;
+    an ``importance_cap`` clips against log-probabilities
     recomputed at the start of ``step`` and weights tokens by the truncated importance ratio of
     those to the sampler's (decoupled PPO, arXiv 2110.00641). ``activation_checkpointing`` saves
     memory at the cost of a second forward pass, ``offload_optimizer`` keeps the optimizer in host memory,
@@ -194,8 +195,11 @@ class Learner:
         self._max_logits = max_logits
         self._attention = attention
         self._lora = lora
+        if kl_coefficient and reference is None and lora is None:
+            raise ValueError("kl_coefficient needs a reference model, or adapters that can be switched off.")
         if lora is not None:
             add_adapters(model, lora)
+        disable_dropout(model)
         self._scorer = self._prepare(model)
         self._reference = None if reference is None else self._prepare(reference)
         self._updated = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -218,7 +222,6 @@ class Learner:
         if uses_flash(self.model):
             shares = [[padding_free(micro) for micro in share] for share in shares]
         anchors = [[self._anchor(micro) for micro in share] for share in shares]
-        # Eval mode disables dropout, so that an unchanged policy has ratio 1; checkpointing needs train mode.
         self.model.train(self._activation_checkpointing)
         sums = MetricSums()
         for share, anchor in zip(shares, anchors, strict=True):
@@ -354,13 +357,20 @@ class Learner:
         stats = stats | {"entropy": entropy.detach().sum()}
         if self._entropy_coefficient:
             loss = loss - self._entropy_coefficient * entropy_bonus(entropy, weights)
-        if self._reference is not None:
-            with torch.no_grad():
-                reference, _ = self._forward(self._reference, micro)
+        if self._kl_coefficient:
+            reference = self._reference_logprobs(micro)
             loss = loss + self._kl_coefficient * kl_penalty(logprobs, reference, weights)
             stats["kl_reference"] = kl_penalty(logprobs.detach(), reference, torch.ones_like(weights))
         sums.add(stats, logprobs.numel())
         return loss
+
+    @torch.no_grad()
+    def _reference_logprobs(self, micro: MicroBatch) -> Tensor:
+        """Return log-probabilities under the initial policy: with adapters, the model without them."""
+        if self._reference is not None:
+            return self._forward(self._reference, micro)[0]
+        with adapters_off(self.model):
+            return self._forward(self._scorer, micro)[0]
 
     @torch.no_grad()
     def _anchor(self, micro: MicroBatch) -> Tensor | None:
@@ -418,6 +428,19 @@ def _enable_checkpointing(model: PreTrainedModel) -> None:
         model.activation_checkpointing_enable()
     else:
         model.gradient_checkpointing_enable()
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set all dropout probabilities to 0, so that an unchanged policy has ratio 1 in train mode too.
+
+    Activation checkpointing needs train mode. Models keep probabilities in layers and in plain attributes.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def _parameter_groups(updated: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from agentrl_train.learner import Learner
 from agentrl_train.loss import sft_loss
 from agentrl_train.runtime.atomic_io import run_folder_errors
 from agentrl_train.runtime.checkpoint import load_checkpoint, load_latest
-from agentrl_train.runtime.compose import make_evaluator, policy, threads_each, train
+from agentrl_train.runtime.compose import make_evaluator, served_policy, threads_each, train
 from agentrl_train.runtime.config import RunConfig
 from agentrl_train.runtime.distributed import rank
 from agentrl_train.runtime.environments import environments
@@ -94,7 +94,7 @@ async def _evaluate_on(config: RunConfig, *, path: str, launcher: Launcher) -> d
             timeout_s=config.rollout.environment_timeout_s,
             idle_s=config.engine.completion_deadline_s,
         ) as served,
-        policy(config, path=path, launcher=launcher) as ready,
+        served_policy(config, path=path, launcher=launcher) as ready,
     ):
         slots = asyncio.Semaphore(config.engine.max_sessions)
         evaluator = make_evaluator(config, served=served, policy=ready, slots=slots)

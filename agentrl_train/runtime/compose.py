@@ -13,13 +13,16 @@ from contextlib import (
     nullcontext,
 )
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from agentrl_train.actor import Actor
 from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import ConfigError
+from agentrl_train.learner import adapter_base
 from agentrl_train.runtime.admission import Mixer, TaskSource, WorkWindow
 from agentrl_train.runtime.checkpoint import Checkpoint, load_latest
 from agentrl_train.runtime.config import RunConfig
@@ -31,7 +34,7 @@ from agentrl_train.runtime.journal import Journal
 from agentrl_train.runtime.loop import Loop
 from agentrl_train.runtime.models import load_policy
 from agentrl_train.runtime.placement.launcher import Launcher, make_launcher
-from agentrl_train.runtime.run import Evaluator, FailureLog, Outcome, Policy, Run
+from agentrl_train.runtime.run import Evaluator, FailureLog, Outcome, Policy, Run, ServedPolicy
 from agentrl_train.runtime.run_dir import claim_run_dir, write_config
 from agentrl_train.runtime.telemetry.metrics import MetricsLog
 from agentrl_train.runtime.telemetry.progress import Progress
@@ -63,10 +66,46 @@ async def policy(
     trace: Trace = UNTRACED,
     ranks: Ranks | None = None,
 ) -> AsyncIterator[Policy]:
-    """Load the policy in ``path`` and start its engine; stop the engine on leaving."""
-    device, threads = config.engine.device, threads_each(config)
+    """Load the policy in ``path`` and start its engine and learner; stop the engine on leaving."""
+    device = config.engine.device
+    async with _loaded(config, path=path, device=device, launcher=launcher, trace=trace) as (model, served):
+        with make_learner(config, model=model, ranks=ranks, trace=trace) as learner:
+            publisher = make_publisher(
+                config,
+                served.engine,
+                logprobs=learner.logprobs,
+                vocabulary=len(served.tokenizer),
+                tolerance=tolerance(config),
+            )
+            yield Policy(
+                tokenizer=served.tokenizer,
+                chat=served.chat,
+                engine=served.engine,
+                learner=learner,
+                publisher=publisher,
+            )
+
+
+@asynccontextmanager
+async def served_policy(config: RunConfig, *, path: str, launcher: Launcher) -> AsyncIterator[ServedPolicy]:
+    """Load the policy in ``path`` and start its engine, without a learner; stop the engine on leaving."""
+    async with _loaded(config, path=path, device="cpu", launcher=launcher) as (model, served):
+        if adapter_base(Path(path)) is not None:
+            weights = dict(model.named_parameters())
+            await asyncio.to_thread(
+                served.engine.publish, weights, policy_version=0, policies=config.policies
+            )
+        del model
+        yield served
+
+
+@asynccontextmanager
+async def _loaded(
+    config: RunConfig, *, path: str, device: str, launcher: Launcher, trace: Trace = UNTRACED
+) -> AsyncIterator[tuple[PreTrainedModel, ServedPolicy]]:
+    threads = threads_each(config)
     torch.set_num_threads(threads)
-    model, tokenizer = load_policy(path, device=device)
+    model, tokenizer = load_policy(path, device=device, dtype=config.model.dtype)
     chat = ChatFormat(tokenizer)
     engine = make_engine(
         config,
@@ -78,15 +117,7 @@ async def policy(
         launcher=launcher,
     )
     try:
-        with make_learner(config, model=model, ranks=ranks, trace=trace) as learner:
-            publisher = make_publisher(
-                config,
-                engine,
-                logprobs=learner.logprobs,
-                vocabulary=len(tokenizer),
-                tolerance=tolerance(config),
-            )
-            yield Policy(tokenizer=tokenizer, chat=chat, learner=learner, engine=engine, publisher=publisher)
+        yield model, ServedPolicy(tokenizer=tokenizer, chat=chat, engine=engine)
     finally:
         await engine.close()
 
@@ -217,7 +248,7 @@ def make_evaluator(
     config: RunConfig,
     *,
     served: Served,
-    policy: Policy,
+    policy: ServedPolicy,
     slots: asyncio.Semaphore,
     trace: Trace = UNTRACED,
 ) -> Evaluator | None:
@@ -274,7 +305,7 @@ def make_actor(
     config: RunConfig,
     *,
     served: Served,
-    policy: Policy,
+    policy: ServedPolicy,
     slots: asyncio.Semaphore,
     trace: Trace = UNTRACED,
     evaluation: bool = False,
@@ -298,9 +329,11 @@ def tolerance(config: RunConfig) -> Drift:
     Below float32, and between different GPU kernels, single tokens differ by up to half a nat; there only the
     mean detects wrong weights.
     """
-    exact = config.engine.dtype == "float32" and config.train.precision == "float32"
-    if not exact or config.engine.device != "cpu":
+    dtypes = {config.model.dtype, config.engine.dtype, config.train.precision}
+    if dtypes != {"float32"}:
         return Drift(worst=math.inf, mean=0.1)
+    if config.engine.device != "cpu":
+        return Drift(worst=math.inf, mean=0.01)
     return FLOAT32 if config.engine.kind == "torch" else Drift(worst=1e-3, mean=1e-3)
 
 

@@ -44,13 +44,19 @@ Evaluator = Callable[[], Awaitable[dict[str, Evaluation]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """A loaded policy with its engine, learner and publisher."""
+class ServedPolicy:
+    """A loaded policy with its engine."""
 
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
-    learner: Learner
     engine: RunningEngine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy(ServedPolicy):
+    """A policy in training."""
+
+    learner: Learner
     publisher: Publisher
 
 

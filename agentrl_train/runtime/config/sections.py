@@ -242,7 +242,8 @@ class TrainSection(Section):
     """With ``importance_cap``: tokens whose importance ratio lies outside [floor, cap] are masked instead of
     truncated. Left out, they are truncated."""
     kl_coef: NonNegative = 0.0
-    """Weight of the KL penalty towards the initial policy; 0 is off."""
+    """Weight of the KL penalty towards the initial policy, which takes a copy of the model, or with adapters
+    none; 0 is off."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     attention: Literal["sdpa", "flash_attention_2", "flash_attention_3"] = "sdpa"
@@ -271,6 +272,11 @@ class TrainSection(Section):
             found.append(
                 f"dual_clip ({self.dual_clip}) must be above 1 + clip_high "
                 f"({1.0 + self.clip_high:g}), or 0 to disable it"
+            )
+        if self.sequence_parallel > 1 and self.attention != "sdpa":
+            found.append(
+                f"attention = {self.attention!r} has no effect with sequence_parallel = "
+                f"{self.sequence_parallel}, which uses PyTorch's attention: set it to 'sdpa'"
             )
         if 1.0 in self.betas:
             found.append("betas must be below 1")
@@ -329,6 +335,9 @@ class ModelSection(Section):
 
     path: Annotated[str, Field(min_length=1)]
     """A Hugging Face model folder, or the name of a model on the hub (``org/name``)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the learner's parameters. With ``train.lora``, "bfloat16" halves the memory of the frozen
+    weights; adapters stay in float32."""
 
 
 class EnvironmentSection(Section):
@@ -518,6 +527,11 @@ class RunConfig(Section):
             found.append(
                 "engine.temperature = 0 makes all siblings of a group equal, which gives no learning signal: "
                 "use a temperature above 0"
+            )
+        if self.model.dtype == "bfloat16" and self.train.lora is None:
+            found.append(
+                "model.dtype = 'bfloat16' rounds small updates of trained parameters away: train adapters "
+                "(train.lora), or set it to 'float32'"
             )
         if self.engine.deterministic and rollout.max_staleness > 0:
             found.append(

@@ -19,6 +19,10 @@ CONFIG = Path(__file__).parents[3] / "examples/quickstart/train.toml"
         (["engine.kind=vllm", "engine.deterministic=true"], "deterministic needs kind = 'torch'"),
         (["engine.kind=vllm", "engine.vllm.transfer=nccl"], "vllm.transfer = 'nccl' needs device = 'cuda'"),
         (["engine.kind=vllm", "engine.vllm.replicas=0"], "engine.vllm.replicas"),
+        (
+            ["train.attention=flash_attention_2", "train.sequence_parallel=2"],
+            "attention = 'flash_attention_2' has no effect with sequence_parallel = 2",
+        ),
         (["engine.kind=vllm", "engine.vllm.pull=x"], "engine.vllm.pull"),
     ],
 )
