@@ -118,7 +118,7 @@ def _engine_pool(
     return EnginePool(
         options,
         policies=config.policies,
-        replicas=vllm.replicas,
+        replicas=config.replicas,
         deadline_s=engine.completion_deadline_s,
         start_s=vllm.start_timeout_s,
         liveness_s=vllm.heartbeat_timeout_s,

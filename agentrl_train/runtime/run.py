@@ -179,6 +179,8 @@ class Run:
             if not await self._evaluate("before"):
                 return Outcome(folder=self._folder, step=0, summary=None, signal=self._signal)
             await self._checkpoint(step=0)
+        else:
+            await self._repeat_evaluation(self._loop.window.steps)
         self._throughput.begin()
         async with aclosing(self._loop.steps()) as steps:
             async for one in steps:
@@ -241,6 +243,12 @@ class Run:
         if self._due(number, self._config.eval.every):
             await self._evaluate(f"step {number}")
             self._throughput.begin()
+
+    async def _repeat_evaluation(self, step: int) -> None:
+        """Evaluate a resumed run where it was stopped before the evaluation of this step ended."""
+        name = f"step {step}"
+        if self._due(step, self._config.eval.every) and not self._log.has_evaluation(name):
+            await self._evaluate(name)
 
     def _due(self, step: int, every: int) -> bool:
         return every > 0 and step % every == 0 and step < self._config.run.steps

@@ -44,7 +44,9 @@ class VllmSection(Section):
     python: str | None = None
     """Python interpreter with vLLM for the engine processes; left out, the trainer's own."""
     replicas: Count = 1
-    """Engines per policy."""
+    """Engines of the current policy."""
+    stale_replicas: Count | None = None
+    """Engines of the stale policy; left out, as many as its share of the turns needs, at least one."""
     push: Literal["in_flight", "drained"] = "in_flight"
     """Update weights in the middle of completions, or after active ones have finished."""
     transfer: Literal["memory", "nccl"] = "memory"
@@ -500,7 +502,15 @@ class RunConfig(Section):
     def engine_gpus(self) -> int:
         """Return the number of GPUs of the engine, if it runs on GPUs."""
         vllm = self.engine.vllm
-        return 1 if self.engine.kind == "torch" else len(self.policies) * vllm.replicas * vllm.tensor_parallel
+        return 1 if self.engine.kind == "torch" else sum(self.replicas.values()) * vllm.tensor_parallel
+
+    @property
+    def replicas(self) -> dict[str, int]:
+        """Return the number of engines of each sampling policy."""
+        vllm, stale = self.engine.vllm, self.rollout.stale_fraction
+        share = math.ceil(vllm.replicas * stale / (1.0 - stale)) if stale < 1.0 else vllm.replicas
+        chosen = {"current": vllm.replicas, "stale": vllm.stale_replicas or min(share, vllm.replicas)}
+        return {policy: chosen[policy] for policy in self.policies}
 
     def problems(self) -> list[str]:
         """Return violated constraints between sections, one sentence each."""

@@ -1,6 +1,8 @@
 """Killed runs lose no finished group and train none twice."""
 
+import json
 import random
+import shutil
 import signal
 import time
 from collections import Counter
@@ -55,3 +57,20 @@ def test_interrupted_run_stops_cleanly_and_prints_resume_command(tmp_path: Path)
     assert "--resume" in output
     assert "Traceback" not in errors
     assert (run / "report.html").exists()
+
+
+def test_resumed_run_repeats_the_evaluation_in_which_it_was_killed(tmp_path: Path) -> None:
+    config, run = write_config(tmp_path), tmp_path / "run"
+    options = ("run.steps=4", "checkpoint.every=2", "checkpoint.keep=3", "eval.every=2", "eval.samples=2")
+    options = (*options, "environments.0.eval_split=train")
+    done = finish(config, *options)
+    assert done.returncode == 0, done.stderr
+    # As a kill during the evaluation of step 2 leaves the folder.
+    shutil.rmtree(run / "checkpoints" / "step_000004")
+    evaluations = run / "evaluations.jsonl"
+    before, *_ = evaluations.read_text().splitlines(keepends=True)
+    evaluations.write_text(before)
+    done = finish(config, *options, resume=True)
+    assert done.returncode == 0, done.stderr
+    names = [json.loads(line)["name"] for line in evaluations.read_text().splitlines()]
+    assert names == ["before", "step 2", "after"]

@@ -32,6 +32,25 @@ def test_conflicting_settings_are_rejected(overrides: list[str], sentence: str) 
     assert sentence in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "engines"),
+    [
+        (["rollout.stale_fraction=0"], {"current": 4}),
+        (["rollout.stale_fraction=0.1"], {"current": 4, "stale": 1}),
+        (["rollout.stale_fraction=0.25"], {"current": 4, "stale": 2}),
+        (["rollout.stale_fraction=1"], {"current": 4, "stale": 4}),
+        (["rollout.stale_fraction=0.1", "engine.vllm.stale_replicas=3"], {"current": 4, "stale": 3}),
+    ],
+)
+def test_stale_policy_has_engines_for_its_share_of_the_turns(
+    overrides: list[str], engines: dict[str, int]
+) -> None:
+    chosen = ["engine.kind=vllm", "engine.vllm.replicas=4", "engine.vllm.tensor_parallel=2"]
+    config = load_config(CONFIG, [*chosen, "engine.device=cuda", *overrides])
+    assert config.replicas == engines
+    assert config.engine_gpus == 2 * sum(engines.values())
+
+
 def test_vllm_configuration_round_trips(tmp_path: Path) -> None:
     chosen = ["engine.kind=vllm", "engine.vllm.replicas=2", "engine.vllm.push=drained"]
     config = load_config(CONFIG, chosen)
