@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import (
+    AbstractAsyncContextManager,
     AbstractContextManager,
     AsyncExitStack,
     asynccontextmanager,
@@ -55,6 +56,16 @@ def threads_each(config: RunConfig) -> int:
     """Return the thread count of engine and learner each: half of all if both run concurrently."""
     threads = config.run.threads or os.cpu_count() or 1
     return threads if config.rollout.max_staleness == 0 else max(1, threads // 2)
+
+
+def served_environments(config: RunConfig) -> AbstractAsyncContextManager[Served]:
+    """Return the context in which the environments of a run are served."""
+    return environments(
+        config.environments,
+        max_sessions=config.engine.max_sessions,
+        timeout_s=config.rollout.environment_timeout_s,
+        idle_s=config.engine.completion_deadline_s,
+    )
 
 
 @asynccontextmanager
@@ -149,14 +160,7 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
         launcher = stack.enter_context(make_launcher(config))
         stack.enter_context(launcher.ranks())
         ranks = stack.enter_context(join_ranks(config))
-        served = await stack.enter_async_context(
-            environments(
-                config.environments,
-                max_sessions=config.engine.max_sessions,
-                timeout_s=config.rollout.environment_timeout_s,
-                idle_s=config.engine.completion_deadline_s,
-            )
-        )
+        served = await stack.enter_async_context(served_environments(config))
         recorded = stack.enter_context(traced(config))
         trace = stack.enter_context(Watchdog(quiet_s=config.run.idle_report_timeout_s, trace=recorded))
         ready = await stack.enter_async_context(
