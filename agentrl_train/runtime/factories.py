@@ -32,7 +32,7 @@ from agentrl_train.runtime.distributed import (
 )
 from agentrl_train.runtime.models import copy_of, load_policy
 from agentrl_train.runtime.placement.launcher import Launcher
-from agentrl_train.types import UNTRACED, Trace
+from agentrl_train.types import UNTRACED, RunningEngine, Trace
 from agentrl_train.weights import Canary, Drift, LogProbs, Publisher
 
 CPU_KV_GIB = 1.0
@@ -150,7 +150,7 @@ def require_vllm(python: str) -> None:
 
 def make_publisher(
     config: RunConfig,
-    engine: TorchEngine | EnginePool,
+    engine: RunningEngine,
     *,
     logprobs: LogProbs,
     vocabulary: int,
