@@ -118,14 +118,13 @@ class SpikeGuard:
 class Learner:
     """Trains any Hugging Face causal language model on packed batches.
 
-    ``model`` keeps its parameters in float32; ``precision="bfloat16"`` computes under autocast. The
+    ``model`` keeps its trained parameters in float32; ``precision="bfloat16"`` computes under autocast. The
     learning rate rises over ``warmup_steps`` updates and, if ``total_steps`` is given, falls
     linearly to ``final_lr_fraction`` of itself over the last ``decay_fraction`` of the rest.
     ``temperature`` divides the logits, as during sampling. A ``kl_coefficient`` adds the k3 penalty
     towards the ``reference`` model, or with ``lora`` towards the model without its adapters; an
     ``importance_cap`` clips against log-probabilities recomputed at the start of ``step`` and weights
-    tokens by the truncated importance ratio of
-    those to the sampler's (decoupled PPO, arXiv 2110.00641). ``activation_checkpointing`` saves
+    tokens by the truncated importance ratio of those to the sampler's (decoupled PPO, arXiv 2110.00641). ``activation_checkpointing`` saves
     memory at the cost of a second forward pass, ``offload_optimizer`` keeps the optimizer in host memory,
     ``lora`` trains adapters only; ``attention`` is "sdpa" or the name of a flash-attn that transformers
     supports, which packs without padding; ``max_logits`` bounds the entries of a chunk of logits. An update
