@@ -125,7 +125,8 @@ class Learner:
     towards the ``reference`` model, or with ``lora`` towards the model without its adapters; an
     ``importance_cap`` clips against log-probabilities recomputed at the start of ``step`` and weights
     tokens by the truncated importance ratio of those to the sampler's (decoupled PPO, arXiv 2110.00641).
-    ``activation_checkpointing`` saves memory at the cost of a second forward pass, ``offload_optimizer`` keeps the optimizer in host memory,
+    ``activation_checkpointing`` saves memory at the cost of a second forward pass, ``offload_optimizer``
+    keeps the optimizer in host memory,
     ``lora`` trains adapters only; ``attention`` is "sdpa" or the name of a flash-attn that transformers
     supports, which packs without padding; ``max_logits`` bounds the entries of a chunk of logits. An update
     is rejected if its gradient norm exceeds ``spike_factor`` times the recent median; 0 is off.
