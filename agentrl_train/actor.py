@@ -1,7 +1,12 @@
 """Step 4 of 9: ``Session`` x ``Engine`` -> ``Trajectory``, ``TrajectoryGroup``.
 
-One episode is a conversation between an environment session and an engine. An episode that the environment
-or the engine failed is retried in a fresh session, then left out of its group; it never gets a reward.
+One episode is a conversation between an environment session and an engine. Two things that take time are kept
+apart:
+
+- *A call is not answered* by the environment or the engine within its own deadline: a failure. The episode is
+  retried in a fresh session, then left out of its group; it never gets a reward.
+- *The episode is long*, and every call is answered: a truncation. The turn in progress ends, and the episode
+  keeps its turns and its reward. It is never replayed, because replays would favour short episodes.
 """
 
 from __future__ import annotations
@@ -10,10 +15,10 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -52,6 +57,7 @@ _ENDS = {
     SessionStatus.TRUNCATED_TIME: EpisodeEnd.TRUNCATED_TIME,
 }
 
+_Answer = TypeVar("_Answer")
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +114,7 @@ class Actor:
         rollout: RolloutSection,
         slots: asyncio.Semaphore,
         trace: Trace = UNTRACED,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.discarded_tokens = 0
         """Tokens sampled in attempts that infrastructure failed; they are not trained on."""
@@ -118,6 +125,8 @@ class Actor:
         self._rollout = rollout
         self._slots = slots
         self._trace = trace
+        self._clock = clock
+        self._limit_s = rollout.episode_limit_s(max_context=sampling.max_context)
         self._unreachable: dict[str, float] = {}
 
     async def group(
@@ -148,7 +157,7 @@ class Actor:
         what is trained: long episodes fail more often.
         """
         attempt, draws, pause_s = 0, 0, FIRST_BACKOFF_S
-        wait_until = time.monotonic() + self._rollout.environment_wait_timeout_s
+        started = time.monotonic()
         while True:
             trajectory, cause = await self._attempt(
                 episode, draw_seed=(*episode.draw_seed, number, draws), track=track, attempt=attempt
@@ -162,7 +171,10 @@ class Actor:
             unreachable = isinstance(cause, OUTAGES) and not trajectory.opening
             if unreachable:
                 self._log_outage(episode.task, str(trajectory.error))
-            if not (unreachable and time.monotonic() < wait_until):
+            # A full server answers, and has a session free once another episode has ended.
+            full = isinstance(cause, ServerFull)
+            wait_s = self._limit_s if full else self._rollout.environment_wait_timeout_s
+            if not (unreachable and time.monotonic() < started + wait_s):
                 attempt += 1
                 if attempt > self._rollout.environment_retries:
                     return trajectory
@@ -199,6 +211,7 @@ class Actor:
                 trace=self._trace,
                 track=track,
                 facts=facts,
+                clock=self._clock,
             )
             trajectory = await one.run()
             facts.update(
@@ -226,6 +239,7 @@ class _Attempt:
         trace: Trace,
         track: str,
         facts: dict[str, Any],
+        clock: Callable[[], float],
     ) -> None:
         self.cause: Exception | None = None
         """The exception that failed the attempt."""
@@ -238,6 +252,8 @@ class _Attempt:
         self._trace = trace
         self._track = track
         self._facts = facts
+        self._clock = clock
+        self._limit_s = rollout.episode_limit_s(max_context=sampling.max_context)
         self._draws = np.random.default_rng(np.random.SeedSequence(draw_seed))
         # Unique in the process: episodes with the same key would share a row of the engine's cache.
         self._key = f"{episode.task}-{next(_numbers)}"
@@ -247,19 +263,15 @@ class _Attempt:
         self._metrics: dict[str, float] = {}
 
     async def run(self) -> Trajectory:
-        started = time.monotonic()
+        started = self._clock()
         error: str | None = None
         try:
-            async with asyncio.timeout(self._rollout.episode_timeout_s):
-                end = await self._play_session()
+            end = await self._play_session()
         except EngineError as failure:
             end, error, self.cause = EpisodeEnd.FAILED_ENGINE, str(failure), failure
         except AgentRLError as failure:
             end, error = EpisodeEnd.FAILED_ENVIRONMENT, f"{type(failure).__name__}: {failure}"
             self.cause = failure
-        except TimeoutError as failure:
-            end, self.cause = EpisodeEnd.FAILED_ENVIRONMENT, failure
-            error = f"the episode took longer than {self._rollout.episode_timeout_s:g} s"
         finally:
             self._engine.release(self._key)
         reward = sum(turn.reward for turn in self._turns)
@@ -272,19 +284,17 @@ class _Attempt:
             success=self._metrics.get("success", float(reward >= 1.0)) >= 0.5,
             metrics=self._metrics,
             error=error,
-            seconds=time.monotonic() - started,
+            seconds=self._clock() - started,
         )
 
     async def _play_session(self) -> EpisodeEnd:
         episode = self._episode
         with self._trace.span(self._track, "open"):
-            session = await self._client.open(
-                episode.task,
-                split=episode.split,
-                index=episode.index,
-                seed=episode.seed,
-                wait=self._rollout.episode_timeout_s,
+            wait_s = self._rollout.environment_timeout_s
+            opening = self._client.open(
+                episode.task, split=episode.split, index=episode.index, seed=episode.seed, wait=wait_s
             )
+            session = await self._answered(opening, wait_s=wait_s)
         try:
             self._facts["session"] = session.session_id
             _check_opening(session, episode)
@@ -295,33 +305,44 @@ class _Attempt:
                 await _close(session)
 
     async def _converse(self, session: ClientSession) -> EpisodeEnd:
+        end_s = self._clock() + self._limit_s
         new_ids = self._render(lambda: self._chat.opening(session.messages, session.tools), session.messages)
         context = list(new_ids)
-        while len(context) + self._sampling.max_new_tokens <= self._sampling.max_context:
-            number = len(self._turns) + 1
-            with self._trace.span(self._track, f"turn {number}"):
-                completion = await self._complete(context)
-                message, thought = self._chat.parse(completion.token_ids, turn=number, tools=session.tools)
-                with self._trace.span(self._track, "environment"):
-                    result = _valid(await session.step(message))
-            self._turns.append(_turn(new_ids, completion, message, thought, result))
-            if result.final:
-                self._metrics = dict(result.metrics)
-                return episode_end(result)
-            stop = completion.token_ids[-1] if completion.finish_reason == "stop" else None
-            reply = partial(self._chat.reply, after=message, tools=session.tools, stop=stop)
-            new_ids = self._render(partial(reply, result.messages), result.messages)
-            context = [*context, *completion.token_ids, *new_ids]
-            if number == self._rollout.max_turns.get(self._episode.task):
-                return EpisodeEnd.TRUNCATED_TURNS
-        if not self._turns:
-            needed = len(context) + self._sampling.max_new_tokens
+        if (needed := len(context) + self._sampling.max_new_tokens) > self._sampling.max_context:
             raise EngineError(
                 f"the opening of {self._episode.task} takes {len(context)} tokens and a turn up to "
                 f"engine.max_new_tokens = {self._sampling.max_new_tokens}: raise engine.max_context from "
                 f"{self._sampling.max_context} to at least {needed}"
             )
+        while (room := self._sampling.max_context - len(context)) > 0:
+            number = len(self._turns) + 1
+            with self._trace.span(self._track, f"turn {number}"):
+                completion = await self._complete(context, room=room)
+                message, thought = self._chat.parse(completion.token_ids, turn=number, tools=session.tools)
+                with self._trace.span(self._track, "environment"):
+                    result = _valid(await self._answered(session.step(message)))
+            self._turns.append(_turn(new_ids, completion, message, thought, result))
+            if result.final:
+                self._metrics = dict(result.metrics)
+                return episode_end(result)
+            if self._clock() >= end_s:
+                return EpisodeEnd.TRUNCATED_TIME
+            if number == self._rollout.max_turns.get(self._episode.task):
+                return EpisodeEnd.TRUNCATED_TURNS
+            stop = completion.token_ids[-1] if completion.finish_reason == "stop" else None
+            reply = partial(self._chat.reply, after=message, tools=session.tools, stop=stop)
+            new_ids = self._render(partial(reply, result.messages), result.messages)
+            context = [*context, *completion.token_ids, *new_ids]
         return EpisodeEnd.TRUNCATED_LENGTH
+
+    async def _answered(self, call: Awaitable[_Answer], *, wait_s: float = 0.0) -> _Answer:
+        """Await a call of the environment; raises CallTimeout if it is not answered in time."""
+        limit_s = wait_s + self._rollout.environment_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await call
+        except TimeoutError:
+            raise CallTimeout(f"the environment did not answer within {limit_s:g} s") from None
 
     def _render(self, render: Callable[[], list[int]], messages: Sequence[Message]) -> list[int]:
         """Return the tokens of messages of the environment. Raises ProtocolError where there are none."""
@@ -336,11 +357,12 @@ class _Attempt:
                 f"the chat template cannot render the environment's messages ({reason})"
             ) from error
 
-    async def _complete(self, context: Sequence[int]) -> Completion:
+    async def _complete(self, context: Sequence[int], *, room: int) -> Completion:
+        """Sample a turn; the last one may be shorter, with the tokens that a longer one would begin with."""
         policy = "stale" if self._draws.random() < self._rollout.stale_fraction else "current"
         own = self._sampling
         sampling = SamplingParams(
-            max_new_tokens=own.max_new_tokens,
+            max_new_tokens=min(own.max_new_tokens, room),
             temperature=own.temperature,
             top_p=own.top_p,
             top_k=own.top_k,
@@ -348,12 +370,20 @@ class _Attempt:
             seed=int(self._draws.integers(2**63)),
         )
         with self._trace.span(self._track, "engine", context=len(context), policy=policy) as facts:
-            completion = await self._engine.generate(
-                context, sampling=sampling, session_key=self._key, policy=policy
-            )
+            completion = await self._generate(context, sampling, policy=policy)
             facts["tokens"] = len(completion.token_ids)
             facts["versions"] = sorted(set(completion.versions))
         return completion
+
+    async def _generate(self, context: Sequence[int], sampling: SamplingParams, *, policy: str) -> Completion:
+        limit_s = self._sampling.completion_deadline_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._engine.generate(
+                    context, sampling=sampling, session_key=self._key, policy=policy
+                )
+        except TimeoutError:
+            raise EngineError(f"the engine returned no completion within {limit_s:g} s") from None
 
 
 async def _close(session: ClientSession) -> None:

@@ -4,8 +4,8 @@ Pure functions, float64 inside. In order: shaped returns, group baseline, group 
 normalization::
 
     reward 1, 0, 0, 1  ->  return 1, -0.2, 0, 1  ->  centred  ->  / group std  ->  / task std
-                           (one invalid call)        by group     if wanted        over all tokens
-                           of the task
+                           (one invalid call)        by group     if wanted        with the weights
+                                                                                   of the loss
 
 Every token that the policy sampled in a trajectory gets the trajectory's advantage (``batch.py``).
 """
@@ -38,14 +38,15 @@ def advantages(
     task_normalization: bool = True,
     invalid_call_penalty: float = 0.0,
     truncation_penalty: float = 0.0,
+    aggregation: str = "token_mean",
 ) -> list[list[float]]:
     """Return the advantage of each trajectory of each group, in the order given.
 
     ``baseline`` and ``scale`` work inside a group; ``mean`` with ``std`` is GRPO (arXiv
-    2402.03300), ``mean`` with ``none`` Dr. GRPO (2503.20783), ``leave_one_out`` with ``none`` RLOO
-    (2402.14740). ``task_normalization`` then brings every task of the batch to one scale
-    (``normalize_task``). Raises ``ValueError`` for a failed trajectory, a reward that is not
-    finite, or an unknown option.
+    2402.03300). ``task_normalization`` then brings every task of the batch to one scale, for the
+    ``aggregation`` of the loss (``normalize_task``). Without it, ``mean`` with ``none`` is Dr. GRPO
+    (2503.20783) and ``leave_one_out`` with ``none`` RLOO (2402.14740). Raises ``ValueError`` for a
+    failed trajectory, a reward that is not finite, or an unknown option.
     """
     _check_option("baseline", baseline, Baseline)
     _check_option("scale", scale, Scale)
@@ -65,7 +66,9 @@ def advantages(
         tokens = [np.array([one.num_sampled_tokens for one in group.trajectories]) for group in groups]
         for task in {group.task for group in groups}:
             members = [i for i, group in enumerate(groups) if group.task == task]
-            scaled = normalize_task([values[i] for i in members], [tokens[i] for i in members])
+            scaled = normalize_task(
+                [values[i] for i in members], [tokens[i] for i in members], aggregation=aggregation
+            )
             for i, value in zip(members, scaled, strict=True):
                 values[i] = value
     return [value.tolist() for value in values]
@@ -126,27 +129,40 @@ def group_scale(returns: Values, kind: Scale) -> float:
     return float(returns.std(ddof=1))
 
 
-def normalize_task(values: Sequence[Values], tokens: Sequence[NDArray[np.int64]]) -> list[Values]:
-    """Return one task's advantages with mean 0 and std 1 over all its sampled tokens.
+def normalize_task(
+    values: Sequence[Values], tokens: Sequence[NDArray[np.int64]], *, aggregation: str = "token_mean"
+) -> list[Values]:
+    """Return one task's advantages with mean 0 and std 1 under the weights that the loss gives them.
 
     ``values[g]`` and ``tokens[g]`` are [N] for group g: the advantages, and the number of tokens that each
-    trajectory sampled. This is AgentRL's task advantage normalization (arXiv 2510.04206, equation 1;
-    unbiased std), with two differences: a group without signal stays 0 and out of the statistics, and a
-    task with fewer than 2 tokens or without spread is unchanged.
+    trajectory sampled. With weights of another ``aggregation`` than the loss's (``batch.token_weights``), the
+    weighted sum of the advantages would not be 0, and the loss would push all actions up or down.
+
+    Where tokens have equal weight, this is AgentRL's task advantage normalization (arXiv 2510.04206, equation
+    1; unbiased std), with two differences: a group without signal stays 0 and out of the statistics, and a
+    task with fewer than 2 tokens (or sequences) or without spread is unchanged.
     """
     live = [bool(np.any(value)) for value in values]
     if not any(live):
         return list(values)
     value = np.concatenate([v for v, on in zip(values, live, strict=True) if on])
-    count = np.concatenate([n for n, on in zip(tokens, live, strict=True) if on])
-    total = int(count.sum())
-    if total < 2:
+    counts = [_counts(n, aggregation) for n, on in zip(tokens, live, strict=True) if on]
+    if (number := sum(float(one.sum()) for one in counts)) < 2:
         return list(values)
-    mean = float((count * value).sum() / total)
-    std = float(np.sqrt((count * (value - mean) ** 2).sum() / (total - 1)))
+    if aggregation == "group_mean":
+        counts = [one / max(1.0, one.sum()) for one in counts]
+    weight = np.concatenate(counts)
+    weight /= weight.sum()
+    mean = float((weight * value).sum())
+    std = float(np.sqrt((weight * (value - mean) ** 2).sum() * number / (number - 1)))
     if std <= RESOLUTION * float(np.abs(value).max()):
         return list(values)
     return [(v - mean) / std if on else v for v, on in zip(values, live, strict=True)]
+
+
+def _counts(tokens: NDArray[np.int64], aggregation: str) -> Values:
+    """Return how many of the units that weigh the same within a group each trajectory has."""
+    return (tokens > 0 if aggregation == "sequence_mean" else tokens).astype(np.float64)
 
 
 def _reward(trajectory: Trajectory, group: TrajectoryGroup) -> float:

@@ -236,10 +236,6 @@ class Sleeper(Protocol):
         ...
 
 
-class RunningEngine(MeasuredEngine, Sleeper, Protocol):
-    """An engine as a run uses it: generation, statistics and sleep."""
-
-
 class WeightSync(Protocol):
     """Seam: transfer of parameters to an engine."""
 
@@ -255,6 +251,10 @@ class WeightSync(Protocol):
         Returns once the weights are in use. Raises ``EngineError`` on failure.
         """
         ...
+
+
+class RunningEngine(MeasuredEngine, Sleeper, WeightSync, Protocol):
+    """An engine as a run uses it: generation, statistics, sleep and new weights."""
 
 
 class Trace(Protocol):

@@ -202,6 +202,12 @@ class EngineContract:
         alone = [await draw("alone", n) for n in range(6)]
         assert alone == await asyncio.gather(*(draw("together", n) for n in range(6)))
 
+    async def test_shorter_limit_samples_the_beginning_of_the_same_completion(self, subject: Subject) -> None:
+        whole = await subject.generate(prompt(5), key="whole", max_new_tokens=30, seed=11)
+        part = await subject.generate(prompt(5), key="part", max_new_tokens=7, seed=11)
+        assert list(part.token_ids) == list(whole.token_ids[:7])
+        assert np.allclose(part.logprobs, whole.logprobs[:7], atol=subject.tolerance)
+
     async def test_new_weights_are_in_use_when_publish_returns(self, subject: Subject) -> None:
         context = prompt(1, 40)
         first = await subject.generate(context, key="grows", seed=1)

@@ -41,7 +41,7 @@ class EnginePool:
     Args:
         options: options of every replica process.
         policies: names of the policies; each has its own replicas.
-        replicas: engines per policy.
+        replicas: engines per policy, or of each one.
         deadline_s: deadline of one completion or weight update.
         start_s: deadline for an engine to start.
         liveness_s: heartbeat timeout after which an engine is killed and restarted.
@@ -60,7 +60,7 @@ class EnginePool:
         options: ServingOptions,
         *,
         policies: Sequence[str] = ("current",),
-        replicas: int = 1,
+        replicas: int | Mapping[str, int] = 1,
         deadline_s: float = 600.0,
         start_s: float = 300.0,
         liveness_s: float = 60.0,
@@ -85,7 +85,8 @@ class EnginePool:
         self._replicas: dict[str, list[ReplicaSupervisor]] = {}
         self._spawn = spawn
         self._names = names
-        self._submit(self._open(options, policies, replicas, python=python, liveness_s=liveness_s)).result()
+        engines = dict.fromkeys(policies, replicas) if isinstance(replicas, int) else replicas
+        self._submit(self._open(options, engines, python=python, liveness_s=liveness_s)).result()
 
     async def generate(
         self,
@@ -213,14 +214,13 @@ class EnginePool:
     async def _open(
         self,
         options: ServingOptions,
-        policies: Sequence[str],
-        replicas: int,
+        engines: Mapping[str, int],
         *,
         python: str,
         liveness_s: float,
     ) -> None:
         share = options.tensor_parallel if options.devices else 0
-        for policy in policies:
+        for policy, replicas in engines.items():
             self._replicas[policy] = []
             for number in range(replicas):
                 first = len(self._all) * share

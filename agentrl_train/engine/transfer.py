@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -40,6 +40,31 @@ def mismatch(*, sent: Fingerprint, held: Fingerprint) -> str:
         return ""
     wrong = [layer for layer, count in sent.items() if held.get(layer) != count]
     return f"the weights outside the layers or of layers {wrong} differ from those sent"
+
+
+Held = tuple[Fingerprint, Sequence[Fingerprint]]
+"""Fingerprints of the weights sent, and of what each worker then held."""
+
+
+def lost_push(*, before: Held, after: Held) -> str:
+    """Return a description of what a push to a sharded engine did not change; empty if nothing is missing.
+
+    The fingerprints of shards do not add up to that of the weights sent: engines replicate some parameters.
+    But a layer changes on the workers if it changed in what was sent, and otherwise on none.
+    """
+    (sent_before, held_before), (sent, held) = before, after
+    changed = {layer for layer, count in sent.items() if sent_before.get(layer) != count}
+    pairs = list(zip(held_before, held, strict=True))
+    wrong = [
+        layer
+        for layer in sent
+        if any(old.get(layer) != new.get(layer) for old, new in pairs) != (layer in changed)
+    ]
+    if wrong:
+        return f"the weights outside the layers or of layers {wrong} did not follow those sent"
+    if changed and (stuck := [number for number, (old, new) in enumerate(pairs) if old == new]):
+        return f"workers {stuck} still hold the weights of the push before"
+    return ""
 
 
 class SharedWeights:

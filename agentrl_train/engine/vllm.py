@@ -29,7 +29,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.rpc import Frame, answer_frames, connect
-from agentrl_train.engine.transfer import mismatch
+from agentrl_train.engine.transfer import Held, lost_push, mismatch
 from agentrl_train.types import SamplingParams as Requested
 
 PREFILL_TOKENS = 4096
@@ -124,6 +124,7 @@ class Server:
         self._stats = stats
         self._stop = list(options.stop_token_ids)
         self._version = options.policy_version
+        self._held: Held | None = None
 
     async def begin(self) -> None:
         """Set the version of the initial weights, and sample one token.
@@ -208,13 +209,24 @@ class Server:
 
     async def _resume(self, frame: Frame) -> Frame:
         """Resume with the new weights if their fingerprint matches; otherwise sampling stays paused."""
-        held = await self._engine.collective_rpc("weight_fingerprint")
-        if len(held) == 1 and (wrong := mismatch(sent=frame["fingerprint"], held=held[0])):
+        pushed = frame["fingerprint"], await self._engine.collective_rpc("weight_fingerprint")
+        if wrong := self._mismatch(pushed):
             return {"mismatch": wrong}
+        self._held = pushed
         self._version = frame["policy_version"]
         await self._engine.update_weight_version(str(self._version))
         await self._engine.resume_generation()
         return {}
+
+    def _mismatch(self, pushed: Held) -> str:
+        """Return how the workers' weights differ from those sent; empty if they do not.
+
+        Shards are compared with the push before, so that the first one is left to the canary.
+        """
+        sent, held = pushed
+        if len(held) == 1:
+            return mismatch(sent=sent, held=held[0])
+        return "" if self._held is None else lost_push(before=self._held, after=pushed)
 
 
 def completion(output: CompletionOutput) -> Frame:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -36,7 +36,7 @@ from agentrl_train.learner.logprobs import (
     use_flash,
     uses_flash,
 )
-from agentrl_train.learner.lora import Lora, add_adapters, is_adapter, merged
+from agentrl_train.learner.lora import Lora, adapters_off, add_adapters, is_adapter, merged
 from agentrl_train.learner.sequence_parallel import use_sequence_parallel
 from agentrl_train.learner.sharding import GatheredWeights, buckets, deal, full, shard
 from agentrl_train.learner.state import (
@@ -170,14 +170,15 @@ def _vector(values: Sequence[Tensor | int]) -> Tensor:
 class Learner:
     """Trains any Hugging Face causal language model on packed batches.
 
-    ``model`` keeps its parameters in float32; ``precision="bfloat16"`` computes under autocast. The
+    ``model`` keeps its trained parameters in float32; ``precision="bfloat16"`` computes under autocast. The
     learning rate rises over ``warmup_steps`` updates and, if ``total_steps`` is given, falls to
     ``final_lr_fraction`` of itself over the last ``decay_fraction`` of the rest, as ``lr_decay`` says.
-    ``temperature`` divides the logits, as during sampling. A ``reference`` model with a
-    ``kl_coefficient`` adds the k3 penalty; an ``importance_cap`` clips against log-probabilities
-    recomputed at the start of ``step`` and weights tokens by the truncated importance ratio of
-    those to the sampler's (decoupled PPO, arXiv 2110.00641). ``activation_checkpointing`` saves
-    memory at the cost of a second forward pass, ``offload_optimizer`` keeps the optimizer in host memory,
+    ``temperature`` divides the logits, as during sampling. A ``kl_coefficient`` adds the k3 penalty
+    towards the ``reference`` model, or with ``lora`` towards the model without its adapters; an
+    ``importance_cap`` clips against log-probabilities recomputed at the start of ``step`` and weights
+    tokens by the truncated importance ratio of those to the sampler's (decoupled PPO, arXiv 2110.00641).
+    ``activation_checkpointing`` saves memory at the cost of a second forward pass, ``offload_optimizer``
+    keeps the optimizer in host memory,
     ``lora`` trains adapters only; ``attention`` is "sdpa" or the name of a flash-attn that transformers
     supports, which packs without padding; ``max_logits`` bounds the entries of a chunk of logits. An update
     is rejected if its gradient norm exceeds ``spike_factor`` times the recent median; 0 is off.
@@ -242,12 +243,16 @@ class Learner:
         self._importance_cap = importance_cap
         self._importance_floor = importance_floor
         self._guard = SpikeGuard(spike_factor)
+        self._activation_checkpointing = activation_checkpointing
         self._temperature = temperature
         self._max_logits = max_logits
         self._attention = attention
         self._lora = lora
+        if kl_coefficient and reference is None and lora is None:
+            raise ValueError("kl_coefficient needs a reference model, or adapters that can be switched off.")
         if lora is not None:
             add_adapters(model, lora)
+        disable_dropout(model)
         self._scorer = self._prepare(model)
         self._reference = None if reference is None else self._prepare(reference)
         self._updated = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -270,7 +275,7 @@ class Learner:
         if uses_flash(self.model):
             shares = [[padding_free(micro) for micro in share] for share in shares]
         anchors = [[self._anchor(micro) for micro in share] for share in shares]
-        self.model.eval()  # without dropout, so that an unchanged policy has ratio 1
+        self.model.train(self._activation_checkpointing)
         sums = MetricSums()
         for share, anchor in zip(shares, anchors, strict=True):
             self._update(share, anchor, sums)
@@ -365,11 +370,10 @@ class Learner:
     ) -> None:
         total = torch.zeros((), device=self.device)
         for micro, anchor in zip(micro_batches, anchors, strict=True):
-            with self._checkpointing():
-                with self._span("forward", slots=micro.token_ids.numel()):
-                    loss = self._loss(micro, anchor, sums)
-                with self._span("backward"):
-                    loss.backward()
+            with self._span("forward", slots=micro.token_ids.numel()):
+                loss = self._loss(micro, anchor, sums)
+            with self._span("backward"):
+                loss.backward()
             total += loss.detach()
         total = self._reduce(total, "sum")
         norm = full(nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm))
@@ -411,26 +415,20 @@ class Learner:
         stats = stats | {"entropy": entropy.detach().sum()}
         if self._entropy_coefficient:
             loss = loss - self._entropy_coefficient * entropy_bonus(entropy, weights)
-        if self._reference is not None:
-            with torch.no_grad():
-                reference, _ = self._forward(self._reference, micro)
+        if self._kl_coefficient:
+            reference = self._reference_logprobs(micro)
             loss = loss + self._kl_coefficient * kl_penalty(logprobs, reference, weights)
             stats["kl_reference"] = kl_penalty(logprobs.detach(), reference, torch.ones_like(weights))
         sums.add(stats, logprobs.numel())
         return loss
 
-    @contextmanager
-    def _checkpointing(self) -> Iterator[None]:
-        """Let blocks recompute their activations, which transformers does in train mode only.
-
-        The modules inside stay in eval mode.
-        """
-        blocks = [one for one in self.model.modules() if getattr(one, "gradient_checkpointing", False)]
-        for block in blocks:
-            block.training = True
-        yield
-        for block in blocks:
-            block.training = False
+    @torch.no_grad()
+    def _reference_logprobs(self, micro: MicroBatch) -> Tensor:
+        """Return log-probabilities under the initial policy: with adapters, the model without them."""
+        if self._reference is not None:
+            return self._forward(self._reference, micro)[0]
+        with adapters_off(self.model):
+            return self._forward(self._scorer, micro)[0]
 
     @torch.no_grad()
     def _anchor(self, micro: MicroBatch) -> Tensor | None:
@@ -488,6 +486,19 @@ def _enable_checkpointing(model: PreTrainedModel) -> None:
         model.activation_checkpointing_enable()
     else:
         model.gradient_checkpointing_enable()
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set all dropout probabilities to 0, so that an unchanged policy has ratio 1 in train mode too.
+
+    Activation checkpointing needs train mode. Models keep probabilities in layers and in plain attributes.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def _parameter_groups(updated: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -44,6 +45,7 @@ class LoraLinear(nn.Linear):
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     scaling: float
+    active: bool = True
 
     @classmethod
     def around(cls, layer: nn.Linear, lora: Lora, generator: torch.Generator) -> Self:
@@ -60,7 +62,25 @@ class LoraLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the output of the layer plus its adapter."""
-        return super().forward(input) + self.scaling * linear(linear(input, self.lora_A), self.lora_B)
+        output = super().forward(input)
+        if not self.active:
+            return output
+        # The adapters stay in float32 where the frozen weights are in bfloat16.
+        product = linear(linear(input.to(self.lora_A.dtype), self.lora_A), self.lora_B)
+        return output + (self.scaling * product).to(output.dtype)
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Compute with the frozen weights alone for the duration of the block."""
+    layers = [layer for layer in model.modules() if isinstance(layer, LoraLinear)]
+    for layer in layers:
+        layer.active = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.active = True
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora) -> None:

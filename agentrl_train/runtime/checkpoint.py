@@ -90,7 +90,7 @@ def save_checkpoint(
     groups: Sequence[TrajectoryGroup] = (),
     keep: int = 2,
 ) -> int:
-    """Write ``folder/step_<step>`` and delete all but the ``keep`` newest.
+    """Write ``folder/step_<step>`` and delete all that are older than the ``keep`` newest intact ones.
 
     Args:
         folder: the ``checkpoints`` folder of a run.
@@ -98,7 +98,7 @@ def save_checkpoint(
         parts: writers of ``model/`` and ``learner/``.
         loop: state of the loop, as JSON values.
         groups: finished, untrained groups.
-        keep: checkpoints to keep, this one included.
+        keep: checkpoints to keep, this one included; damaged ones do not count.
 
     Returns:
         The step of the oldest kept checkpoint, for ``journal.prune``.
@@ -116,10 +116,11 @@ def save_checkpoint(
             _put_in_place(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    kept = steps(folder)[-keep:]
-    for old in steps(folder)[:-keep]:
-        shutil.rmtree(folder / f"step_{old:06d}")
-    return kept[0]
+    oldest = min(_newest_intact(folder, written=step, count=keep))
+    for old in steps(folder):
+        if old < oldest:
+            shutil.rmtree(folder / f"step_{old:06d}")
+    return oldest
 
 
 def load_latest(folder: Path) -> Checkpoint | None:
@@ -190,6 +191,28 @@ def _write(
         sync_file(path)
     for path in {file.parent for file in files} | {folder}:
         sync_folder(path)
+
+
+def _newest_intact(folder: Path, *, written: int, count: int) -> list[int]:
+    """Return the steps of ``count`` checkpoints, the one just written and the newest others that verify.
+
+    Damaged ones do not count: a run that resumed before one would delete the checkpoint that it resumed from.
+    """
+    intact = [written]
+    for step in reversed(steps(folder)):
+        if len(intact) == count:
+            break
+        if step != written and _is_intact(folder / f"step_{step:06d}"):
+            intact.append(step)
+    return intact
+
+
+def _is_intact(folder: Path) -> bool:
+    try:
+        _verify(folder)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:

@@ -18,7 +18,13 @@ from agentrl_train.learner import Learner
 from agentrl_train.loss import sft_loss
 from agentrl_train.runtime.atomic_io import run_folder_errors
 from agentrl_train.runtime.checkpoint import load_checkpoint, load_latest
-from agentrl_train.runtime.compose import make_evaluator, policy, threads_each, train
+from agentrl_train.runtime.compose import (
+    make_evaluator,
+    served_environments,
+    served_policy,
+    threads_each,
+    train,
+)
 from agentrl_train.runtime.config import RunConfig
 from agentrl_train.runtime.distributed import rank
 from agentrl_train.runtime.environments import environments
@@ -88,8 +94,8 @@ async def _evaluate(config: RunConfig, *, path: str) -> dict[str, Evaluation]:
 
 async def _evaluate_on(config: RunConfig, *, path: str, launcher: Launcher) -> dict[str, Evaluation]:
     async with (
-        environments(config.environments, max_sessions=config.engine.max_sessions) as served,
-        policy(config, path=path, launcher=launcher, served=served) as ready,
+        served_environments(config) as served,
+        served_policy(config, path=path, launcher=launcher, served=served) as ready,
     ):
         slots = asyncio.Semaphore(config.engine.max_sessions)
         evaluator = make_evaluator(config, served=served, policy=ready, slots=slots)

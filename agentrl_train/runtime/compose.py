@@ -7,18 +7,22 @@ import math
 import os
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import (
+    AbstractAsyncContextManager,
     AbstractContextManager,
     AsyncExitStack,
     asynccontextmanager,
     nullcontext,
 )
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from agentrl_train.actor import Actor
 from agentrl_train.errors import ConfigError
+from agentrl_train.learner import adapter_base
 from agentrl_train.runtime.admission import Mixer, TaskSource, WorkWindow
 from agentrl_train.runtime.checkpoint import Checkpoint, load_latest
 from agentrl_train.runtime.config import RunConfig
@@ -30,7 +34,7 @@ from agentrl_train.runtime.journal import Journal
 from agentrl_train.runtime.loop import Loop
 from agentrl_train.runtime.models import chat_format, load_policy
 from agentrl_train.runtime.placement.launcher import Launcher, make_launcher
-from agentrl_train.runtime.run import Evaluator, FailureLog, Outcome, Policy, Run
+from agentrl_train.runtime.run import Evaluator, FailureLog, Outcome, Policy, Run, ServedPolicy
 from agentrl_train.runtime.run_dir import claim_run_dir, write_config
 from agentrl_train.runtime.telemetry.metrics import MetricsLog
 from agentrl_train.runtime.telemetry.progress import Progress
@@ -54,6 +58,16 @@ def threads_each(config: RunConfig) -> int:
     return threads if config.rollout.max_staleness == 0 else max(1, threads // 2)
 
 
+def served_environments(config: RunConfig) -> AbstractAsyncContextManager[Served]:
+    """Return the context in which the environments of a run are served."""
+    return environments(
+        config.environments,
+        max_sessions=config.engine.max_sessions,
+        timeout_s=config.rollout.environment_timeout_s,
+        idle_s=config.engine.completion_deadline_s,
+    )
+
+
 @asynccontextmanager
 async def policy(
     config: RunConfig,
@@ -64,14 +78,49 @@ async def policy(
     trace: Trace = UNTRACED,
     ranks: Ranks | None = None,
 ) -> AsyncIterator[Policy]:
-    """Load the policy in ``path``, check that its chat format carries the tasks, and start its engine.
-
-    The engine is stopped on leaving.
-    """
-    device, threads = config.engine.device, threads_each(config)
-    torch.set_num_threads(threads)
+    """Load the policy in ``path`` and start its engine and learner; stop the engine on leaving."""
     # Sharding moves one block after the other to the device, which need not hold the whole model.
-    model, tokenizer = load_policy(path, device=device if ranks is None else "cpu")
+    device = config.engine.device if ranks is None else "cpu"
+    loading = _loaded(config, path=path, device=device, launcher=launcher, served=served, trace=trace)
+    async with loading as (model, ready):
+        with make_learner(config, model=model, ranks=ranks, trace=trace) as learner:
+            publisher = make_publisher(
+                config,
+                ready.engine,
+                logprobs=learner.logprobs,
+                vocabulary=len(ready.tokenizer),
+                tolerance=tolerance(config),
+            )
+            yield Policy(
+                tokenizer=ready.tokenizer,
+                chat=ready.chat,
+                engine=ready.engine,
+                learner=learner,
+                publisher=publisher,
+            )
+
+
+@asynccontextmanager
+async def served_policy(
+    config: RunConfig, *, path: str, launcher: Launcher, served: Served
+) -> AsyncIterator[ServedPolicy]:
+    """Load the policy in ``path`` and start its engine, without a learner; stop the engine on leaving."""
+    async with _loaded(config, path=path, device="cpu", launcher=launcher, served=served) as (model, ready):
+        if adapter_base(Path(path)) is not None:
+            weights = dict(model.named_parameters())
+            await asyncio.to_thread(ready.engine.publish, weights, policy_version=0, policies=config.policies)
+        del model
+        yield ready
+
+
+@asynccontextmanager
+async def _loaded(
+    config: RunConfig, *, path: str, device: str, launcher: Launcher, served: Served, trace: Trace = UNTRACED
+) -> AsyncIterator[tuple[PreTrainedModel, ServedPolicy]]:
+    """Load a policy, check that its chat format carries the tasks, and start its engine."""
+    threads = threads_each(config)
+    torch.set_num_threads(threads)
+    model, tokenizer = load_policy(path, device=device, dtype=config.model.dtype)
     chat = chat_format(config.model, model=model, tokenizer=tokenizer)
     await check_sessions(chat, served.clients, sources=served.sources)
     engine = make_engine(
@@ -84,15 +133,7 @@ async def policy(
         launcher=launcher,
     )
     try:
-        with make_learner(config, model=model, ranks=ranks, trace=trace) as learner:
-            publisher = make_publisher(
-                config,
-                engine,
-                logprobs=learner.logprobs,
-                vocabulary=len(tokenizer),
-                tolerance=tolerance(config),
-            )
-            yield Policy(tokenizer=tokenizer, chat=chat, learner=learner, engine=engine, publisher=publisher)
+        yield model, ServedPolicy(tokenizer=tokenizer, chat=chat, engine=engine)
     finally:
         await engine.close()
 
@@ -124,9 +165,7 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
         launcher = stack.enter_context(make_launcher(config))
         stack.enter_context(launcher.ranks())
         ranks = stack.enter_context(join_ranks(config))
-        served = await stack.enter_async_context(
-            environments(config.environments, max_sessions=config.engine.max_sessions)
-        )
+        served = await stack.enter_async_context(served_environments(config))
         recorded = stack.enter_context(traced(config))
         trace = stack.enter_context(Watchdog(quiet_s=config.run.idle_report_timeout_s, trace=recorded))
         ready = await stack.enter_async_context(
@@ -153,7 +192,7 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
             steps=config.run.steps,
             group_size=config.rollout.group_size,
             seed=config.run.seed,
-            stall_timeout_s=config.rollout.stall_timeout_s,
+            stall_timeout_s=config.stall_timeout_s,
             run_timeout_s=config.run.run_timeout_s,
             policy_version=int(checkpoint.loop["policy_version"]) if checkpoint else 0,
             finished=[saved[group_id] for group_id in window.finished],
@@ -219,7 +258,7 @@ def make_evaluator(
     config: RunConfig,
     *,
     served: Served,
-    policy: Policy,
+    policy: ServedPolicy,
     slots: asyncio.Semaphore,
     trace: Trace = UNTRACED,
 ) -> Evaluator | None:
@@ -278,7 +317,7 @@ def make_actor(
     config: RunConfig,
     *,
     served: Served,
-    policy: Policy,
+    policy: ServedPolicy,
     slots: asyncio.Semaphore,
     trace: Trace = UNTRACED,
     evaluation: bool = False,
@@ -302,9 +341,11 @@ def tolerance(config: RunConfig) -> Drift:
     Below float32, and between different GPU kernels, single tokens differ by up to half a nat; there only the
     mean detects wrong weights.
     """
-    exact = config.engine.dtype == "float32" and config.train.precision == "float32"
-    if not exact or config.engine.device != "cpu":
+    dtypes = {config.model.dtype, config.engine.dtype, config.train.precision}
+    if dtypes != {"float32"}:
         return Drift(worst=math.inf, mean=0.1)
+    if config.engine.device != "cpu":
+        return Drift(worst=math.inf, mean=0.01)
     return FLOAT32 if config.engine.kind == "torch" else Drift(worst=1e-3, mean=1e-3)
 
 

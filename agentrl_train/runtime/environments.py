@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
 
 from agentrl_env.client import EnvClient
@@ -22,6 +23,8 @@ from agentrl_train.runtime.config import EnvironmentSection
 logger = logging.getLogger(__name__)
 
 MAX_SAMPLES = 2**62
+LEASE_S = 900.0
+"""Seconds that a session of a started server may be idle between two completions."""
 POLL_INTERVAL_S = 0.5
 """Interval of liveness checks of a child server."""
 
@@ -40,9 +43,17 @@ class Served:
 
 @asynccontextmanager
 async def environments(
-    sections: Sequence[EnvironmentSection], *, max_sessions: int, oracle: bool = False
+    sections: Sequence[EnvironmentSection],
+    *,
+    max_sessions: int,
+    oracle: bool = False,
+    timeout_s: float = 120.0,
+    idle_s: float = 0.0,
 ) -> AsyncIterator[Served]:
     """Start or connect to every environment server of a run; stop started ones on exit.
+
+    ``timeout_s`` is the deadline of one call, ``idle_s`` of one completion: the
+    sessions of started servers live at least that long.
 
     Raises:
         EnvironmentUnavailable: a server cannot be started or does not answer.
@@ -53,7 +64,12 @@ async def environments(
         sources: list[TaskSource] = []
         held_out: dict[str, TaskSource] = {}
         for section in sections:
-            client = await _client(section, stack, max_sessions=max_sessions, oracle=oracle)
+            options: dict[str, Any] = {
+                "max_sessions": max_sessions,
+                "oracle": oracle,
+                "lease": LEASE_S + idle_s,
+            }
+            client = await _client(section, stack, timeout_s=timeout_s, options=options)
             tasks = await _tasks(client, section)
             for name in section.tasks or tasks:
                 if name in clients:
@@ -68,7 +84,7 @@ async def environments(
 
 
 async def _client(
-    section: EnvironmentSection, stack: AsyncExitStack, *, max_sessions: int, oracle: bool
+    section: EnvironmentSection, stack: AsyncExitStack, *, timeout_s: float, options: Mapping[str, Any]
 ) -> EnvClient:
     # Not the client's default, AGENTRL_TOKEN: every server of a run would learn the token of another.
     token = os.environ.get(section.token_env, "") if section.token_env else ""
@@ -76,9 +92,9 @@ async def _client(
         raise ConfigError(f"environments.token_env is {section.token_env}, which is not set: export it")
     url = section.url
     if url is None:
-        make = partial(ServerProcess, *section.serve, max_sessions=max_sessions, oracle=oracle)
+        make = partial(ServerProcess, *section.serve, **options)
         url = await stack.enter_async_context(supervised_server(make))
-    return await stack.enter_async_context(EnvClient.connect(url, token=token))
+    return await stack.enter_async_context(EnvClient.connect(url, token=token, timeout=timeout_s))
 
 
 @asynccontextmanager

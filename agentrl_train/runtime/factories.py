@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.pool import EnginePool
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.errors import ConfigError
-from agentrl_train.learner import Learner, Lora
+from agentrl_train.learner import Learner, Lora, adapter_base
 from agentrl_train.loss import policy_loss
 from agentrl_train.runtime.config import RunConfig
 from agentrl_train.runtime.distributed import (
@@ -32,7 +33,7 @@ from agentrl_train.runtime.distributed import (
 )
 from agentrl_train.runtime.models import copy_of, load_policy
 from agentrl_train.runtime.placement.launcher import Launcher
-from agentrl_train.types import UNTRACED, Trace
+from agentrl_train.types import UNTRACED, RunningEngine, Trace
 from agentrl_train.weights import Canary, Drift, LogProbs, Publisher
 
 CPU_KV_GIB = 1.0
@@ -54,7 +55,8 @@ def make_engine(
     Args:
         config: configuration of the run.
         model: the initial policy.
-        path: source of ``model``: a folder or a hub name.
+        path: source of ``model``: a folder or a hub name. Of a folder with an adapter, engines in other
+            processes start with the base model until weights are published.
         stop_token_ids: tokens that end a completion.
         threads: CPU threads of the engine.
         trace: trace of the run.
@@ -74,7 +76,7 @@ def make_engine(
         stop_token_ids=stop_token_ids,
         max_sequences=engine.max_sessions,
         max_context=engine.max_context,
-        deadline_s=config.rollout.episode_timeout_s,
+        deadline_s=engine.completion_deadline_s,
         threads=threads,
         deterministic=engine.deterministic,
         trace=trace,
@@ -95,7 +97,7 @@ def _engine_pool(
     python = sys.executable
     on_cpu = engine.device == "cpu"
     options = ServingOptions(
-        model=path,
+        model=adapter_base(Path(path)) or path,
         stop_token_ids=tuple(stop_token_ids),
         max_sessions=engine.max_sessions,
         max_context=engine.max_context,
@@ -108,7 +110,7 @@ def _engine_pool(
         transfer=vllm.transfer,
         sleeps=config.placement.layout == "colocated" and not on_cpu,
         deterministic=engine.deterministic,
-        deadline_s=config.rollout.episode_timeout_s,
+        deadline_s=engine.completion_deadline_s,
     )
     if engine.kind == "vllm":
         python = vllm.python or python
@@ -123,8 +125,8 @@ def _engine_pool(
     return EnginePool(
         options,
         policies=config.policies,
-        replicas=vllm.replicas,
-        deadline_s=config.rollout.episode_timeout_s,
+        replicas=config.replicas,
+        deadline_s=engine.completion_deadline_s,
         start_s=vllm.start_timeout_s,
         liveness_s=vllm.heartbeat_timeout_s,
         push=vllm.push,
@@ -156,7 +158,7 @@ def require_vllm(python: str) -> None:
 
 def make_publisher(
     config: RunConfig,
-    engine: TorchEngine | EnginePool,
+    engine: RunningEngine,
     *,
     logprobs: LogProbs,
     vocabulary: int,
@@ -238,7 +240,7 @@ def run_follower(config: RunConfig) -> None:
     die_with_parent()
     torch.set_num_threads(config.run.threads or 1)
     with _process_group(config) as ranks:
-        model, _ = load_policy(config.model.path)
+        model, _ = load_policy(config.model.path, dtype=config.model.dtype)
         options = learner_options(config, model=model)
         with _as_config_errors():
             learner = Learner(
@@ -275,7 +277,7 @@ def learner_options(config: RunConfig, *, model: PreTrainedModel) -> dict[str, A
         "entropy_coefficient": train.entropy_coefficient,
         "importance_cap": train.importance_cap,
         "importance_floor": train.importance_floor,
-        "reference": copy_of(model) if train.kl_coef else None,
+        "reference": copy_of(model) if train.kl_coef and train.lora is None else None,
         "kl_coefficient": train.kl_coef,
     }
 

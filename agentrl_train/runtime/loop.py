@@ -8,7 +8,7 @@
 
 | part     | consumes          | waits for                          | is unblocked by                 |
 |----------|-------------------|------------------------------------|---------------------------------|
-| `_admit` | samples           | a free slot of the work window     | a step trained, a group dropped |
+| `admit`  | samples           | a free slot of the work window     | a step trained, a group dropped |
 | `_play`  | an admitted group | the actor: environments and engine | its own deadlines               |
 | `steps`  | P finished groups | a full step's worth in the window  | a group finished                |
 
@@ -53,7 +53,7 @@ class Loop:
     """Plays groups and yields training steps until all are done, the time is up, or ``stop`` is called.
 
     The loop owns the work window and the journal. Its consumer (``Run``) trains each step and publishes the
-    weights before it requests the next one.
+    weights, and calls ``admit``, before it requests the next one.
 
     Args:
         actor: plays groups.
@@ -104,6 +104,7 @@ class Loop:
         self._playing: dict[asyncio.Task[None], AdmittedGroup] = {}
         self._deadline = math.inf
         self._changed = asyncio.Event()
+        self._journaling = asyncio.Lock()
         self._stopping = asyncio.Event()
         self._failed_in_a_row: Counter[str] = Counter()
         self._dropped_tokens = 0
@@ -123,13 +124,26 @@ class Loop:
         self._stopping.set()
         self._changed.set()
 
-    def cut_journal(self, step: int) -> tuple[dict[str, Any], list[TrajectoryGroup]]:
+    def admit(self) -> None:
+        """Start the groups that have a slot; call it once new weights are published.
+
+        What follows, such as a checkpoint or an evaluation, would otherwise leave the engine without work.
+        """
+        if self._over():
+            return
+        while (admitted := self.window.admit(self.policy_version)) is not None:
+            task = asyncio.create_task(self._play(admitted), name=f"group {admitted.group_id}")
+            self._playing[task] = admitted
+            task.add_done_callback(self._played)
+
+    async def cut_journal(self, step: int) -> tuple[dict[str, Any], list[TrajectoryGroup]]:
         """Start a new journal segment at checkpoint ``step``; return the window's state and untrained groups.
 
         The three are taken atomically: no group can finish between them.
         """
-        self._journal.rotate(step)
-        return self.window.state(), self.untrained
+        async with self._journaling:
+            self._journal.rotate(step)
+            return self.window.state(), self.untrained
 
     def prune_journal(self, oldest_step: int) -> None:
         """Delete journal segments that no checkpoint from ``oldest_step`` on needs."""
@@ -179,9 +193,9 @@ class Loop:
     async def _next_groups(self) -> list[TrajectoryGroup] | None:
         """Admit groups until a full step is finished; None if the run is over first."""
         while True:
-            self._admit()
+            self.admit()
             if (ids := self.window.take()) is not None:
-                self._admit()
+                self.admit()
                 return [self._finished[i] for i in ids]
             if self._over():
                 return None
@@ -197,12 +211,6 @@ class Loop:
         except TimeoutError:
             if not self._over():
                 raise Stalled(self._stall_report()) from None
-
-    def _admit(self) -> None:
-        while (admitted := self.window.admit(self.policy_version)) is not None:
-            task = asyncio.create_task(self._play(admitted), name=f"group {admitted.group_id}")
-            self._playing[task] = admitted
-            task.add_done_callback(self._played)
 
     def _played(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or task.exception() is None:
@@ -236,11 +244,21 @@ class Loop:
             self._dropped_tokens += sum(t.num_sampled_tokens for t in group.trajectories)
             self._drop(admitted, failures)
             return
-        # Blocking on purpose: no checkpoint may be taken between the journal and ``_finished``.
-        self._journal.append(group)
-        self._failed_in_a_row[group.task] = 0
-        self._finished[group.group_id] = group
-        self.window.finish(group.group_id)
+        keeping = asyncio.create_task(self._keep(group))
+        try:
+            await asyncio.shield(keeping)
+        except asyncio.CancelledError:
+            await keeping  # a group that is on disk counts as finished
+            raise
+
+    async def _keep(self, group: TrajectoryGroup) -> None:
+        """Write a finished group to disk, then release it to the trainer."""
+        # Locked: no checkpoint may be taken between the journal and ``_finished``.
+        async with self._journaling:
+            await asyncio.to_thread(self._journal.append, group)
+            self._failed_in_a_row[group.task] = 0
+            self._finished[group.group_id] = group
+            self.window.finish(group.group_id)
 
     def _drop(self, admitted: AdmittedGroup, failures: Sequence[Trajectory]) -> None:
         self._failed_in_a_row[admitted.task] += 1

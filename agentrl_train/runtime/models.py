@@ -27,11 +27,15 @@ transformers.utils.logging.disable_progress_bar()
 logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry twice
 logger = logging.getLogger(__name__)
 
+MAX_REASON = 1_000
+"""Characters of the library's error message that are kept."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def load_policy(path: str, *, device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the model, in float32, and the tokenizer in ``path``: a folder or a model name on the hub.
+def load_policy(
+    path: str, *, device: str = "cpu", dtype: str = "float32"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the model and the tokenizer in ``path``: a folder or a model name on the hub.
 
     For a folder with a PEFT adapter, the adapter is merged into its base model.
 
@@ -47,11 +51,13 @@ def load_policy(path: str, *, device: str = "cpu") -> tuple[PreTrainedModel, Pre
         config = AutoConfig.from_pretrained(base or path)
         known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         kind = AutoModelForCausalLM if known else AutoModelForImageTextToText
-        model = kind.from_pretrained(base or path, dtype=torch.float32)
+        model = kind.from_pretrained(base or path, dtype=DTYPES[dtype])
         if base is not None:
             merge_adapter(model, Path(path))
     except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = " ".join(str(error).split())[
+            :MAX_REASON
+        ]  # the link to a gated model is not in its first line
         source = "" if Path(path).exists() else " from the hub (there is no folder of this name)"
         raise ConfigError(f"the model {path!r} cannot be loaded{source}: {reason}") from error
     model.to(device)  # type: ignore[arg-type]  # the library types this by its first parameter

@@ -44,13 +44,19 @@ Evaluator = Callable[[], Awaitable[dict[str, Evaluation]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """A loaded policy with its engine, learner and publisher."""
+class ServedPolicy:
+    """A loaded policy with its engine."""
 
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
-    learner: Learner
     engine: RunningEngine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy(ServedPolicy):
+    """A policy in training."""
+
+    learner: Learner
     publisher: Publisher
 
 
@@ -174,6 +180,8 @@ class Run:
             if not await self._evaluate("before"):
                 return Outcome(folder=self._folder, step=0, summary=None, signal=self._signal)
             await self._checkpoint(step=0)
+        else:
+            await self._repeat_evaluation(self._loop.window.steps)
         self._throughput.begin()
         async with aclosing(self._loop.steps()) as steps:
             async for one in steps:
@@ -204,6 +212,7 @@ class Run:
             trained = await in_thread(
                 train, within_s=self._config.train.step_timeout_s, doing=f"training step {number}"
             )
+        self._loop.admit()
         self._trained_tokens += int(trained.get("loss_tokens", 0))
         self._idle_steps = 0 if trained.get("loss_tokens") else self._idle_steps + 1
         if self._idle_steps.bit_count() == 1:  # 1, 2, 4, 8 ... in a row
@@ -244,6 +253,12 @@ class Run:
         if self._steps_without_calls.bit_count() == 1:
             logger.warning("%s", warning)
 
+    async def _repeat_evaluation(self, step: int) -> None:
+        """Evaluate a resumed run where it was stopped before the evaluation of this step ended."""
+        name = f"step {step}"
+        if self._due(step, self._config.eval.every) and not self._log.has_evaluation(name):
+            await self._evaluate(name)
+
     def _due(self, step: int, every: int) -> bool:
         return every > 0 and step % every == 0 and step < self._config.run.steps
 
@@ -256,7 +271,7 @@ class Run:
         await self._wait_for_checkpoint()
         copy, doing = self._policy.learner.snapshot, f"copying the parameters of step {step}"
         snapshot = await in_thread(copy, within_s=self._config.checkpoint.write_timeout_s, doing=doing)
-        window, untrained = self._loop.cut_journal(step)
+        window, untrained = await self._loop.cut_journal(step)
         write = partial(
             save_checkpoint,
             self._folder / "checkpoints",

@@ -27,6 +27,8 @@ from agentrl_train.weights import FLOAT32, Drift, Publisher, drift, require_agre
 
 logger = logging.getLogger(__name__)
 
+FEW_VALID_CALLS = 0.1
+"""Share of turns with valid calls below which the warning of a run that learns nothing names it."""
 TRACK = "trainer/steps"
 """Trace track of the parts of a step."""
 QUOTED = 300
@@ -176,6 +178,7 @@ class StepTrainer:
             task_normalization=self._advantage.task_normalization,
             invalid_call_penalty=self._advantage.invalid_call_penalty,
             truncation_penalty=self._advantage.truncation_penalty,
+            aggregation=self._train.aggregation,
         )
 
     def _check(self, rows: Sequence[TokenSequence], *, version: int) -> Drift:
@@ -250,6 +253,13 @@ def no_signal_warning(groups: Sequence[TrajectoryGroup], *, steps: int) -> str:
     full = sum(episode.end is EpisodeEnd.TRUNCATED_LENGTH for episode in episodes) / max(1, len(episodes))
     if full:
         sentences.append(f"{full:.0%} of the episodes were cut off by engine.max_context: raise it")
+    turns = [turn for episode in episodes for turn in episode.turns]
+    valid = sum(turn.invalid_calls == 0 for turn in turns) / max(1, len(turns))
+    if valid < FEW_VALID_CALLS:
+        sentences.append(
+            f"valid_calls is {valid:g}, the share of turns whose calls the environment accepted: look into "
+            "trajectories/ for how the model writes its calls"
+        )
     sentences.append(
         "try easier or harder samples, a larger rollout.group_size, or a warm start with `agentrl-train sft`"
     )

@@ -35,12 +35,13 @@ serve = ["{tasks}:OwnTally"]
 max_sessions = 16
 max_context = 512
 max_new_tokens = 16
+completion_timeout_s = 15
 [rollout]
 groups_per_step = {per_step}
 group_size = {group_size}
 max_staleness = 1
 window = 2
-episode_timeout_s = 15
+environment_timeout_s = 15
 environment_retries = 4
 environment_wait_timeout_s = 30
 [train]

@@ -1,6 +1,10 @@
 import math
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from math import comb
+from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,7 +13,11 @@ from hypothesis import strategies as st
 
 from agentrl_env.types import Message, TaskSample
 from agentrl_train.advantage import advantages, group_advantages, normalize_task
+from agentrl_train.batch import Aggregation, sequences, token_weights
+from agentrl_train.runtime.config import RunConfig, TrainSection, load_config
 from agentrl_train.types import Completion, EpisodeEnd, Trajectory, TrajectoryGroup, Turn
+
+ROOT = Path(__file__).parents[2]
 
 
 def trajectory(
@@ -218,3 +226,65 @@ def test_expected_gradient_of_bernoulli_policy(probability, baseline, factor):
         advantage = group_advantages(actions, baseline=baseline, scale="none")
         expected += chance * float((advantage * (actions - probability)).mean())
     assert expected == pytest.approx(factor * probability * (1 - probability))
+
+
+def numbered(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
+    return [replace(one, group_id=number) for number, one in enumerate(groups)]
+
+
+def net_push(groups: Sequence[TrajectoryGroup], aggregation: Aggregation) -> float:
+    """Return the sum of weight times advantage over all tokens of a step."""
+    groups = numbered(groups)
+    found = advantages(groups, aggregation=aggregation)
+    rows = sequences(groups, found)
+    weights = token_weights(rows, aggregation=aggregation, constant_tokens=100)
+    return sum(float((w * one.advantages).sum()) for w, one in zip(weights, rows, strict=True))
+
+
+def test_short_winners_and_long_losers_balance_under_default_loss():
+    one = group([1, 1, 0, 0, 0, 0, 0, 0], [50, 50, *[200] * 6])
+    (found,) = advantages([one], aggregation=TrainSection().aggregation)
+    assert found == pytest.approx([1.62] * 2 + [-0.54] * 6, abs=5e-3)
+    (by_token,) = advantages([one])
+    assert by_token == pytest.approx([3.46] * 2 + [-0.29] * 6, abs=5e-3)
+
+
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
+@given(groups=task_groups())
+def test_normalized_advantages_sum_to_zero_under_weights_of_loss(groups, aggregation):
+    assert net_push(groups, aggregation) == pytest.approx(0.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
+def test_normalized_advantages_have_unit_variance_under_weights_of_loss(aggregation):
+    groups = numbered([group([1, 0, 3], [4, 9, 2]), group([5, 1, 1], [3, 3, 8])])
+    rows = sequences(groups, advantages(groups, aggregation=aggregation))
+    weights = token_weights(rows, aggregation=aggregation, constant_tokens=100)
+    total = sum(float(w.sum()) for w in weights)
+    variance = sum(float((w * one.advantages**2).sum()) for w, one in zip(weights, rows, strict=True)) / total
+    number = 6 if aggregation == "sequence_mean" else 29
+    assert variance == pytest.approx((number - 1) / number, abs=1e-5)
+
+
+def test_documented_algorithms_have_their_published_advantages():
+    def config(*overrides: str) -> RunConfig:
+        return load_config(ROOT / "examples/quickstart/train.toml", list(overrides))
+
+    rows = dict(
+        re.findall(r"\| train by (.*?) \| (.*?) \|", (ROOT / "docs/tutorials/training.md").read_text())
+    )
+    rewards, tokens = np.array([1.0, 0, 0, 0]), [50, 200, 200, 200]
+    expected = {
+        "GRPO without task advantage normalization": (rewards - 0.25) / rewards.std(ddof=1),
+        "Dr. GRPO instead of GRPO": rewards - 0.25,
+        "RLOO": (rewards - 0.25) * 4 / 3,
+    }
+    assert rows.keys() == expected.keys()
+    for name, settings in rows.items():
+        chosen = config(*re.findall(r"`(.*?)`", settings))
+        (found,) = advantages(
+            [group(rewards.tolist(), tokens)],
+            aggregation=chosen.train.aggregation,
+            **chosen.advantage.model_dump(),
+        )
+        assert found == pytest.approx(expected[name].tolist())

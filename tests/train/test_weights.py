@@ -1,6 +1,7 @@
 """Comparison of log-probabilities between engine and trainer."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from agentrl_train.engine.transfer import SharedWeights
 from agentrl_train.errors import WeightMismatch
 from agentrl_train.learner.sharding import GatheredWeights
 from agentrl_train.types import Completion
-from agentrl_train.weights import FLOAT32, Drift, drift, probe_sequence, require_agreement
+from agentrl_train.weights import FLOAT32, Canary, Drift, drift, probe_sequence, require_agreement
 
 
 def sampled(logprobs: list[float], versions: list[int]):
@@ -49,6 +50,43 @@ def test_nan_drift_is_a_mismatch() -> None:
     found = drift([np.array([0.0, 0.0, math.nan])], [sampled([-1.0], [1])], version=1)
     with pytest.raises(WeightMismatch):
         require_agreement(found, tolerance=Drift(worst=math.inf, mean=0.1), version=1)
+
+
+def canary(noise: Callable[[np.random.Generator, int], np.ndarray]) -> Canary:
+    """Return a canary whose trainer differs from the engine by some noise."""
+    draws = np.random.default_rng(0)
+
+    def probe(token_ids, *, sampling, policies):
+        size = sampling.max_new_tokens
+        return [
+            Completion(
+                token_ids=[5] * size,
+                logprobs=[-2.0] * size,
+                versions=[sampling.seed] * size,
+                finish_reason="length",
+            )
+        ]
+
+    return Canary(
+        probe,
+        logprobs=lambda rows: [row.logprobs + noise(draws, len(row)) for row in rows],
+        vocabulary=100,
+        temperature=1.0,
+        tolerance=Drift(worst=math.inf, mean=0.1),
+    )
+
+
+def rounding(draws: np.random.Generator, size: int) -> np.ndarray:
+    """Return differences as bfloat16 makes them: small ones, and now and then a nat."""
+    return np.where(draws.random(size) < 0.01, 1.0, 0.02)
+
+
+def test_canary_accepts_rounding_and_rejects_other_weights() -> None:
+    one = canary(rounding)
+    found = [one.check(["current"], version=version) for version in range(300)]
+    assert max(drift.mean for drift in found) <= 0.1
+    with pytest.raises(WeightMismatch, match="on average by"):
+        canary(lambda draws, size: np.full(size, 0.3)).check(["current"], version=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

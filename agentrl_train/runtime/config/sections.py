@@ -16,6 +16,11 @@ Positive = Annotated[float, Field(gt=0.0)]
 Count = Annotated[int, Field(ge=1)]
 CountOrOff = Annotated[int, Field(ge=0)]
 
+SLOWEST_TOKENS_PER_S = 5.0
+"""Speed of one session below which an engine is not useful; default time limits follow from it."""
+SLACK_S = 60.0
+"""Added to default time limits."""
+
 
 class Section(BaseModel):
     """Base of all sections; ``problems`` reports constraints between fields."""
@@ -39,7 +44,9 @@ class VllmSection(Section):
     python: str | None = None
     """Python interpreter with vLLM for the engine processes; left out, the trainer's own."""
     replicas: Count = 1
-    """Engines per policy."""
+    """Engines of the current policy."""
+    stale_replicas: Count | None = None
+    """Engines of the stale policy; left out, as many as its share of the turns needs, at least one."""
     push: Literal["in_flight", "drained"] = "in_flight"
     """Update weights in the middle of completions, or after active ones have finished."""
     transfer: Literal["memory", "nccl"] = "memory"
@@ -79,7 +86,10 @@ class EngineSection(Section):
     max_context: Annotated[int, Field(ge=16)] = 2048
     """Token limit of one episode, prompt and replies included."""
     max_new_tokens: Count = 256
-    """Token limit of one turn."""
+    """Token limit of one turn; the last turn of a full context is shorter."""
+    completion_timeout_s: Positive | None = None
+    """Deadline of one completion, after which the engine counts as failed; left out, a minute more than
+    ``max_new_tokens`` take at 5 tokens/s."""
     temperature: NonNegative = 1.0
     """Divides the logits, at sampling and in the loss."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -96,6 +106,11 @@ class EngineSection(Section):
     def truncates(self) -> bool:
         """Return whether improbable tokens are never sampled."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    @property
+    def completion_deadline_s(self) -> float:
+        """Return ``completion_timeout_s``, or its default."""
+        return self.completion_timeout_s or SLACK_S + self.max_new_tokens / SLOWEST_TOKENS_PER_S
 
     def problems(self) -> list[str]:
         """Return violated constraints between the fields of this section, one sentence each."""
@@ -182,7 +197,7 @@ class AdvantageSection(Section):
     scale: Literal["std", "none"] = "std"
     """Divisor of advantages: standard deviation of their group, or none."""
     task_normalization: bool = True
-    """Normalize the advantages of each task to the same scale (AgentRL)."""
+    """Normalize the advantages of each task to mean 0 and std 1 under the weights of the loss (AgentRL)."""
     invalid_call_penalty: NonNegative = 0.0
     """Subtracted from the reward of an episode with any invalid tool call."""
     truncation_penalty: NonNegative = 0.0
@@ -242,7 +257,8 @@ class TrainSection(Section):
     """With ``importance_cap``: tokens whose importance ratio lies outside [floor, cap] are masked instead of
     truncated. Left out, they are truncated."""
     kl_coef: NonNegative = 0.0
-    """Weight of the KL penalty towards the initial policy; 0 is off."""
+    """Weight of the KL penalty towards the initial policy, which takes a copy of the model, or with adapters
+    none; 0 is off."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     attention: Literal["sdpa", "flash_attention_2", "flash_attention_3"] = "sdpa"
@@ -271,6 +287,11 @@ class TrainSection(Section):
             found.append(
                 f"dual_clip ({self.dual_clip}) must be above 1 + clip_high "
                 f"({1.0 + self.clip_high:g}), or 0 to disable it"
+            )
+        if self.sequence_parallel > 1 and self.attention != "sdpa":
+            found.append(
+                f"attention = {self.attention!r} has no effect with sequence_parallel = "
+                f"{self.sequence_parallel}, which uses PyTorch's attention: set it to 'sdpa'"
             )
         if 1.0 in self.betas:
             found.append("betas must be below 1")
@@ -340,6 +361,9 @@ class ModelSection(Section):
     """Stop tokens, as text, beside those of the generation configuration and the tokenizer."""
     system_prompt: str | None = None
     """Text in front of every opening, as a system message."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the learner's parameters. With ``train.lora``, "bfloat16" halves the memory of the frozen
+    weights; adapters stay in float32."""
 
 
 class EnvironmentSection(Section):
@@ -381,8 +405,12 @@ class RolloutSection(Section):
     """S: (S + 1) P groups may be in flight; 0 is synchronous."""
     window: Count = 1
     """W: look-ahead of the trainer beyond strict FIFO order, in groups; 1 is strict order."""
-    episode_timeout_s: Positive = 120.0
-    """Deadline of one episode."""
+    episode_timeout_s: Positive | None = None
+    """Time limit of one episode, waiting for a free session not included. The turn in progress ends, then the
+    episode is truncated: it keeps its turns and its reward and is trained on. Left out, a minute more than
+    ``engine.max_context`` tokens take at 5 tokens/s."""
+    environment_timeout_s: Positive = 120.0
+    """Deadline of one answer of an environment, after which the episode counts as failed."""
     environment_retries: CountOrOff = 2
     """Retries of an episode in fresh sessions after infrastructure failures."""
     environment_wait_timeout_s: NonNegative = 60.0
@@ -394,11 +422,9 @@ class RolloutSection(Section):
     max_turns: dict[str, Count] = Field(default_factory=dict)
     """Turn limit of the episodes of a task, where it is to be lower than the environment's own."""
 
-    @property
-    def stall_timeout_s(self) -> float:
-        """Return the longest time without a finished group: one episode with all its retries and waits."""
-        attempts = self.environment_retries + 1
-        return self.episode_timeout_s * attempts + self.environment_wait_timeout_s + 60.0
+    def episode_limit_s(self, *, max_context: int) -> float:
+        """Return ``episode_timeout_s``, or its default for a context of this length."""
+        return self.episode_timeout_s or SLACK_S + max_context / SLOWEST_TOKENS_PER_S
 
     @property
     def staleness_bound(self) -> int:
@@ -482,6 +508,20 @@ class RunConfig(Section):
         return Path(self.run.folder) / self.run.name
 
     @property
+    def stall_timeout_s(self) -> float:
+        """Return the longest time without a finished group: one episode with all its retries and waits.
+
+        An attempt opens a session, plays until its limit, and ends the turn in progress. A full server has
+        one free once another episode has ended.
+        """
+        rollout, engine = self.rollout, self.engine
+        episode_s = rollout.episode_limit_s(max_context=engine.max_context)
+        turn_s = engine.completion_deadline_s + rollout.environment_timeout_s
+        attempt_s = 2 * rollout.environment_timeout_s + episode_s + turn_s
+        waits_s = episode_s + rollout.environment_wait_timeout_s
+        return (rollout.environment_retries + 1) * attempt_s + waits_s + SLACK_S
+
+    @property
     def policies(self) -> tuple[str, ...]:
         """Return the names of the sampling policies."""
         return ("current", "stale") if self.rollout.stale_fraction > 0 else ("current",)
@@ -498,7 +538,15 @@ class RunConfig(Section):
     def engine_gpus(self) -> int:
         """Return the number of GPUs of the engine, if it runs on GPUs."""
         vllm = self.engine.vllm
-        return 1 if self.engine.kind == "torch" else len(self.policies) * vllm.replicas * vllm.tensor_parallel
+        return 1 if self.engine.kind == "torch" else sum(self.replicas.values()) * vllm.tensor_parallel
+
+    @property
+    def replicas(self) -> dict[str, int]:
+        """Return the number of engines of each sampling policy."""
+        vllm, stale = self.engine.vllm, self.rollout.stale_fraction
+        share = math.ceil(vllm.replicas * stale / (1.0 - stale)) if stale < 1.0 else vllm.replicas
+        chosen = {"current": vllm.replicas, "stale": vllm.stale_replicas or min(share, vllm.replicas)}
+        return {policy: chosen[policy] for policy in self.policies}
 
     def problems(self) -> list[str]:
         """Return violated constraints between sections, one sentence each."""
@@ -525,6 +573,11 @@ class RunConfig(Section):
             found.append(
                 "engine.temperature = 0 makes all siblings of a group equal, which gives no learning signal: "
                 "use a temperature above 0; eval.temperature = 0 evaluates greedily"
+            )
+        if self.model.dtype == "bfloat16" and self.train.lora is None:
+            found.append(
+                "model.dtype = 'bfloat16' rounds small updates of trained parameters away: train adapters "
+                "(train.lora), or set it to 'float32'"
             )
         if self.engine.deterministic and rollout.max_staleness > 0:
             found.append(

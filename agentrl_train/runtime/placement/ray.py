@@ -195,7 +195,7 @@ def engine_bundles(config: RunConfig) -> list[int]:
 
 
 def _num_engines(config: RunConfig) -> int:
-    return len(config.policies) * config.engine.vllm.replicas
+    return sum(config.replicas.values())
 
 
 @contextmanager

@@ -154,6 +154,10 @@ class MetricsLog:
         if self._progress is not None:
             self._progress.evaluation(name, {line["task"]: line["success"] for line in lines})
 
+    def has_evaluation(self, name: str) -> bool:
+        """Return whether an evaluation is recorded."""
+        return any(line["name"] == name for line in read_jsonl(self._folder / "evaluations.jsonl"))
+
     def write_summary(
         self, *, seconds: float, trained_tokens: int, policy_version: int, seed: int
     ) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 
 from agentrl_train.architecture import CheckpointNames
-from agentrl_train.engine.transfer import DeviceWeights, SharedWeights, fingerprint
+from agentrl_train.engine.transfer import DeviceWeights, Fingerprint, SharedWeights, fingerprint, lost_push
 from tests.architectures import tiny
 from tests.conftest import make_model
 
@@ -56,3 +56,34 @@ def test_fingerprint_ignores_fusing_and_padding_and_detects_changed_bit() -> Non
     state["model.layers.1.mlp.down_proj.weight"][3, 5] += 1e-3
     changed = fingerprint(state.items())
     assert {layer for layer in whole if changed[layer] != whole[layer]} == {"1"}
+
+
+def shards(state: dict[str, torch.Tensor]) -> list[Fingerprint]:
+    """Return the fingerprints of two workers: matrices are split between them, vectors on both."""
+    halves = [
+        {name: value.chunk(2)[worker] if value.ndim > 1 else value for name, value in state.items()}
+        for worker in range(2)
+    ]
+    return [fingerprint(half.items()) for half in halves]
+
+
+def test_lost_push_to_sharded_engine_is_detected_however_small() -> None:
+    old = {name: value.detach().clone() for name, value in make_model().named_parameters()}
+    new = {name: value * (1 + 1e-6) for name, value in old.items()}
+    before = fingerprint(old.items()), shards(old)
+    sent = fingerprint(new.items())
+    assert lost_push(before=before, after=(sent, shards(new))) == ""
+    assert "did not follow those sent" in lost_push(before=before, after=(sent, shards(old)))
+    one_layer = {name: old[name] if ".1." in name else value for name, value in new.items()}
+    assert "layers ['1']" in lost_push(before=before, after=(sent, shards(one_layer)))
+    one_worker = [shards(new)[0], shards(old)[1]]
+    assert "workers [1] still hold" in lost_push(before=before, after=(sent, one_worker))
+
+
+def test_push_of_unchanged_layers_must_not_change_them() -> None:
+    old = {name: value.detach().clone() for name, value in make_model().named_parameters()}
+    new = {name: value * 1.5 if ".0." in name else value for name, value in old.items()}
+    before = fingerprint(old.items()), shards(old)
+    assert lost_push(before=before, after=(fingerprint(new.items()), shards(new))) == ""
+    assert lost_push(before=before, after=(fingerprint(old.items()), shards(old))) == ""
+    assert "layers ['0']" in lost_push(before=before, after=(fingerprint(old.items()), shards(new)))

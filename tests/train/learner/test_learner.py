@@ -12,6 +12,8 @@ from transformers import (
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -224,6 +226,28 @@ def test_dropout_of_a_model_is_off(checkpointing):
     one = learner(qwen(attention_dropout=0.5), activation_checkpointing=checkpointing)
     metrics = one.step(pack(on_policy(one, made())))
     assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-4)
+
+
+def with_dropout() -> PreTrainedModel:
+    config = OPTConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        ffn_dim=64,
+        word_embed_proj_dim=32,
+        max_position_embeddings=256,
+        dropout=0.3,
+        attention_dropout=0.3,
+    )
+    return OPTForCausalLM(config)
+
+
+@pytest.mark.parametrize("make", [with_dropout, lambda: qwen(attention_dropout=0.3)])
+def test_activation_checkpointing_leaves_dropout_off(make):
+    one = learner(make(), activation_checkpointing=True)
+    metrics = one.step(pack(on_policy(one, made())))
+    assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-5)
 
 
 def test_unchanged_policy_has_ratio_one_and_zero_kl(model):

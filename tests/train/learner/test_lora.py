@@ -62,6 +62,34 @@ def test_default_targets_are_all_linear_layers_but_head():
     assert not any("lm_head" in name for name in names)
 
 
+def test_kl_penalty_needs_no_copy_of_the_model():
+    def learned(**options) -> tuple[list[float], Learner]:
+        one = Learner(qwen(), learning_rate=1e-2, lora=LORA, kl_coefficient=0.5, **options)
+        return [one.step(pack(made(seed=number)))["kl_reference"] for number in range(4)], one
+
+    penalties, without = learned()
+    expected, with_copy = learned(reference=qwen())
+    assert penalties == pytest.approx(expected, abs=1e-6)
+    assert penalties[-1] > 1e-3
+    assert torch.allclose(logits(without.model), logits(with_copy.model), atol=1e-5)
+
+
+def test_kl_penalty_without_reference_or_adapters_is_rejected():
+    with pytest.raises(ValueError, match="needs a reference model"):
+        Learner(qwen(), learning_rate=1e-2, kl_coefficient=0.5)
+
+
+def test_adapters_stay_in_float32_on_bfloat16_weights():
+    one = Learner(qwen().bfloat16(), learning_rate=1e-2, lora=LORA)
+    sequences = on_policy(one, made(advantage=1.0))
+    likely = sum(row.sum() for row in one.logprobs(sequences))
+    metrics = one.step(pack(sequences))
+    assert metrics["ratio_max"] == pytest.approx(1.0, abs=0.05)  # the precision of bfloat16
+    assert sum(row.sum() for row in one.logprobs(sequences)) > likely + 1.0
+    dtypes = {value.requires_grad: value.dtype for value in one.model.parameters()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+
+
 def test_unknown_target_is_rejected():
     with pytest.raises(ValueError, match="matches no linear layer of Qwen3ForCausalLM; it has down_proj,"):
         Learner(qwen(), learning_rate=1e-2, lora=Lora(rank=2, alpha=4.0, targets=("query",)))

@@ -1,6 +1,8 @@
 """Killed runs lose no finished group and train none twice."""
 
+import json
 import random
+import shutil
 import signal
 import time
 from collections import Counter
@@ -18,9 +20,7 @@ AHEAD = ("rollout.max_staleness=2", "rollout.window=5")
 
 
 @pytest.mark.parametrize("every", [4, 100])
-def test_killed_run_loses_no_finished_group_and_trains_none_twice(
-    tmp_path: Path, every: int
-) -> None:
+def test_killed_run_loses_no_finished_group_and_trains_none_twice(tmp_path: Path, every: int) -> None:
     config, run, draw = write_config(tmp_path), tmp_path / "run", random.Random(every)
     options = (
         *AHEAD,
@@ -55,3 +55,20 @@ def test_interrupted_run_stops_cleanly_and_prints_resume_command(tmp_path: Path)
     assert "--resume" in output
     assert "Traceback" not in errors
     assert (run / "report.html").exists()
+
+
+def test_resumed_run_repeats_the_evaluation_in_which_it_was_killed(tmp_path: Path) -> None:
+    config, run = write_config(tmp_path), tmp_path / "run"
+    options = ("run.steps=4", "checkpoint.every=2", "checkpoint.keep=3", "eval.every=2", "eval.samples=2")
+    options = (*options, "environments.0.eval_split=train")
+    done = finish(config, *options)
+    assert done.returncode == 0, done.stderr
+    # As a kill during the evaluation of step 2 leaves the folder.
+    shutil.rmtree(run / "checkpoints" / "step_000004")
+    evaluations = run / "evaluations.jsonl"
+    before, *_ = evaluations.read_text().splitlines(keepends=True)
+    evaluations.write_text(before)
+    done = finish(config, *options, resume=True)
+    assert done.returncode == 0, done.stderr
+    names = [json.loads(line)["name"] for line in evaluations.read_text().splitlines()]
+    assert names == ["before", "step 2", "after"]

@@ -375,6 +375,25 @@ def test_damaged_checkpoint_is_skipped_with_warning(
     assert "Falling back" in caplog.text
 
 
+def test_damaged_newest_checkpoint_never_costs_the_last_intact_one(tmp_path: Path):
+    save(tmp_path, 10, keep=2)
+    save(tmp_path, 20, keep=2)
+    damage(tmp_path / "step_000020" / "learner" / "state.bin")
+    assert load_latest(tmp_path).step == 10
+    # The run resumed from 10 and was stopped at 13.
+    assert save(tmp_path, 13, keep=1) == 13
+    assert load_latest(tmp_path).step == 13
+
+
+def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path):
+    for step in (5, 10, 15):
+        save(tmp_path, step, keep=3)
+    damage(tmp_path / "step_000010" / "loop.json")
+    assert save(tmp_path, 20, keep=3) == 5
+    assert save(tmp_path, 25, keep=3) == 15
+    assert steps(tmp_path) == [15, 20, 25]
+
+
 def test_missing_file_is_damage(tmp_path: Path):
     save(tmp_path, 5)
     (tmp_path / "step_000005" / "learner" / "state.bin").unlink()

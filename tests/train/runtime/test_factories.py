@@ -19,6 +19,10 @@ CONFIG = Path(__file__).parents[3] / "examples/quickstart/train.toml"
         (["engine.kind=vllm", "engine.deterministic=true"], "deterministic needs kind = 'torch'"),
         (["engine.kind=vllm", "engine.vllm.transfer=nccl"], "vllm.transfer = 'nccl' needs device = 'cuda'"),
         (["engine.kind=vllm", "engine.vllm.replicas=0"], "engine.vllm.replicas"),
+        (
+            ["train.attention=flash_attention_2", "train.sequence_parallel=2"],
+            "attention = 'flash_attention_2' has no effect with sequence_parallel = 2",
+        ),
         (["engine.kind=vllm", "engine.vllm.pull=x"], "engine.vllm.pull"),
     ],
 )
@@ -26,6 +30,25 @@ def test_conflicting_settings_are_rejected(overrides: list[str], sentence: str) 
     with pytest.raises(ConfigError) as refused:
         load_config(CONFIG, overrides)
     assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "engines"),
+    [
+        (["rollout.stale_fraction=0"], {"current": 4}),
+        (["rollout.stale_fraction=0.1"], {"current": 4, "stale": 1}),
+        (["rollout.stale_fraction=0.25"], {"current": 4, "stale": 2}),
+        (["rollout.stale_fraction=1"], {"current": 4, "stale": 4}),
+        (["rollout.stale_fraction=0.1", "engine.vllm.stale_replicas=3"], {"current": 4, "stale": 3}),
+    ],
+)
+def test_stale_policy_has_engines_for_its_share_of_the_turns(
+    overrides: list[str], engines: dict[str, int]
+) -> None:
+    chosen = ["engine.kind=vllm", "engine.vllm.replicas=4", "engine.vllm.tensor_parallel=2"]
+    config = load_config(CONFIG, [*chosen, "engine.device=cuda", *overrides])
+    assert config.replicas == engines
+    assert config.engine_gpus == 2 * sum(engines.values())
 
 
 def test_vllm_configuration_round_trips(tmp_path: Path) -> None:

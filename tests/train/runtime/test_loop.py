@@ -1,4 +1,5 @@
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -158,6 +159,57 @@ async def test_generation_continues_during_training(tmp_path: Path) -> None:
     await play(loop, train)
     assert len(actor.played) == 30
     assert loop.window.steps == 10
+
+
+async def test_groups_are_played_between_publishing_and_the_end_of_a_checkpoint(tmp_path: Path) -> None:
+    actor, playing = FakeActor(delay=lambda group_id: 1000), []
+    loop = make_loop(tmp_path, actor, staleness=1, steps=6)
+
+    async def train(step: Step) -> None:
+        for _ in range(3000):  # all that was admitted finishes while the learner works
+            await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            while len(loop.window.in_flight):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        loop.admit()  # as ``Run`` does once the weights are published
+        await asyncio.sleep(0)
+        playing.append(len(loop.window.in_flight))
+
+    await play(loop, train)
+    assert playing == [3, 3, 3, 3, 0, 0]  # all groups are admitted at the fifth step
+
+
+class SlowDisk(Journal):
+    """A journal whose disk answers once ``released`` is set."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.appending, self.released, self.in_time = threading.Event(), threading.Event(), True
+
+    def append(self, group: TrajectoryGroup) -> None:
+        self.appending.set()
+        self.in_time &= self.released.wait(20)
+        super().append(group)
+
+
+async def test_event_loop_runs_and_checkpoint_waits_while_journal_is_written(tmp_path: Path) -> None:
+    loop, recorder = make_loop(tmp_path, FakeActor(), steps=1, per_step=1, staleness=0), Recorder()
+    loop._journal.close()
+    loop._journal = disk = SlowDisk(tmp_path / "slow")
+    run = asyncio.create_task(play(loop, recorder))
+    await asyncio.to_thread(disk.appending.wait, 20)
+    assert not disk.released.is_set()
+    cut = asyncio.create_task(loop.cut_journal(1))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not cut.done()
+    assert loop.window.finished == ()  # a group counts once it is on disk
+    disk.released.set()
+    window, untrained = await cut
+    assert disk.in_time
+    assert (window["finished"], [group.group_id for group in untrained]) == ([0], [0])
+    await run
+    assert recorder.group_ids == [0]
 
 
 async def test_failed_group_is_replaced_and_not_trained(tmp_path: Path) -> None:

@@ -2,10 +2,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from agentrl_train.errors import ConfigError
+from agentrl_train.learner import Lora
+from agentrl_train.learner.lora import add_adapters, is_adapter, save_adapter
+from agentrl_train.runtime import compose, factories
+from agentrl_train.runtime.compose import served_policy
+from agentrl_train.runtime.config import load_config
 from agentrl_train.runtime.models import copy_of, load_policy
+from agentrl_train.runtime.placement.launcher import Local, make_launcher
+from agentrl_train.types import UNTRACED, SamplingParams
 from tests.conftest import make_model, make_tokenizer
+
+CONFIG = Path(__file__).parents[3] / "examples/quickstart/train.toml"
 
 
 def test_model_folder_loads_in_float32(tmp_path: Path) -> None:
@@ -33,3 +43,79 @@ def test_missing_device_is_reported(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="device = 'gpu' is not available"):
         load_policy(str(tmp_path), device="gpu")
+
+
+def test_frozen_weights_load_in_bfloat16(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    model, _ = load_policy(str(tmp_path), dtype="bfloat16")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_bfloat16_parameters_need_adapters() -> None:
+    with pytest.raises(ConfigError, match=r"train adapters \(train\.lora\)"):
+        load_config(CONFIG, ["model.dtype=bfloat16"])
+    chosen = ["model.dtype=bfloat16", "train.lora.rank=4", "train.lora.alpha=8"]
+    assert load_config(CONFIG, chosen).model.dtype == "bfloat16"
+
+
+def test_link_to_a_gated_model_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str, **options: object) -> None:
+        raise OSError(
+            "You are trying to access a gated repo.\nMake sure to have access to it at "
+            "https://huggingface.co/org/gated.\n401 Client Error."
+        )
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", refuse)
+    with pytest.raises(ConfigError, match=r"gated repo\. .* https://huggingface\.co/org/gated\."):
+        load_policy("org/gated")
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    """Return a folder with a trained adapter."""
+    make_model().save_pretrained(tmp_path / "base")
+    make_tokenizer().save_pretrained(tmp_path / "base")
+    model = load_policy(str(tmp_path / "base"))[0]
+    lora = Lora(rank=2, alpha=16.0)
+    add_adapters(model, lora)
+    tensors = {name: torch.randn_like(p) for name, p in model.named_parameters() if is_adapter(name)}
+    save_adapter(tmp_path / "adapter", model, lora, tensors)
+    make_tokenizer().save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+async def test_engine_in_another_process_evaluates_adapter_without_a_learner(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(CONFIG, ["run.threads=1", "engine.max_sessions=2"])
+    monkeypatch.setattr(Local, "separate_engines", True)
+    monkeypatch.setattr(compose, "make_learner", None)
+    context, sampling = [5, 6, 7, 8], SamplingParams(max_new_tokens=8, seed=1)
+    with make_launcher(config) as launcher:
+        async with served_policy(config, path=str(adapter), launcher=launcher) as served:
+            completion = await served.engine.generate(context, sampling=sampling, session_key="one")
+    merged = load_policy(str(adapter))[0].eval()
+    ids = torch.tensor([[*context, *completion.token_ids]])
+    with torch.no_grad():
+        expected = merged(ids).logits.log_softmax(-1)[0, len(context) - 1 : -1]
+    ours = expected.gather(-1, ids[0, len(context) :, None])[:, 0]
+    assert torch.allclose(ours, torch.tensor(completion.logprobs), atol=1e-4)
+
+
+def test_engine_process_starts_with_base_of_adapter(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(factories, "require_vllm", lambda python: None)
+    monkeypatch.setattr(factories, "EnginePool", lambda options, **others: started.append(options))
+    config = load_config(CONFIG, ["engine.kind=vllm"])
+    with make_launcher(config) as launcher:
+        factories.make_engine(
+            config,
+            model=make_model(),
+            path=str(adapter),
+            stop_token_ids=[2],
+            threads=1,
+            trace=UNTRACED,
+            launcher=launcher,
+        )
+    assert started[0].model == str(adapter.parent / "base")

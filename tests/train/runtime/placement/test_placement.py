@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -173,7 +174,7 @@ def test_every_example_configuration_loads(path: Path) -> None:
         ("one-gpu", 1, 1, True, "0", "0"),
         ("eight-gpus", 8, 4, True, "0123", "4567"),
         ("two-nodes", 8, 4, True, "0123", "4567"),
-        ("two-nodes", 8, 4, False, "0123", ""),
+        ("two-nodes", 8, 8, False, "01234567", ""),
     ],
 )
 def test_gpu_examples_fit_their_machines(
@@ -182,6 +183,16 @@ def test_gpu_examples_fit_their_machines(
     config = load_config(EXAMPLES / "gpu" / f"{name}.toml")
     given = assign(config, gpus=list("01234567"[:gpus]), ranks=ranks, with_engine=with_engine)
     assert given == Devices(learner=tuple(learner), engine=tuple(engine))
+
+
+def test_two_nodes_leave_no_gpu_idle() -> None:
+    path = EXAMPLES / "gpu" / "two-nodes.toml"
+    commands = re.findall(r"--node-rank (\d) --nproc-per-node (\d+)", path.read_text())
+    config, used = load_config(path), []
+    for node, ranks in commands:
+        given = assign(config, gpus=list("01234567"), ranks=int(ranks), with_engine=node == "0")
+        used.append(len({*given.learner, *given.engine}))
+    assert used == [8, 8]
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -326,3 +327,12 @@ def test_step_without_signal_has_warning_with_causes() -> None:
     assert "(2 different values)" in warning_for(0.0, 1.0)
     full = warning_for(0.0, end=EpisodeEnd.TRUNCATED_LENGTH)
     assert "100% of the episodes were cut off by engine.max_context: raise it" in full
+
+
+def test_warning_of_a_run_that_learns_nothing_names_valid_calls() -> None:
+    one = make_trajectory(reward=0.0)
+    broken = replace(one, turns=[replace(one.turns[0], invalid_calls=1)])
+    group = TrajectoryGroup(group_id=0, task="shop", trajectories=[broken, broken], admitted_version=0)
+    warning = no_signal_warning([group], steps=1)
+    assert "valid_calls is 0, the share of turns whose calls the environment accepted" in warning
+    assert "valid_calls" not in warning_for(0.0, 0.0)
