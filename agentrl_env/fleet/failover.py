@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import msgspec
 from msgspec import Struct
@@ -38,7 +39,8 @@ CONFIRM_S = 5.0
 """Seconds that a caller waits until the checkpoint of its answer is stored."""
 MAX_DEATHS = 3
 """Number of servers that may die during one step of a session: that step may be what kills them. Before the
-last one, such sessions take turns, so that none is blamed for the step of another."""
+last one, such sessions take turns, so that none is blamed for the step of another. A step that a watchdog
+found to be what its server was stuck in is the last one at once."""
 
 
 class Record(Struct, frozen=True):
@@ -90,6 +92,11 @@ class Records:
 
         record = await self._change(session_id, holder, change)
         return record if record is not None and record.holder == server_id else None
+
+    async def blame(self, session_id: str, holder: str, deaths: int) -> bool:
+        """Set the number of deaths that a session's next step has led to."""
+        await self._change(session_id, holder, lambda old: old and replace(old, deaths=deaths))
+        return True
 
     async def forget(self, session_id: str, holder: str) -> bool:
         """Remove the checkpoint of a session that has ended; the holder of one that moved stays known."""
@@ -161,6 +168,8 @@ class Failover(Routing):
         self._one_suspect = asyncio.Lock()
         self._interrupted: set[str] = set()
         """Sessions whose server was lost during a call; the next adoption of each counts that."""
+        self._explained: set[str] = set()
+        """Servers that were lost for the steps of sessions that are known."""
         self._writes: dict[str, asyncio.Task[bool]] = {}
         """Last write of each session, until it is done; one that failed stays for ``confirm``."""
         self._ended: dict[tuple[str, str], asyncio.TimerHandle] = {}
@@ -237,6 +246,18 @@ class Failover(Routing):
     def interrupted(self, session_ids: Iterable[str]) -> None:
         """Remember the sessions whose call may be what their server died of."""
         self._interrupted.update(session_ids)
+
+    async def blame(self, server_id: str, session_ids: Iterable[str]) -> None:
+        """Let the session that a server was stuck in be lost, and take turns where it is one of several."""
+        blamed = list(session_ids)
+        if not blamed:
+            return
+        self._explained.add(server_id)
+        for session_id in blamed:
+            sure = len(blamed) == 1 or session_id in self._suspects
+            deaths = MAX_DEATHS if sure else MAX_DEATHS - 1
+            self._write(session_id, partial(self.records.blame, session_id, server_id, deaths))
+        await asyncio.wait([self._writes[session_id] for session_id in blamed], timeout=CONFIRM_S)
 
     def takes_turns(self, session_id: str) -> bool:
         """Return whether the steps of a session wait for those of other suspects."""
@@ -332,9 +353,12 @@ class Failover(Routing):
                 break
             if holder is not None and await self._ask(holder, record):
                 return holder
+            if record.deaths >= MAX_DEATHS:
+                raise await self._lose(record, "its step got the session's server stuck; open a new one")
             died = (
                 holder is None
                 and session_id in self._interrupted
+                and record.holder not in self._explained
                 and not self._registry.has_left(record.holder)
             )
             last = record.deaths + 1 >= MAX_DEATHS

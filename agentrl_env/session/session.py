@@ -94,7 +94,10 @@ class Session:
         self._tools = toolset(environment)
         self._threads = threads
         self._executor = Executor(
-            blocking=environment.blocking, threads=threads, on_tool=partial(observer.tool_ran, sample.task)
+            blocking=environment.blocking,
+            threads=threads,
+            on_tool=partial(observer.tool_ran, sample.task),
+            session_id=session_id,
         )
         self._clock = clock
         self._observer = observer
