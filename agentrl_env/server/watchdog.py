@@ -216,10 +216,10 @@ class _Guard:
                 sessions: list[str] = []
                 with contextlib.suppress(OSError, ValueError):  # it is killed without a reason too
                     sessions = self._blocking()
-                during = f" during a call of session {' or '.join(sessions)}" if sessions else ""
+                held = f" session {' or '.join(sessions)} held it;" if sessions else ""
                 self._tell_parent(sessions)
                 why = f"its event loop has not run for {self._stuck_s:g} s (--stuck-after)"
-                self._kill(f"{why}; its stacks follow{during}")
+                self._kill(f"{why};{held} its stacks follow")
 
     def _blocking(self) -> list[str]:
         """Return the sessions whose call may be what the event loop waits for; none where that is unknown.
