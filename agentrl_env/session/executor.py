@@ -22,7 +22,7 @@ from functools import cache, partial
 from mmap import mmap
 from typing import Any, TypeVar
 
-from agentrl_env.errors import AUTHOR_ERRORS
+from agentrl_env.errors import AUTHOR_ERRORS, ServerFull
 from agentrl_env.tools import TimeLimitReached
 
 T = TypeVar("T")
@@ -105,11 +105,14 @@ class _Job:
         "_timer",
         "answer",
         "began",
+        "opening",
         "ran",
         "session",
     )
 
-    def __init__(self, function: Callable[[], Any], timeout: float, inbox: _Inbox, session: bytes) -> None:
+    def __init__(
+        self, function: Callable[[], Any], timeout: float, inbox: _Inbox, session: bytes, opening: bool
+    ) -> None:
         self._function = function
         self._timeout = timeout
         self._inbox = inbox
@@ -125,6 +128,8 @@ class _Job:
         """True if the thread is done with it."""
         self.session = session
         """Id of the session, for ``RunningCalls``."""
+        self.opening = opening
+        """True if its session is not open yet, and may be refused."""
 
     @property
     def waited_s(self) -> float:
@@ -170,11 +175,19 @@ class _Job:
             state = "no thread came free within" if self.began is None else "still running after"
             self.answer.set_result((None, AuthorTimeout(f"{state} {self._timeout:g} s")))
 
+    def refuse(self) -> None:
+        """Answer ServerFull where no thread has taken it."""
+        if not self.answer.done() and self.waited_s > STALLED_S:
+            reason = f"no thread of this server came free within {STALLED_S:g} s; open sessions elsewhere"
+            self.answer.set_result((None, ServerFull(reason, retry_after=10)))
+
     async def ended(self, timeout: float) -> None:
         """Wait until the thread is done with it, even after the deadline; at most ``timeout`` seconds.
 
         Its caller has given up; where the thread is still busy it is replaced.
         """
+        if self.began is None and self.answer.done():
+            return  # no thread begins it any more
         if not self.ran:
             if self.began is not None:
                 self._inbox.abandon(self)
@@ -328,17 +341,24 @@ class ThreadPool:
         full = not self._asleep and self._started >= self._allowed()
         return full and time.monotonic() - self._taken_at > STALLED_S
 
-    def submit(self, function: Callable[[], Any], timeout: float, session: bytes = b" " * ID_BYTES) -> _Job:
+    def submit(
+        self,
+        function: Callable[[], Any],
+        timeout: float,
+        session: bytes = b" " * ID_BYTES,
+        opening: bool = False,
+    ) -> _Job:
         """Call ``function`` on a thread; ``answer`` of the job is its outcome.
 
         That is AuthorTimeout where no thread comes free within ``timeout`` seconds, or where the call takes
-        longer. Raises RuntimeError where the system cannot start a single thread.
+        longer, and ServerFull for a call of an opening where no thread comes free at all. Raises RuntimeError
+        where the system cannot start a single thread.
         """
         loop = asyncio.get_running_loop()
         inbox = self._inbox
         if inbox is None or inbox.loop is not loop:
             inbox = self._inbox = _Inbox(loop, self._abandon)
-        job = _Job(function, timeout, inbox, session)
+        job = _Job(function, timeout, inbox, session, opening)
         with self._lock:
             if not self._jobs:
                 self._wake(1)
@@ -368,6 +388,8 @@ class ThreadPool:
             if late and self._taken - taken < QUICK_JOBS * awake:
                 self._wake(min(waiting, awake))
             taken = self._taken
+            for job in [job for job in self._jobs if job.opening] if late and self.exhausted else ():
+                job.refuse()
         inbox.scaling = waiting > 0
         if inbox.scaling:
             inbox.loop.call_later(SCALE_EVERY_S, self._scale, inbox, taken)
@@ -436,6 +458,7 @@ class Executor:
         threads: these threads.
         on_tool: called with the name and the seconds of each tool call.
         session_id: the session, for ``RunningCalls``.
+        opening: raise ServerFull where no thread comes free at all, until ``opening`` is set to False.
     """
 
     def __init__(
@@ -445,7 +468,9 @@ class Executor:
         threads: ThreadPool,
         on_tool: Callable[[str, float], None] | None = None,
         session_id: str = "",
+        opening: bool = False,
     ) -> None:
+        self.opening = opening
         self._blocking = blocking
         self._threads = threads
         self._on_tool = on_tool
@@ -475,7 +500,7 @@ class Executor:
         begin = time.perf_counter()
         try:
             if on_thread:
-                job = self._job = self._threads.submit(call, limit, self._session)
+                job = self._job = self._threads.submit(call, limit, self._session, self.opening)
                 value, error = await job.answer
                 if error is not None:
                     raise error

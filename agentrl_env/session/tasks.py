@@ -163,7 +163,9 @@ class Tasks:
 
     async def _run(self, environment: type[Environment], function: Callable[..., Any], *args: Any) -> Any:
         """Run author code that belongs to no session."""
-        return await self._executor(environment).run(partial(function, *args), environment.reset_timeout)
+        executor = self._executor(environment)
+        executor.opening = function == self._datasets[environment.name].sample
+        return await executor.run(partial(function, *args), environment.reset_timeout)
 
     def _executor(self, environment: type[Environment]) -> Executor:
         return Executor(blocking=environment.blocking, threads=self.threads[environment.name])

@@ -216,7 +216,6 @@ class Threaded(Quick):
 
 
 async def test_calls_that_hang_within_their_timeout_occupy_the_threads_of_their_task_only(hangs, monkeypatch):
-    monkeypatch.setattr(executor_module, "STALLED_S", 0.0)
     pool = SessionPool([Hangs, Threaded], threads=2)
     tries = [
         asyncio.create_task(play_step(pool, name, 1, calls(1, "hang_long")))
@@ -226,6 +225,9 @@ async def test_calls_that_hang_within_their_timeout_occupy_the_threads_of_their_
     (other,) = await opened(pool, task="threaded")
     assert (await play_step(pool, other, 1, calls(1, "finish"))).status == "completed"
     pool.check_ready()
+    monkeypatch.setattr(executor_module, "STALLED_S", 0.5)
+    with pytest.raises(ServerFull, match="no thread of this server came free within"):
+        await opened(pool, task="hangs")
     with pytest.raises(ServerFull, match=r"all 2 threads .* does not return \(task hangs\)"):
         await opened(pool, task="hangs")
     Hangs.blocker.set()
