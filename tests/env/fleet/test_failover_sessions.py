@@ -574,6 +574,24 @@ async def test_no_death_counts_for_a_session_that_only_shared_the_stuck_server()
         assert [plain(await under_way)] == await undisturbed(4, 1)
 
 
+async def test_steps_of_a_task_that_got_a_server_stuck_are_spread_over_the_servers():
+    async with site(queue_s=30.0) as fleet:
+        stuck = await fleet.serve(Walk)
+        sessions = [await fleet.client.open("walk", seed=seed) for seed in range(3)]
+        steps = [asyncio.create_task(session.step(ToolCall.of("wait"))) for session in sessions]
+        await until(lambda: len(Walk.started) == 3)
+        first = await fleet.serve(Walk)
+        await stick(fleet, stuck, sessions[0])
+        await until(lambda: len(Walk.started) == 4)
+        second = await fleet.serve(Walk)
+        await until(lambda: len(Walk.started) == 5)
+        assert (first.pool.open_sessions, second.pool.open_sessions) == (1, 1)
+        Walk.gate.set()
+        outcomes = await asyncio.gather(*steps, return_exceptions=True)
+        assert isinstance(outcomes[0], SessionLost)
+        assert [[plain(one)] for one in outcomes[1:]] == [await undisturbed(seed, 1) for seed in (1, 2)]
+
+
 async def test_sessions_of_which_one_got_a_server_stuck_take_turns_at_once():
     async with site() as fleet:
         await fleet.serve(Walk)
