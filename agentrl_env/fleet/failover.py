@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import msgspec
 from msgspec import Struct
@@ -34,11 +35,14 @@ RECORD_S = 3600.0
 FORGET_S = 5.0
 """Seconds for which the last answer of an ended session may be under way."""
 RETRY_S = 0.25
+APART_S = 5.0
+"""Seconds for which a session waits for a server where no other step may be about to get it stuck."""
 CONFIRM_S = 5.0
 """Seconds that a caller waits until the checkpoint of its answer is stored."""
 MAX_DEATHS = 3
 """Number of servers that may die during one step of a session: that step may be what kills them. Before the
-last one, such sessions take turns, so that none is blamed for the step of another."""
+last one, such sessions take turns, so that none is blamed for the step of another. A step that a watchdog
+found to be what its server was stuck in is the last one at once."""
 
 
 class Record(Struct, frozen=True):
@@ -90,6 +94,11 @@ class Records:
 
         record = await self._change(session_id, holder, change)
         return record if record is not None and record.holder == server_id else None
+
+    async def blame(self, session_id: str, holder: str, deaths: int) -> bool:
+        """Set the number of deaths that a session's next step has led to."""
+        await self._change(session_id, holder, lambda old: old and replace(old, deaths=deaths))
+        return True
 
     async def forget(self, session_id: str, holder: str) -> bool:
         """Remove the checkpoint of a session that has ended; the holder of one that moved stays known."""
@@ -161,6 +170,12 @@ class Failover(Routing):
         self._one_suspect = asyncio.Lock()
         self._interrupted: set[str] = set()
         """Sessions whose server was lost during a call; the next adoption of each counts that."""
+        self._sticky: set[str] = set()
+        """Tasks of sessions that got their server stuck."""
+        self._unproven: dict[str, str] = {}
+        """Servers of other sessions of these tasks whose step was under way there, until that is done."""
+        self._explained: set[str] = set()
+        """Servers that were lost for the steps of sessions that are known."""
         self._writes: dict[str, asyncio.Task[bool]] = {}
         """Last write of each session, until it is done; one that failed stays for ``confirm``."""
         self._ended: dict[tuple[str, str], asyncio.TimerHandle] = {}
@@ -238,6 +253,21 @@ class Failover(Routing):
         """Remember the sessions whose call may be what their server died of."""
         self._interrupted.update(session_ids)
 
+    async def blame(self, server_id: str, session_ids: Iterable[str]) -> None:
+        """Let the session that a server was stuck in be lost, and take turns where it is one of several."""
+        blamed = list(session_ids)
+        if not blamed:
+            return
+        self._explained.add(server_id)
+        for session_id in blamed:
+            with suppress(SessionLost, StateUnavailable):
+                if (record := await self.records.find(session_id)) is not None:
+                    self._sticky.add(record.last.task)
+            sure = len(blamed) == 1 or session_id in self._suspects
+            deaths = MAX_DEATHS if sure else MAX_DEATHS - 1
+            self._write(session_id, partial(self.records.blame, session_id, server_id, deaths))
+        await asyncio.wait([self._writes[session_id] for session_id in blamed], timeout=CONFIRM_S)
+
     def takes_turns(self, session_id: str) -> bool:
         """Return whether the steps of a session wait for those of other suspects."""
         return session_id in self._suspects
@@ -290,7 +320,7 @@ class Failover(Routing):
     async def _keep(self, server_id: str, checkpoint: Checkpoint) -> bool:
         kept = await self.records.keep(server_id, checkpoint)
         if kept:
-            self._suspects.discard(checkpoint.session_id)
+            self._clear(checkpoint.session_id)
         else:
             await self._disown(checkpoint.session_id, server_id)
         return kept
@@ -298,8 +328,13 @@ class Failover(Routing):
     def _forget(self, server_id: str, session_id: str) -> None:
         if timer := self._ended.pop((server_id, session_id), None):
             timer.cancel()
-        self._suspects.discard(session_id)
+        self._clear(session_id)
         self._write(session_id, lambda: self.records.forget(session_id, server_id))
+
+    def _clear(self, session_id: str) -> None:
+        """Handle that a session's step is done, or the session lost."""
+        self._suspects.discard(session_id)
+        self._unproven.pop(session_id, None)
 
     async def _disown(self, session_id: str, server_id: str) -> None:
         """End a session on a server that is not its holder."""
@@ -332,9 +367,12 @@ class Failover(Routing):
                 break
             if holder is not None and await self._ask(holder, record):
                 return holder
+            if record.deaths >= MAX_DEATHS:
+                raise await self._lose(record, "its step got the session's server stuck; open a new one")
             died = (
                 holder is None
                 and session_id in self._interrupted
+                and record.holder not in self._explained
                 and not self._registry.has_left(record.holder)
             )
             last = record.deaths + 1 >= MAX_DEATHS
@@ -343,6 +381,8 @@ class Failover(Routing):
                 raise await self._lose(record, reason)
             server = await self._move(record, end, died=died and not last)
             if server is not None:
+                if self._is_unproven(record):  # still: the checkpoint of the adoption has cleared it
+                    self._unproven[session_id] = server.server_id
                 if record.deaths + died + 1 >= MAX_DEATHS:
                     self._suspects.add(session_id)
                 return server
@@ -352,7 +392,7 @@ class Failover(Routing):
         """Move a session to a server with room; return None to try again."""
         session_id, group = record.last.session_id, (record.last.task, record.last.client)
         try:
-            server = await self._placement.take(*group, end - self._clock())
+            server = await self._take(record, end)
         except ServerDraining as error:  # this controller is shutting down
             raise StateUnavailable(error.message, retry_after=1) from error
         if server is None:
@@ -373,6 +413,24 @@ class Failover(Routing):
         logger.info("session %s continues on server %s", session_id, server.server_id)
         return server
 
+    async def _take(self, record: Record, end: float) -> RemoteServer | None:
+        """Reserve a place. Steps that may get their server stuck are spread over the servers, if possible."""
+        session_id, group = record.last.session_id, (record.last.task, record.last.client)
+        unproven = self._is_unproven(record)
+        patience = self._clock() + APART_S
+        while (server := await self._placement.take(*group, end - self._clock())) is not None and unproven:
+            others = {where for name, where in self._unproven.items() if name != session_id}
+            if server.server_id not in others or self._clock() > min(patience, end):
+                self._unproven[session_id] = server.server_id
+                break
+            self._placement.release(group, server)
+            await asyncio.sleep(RETRY_S)
+        return server
+
+    def _is_unproven(self, record: Record) -> bool:
+        """Return whether a step was under way, of a task whose sessions have got servers stuck."""
+        return record.last.session_id in self._interrupted and record.last.task in self._sticky
+
     async def _ask(self, server: RemoteServer, record: Record) -> bool:
         """Let a server adopt a session; idempotent. Raises SessionLost where no server can restore it."""
         try:
@@ -390,6 +448,6 @@ class Failover(Routing):
             raise await self._lose(record, reason) from error
 
     async def _lose(self, record: Record, reason: str) -> SessionLost:
-        self._suspects.discard(record.last.session_id)
+        self._clear(record.last.session_id)
         await self.records.forget(record.last.session_id, record.holder)
         return SessionLost(reason)

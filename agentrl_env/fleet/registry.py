@@ -372,6 +372,9 @@ class Routing:
     def interrupted(self, session_ids: Iterable[str]) -> None:
         """Handle the loss of a server during calls of sessions."""
 
+    async def blame(self, server_id: str, session_ids: Iterable[str]) -> None:
+        """Handle that a server got stuck in the call of one of these sessions, and was killed."""
+
     def takes_turns(self, session_id: str) -> bool:
         """Return whether the steps of a session wait for those of others."""
         return False

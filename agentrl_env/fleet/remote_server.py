@@ -130,6 +130,11 @@ class RemoteServer:
         return self._outbox is not None
 
     @property
+    def silent(self) -> bool:
+        """True where heartbeats are late: the server is busy or stuck, or the link is about to break."""
+        return self._clock() - self.seen > SILENT_S
+
+    @property
     def load(self) -> float:
         """Share of the capacity that is taken or reserved."""
         return (len(self.sessions) + self.opening) / self.capacity
@@ -239,7 +244,7 @@ class RemoteServer:
     def mute_s(self) -> float:
         """Return the seconds, as far as previous looks saw, in which heartbeats came, and no answer."""
         now = self._clock()
-        if not self._asked or not self.linked or now - self.seen > SILENT_S:
+        if not self._asked or not self.linked or self.silent:
             self._mute_since = None
         elif self._mute_since is None or self._mute_since < self._answered:
             self._mute_since = now

@@ -34,9 +34,16 @@ _OPENED = "opened "
 
 
 def least_loaded(servers: Iterable[RemoteServer], task: str) -> RemoteServer | None:
-    """Return the server with the smallest share of its capacity taken, among those with room."""
+    """Return the server with the smallest share of its capacity taken, among those with room.
+
+    One whose heartbeats are late is the last choice.
+    """
     able = [server for server in servers if server.has_room(task)]
-    return min(able, key=lambda server: (server.load, -server.capacity, server.server_id), default=None)
+
+    def rank(server: RemoteServer) -> tuple[bool, float, int, str]:
+        return server.silent, server.load, -server.capacity, server.server_id
+
+    return min(able, key=rank, default=None)
 
 
 class Placement:

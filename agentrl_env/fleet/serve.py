@@ -121,6 +121,18 @@ class ControllerServer:
     def stop_waiting(self) -> None:
         """Do nothing: a controller does not wait for sessions."""
 
+    async def remove(self, server: ServerHandle) -> None:
+        """Remove an ended server of this machine, instead of waiting until its silence is noticed.
+
+        The sessions whose calls it was stuck in are not continued elsewhere.
+        """
+        if isinstance(server, ServerProcess):
+            place, blocking = place_of(server.pid or 0), server.blocking_sessions()
+            for remote in list(self.fleet.servers.values()):
+                if remote.place == place:
+                    await self.fleet.registry.routing.blame(remote.server_id, blocking)
+                    await self.fleet.registry.lose(remote.server_id, "its process ended")
+
 
 class WorkerServer:
     """Tasks served by several processes of this machine, behind one address.
@@ -167,7 +179,7 @@ class WorkerServer:
         self._supervisor = Supervisor(
             [Replica(name=f"worker {number}", make=make) for number in range(workers)],
             report=logger.warning,
-            on_end=self._remove,
+            on_end=self._controller.remove,
             poll_s=0.1,
         )
 
@@ -207,14 +219,6 @@ class WorkerServer:
             await asyncio.sleep(0)
             self.stop_waiting()
         await stopping
-
-    async def _remove(self, server: ServerHandle) -> None:
-        """Remove an ended worker from the fleet, instead of waiting until its silence is noticed."""
-        assert isinstance(server, ServerProcess)
-        place = place_of(server.pid or 0)
-        for remote in list(self._fleet.servers.values()):
-            if remote.place == place:
-                await self._fleet.registry.lose(remote.server_id, "its process ended")
 
 
 def control(fleet: FleetService, **options: Any) -> None:

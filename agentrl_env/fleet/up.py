@@ -60,7 +60,7 @@ class LocalFleet:
             for task in config.tasks
             for number in range(task.replicas)
         ]
-        self.supervisor = Supervisor(replicas, report=report)
+        self.supervisor = Supervisor(replicas, report=report, on_end=self._controller.remove)
 
     @property
     def announcement(self) -> str:

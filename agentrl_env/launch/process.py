@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +35,7 @@ _LISTENING = re.compile(rb"serving .* at (http://\S+)(?: with \d+ workers)?$")
 _CONNECTED = re.compile(rb"serving ")
 _POLL_S = 0.05
 _READ_BYTES = 1 << 20
+_VERDICT_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +136,9 @@ class ServerProcess(ServerHandle):
         with ServerProcess("environments/shop", oracle=True) as server:
             client = EnvClient.connect(server.url, token=server.token)
 
-    The child reads a pipe from this process and exits when it closes, so it never outlives its parent, not
-    even a killed one. It leads its own process group: Ctrl-C does not reach it, and ``stop`` ends all its
-    child processes.
+    The child reads a socket from this process and exits when it closes, so it never outlives its parent, not
+    even a killed one; where its watchdog kills it, that writes there which sessions got it stuck. The child
+    leads its own process group: Ctrl-C does not reach it, and ``stop`` ends all its child processes.
 
     Args:
         targets: what to serve, as on the command line.
@@ -167,6 +170,7 @@ class ServerProcess(ServerHandle):
         self._partial_line = b""
         self._announced: re.Match[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
 
     @property
     def pid(self) -> int | None:
@@ -190,14 +194,17 @@ class ServerProcess(ServerHandle):
         environment.pop("AGENTRL_TOKEN", None)
         if self.token is not None:
             environment["AGENTRL_TOKEN"] = self.token
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "agentrl_env", "serve", *self._arguments],
-            stdin=subprocess.PIPE,
-            stdout=self._log or subprocess.PIPE,
-            stderr=subprocess.STDOUT if self._log else None,
-            env=environment,
-            start_new_session=True,
-        )
+        self._socket, stdin = socket.socketpair()
+        self._socket.setblocking(False)
+        with stdin:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "agentrl_env", "serve", *self._arguments],
+                stdin=stdin.fileno(),
+                stdout=self._log or subprocess.PIPE,
+                stderr=subprocess.STDOUT if self._log else None,
+                env=environment,
+                start_new_session=True,
+            )
         if self._process.stdout is not None:
             threading.Thread(target=self._forward, args=(self._process.stdout,), daemon=True).start()
         try:
@@ -220,9 +227,9 @@ class ServerProcess(ServerHandle):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
-        self._process = None
+        if self._socket is not None:
+            self._socket.close()
+        self._process = self._socket = None
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -231,6 +238,15 @@ class ServerProcess(ServerHandle):
         """Cut the drain of a concurrent ``stop`` short."""
         if (process := self._process) is not None and process.poll() is None:
             process.send_signal(signal.SIGTERM)
+
+    def blocking_sessions(self) -> list[str]:
+        """Return, once, the sessions of which one got the server stuck, where its watchdog killed it."""
+        if self._socket is not None:
+            with contextlib.suppress(OSError, ValueError, RecursionError):
+                sessions = json.loads(self._socket.recv(_VERDICT_BYTES))
+                if isinstance(sessions, list):
+                    return [session for session in sessions if isinstance(session, str)]
+        return []
 
     def output(self) -> str:
         """Return what the server has printed since it started, at most the last megabyte."""

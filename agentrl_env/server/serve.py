@@ -25,6 +25,7 @@ from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.server.telemetry.session_metrics import SLOW_STEP_S, SessionMetrics
 from agentrl_env.server.telemetry.tracing import Tracing
 from agentrl_env.server.watchdog import Watchdog
+from agentrl_env.session.executor import RunningCalls
 from agentrl_env.session.loop_watch import warn_of_blocks
 from agentrl_env.session.pool import SessionPool
 
@@ -59,6 +60,7 @@ class EnvServer:
         slow_step_s: steps that take longer are logged as warnings.
         limits: of one caller.
         tracing: makes OpenTelemetry spans.
+        calls: shows the calls that run.
 
     Raises TargetError, ServeError.
     """
@@ -80,6 +82,7 @@ class EnvServer:
         slow_step_s: float = SLOW_STEP_S,
         limits: Limits | None = None,
         tracing: Tracing | None = None,
+        calls: RunningCalls | None = None,
     ) -> None:
         own = token
         if token and is_link_token(token):
@@ -102,6 +105,7 @@ class EnvServer:
             observer=SessionMetrics(self.metrics, slow_step_s, tracing=tracing is not None),
             message_loop_s=self._limits.message_loop_s,
             history_bytes=self._limits.max_history_bytes,
+            calls=calls,
         )
         self._app = create_app(self.pool, self.metrics, token=own, limits=self._limits, tracing=tracing)
         self._links = (
@@ -194,6 +198,8 @@ def serve(
         watchdog: of this process, started; it watches the event loop from now on.
         options: of ``EnvServer``.
     """
+    if watchdog is not None:
+        options["calls"] = RunningCalls(watchdog.calls)
     server = EnvServer(targets, **options)  # type: ignore[arg-type]
     run_until_stopped(server, announce or print_now, watchdog)
 

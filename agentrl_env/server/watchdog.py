@@ -12,14 +12,17 @@ import contextlib
 import faulthandler
 import json
 import logging
+import mmap
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import UTC, datetime
-from typing import Self
+from typing import NamedTuple, Self
 
 BEAT_S = 0.5
 """Interval in which the event loop shows that it runs."""
@@ -33,8 +36,13 @@ KILLED = "killed by its watchdog"
 """Start of the line that it logs."""
 END_S = 2.0
 """Seconds that the watchdog's own process may take to end."""
-KILL_S = 10.0
+KILL_S = 5.0
 """Seconds that a server may take to stop, after the drain."""
+BUSY_S = 0.2
+"""CPU time of a thread that has not only slept, or waited for the interpreter's lock, for some seconds."""
+TICKS = os.sysconf("SC_CLK_TCK")
+CALLS_BYTES = 80 * 4096
+"""Size of the file in which the server shows its running calls (``RunningCalls``)."""
 
 logger = logging.getLogger("agentrl_env")
 
@@ -54,6 +62,10 @@ class Watchdog:
         self._options: dict[str, object] = {"pid": os.getpid(), "stuck_s": stuck_s, "log_format": log_format}
         self._process: subprocess.Popen[bytes] | None = None
         self._beats = -1
+        self._calls = _new_file()
+        os.truncate(self._calls, CALLS_BYTES)
+        self.calls = mmap.mmap(self._calls, CALLS_BYTES)
+        """Memory for ``RunningCalls``, which the other process reads."""
 
     def start(self, drain_s: float | None = None, *, unreachable: bool = False) -> None:
         """Start the process, if there is anything that it has to watch.
@@ -73,12 +85,13 @@ class Watchdog:
     def _spawn(self) -> None:
         reading, self._beats = os.pipe()
         os.set_blocking(self._beats, False)
+        options = {**self._options, "beats": reading, "calls": self._calls}
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__, json.dumps({**self._options, "beats": reading})],
+                [sys.executable, "-I", "-S", __file__, json.dumps(options)],
                 stdin=subprocess.DEVNULL if self._options["drain_s"] is None else None,
                 stdout=subprocess.DEVNULL,
-                pass_fds=(reading,),
+                pass_fds=(reading, self._calls),
             )
         except OSError as error:
             os.close(self._beats)
@@ -114,12 +127,35 @@ class Watchdog:
 
     def __exit__(self, *error: object) -> None:
         self.stop()
+        os.close(self._calls)
+
+
+def _new_file() -> int:
+    """Return a descriptor of an empty file that has no name, in memory where the system has such files."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("agentrl-env-calls")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def signal_own_group(number: signal.Signals) -> None:
     """Signal this process and its children, where it leads a process group."""
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), number)
+
+
+class _Running(NamedTuple):
+    """A call of a session's author code, on a thread."""
+
+    session: str
+    thread: int
+
+
+def _stat(pid: int, thread: int) -> list[str]:
+    """Return the state of a thread and the numbers that follow it in Linux's ``/proc``."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/stat") as file:
+        return file.read().rpartition(")")[2].split()
+    return []
 
 
 class _Guard:
@@ -130,19 +166,24 @@ class _Guard:
         *,
         pid: int,
         beats: int,
+        calls: int,
         stuck_s: float,
         drain_s: float | None,
         unreachable: bool,
         log_format: str,
     ) -> None:
         self._pid, self._beats, self._stuck_s, self._log_format = pid, beats, stuck_s, log_format
+        self._calls = calls
         self._signals = 2 if unreachable else 1
         self._inputs = [beats] if drain_s is None else [beats, 0]
         self._silent_s: float | None = None
         """Seconds since the last beat; None before the first."""
         self._left_s: float | None = None
         """Seconds until a server without a parent is killed."""
-        self._limit_s = (drain_s or 0.0) + KILL_S
+        self._limit_s = (0.0 if unreachable else drain_s or 0.0) + KILL_S
+        self._has_parent = drain_s is not None
+        self._before: dict[_Running, float] = {}
+        """CPU time of the running calls, at a moment when the event loop was stuck already."""
 
     def watch(self) -> None:
         """Return when the server has ended."""
@@ -157,7 +198,7 @@ class _Guard:
             if self._beats in ready:
                 if not os.read(self._beats, 4096):
                     return
-                self._silent_s = 0.0
+                self._silent_s, self._before = 0.0, {}
             if 0 in ready and not os.read(0, 4096):
                 self._inputs.remove(0)
                 self._left_s = self._limit_s
@@ -169,10 +210,43 @@ class _Guard:
                     self._signal(signal.SIGTERM)
                 if self._left_s < 0:
                     self._kill("it has no parent any more, and did not stop in time")
+            if self._silent_s is not None and 0 < self._stuck_s / 2 < self._silent_s:
+                self._before = self._before or self._cpu_seconds()
             if self._silent_s is not None and 0 < self._stuck_s < self._silent_s:
-                self._kill(
-                    f"its event loop has not run for {self._stuck_s:g} s (--stuck-after); its stacks follow"
-                )
+                sessions: list[str] = []
+                with contextlib.suppress(OSError, ValueError):  # it is killed without a reason too
+                    sessions = self._blocking()
+                held = f" session {' or '.join(sessions)} held it;" if sessions else ""
+                self._tell_parent(sessions)
+                why = f"its event loop has not run for {self._stuck_s:g} s (--stuck-after)"
+                self._kill(f"{why};{held} its stacks follow")
+
+    def _blocking(self) -> list[str]:
+        """Return the sessions whose call may be what the event loop waits for; none where that is unknown.
+
+        That is the call on the event loop, or one that has used the processor meanwhile, since it may hold
+        the interpreter's lock; else one that sleeps.
+        """
+        after = self._cpu_seconds()
+        used = {call: after[call] - before for call, before in self._before.items() if call in after}
+        limit = max((BUSY_S, *used.values())) / 2
+        found = {call.session for call in used if call.thread == self._pid or used[call] > limit}
+        return sorted(found or {call.session for call in used})
+
+    def _cpu_seconds(self) -> dict[_Running, float]:
+        """Return the CPU time of the threads of running calls; of none where the process is stopped."""
+        rows = os.pread(self._calls, CALLS_BYTES, 0).decode("ascii", "replace").splitlines()
+        running = [row.split() for row in rows if row[:1].strip(" \0")]
+        calls = [_Running(row[0], int(row[1])) for row in running if len(row) == 2 and row[1].isdigit()]
+        if _stat(self._pid, self._pid)[:1] == ["T"]:
+            return {}
+        return {call: sum(map(int, _stat(self._pid, call.thread)[11:13])) / TICKS for call in calls}
+
+    def _tell_parent(self, sessions: list[str]) -> None:
+        """Write the sessions to standard input, where that is the parent's socket (``ServerProcess``)."""
+        if self._has_parent:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(0)) as parent:
+                parent.send(json.dumps(sessions).encode())
 
     def _kill(self, reason: str) -> None:
         """Kill the server and, where it leads a process group, its children, among them this process."""

@@ -14,14 +14,18 @@ import math
 import queue
 import threading
 import time
+import types
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import suppress
 from functools import cache, partial
-from typing import Any
+from mmap import mmap
+from typing import Any, TypeVar
 
-from agentrl_env.errors import AUTHOR_ERRORS
+from agentrl_env.errors import AUTHOR_ERRORS, ServerFull
 from agentrl_env.tools import TimeLimitReached
+
+T = TypeVar("T")
 
 SCALE_EVERY_S = 0.002
 """Interval in which the pool looks whether waiting jobs need more threads."""
@@ -37,6 +41,12 @@ SLICE_S = 0.005
 """Seconds of author code on the event loop after which the loop does everything else once."""
 MAX_RELEASED = 256
 """Calls that get their turn at once, where those before were quick."""
+STALLED_S = 5.0
+"""Seconds in which no thread of a full pool takes a job, after which the pool counts as exhausted."""
+ID_BYTES, ROW_BYTES = 64, 80
+"""Length of the session id at the beginning of a row of ``RunningCalls``, and of the row."""
+_LOOP_ROW = slice(0, ID_BYTES)
+_NONE = ord(" ")
 
 
 class AuthorTimeout(Exception):
@@ -47,11 +57,45 @@ Outcome = tuple[Any, BaseException | None]
 """Return value or exception of a call."""
 
 
+class RunningCalls:
+    """The sessions whose author code runs now, in memory that the watchdog's process can read.
+
+    A row for the event loop, then one for each thread: the id of the session, or a space where no call runs,
+    the id of the thread, and a line break. One row of the process's own memory is the default, which nobody
+    reads.
+
+    Args:
+        memory: the rows, such as a mapped file; threads beyond its end are not shown.
+    """
+
+    def __init__(self, memory: mmap | bytearray | None = None) -> None:
+        self.memory = bytearray(ROW_BYTES) if memory is None else memory
+        self._free = [slice(n, n + ID_BYTES) for n in range(ROW_BYTES, len(self.memory), ROW_BYTES)][::-1]
+        self._claim(_LOOP_ROW)
+
+    def row(self) -> tuple[mmap | bytearray, slice]:
+        """Return memory for the calls of this thread, and the place of the session's id in it."""
+        try:
+            row = self._free.pop()
+        except IndexError:
+            return bytearray(ID_BYTES), _LOOP_ROW
+        self._claim(row)
+        return self.memory, row
+
+    def release(self, memory: mmap | bytearray, row: slice) -> None:
+        """Return the row of a thread that ends."""
+        if memory is self.memory:
+            self._free.append(row)
+
+    def _claim(self, row: slice) -> None:
+        text = f"{'':{ID_BYTES}} {threading.get_native_id()}".ljust(ROW_BYTES - 1) + "\n"
+        self.memory[row.start : row.start + ROW_BYTES] = text.encode()
+
+
 class _Job:
     """A call on a thread. Its deadline starts anew when a thread takes it."""
 
     __slots__ = (
-        "_began",
         "_ended",
         "_function",
         "_inbox",
@@ -60,15 +104,21 @@ class _Job:
         "_timeout",
         "_timer",
         "answer",
+        "began",
+        "opening",
         "ran",
+        "session",
     )
 
-    def __init__(self, function: Callable[[], Any], timeout: float, inbox: _Inbox) -> None:
+    def __init__(
+        self, function: Callable[[], Any], timeout: float, inbox: _Inbox, session: bytes, opening: bool
+    ) -> None:
         self._function = function
         self._timeout = timeout
         self._inbox = inbox
         self._made = time.monotonic()
-        self._began: float | None = None
+        self.began: float | None = None
+        """When a thread took it."""
         self._outcome: Outcome = (None, None)
         self._ended: asyncio.Event | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -76,6 +126,10 @@ class _Job:
         """Outcome or AuthorTimeout; cancelled where the caller gave up."""
         self.ran = False
         """True if the thread is done with it."""
+        self.session = session
+        """Id of the session, for ``RunningCalls``."""
+        self.opening = opening
+        """True if its session is not open yet, and may be refused."""
 
     @property
     def waited_s(self) -> float:
@@ -85,7 +139,6 @@ class _Job:
     def run(self) -> None:
         """Run the call on a thread, unless the caller has given up."""
         if not self.answer.done():
-            self._began = time.monotonic()
             try:
                 self._outcome = self._function(), None
             except AUTHOR_ERRORS as error:
@@ -109,22 +162,35 @@ class _Job:
 
     def check_deadline(self) -> None:
         """Answer AuthorTimeout at the deadline, and have a thread that is still busy replaced."""
-        left = (self._began or self._made) + self._timeout - time.monotonic()
+        left = (self.began or self._made) + self._timeout - time.monotonic()
         if self.ran:
             return
         if left > 0:
             if left < math.inf:
                 self._timer = self._inbox.loop.call_later(left, self.check_deadline)
             return
-        if self._began is not None:
+        if self.began is not None:
             self._inbox.abandon(self)
         if not self.answer.done():
-            state = "no thread came free within" if self._began is None else "still running after"
+            state = "no thread came free within" if self.began is None else "still running after"
             self.answer.set_result((None, AuthorTimeout(f"{state} {self._timeout:g} s")))
 
+    def refuse(self) -> None:
+        """Answer ServerFull where no thread has taken it."""
+        if not self.answer.done() and self.waited_s > STALLED_S:
+            reason = f"no thread of this server came free within {STALLED_S:g} s; open sessions elsewhere"
+            self.answer.set_result((None, ServerFull(reason, retry_after=10)))
+
     async def ended(self, timeout: float) -> None:
-        """Wait until the thread is done with it, even after the deadline; at most ``timeout`` seconds."""
+        """Wait until the thread is done with it, even after the deadline; at most ``timeout`` seconds.
+
+        Its caller has given up; where the thread is still busy it is replaced.
+        """
+        if self.began is None and self.answer.done():
+            return  # no thread begins it any more
         if not self.ran:
+            if self.began is not None:
+                self._inbox.abandon(self)
             self._ended = self._ended or asyncio.Event()
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
@@ -228,15 +294,24 @@ class ThreadPool:
 
     A thread whose job runs past its deadline may never return. It is replaced, up to a ceiling; where it
     does return, it ends.
+
+    Args:
+        limit: maximum number of threads.
+        loop_share: of the calls that run on no thread; pools of one event loop share it.
+        calls: shows the calls that run.
     """
 
-    def __init__(self, limit: int = 64) -> None:
+    def __init__(
+        self, limit: int = 64, loop_share: LoopShare | None = None, calls: RunningCalls | None = None
+    ) -> None:
         self._limit = limit
         self._ceiling = max(limit * REPLACEMENT_FACTOR, MIN_CEILING)
         self._lock = threading.Lock()
-        """Guards the next six."""
+        """Guards the next seven."""
         self._jobs: deque[_Job] = deque()
         self._taken = 0
+        self._taken_at = 0.0
+        """When a job was taken last."""
         self._started = 0
         self._asleep = 0
         """Threads that sleep and have not been woken."""
@@ -245,8 +320,13 @@ class ThreadPool:
         self._stopped = False
         self._wake_ups: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._inbox: _Inbox | None = None
-        self.loop_share = LoopShare()
-        """Of the calls that run on no thread."""
+        self.loop_share = loop_share or LoopShare()
+        self.calls = calls or RunningCalls()
+
+    @property
+    def size(self) -> int:
+        """Number of threads."""
+        return self._started
 
     @property
     def abandoned(self) -> int:
@@ -255,20 +335,30 @@ class ThreadPool:
 
     @property
     def exhausted(self) -> bool:
-        """True where every thread that there may be runs a job past its deadline."""
-        return len(self._abandoned) >= self._ceiling
+        """True where no thread is free, and none has been for ``STALLED_S`` seconds, or may ever be."""
+        if len(self._abandoned) >= self._ceiling:
+            return True
+        full = not self._asleep and self._started >= self._allowed()
+        return full and time.monotonic() - self._taken_at > STALLED_S
 
-    def submit(self, function: Callable[[], Any], timeout: float) -> _Job:
+    def submit(
+        self,
+        function: Callable[[], Any],
+        timeout: float,
+        session: bytes = b" " * ID_BYTES,
+        opening: bool = False,
+    ) -> _Job:
         """Call ``function`` on a thread; ``answer`` of the job is its outcome.
 
         That is AuthorTimeout where no thread comes free within ``timeout`` seconds, or where the call takes
-        longer. Raises RuntimeError where the system cannot start a single thread.
+        longer, and ServerFull for a call of an opening where no thread comes free at all. Raises RuntimeError
+        where the system cannot start a single thread.
         """
         loop = asyncio.get_running_loop()
         inbox = self._inbox
         if inbox is None or inbox.loop is not loop:
             inbox = self._inbox = _Inbox(loop, self._abandon)
-        job = _Job(function, timeout, inbox)
+        job = _Job(function, timeout, inbox, session, opening)
         with self._lock:
             if not self._jobs:
                 self._wake(1)
@@ -298,6 +388,8 @@ class ThreadPool:
             if late and self._taken - taken < QUICK_JOBS * awake:
                 self._wake(min(waiting, awake))
             taken = self._taken
+            for job in [job for job in self._jobs if job.opening] if late and self.exhausted else ():
+                job.refuse()
         inbox.scaling = waiting > 0
         if inbox.scaling:
             inbox.loop.call_later(SCALE_EVERY_S, self._scale, inbox, taken)
@@ -328,6 +420,7 @@ class ThreadPool:
 
     def _work(self) -> None:
         done: _Job | None = None
+        memory, row = self.calls.row()
         while True:
             with self._lock:
                 end = False
@@ -338,6 +431,7 @@ class ThreadPool:
                 end = end or (job is None and self._stopped)
                 if job is not None:
                     self._taken += 1
+                    self._taken_at = job.began = time.monotonic()
                 elif end:
                     self._started -= 1
                 else:
@@ -345,11 +439,14 @@ class ThreadPool:
             if done is not None:  # only now: the job that follows from its result must find this thread free
                 done.finish()
             if end:
+                self.calls.release(memory, row)
                 return
             if job is None:
                 self._wake_ups.get()
             else:
+                memory[row] = job.session
                 job.run()
+                memory[row.start] = _NONE
             done = job
 
 
@@ -360,14 +457,25 @@ class Executor:
         blocking: whether plain functions run on threads; else they run on the event loop.
         threads: these threads.
         on_tool: called with the name and the seconds of each tool call.
+        session_id: the session, for ``RunningCalls``.
+        opening: raise ServerFull where no thread comes free at all, until ``opening`` is set to False.
     """
 
     def __init__(
-        self, *, blocking: bool, threads: ThreadPool, on_tool: Callable[[str, float], None] | None = None
+        self,
+        *,
+        blocking: bool,
+        threads: ThreadPool,
+        on_tool: Callable[[str, float], None] | None = None,
+        session_id: str = "",
+        opening: bool = False,
     ) -> None:
+        self.opening = opening
         self._blocking = blocking
         self._threads = threads
         self._on_tool = on_tool
+        self._session = session_id.encode().ljust(ID_BYTES)[:ID_BYTES]
+        self._calls = threads.calls.memory
         self.loop_s = 0.0
         """Seconds for which calls have held the event loop; the caller resets it."""
         self._job: _Job | None = None
@@ -392,11 +500,12 @@ class Executor:
         begin = time.perf_counter()
         try:
             if on_thread:
-                job = self._job = self._threads.submit(call, limit)
+                job = self._job = self._threads.submit(call, limit, self._session, self.opening)
                 value, error = await job.answer
                 if error is not None:
                     raise error
             else:
+                self._calls[_LOOP_ROW] = self._session
                 try:
                     value = call()
                 except AUTHOR_ERRORS:
@@ -404,6 +513,7 @@ class Executor:
                 except BaseException as error:  # of a kind that would end more than this call
                     raise RuntimeError(f"{type(error).__name__} was raised") from error
                 finally:
+                    self._calls[0] = _NONE
                     seconds = time.perf_counter() - begin
                     self.loop_s += seconds
                     self._threads.loop_share.charge(seconds)
@@ -425,9 +535,30 @@ class Executor:
         if self._awaitable is not None:
             await asyncio.wait((self._awaitable,), timeout=timeout)
 
+    @types.coroutine
+    def _shown(self, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+        """Await a coroutine; its code on the event loop is shown as a call."""
+        go_on: Callable[[Any], Any] = coroutine.send
+        value: Any = None
+        while True:
+            self._calls[_LOOP_ROW] = self._session
+            try:
+                awaited = go_on(value)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            finally:
+                self._calls[0] = _NONE
+            try:
+                go_on, value = coroutine.send, (yield awaited)
+            except BaseException as error:
+                go_on, value = coroutine.throw, error
+
     async def _awaited(self, awaitable: Awaitable[Any], timeout: float) -> Any:
         async def run() -> Outcome:
             try:
+                if inspect.iscoroutine(awaitable):
+                    return await self._shown(awaitable), None
                 return await awaitable, None
             except AUTHOR_ERRORS as error:
                 return None, error

@@ -18,7 +18,7 @@ from agentrl_env.errors import NotSupported, ServerDraining, ServerFull, StepPen
 from agentrl_env.fast_wire import FastBatch, Step
 from agentrl_env.session import listing
 from agentrl_env.session.capacity import DRAINING, Capacity
-from agentrl_env.session.executor import ThreadPool
+from agentrl_env.session.executor import RunningCalls
 from agentrl_env.session.history import MAX_BYTES
 from agentrl_env.session.observer import NO_OBSERVER, Observer
 from agentrl_env.session.session import MESSAGE_LOOP_S, Session
@@ -68,12 +68,13 @@ class SessionPool:
         max_sessions: number of sessions that may be open at once; further openings wait, or are refused.
         lease_s: seconds that a session may be idle before it ends as ``expired``.
         oracle: whether ``expert`` calls are answered.
-        threads: number of calls of blocking author code that may run at once; by default one for each
-            session, up to ``MAX_THREADS``.
+        threads: number of calls of a task's blocking author code that may run at once; by default one for
+            each session, up to ``MAX_THREADS``.
         observer: counts, logs and traces.
         message_loop_s: as for ``Session``.
         clock: seconds, monotonic.
         history_bytes: size of the turns that a session keeps.
+        calls: shows the calls that run.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class SessionPool:
         message_loop_s: float = MESSAGE_LOOP_S,
         clock: Callable[[], float] = time.monotonic,
         history_bytes: int = MAX_BYTES,
+        calls: RunningCalls | None = None,
     ) -> None:
         self.draining = False
         self._take_id()
@@ -98,8 +100,8 @@ class SessionPool:
         self._clock = clock
         self._history_bytes = history_bytes
         self._epoch = time.time() - clock()
-        self._threads = ThreadPool(threads or min(max_sessions, MAX_THREADS))
-        self._tasks = Tasks(environments, threads=self._threads, oracle=oracle)
+        limit = threads or min(max_sessions, MAX_THREADS)
+        self._tasks = Tasks(environments, threads=limit, oracle=oracle, calls=calls)
         self._capacity = Capacity(max_sessions, self._check_quiet)
         self._table = SessionTable(clock)
         self._openings: SingleFlight[SessionInfo] = SingleFlight()
@@ -123,18 +125,16 @@ class SessionPool:
             "agentrl_sessions_open": float(self.open_sessions),
             "agentrl_sessions_waiting": float(self._capacity.waiting),
             "agentrl_sessions_capacity": float(self._capacity.total),
-            "agentrl_threads_abandoned": float(self._threads.abandoned),
+            "agentrl_threads_abandoned": float(self._tasks.abandoned_threads),
         }
 
     def check_ready(self) -> None:
         """Raise ServerDraining or ServerFull where no session can be opened."""
         if self.draining:
             raise ServerDraining(DRAINING)
-        if self._threads.exhausted:
-            reason = (
-                f"all {self._threads.abandoned} threads of this server run author code that does not return"
-            )
-            raise ServerFull(f"{reason}; open sessions elsewhere, or restart it", retry_after=10)
+        blocking = self._tasks.blocking
+        if blocking and all(map(self._tasks.exhausted, blocking)):
+            raise self._no_thread(*blocking)
 
     async def tasks(self, request: EmptyRequest = EMPTY) -> TaskList:
         """Return the tasks; the first call runs their ``startup``. Raises EnvironmentFailed."""
@@ -344,12 +344,13 @@ class SessionPool:
             self._sweeper.cancel()
         await self._capacity.all_closed()
         await self._tasks.aclose()
-        self._threads.stop()
+        for threads in self._tasks.threads.values():
+            threads.stop()
 
     async def _open(self, request: OpenRequest, digest: str) -> SessionInfo:
         environment = self._tasks.environment(request.task)
-        if environment.blocking and self._threads.exhausted:
-            self.check_ready()
+        if self._tasks.exhausted(environment.name):
+            raise self._no_thread(environment.name)
         await self._tasks.describe()
         await self._capacity.take(wait_s=request.wait_s)
 
@@ -421,6 +422,12 @@ class SessionPool:
             self._observer.opened(session, client)
         return made
 
+    def _no_thread(self, *tasks: str) -> ServerFull:
+        number = sum(self._tasks.threads[task].size for task in tasks)
+        reason = f"all {number} threads of this server run author code that does not return"
+        where = f"(task {', '.join(tasks)}); open sessions elsewhere, or restart it"
+        return ServerFull(f"{reason} {where}", retry_after=10)
+
     def _take_id(self) -> None:
         self.server_key = secrets.token_urlsafe()
         """Known to this process and its controllers only: proves that the id is this server's."""
@@ -437,7 +444,7 @@ class SessionPool:
             environment,
             sample,
             session_id=session_id or self._new_id(),
-            threads=self._threads,
+            threads=self._tasks.threads[environment.name],
             clock=self._clock,
             observer=self._observer,
             message_loop_s=self._message_loop_s,

@@ -18,6 +18,7 @@ from agentrl_env.errors import (
     InvalidRequest,
     NotSupported,
     SeqConflict,
+    ServerFull,
     SessionEnded,
     SessionExpired,
     describe,
@@ -94,7 +95,11 @@ class Session:
         self._tools = toolset(environment)
         self._threads = threads
         self._executor = Executor(
-            blocking=environment.blocking, threads=threads, on_tool=partial(observer.tool_ran, sample.task)
+            blocking=environment.blocking,
+            threads=threads,
+            on_tool=partial(observer.tool_ran, sample.task),
+            session_id=session_id,
+            opening=True,
         )
         self._clock = clock
         self._observer = observer
@@ -128,7 +133,7 @@ class Session:
     async def start(self) -> SessionInfo:
         """Create the environment, and reset or restore it; where that fails it is closed.
 
-        Raises EnvironmentFailed.
+        Raises EnvironmentFailed, and ServerFull where no thread comes free for it.
         """
 
         def begin() -> Any:
@@ -144,13 +149,16 @@ class Session:
             if self._restore is None:
                 content, _ = bounded(content, self._class.max_output_chars)
                 self.opening = tuple(as_messages(content, "reset()"))
+        except ServerFull:
+            self.begin_close(SessionStatus.FAILED_ENVIRONMENT)
+            raise
         except AUTHOR_ERRORS as error:
             self.begin_close(SessionStatus.FAILED_ENVIRONMENT)
             raise self._failed("reset" if self._restore is None else "restore", error) from error
         except asyncio.CancelledError:
             self.begin_close()
             raise
-        self._restore = None
+        self._restore, self._executor.opening = None, False
         return self.info()
 
     def continue_from(

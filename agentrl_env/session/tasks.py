@@ -19,7 +19,7 @@ from agentrl_env.errors import (
     describe,
 )
 from agentrl_env.session.capacity import DRAINING
-from agentrl_env.session.executor import Executor, ThreadPool
+from agentrl_env.session.executor import Executor, LoopShare, RunningCalls, ThreadPool
 from agentrl_env.session.session import SETTLE_TIMEOUT_S, can_fork
 from agentrl_env.types import TaskInfo, TaskSample
 from agentrl_env.wire import OpenRequest, choose_task
@@ -35,14 +35,22 @@ class Tasks:
 
     Args:
         environments: the tasks; two of one name raise DefinitionError.
-        threads: pool for blocking author code.
+        threads: maximum number of threads for the blocking author code of one task; each has its own, so
+            that calls of another task cannot occupy all.
         oracle: whether ``expert`` calls are offered.
+        calls: shows the calls that run.
     """
 
     def __init__(
-        self, environments: Iterable[type[Environment]], *, threads: ThreadPool, oracle: bool
+        self,
+        environments: Iterable[type[Environment]],
+        *,
+        threads: int,
+        oracle: bool,
+        calls: RunningCalls | None = None,
     ) -> None:
-        self._threads = threads
+        self.threads: dict[str, ThreadPool] = {}
+        """Threads by task."""
         self._oracle = oracle
         self._classes: dict[str, type[Environment]] = {}
         self._datasets: dict[str, Dataset] = {}
@@ -50,6 +58,7 @@ class Tasks:
         self._starters: dict[str, Executor] = {}
         """Executors of ``startup``, by task."""
         self._ending = False
+        loop_share = LoopShare()
         for environment in environments:
             check_class(environment)
             if environment.name in self._classes:
@@ -58,6 +67,7 @@ class Tasks:
                 )
             self._classes[environment.name] = environment
             self._datasets[environment.name] = Dataset(environment)
+            self.threads[environment.name] = ThreadPool(threads, loop_share, calls)
 
     def environment(self, task: str) -> type[Environment]:
         """Return the class of a task; an empty name means the only one. Raises UnknownTask."""
@@ -84,6 +94,20 @@ class Tasks:
                 f"samples of task {environment.name!r} failed: {describe(error, environment.samples)}"
             ) from error
         return sample
+
+    @property
+    def abandoned_threads(self) -> int:
+        """Number of threads whose job runs past its deadline."""
+        return sum(threads.abandoned for threads in self.threads.values())
+
+    @property
+    def blocking(self) -> list[str]:
+        """Names of the tasks whose plain methods run on threads."""
+        return [name for name, environment in self._classes.items() if environment.blocking]
+
+    def exhausted(self, task: str) -> bool:
+        """Return whether the author code of a task needs a thread, and none is free."""
+        return self._classes[task].blocking and self.threads[task].exhausted
 
     async def aclose(self) -> None:
         """Run ``shutdown`` of each task that was started.
@@ -139,7 +163,9 @@ class Tasks:
 
     async def _run(self, environment: type[Environment], function: Callable[..., Any], *args: Any) -> Any:
         """Run author code that belongs to no session."""
-        return await self._executor(environment).run(partial(function, *args), environment.reset_timeout)
+        executor = self._executor(environment)
+        executor.opening = function == self._datasets[environment.name].sample
+        return await executor.run(partial(function, *args), environment.reset_timeout)
 
     def _executor(self, environment: type[Environment]) -> Executor:
-        return Executor(blocking=environment.blocking, threads=self._threads)
+        return Executor(blocking=environment.blocking, threads=self.threads[environment.name])

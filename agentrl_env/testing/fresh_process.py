@@ -18,7 +18,6 @@ from agentrl_env.dataset import Dataset
 from agentrl_env.environment import Environment
 from agentrl_env.errors import AgentRLError
 from agentrl_env.server.loader import TARGET_PACKAGE, load_target
-from agentrl_env.session.executor import ThreadPool
 from agentrl_env.session.tasks import Tasks
 from agentrl_env.testing.report import readable
 
@@ -94,7 +93,7 @@ def read_in_process(target: str, wanted: Wanted, *, hash_seed: int, timeout: flo
 
 
 async def _print_samples(environment: type[Environment], wanted: Wanted) -> None:
-    tasks = Tasks([environment], threads=ThreadPool(1), oracle=False)
+    tasks = Tasks([environment], threads=1, oracle=False)
     try:
         await tasks.describe()  # samples() may need what startup() opens
         found = await asyncio.to_thread(read_samples, environment, wanted)

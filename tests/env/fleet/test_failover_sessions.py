@@ -536,6 +536,79 @@ async def test_steps_that_may_kill_their_server_take_turns():
         assert [[one] for one in played] == [await undisturbed(seed, 1) for seed in range(3)]
 
 
+async def stick(site, server, *sessions):
+    """Kill a server whose watchdog names the sessions that it may be stuck in."""
+    await kill(server)
+    await site.fleet.registry.routing.blame(server.pool.server_id, [one.session_id for one in sessions])
+    await site.fleet.registry.lose(server.pool.server_id, "the test says so")
+
+
+async def test_session_that_its_server_was_stuck_in_is_lost_at_once():
+    async with site() as fleet:
+        for _ in range(2):
+            await fleet.serve(Walk)
+        session = await fleet.client.open("walk")
+        under_way = asyncio.create_task(session.step(ToolCall.of("wait")))
+        await until(lambda: Walk.started)
+        await stick(fleet, holder(fleet, session), session)
+        with pytest.raises(SessionLost, match="its step got the session's server stuck"):
+            await under_way
+        assert len(Walk.started) == 1
+        with pytest.raises(SessionLost):
+            await session.step(WALK)
+
+
+async def test_no_death_counts_for_a_session_that_only_shared_the_stuck_server():
+    async with site() as fleet:
+        for _ in range(failover.MAX_DEATHS + 1):
+            await fleet.serve(Walk)
+        session = await fleet.client.open("walk", seed=4)
+        under_way = asyncio.create_task(session.step(ToolCall.of("wait")))
+        for deaths in range(1, failover.MAX_DEATHS + 1):
+            await until(lambda played=deaths: len(Walk.started) == played)
+            server = holder(fleet, session)
+            await kill(server)
+            await fleet.fleet.registry.routing.blame(server.pool.server_id, ["another"])
+            await fleet.fleet.registry.lose(server.pool.server_id, "the test says so")
+        Walk.gate.set()
+        assert [plain(await under_way)] == await undisturbed(4, 1)
+
+
+async def test_steps_of_a_task_that_got_a_server_stuck_are_spread_over_the_servers():
+    async with site(queue_s=30.0) as fleet:
+        stuck = await fleet.serve(Walk)
+        sessions = [await fleet.client.open("walk", seed=seed) for seed in range(3)]
+        steps = [asyncio.create_task(session.step(ToolCall.of("wait"))) for session in sessions]
+        await until(lambda: len(Walk.started) == 3)
+        first = await fleet.serve(Walk)
+        await stick(fleet, stuck, sessions[0])
+        await until(lambda: len(Walk.started) == 4)
+        second = await fleet.serve(Walk)
+        await until(lambda: len(Walk.started) == 5)
+        assert (first.pool.open_sessions, second.pool.open_sessions) == (1, 1)
+        Walk.gate.set()
+        outcomes = await asyncio.gather(*steps, return_exceptions=True)
+        assert isinstance(outcomes[0], SessionLost)
+        assert [[plain(one)] for one in outcomes[1:]] == [await undisturbed(seed, 1) for seed in (1, 2)]
+
+
+async def test_sessions_of_which_one_got_a_server_stuck_take_turns_at_once():
+    async with site() as fleet:
+        await fleet.serve(Walk)
+        sessions = [await fleet.client.open("walk", seed=seed) for seed in range(3)]
+        for _ in range(2):
+            await fleet.serve(Walk)
+        steps = [asyncio.create_task(session.step(ToolCall.of("wait"))) for session in sessions]
+        await until(lambda: len(Walk.started) == 3)
+        await stick(fleet, holder(fleet, sessions[0]), *sessions[:2])
+        await until(lambda: len(Walk.started) == 5)  # the third one, and one of the two
+        await asyncio.sleep(0.3)
+        assert len(Walk.started) == 5
+        Walk.gate.set()
+        played = [plain(await step) for step in steps]
+        assert [[one] for one in played] == [await undisturbed(seed, 1) for seed in range(3)]
+
+
 async def test_idle_session_survives_any_number_of_dead_servers():
     async with site() as fleet:
         for _ in range(5):

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -39,11 +40,26 @@ class Sticks(Environment):
         """Hold the interpreter's lock on a thread, so that no other thread runs."""
         return str(re.search("(a+)+$", "a" * 60 + "b"))
 
+    @tool(timeout=3600)
+    def hang(self):
+        """Hang within the timeout, on a thread."""
+        threading.Event().wait()
+
     @tool
     async def block(self, seconds: float):
         """Hold the event loop only."""
         time.sleep(seconds)  # noqa: ASYNC251
         return str(os.getpid())
+
+
+class Kept(Sticks):
+    """Its sessions survive their server."""
+
+    def snapshot(self):
+        return 0
+
+    def restore(self, state):
+        pass
 
 
 class Inline(Sticks):
@@ -105,6 +121,30 @@ async def test_stuck_worker_is_killed_and_replaced_and_its_neighbours_stay(call)
     assert "ended (exit code -9); starting another" in errors
 
 
+@pytest.mark.parametrize("call", STICKING, ids=lambda call: call.function.name)
+async def test_session_that_sticks_kills_one_worker_only_and_its_neighbours_go_on(call):
+    options = ("--workers", "2", "--stuck-after", "1", "--resume")
+    with serving(*options, task="Kept") as (process, url):
+        async with EnvClient.connect(url, timeout=60) as client:
+            found = {}
+            while len(found) < 2 or min(map(len, found.values())) < 2:
+                session = await client.open("kept", wait=20)
+                found.setdefault(await ask(session), []).append(session)
+            (stuck, (guilty, neighbour, *_)), (other, (kept, *_)) = found.items()
+            under_way = asyncio.create_task(guilty.step(call))
+            await asyncio.sleep(0.3)
+            asked = asyncio.create_task(ask(neighbour))
+            with pytest.raises(SessionLost, match="its step got the session's server stuck"):
+                await under_way
+            until_dead([stuck])
+            assert await asked != stuck
+            assert await ask(kept) == other
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+    (line,) = [line for line in errors.splitlines() if "killed by its watchdog" in line]
+    assert f"(--stuck-after); session {guilty.session_id} held it; its stacks follow" in line
+
+
 async def test_legal_message_of_127_slow_calls_loses_no_neighbour():
     with serving("--workers", "2", "--stuck-after", "2", task="Inline") as (_, url):
         async with EnvClient.connect(url, timeout=60) as client:
@@ -157,6 +197,19 @@ async def test_stuck_worker_ends_with_a_killed_parent(call, stuck_after):
             step.cancel()
             with contextlib.suppress(asyncio.CancelledError, AgentRLError):
                 await step
+
+
+async def test_worker_whose_threads_hang_ends_with_a_killed_parent_and_not_after_its_drain():
+    with serving("--workers", "2", "--drain", "3600") as (process, url):
+        async with EnvClient.connect(url, timeout=60) as client:
+            workers = await by_worker(client, 2)
+            steps = [asyncio.create_task(one.step(ToolCall.of("hang"))) for one in workers.values()]
+            await asyncio.sleep(0.5)
+            process.kill()
+            until_dead(workers, 60)
+            for step in steps:
+                step.cancel()
+            await asyncio.gather(*steps, return_exceptions=True)
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])

@@ -7,7 +7,7 @@ import pytest
 
 from agentrl_env import Message, ToolCall, tool
 from agentrl_env.session import executor as executor_module
-from agentrl_env.session.executor import AuthorTimeout, Executor, ThreadPool
+from agentrl_env.session.executor import ROW_BYTES, AuthorTimeout, Executor, RunningCalls, ThreadPool
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.wire import OpenRequest, StepRequest
 from tests.env.tasks import Quick, play_many, until
@@ -176,6 +176,80 @@ async def test_thread_of_a_cancelled_hanging_job_is_replaced():
     hang.release.set()
     await job.ended(10)
     threads.stop()
+
+
+async def test_thread_of_an_ended_session_is_replaced_within_the_timeout_of_its_call():
+    threads, hang = ThreadPool(1), Hang()
+    job = threads.submit(hang, 3600.0)
+    await until(lambda: hang.threads)
+    job.answer.cancel()
+    await job.ended(0.01)  # as Session.close() does
+    assert threads.abandoned == 1
+    assert await called(threads, lambda: 3) == 3
+    hang.release.set()
+    await job.ended(10)
+    threads.stop()
+
+
+async def test_full_pool_that_takes_no_job_for_a_while_is_exhausted(monkeypatch):
+    threads, hang = ThreadPool(2), Hang()
+    jobs = [threads.submit(hang, 3600.0) for _ in range(2)]
+    await until(lambda: len(hang.threads) == 2)
+    assert not threads.exhausted
+    monkeypatch.setattr(executor_module, "STALLED_S", 0.0)
+    await until(lambda: threads.exhausted)
+    hang.release.set()
+    await asyncio.gather(*(job.answer for job in jobs))
+    await until(lambda: not threads.exhausted)
+    threads.stop()
+
+
+async def test_sessions_whose_calls_run_are_shown_with_their_threads():
+    memory = bytearray(4 * ROW_BYTES)
+    threads, hang = ThreadPool(2, calls=RunningCalls(memory)), Hang()
+    seen = []
+
+    def running():
+        rows = (row.split() for row in memory.decode().splitlines() if row[:1].strip(" \0"))
+        return {session: int(thread) for session, thread in rows}
+
+    async def look_twice():
+        seen.append(running())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        seen.append(running())
+        raise KeyError
+
+    hanging = Executor(blocking=True, threads=threads, session_id="hanging")
+    waiting = asyncio.create_task(hanging.run(hang, 10.0))
+    await until(lambda: hang.threads)
+    here, there = threading.get_native_id(), hang.threads[0].native_id
+    inline = Executor(blocking=False, threads=threads, session_id="inline")
+    assert await inline.run(running, 5) == {"hanging": there, "inline": here}
+    with pytest.raises(KeyError):
+        await Executor(blocking=True, threads=threads, session_id="async").run(look_twice, 5)
+    assert seen == 2 * [{"hanging": there, "async": here}]
+    assert running() == {"hanging": there}  # also while the coroutine waited
+    hang.release.set()
+    await waiting
+    await until(lambda: not running())
+    threads.stop()
+
+
+async def test_shown_coroutine_is_cancelled_and_may_finish_what_it_does():
+    ended = []
+
+    async def wait():
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)
+            ended.append(True)
+            raise
+
+    with pytest.raises(AuthorTimeout):
+        await Executor(blocking=True, threads=ThreadPool(1)).run(wait, 0.01)
+    await until(lambda: ended)
 
 
 async def test_replacement_of_hanging_threads_stops_at_the_ceiling(monkeypatch):

@@ -145,15 +145,24 @@ class Hangs(Slow):
         self.blocker.wait(600)
         return "returned"
 
+    @tool(timeout=3600)
+    def hang_long(self):
+        """Hang within the timeout."""
+        Hangs.hanging += 1
+        self.blocker.wait(600)
+
     @tool
     async def ask(self):
         """Answer on the event loop."""
         return "served"
 
+    hanging = 0
+
 
 @pytest.fixture
 def hangs():
     Hangs.prepare()
+    Hangs.hanging = 0
     yield
     Hangs.blocker.set()
 
@@ -198,6 +207,34 @@ async def test_server_whose_threads_all_hang_refuses_sessions_at_once_and_says_s
         assert (await http.get("/ready")).status_code == 200
         assert (await client.open("hangs")).status == "running"
     await server.stop()
+
+
+class Threaded(Quick):
+    """Another task whose tools run on threads."""
+
+    blocking = True
+
+
+async def test_calls_that_hang_within_their_timeout_occupy_the_threads_of_their_task_only(hangs, monkeypatch):
+    pool = SessionPool([Hangs, Threaded], threads=2)
+    tries = [
+        asyncio.create_task(play_step(pool, name, 1, calls(1, "hang_long")))
+        for name in await opened(pool, 2, "hangs")
+    ]
+    await until(lambda: Hangs.hanging == 2)
+    (other,) = await opened(pool, task="threaded")
+    assert (await play_step(pool, other, 1, calls(1, "finish"))).status == "completed"
+    pool.check_ready()
+    monkeypatch.setattr(executor_module, "STALLED_S", 0.5)
+    with pytest.raises(ServerFull, match="no thread of this server came free within"):
+        await opened(pool, task="hangs")
+    with pytest.raises(ServerFull, match=r"all 2 threads .* does not return \(task hangs\)"):
+        await opened(pool, task="hangs")
+    Hangs.blocker.set()
+    await asyncio.gather(*tries)
+    await until(lambda: not pool._tasks.exhausted("hangs"))
+    await opened(pool, task="hangs")
+    await pool.aclose()
 
 
 async def test_sweep_after_a_freeze_ends_no_session_whose_step_may_wait_in_a_socket(monkeypatch):
