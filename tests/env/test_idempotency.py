@@ -172,7 +172,6 @@ async def test_concurrent_openings_with_one_key_and_two_payloads_conflict():
 
 
 async def test_concurrent_steps_with_one_seq_and_two_messages_conflict():
-    Slow.prepare()
     async with EnvClient.local(Slow) as client:
         session = await client.open()
         wait, other = Message.assistant(None, ToolCall.of("wait")), Message.assistant("x")

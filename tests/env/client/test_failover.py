@@ -76,7 +76,6 @@ async def test_silent_controller_is_skipped_and_no_step_runs_twice(pair, monkeyp
 
 async def test_step_longer_than_an_attempt_runs_once(pair, monkeypatch):
     monkeypatch.setattr(transport, "ATTEMPT_TIMEOUT_S", 0.1)
-    Slow.prepare()
     async with pair.client(0) as client:
         session = await client.open("slow")
         step = asyncio.create_task(session.step(ToolCall.of("wait")))

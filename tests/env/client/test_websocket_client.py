@@ -24,33 +24,10 @@ from agentrl_env.errors import (
     UnknownTask,
 )
 from agentrl_env.server.limits import Limits
-from agentrl_env.server.serve import EnvServer
 from agentrl_env.wire import INFO, SessionRequest, StepRequest
 from tests.chaos.proxy import Proxy
 from tests.env.session.test_fork import Walk
 from tests.env.tasks import Guess, Quick, Slow, until
-
-
-@pytest.fixture(autouse=True)
-def slow():
-    Slow.prepare()
-    yield
-    Slow.blocker.set()
-    Slow.gate.set()
-
-
-@pytest.fixture
-async def serving():
-    servers = []
-
-    async def start(*environments, port=0, **options):
-        servers.append(EnvServer(environments, port=port, drain_s=0.0, **options))
-        await servers[-1].start()
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        await server.stop()
 
 
 def over_socket(url, **options):

@@ -182,7 +182,6 @@ async def test_sessions_of_a_dead_server_are_lost():
     clock = Clock()
     async with Site(clock=clock) as site:
         dead, alive = await site.serve(Slow), await site.serve(Slow)
-        Slow.prepare()
         sessions = [await site.client.open("slow") for _ in range(2)]
         held = next(s for s in sessions if s.session_id.startswith(dead.pool.server_id))
         other = next(s for s in sessions if s is not held)
@@ -220,7 +219,6 @@ async def test_lost_server_that_reconnects_ends_its_sessions_and_takes_a_new_id(
 async def test_broken_link_loses_no_session_and_no_step():
     async with Site() as site:
         server = await site.serve(Slow)
-        Slow.prepare()
         session = await site.client.open("slow")
         under_way = asyncio.create_task(session.step(ToolCall.of("wait")))
         await until(Slow.started.is_set)
@@ -290,7 +288,6 @@ class Sleepy(Slow):
 
 async def test_opening_of_a_disconnected_caller_leaves_no_session():
     async with Site() as site:
-        Slow.prepare()
         server = await site.serve(Sleepy)
         opening = asyncio.create_task(site.fleet.open(OpenRequest(task="sleepy")))
         await until(Slow.started.is_set)

@@ -50,27 +50,15 @@ class Hog(Environment):
         return text
 
 
-@pytest.fixture(autouse=True)
-def slow():
-    Slow.prepare()
-    yield
-    Slow.blocker.set()
-    Slow.gate.set()
-
-
 @pytest.fixture
-async def serving():
-    servers = []
+def serving(serving):
+    """Return a function that starts a server with limits."""
 
-    async def start(token=TOKEN, loop_share=1.0, **limits):  # unlimited: other load would use it up
-        tasks, chosen = [Quick, Slow, Hog, Wordy], Limits(loop_share=loop_share, **limits)
-        servers.append(EnvServer(tasks, port=0, drain_s=0.0, token=token, limits=chosen))
-        await servers[-1].start()
-        return servers[-1]
+    def start(token=TOKEN, loop_share=1.0, **limits):  # unlimited: other load would use it up
+        chosen = Limits(loop_share=loop_share, **limits)
+        return serving(Quick, Slow, Hog, Wordy, token=token, limits=chosen)
 
-    yield start
-    for server in servers:
-        await server.stop()
+    return start
 
 
 @asynccontextmanager

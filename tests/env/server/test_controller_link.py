@@ -284,7 +284,6 @@ async def test_results_that_do_not_fit_in_a_batch_answer_are_requested_again(con
 
 
 async def test_stopping_server_answers_pending_calls(controller, serve):
-    Slow.prepare()
     server = await serve(Slow)
     async with EnvClient.connect(controller.url) as client:
         session = await client.open("slow")

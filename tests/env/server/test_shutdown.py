@@ -166,13 +166,6 @@ class Blocks(Slow):
         self.reset(None, None)
 
 
-@pytest.fixture
-def slow():
-    Slow.prepare()
-    yield Slow
-    Slow.blocker.set()
-
-
 def begin_opening(pool):
     return asyncio.create_task(pool.open(OpenRequest(task="blocks")))
 

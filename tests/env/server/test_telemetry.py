@@ -25,7 +25,6 @@ from agentrl_env.errors import UnknownTask
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import ControllerServer
 from agentrl_env.server.limits import Limits
-from agentrl_env.server.serve import EnvServer
 from agentrl_env.server.telemetry.logs import JsonLines, TextLines
 from agentrl_env.server.telemetry.tracing import Tracing
 from agentrl_env.wire import StepRequest
@@ -42,21 +41,6 @@ class Threaded(Environment):
     def work(self):
         """Work."""
         return str(trace.get_current_span().get_span_context().trace_id)
-
-
-@pytest.fixture
-async def serving():
-    servers = []
-
-    async def start(*environments, **options):
-        server = EnvServer(environments or (Quick, Threaded), drain_s=0.0, **{"port": 0, **options})
-        servers.append(server)
-        await server.start()
-        return server
-
-    yield start
-    for server in servers:
-        await server.stop()
 
 
 def families(text):

@@ -15,34 +15,11 @@ from agentrl_env import EnvClient, Message, ToolCall
 from agentrl_env.server import websocket as socket_module
 from agentrl_env.server.api import Api
 from agentrl_env.server.limits import Limits
-from agentrl_env.server.serve import EnvServer
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.server.websocket import CallSocket
 from agentrl_env.session.pool import SessionPool
 from tests.env.session.test_fork import Walk
 from tests.env.tasks import Quick, Slow, until
-
-
-@pytest.fixture(autouse=True)
-def slow():
-    Slow.prepare()
-    yield
-    Slow.blocker.set()
-    Slow.gate.set()
-
-
-@pytest.fixture
-async def serving():
-    servers = []
-
-    async def start(*environments, **options):
-        servers.append(EnvServer(environments or (Quick,), port=0, drain_s=0.0, **options))
-        await servers[-1].start()
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        await server.stop()
 
 
 class Caller:

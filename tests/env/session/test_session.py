@@ -52,13 +52,6 @@ def says(name, **arguments):
     return Message.assistant(None, ToolCall.of(name, **arguments))
 
 
-@pytest.fixture(autouse=True)
-def slow():
-    Slow.prepare()
-    yield
-    Slow.blocker.set()
-
-
 async def test_start_returns_the_messages_of_reset_and_the_tools():
     session = make(Quick, data={"n": 1})
     info = await session.start()

@@ -1,0 +1,31 @@
+"""Fixtures of the SDK's tests: servers, and tasks whose duration the test controls."""
+
+from contextlib import AsyncExitStack
+
+import pytest
+
+from agentrl_env.server.serve import EnvServer
+from tests.env.tasks import Quick, Slow
+
+
+@pytest.fixture(autouse=True)
+def slow():
+    """Prepare the task ``slow``; what still waits in it afterwards goes on."""
+    Slow.prepare()
+    yield Slow
+    Slow.blocker.set()
+    Slow.gate.set()
+
+
+@pytest.fixture
+async def serving():
+    """Return a function that starts a server, of ``Quick`` if no tasks are given."""
+    async with AsyncExitStack() as stack:
+
+        async def start(*environments, **options):
+            server = EnvServer(environments or (Quick,), **{"port": 0, "drain_s": 0.0, **options})
+            await server.start()
+            stack.push_async_callback(server.stop)
+            return server
+
+        yield start
