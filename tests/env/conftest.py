@@ -1,11 +1,23 @@
 """Fixtures of the SDK's tests: servers, and tasks whose duration the test controls."""
 
+import asyncio
 from contextlib import AsyncExitStack
+from types import SimpleNamespace
 
 import pytest
+import uvicorn.server
 
 from agentrl_env.server.serve import EnvServer
 from tests.env.tasks import Quick, Slow
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_stops():
+    """Let uvicorn look ten times as often whether it ends: tests stop hundreds of servers."""
+    often = SimpleNamespace(**{**vars(asyncio), "sleep": lambda delay: asyncio.sleep(delay / 10)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvicorn.server, "asyncio", often)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from agentrl_env import Done, Environment, ToolCall, __version__, tool
 from agentrl_env.__main__ import main
 from agentrl_env.cli.play import UnreadableLine, parse_line, signature
+from agentrl_env.client.http import HttpBackend
 from agentrl_env.launch.process import ServerProcess
 
 HERE = __file__
@@ -215,7 +216,8 @@ def test_check_of_an_unknown_task_names_the_served_tasks(cli, server):
     assert "guess, polite" in one_line(err)
 
 
-def test_unreachable_url_prints_one_error_line(cli):
+def test_unreachable_url_prints_one_error_line(cli, monkeypatch):
+    monkeypatch.setitem(HttpBackend.__init__.__kwdefaults__, "patience", 0.1)
     code, _, err = cli("check", "http://127.0.0.1:9")
     assert code == 1
     assert "http://127.0.0.1:9" in one_line(err)

@@ -65,7 +65,7 @@ async def test_session_continues_over_another_controller(pair):
 @pytest.mark.parametrize("scheme", ["http", "ws"])
 async def test_silent_controller_is_skipped_and_no_step_runs_twice(pair, monkeypatch, scheme):
     monkeypatch.setattr(transport, "ATTEMPT_TIMEOUT_S", 0.3)
-    async with EnvClient.connect(pair.url.replace("http", scheme), timeout=20) as client:
+    async with EnvClient.connect(pair.url.replace("http", scheme), timeout=60) as client:
         client.backend._lane().transport._preferred = 1
         sessions = [await client.open("quick") for _ in range(5)]
         pair.proxies[1].stall()

@@ -280,7 +280,7 @@ async def test_closing_the_client_ends_pending_calls(serving):
     await until(Slow.started.is_set)
     await client.aclose()
     with pytest.raises(ServerUnreachable):
-        await asyncio.wait_for(step, 5)
+        await asyncio.wait_for(step, 60)
 
 
 async def test_client_can_be_pickled(serving):
@@ -299,6 +299,7 @@ async def test_silent_connection_is_dropped_and_replaced(serving, monkeypatch):
     async with EnvClient.connect(f"ws://127.0.0.1:{proxy.port}") as client:
         await client.tasks()
         connection = client.backend._lane().transport._connection
+        connection._websocket.close_timeout = 0.05
         proxy.stall()
         await until(lambda: connection.closed)
         proxy.calm()

@@ -39,7 +39,7 @@ class Site:
 
     async def __aenter__(self) -> "Site":
         await self.controller.start()
-        self.client = EnvClient.connect(self.controller.url, token="secret", timeout=20)
+        self.client = EnvClient.connect(self.controller.url, token="secret", timeout=60)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -352,7 +352,7 @@ async def test_link_without_a_hello_is_closed(frame):
         address = site.controller.url.replace("http", "ws") + "/v1/link"
         async with connect(address, additional_headers={"authorization": "Bearer secret"}) as line:
             await line.send(frame)
-            await asyncio.wait_for(line.wait_closed(), 5)
+            await asyncio.wait_for(line.wait_closed(), 60)
             assert line.close_code == 1008
         assert site.fleet.servers == {}
 
@@ -365,7 +365,7 @@ async def test_link_with_a_malformed_frame_is_closed():
             await line.send(json.dumps({"hello": {"server_id": "odd", "tasks": [], "capacity": 1}}))
             assert "welcome" in json.loads(await line.recv())
             await line.send('{"id":1}')
-            await asyncio.wait_for(line.wait_closed(), 5)
+            await asyncio.wait_for(line.wait_closed(), 60)
         assert (await site.client.open("quick")).turn == 0
 
 

@@ -118,7 +118,7 @@ async def test_agent_token_has_the_same_permissions_over_the_websocket(url):
         async with connect(f"{address}/v1/ws", additional_headers=headers) as socket:
             for number, call in enumerate(calls):
                 await socket.send(json.dumps({"id": number, **call}))
-                answer = json.loads(await asyncio.wait_for(socket.recv(), 5))
+                answer = json.loads(await asyncio.wait_for(socket.recv(), 60))
                 assert answer["id"] == number
                 kind = answer.get("error", {}).get("type")
                 assert kind == (None if number < 3 else "forbidden"), call

@@ -140,7 +140,7 @@ def test_process_prints_its_url_and_exits_cleanly(number):
         line = process.stdout.readline()
         assert line.startswith("serving guess, quick at http://127.0.0.1:")
         process.send_signal(number)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=60)
         assert (out, err, process.returncode) == ("", "", 0)
     finally:
         process.kill()

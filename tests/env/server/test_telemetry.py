@@ -197,7 +197,7 @@ def test_process_logs_json_lines():
         address = f"{url}/v1/sessions/{session['session_id']}/step"
         httpx.post(address, json={"seq": 1, "message": call}, trust_env=False)
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()

@@ -34,7 +34,7 @@ class Caller:
         return self.number
 
     async def hear(self):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return json.loads(await self.websocket.recv())
 
     async def ask(self, call, **fields):
@@ -215,7 +215,7 @@ async def test_server_stops_with_open_sockets(serving, calling):
     session_id = await caller.open("slow")
     await caller.send("step", session_id=session_id, seq=1, message=says("wait"))
     await until(Slow.started.is_set)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await server.stop()
 
 
@@ -335,7 +335,7 @@ async def test_disconnect_during_an_answer_ends_the_socket():
 
     pool = SessionPool([Quick])
     websocket = Gone(call(1, "tasks"), call(2, "info", session_id="x"))
-    await asyncio.wait_for(CallSocket(Api(pool, Metrics(), Limits()), websocket, 10**6).serve(), 5)
+    await asyncio.wait_for(CallSocket(Api(pool, Metrics(), Limits()), websocket, 10**6).serve(), 60)
     await pool.aclose()
 
 

@@ -103,7 +103,7 @@ def test_share_of_a_loop_that_has_ended_does_not_block_the_next_one():
 
     async def call():
         if share.taken:
-            await asyncio.wait_for(share.turn(), 10)
+            await asyncio.wait_for(share.turn(), 60)
 
     asyncio.run(charge())
     asyncio.run(call())

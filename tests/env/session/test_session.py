@@ -170,7 +170,7 @@ class Cancels(Quick):
 
 
 async def test_cancelled_error_raised_on_a_thread_fails_the_session():
-    result = await asyncio.wait_for((await started(Cancels)).step(says("cancel")), 10)
+    result = await asyncio.wait_for((await started(Cancels)).step(says("cancel")), 60)
     assert result.status is SessionStatus.FAILED_ENVIRONMENT
     assert "CancelledError" in result.info["error"]["message"]
 
