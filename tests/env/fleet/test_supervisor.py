@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -14,6 +13,7 @@ from agentrl_env import EnvClient, Environment, ToolCall, tool
 from agentrl_env.errors import SessionLost
 from agentrl_env.fleet.serve import WorkerServer
 from agentrl_env.launch.process import ServerProcess
+from tests.processes import until_dead
 
 TARGET = f"{__file__}:Process"
 
@@ -81,21 +81,6 @@ def serving(*options: str, target: str = TARGET):
         process.stderr.close()
 
 
-def until_dead(pids, seconds=20.0):
-    end = time.monotonic() + seconds
-    while any(os.path.exists(f"/proc/{pid}") and "Z" not in state(pid) for pid in pids):
-        assert time.monotonic() < end, f"one of {pids} still runs"
-        time.sleep(0.02)
-
-
-def state(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return "Z"
-
-
 async def ask(session):
     return int((await session.step(ToolCall.of("ask"))).messages[0].content)
 
@@ -130,7 +115,7 @@ async def test_sessions_stay_with_their_worker_and_are_lost_with_it():
                 await asyncio.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         process.wait(60)
-        until_dead([alive, pid])
+        until_dead(alive, pid)
 
 
 async def test_sessions_of_a_killed_worker_resume_even_if_the_others_are_full():
@@ -206,7 +191,7 @@ async def test_workers_end_with_a_killed_parent():
         async with EnvClient.connect(url, timeout=60) as client:
             pids = list(await workers_of(client))
         process.kill()
-        until_dead(pids)
+        until_dead(*pids)
 
 
 async def test_stop_drains_and_a_second_signal_ends_the_drain():
@@ -218,7 +203,7 @@ async def test_stop_drains_and_a_second_signal_ends_the_drain():
                 assert await ask(session) == pid
             process.send_signal(signal.SIGTERM)  # ends the drain
             assert process.wait(60) == 0
-            until_dead(found)
+            until_dead(*found)
 
 
 def test_workers_and_controller_are_mutually_exclusive():

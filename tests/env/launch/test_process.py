@@ -1,11 +1,9 @@
 import asyncio
 import contextlib
-import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 
 import httpx
 import pytest
@@ -14,6 +12,7 @@ from agentrl_env import EnvClient, Environment, tool
 from agentrl_env.errors import ServeError, TargetError
 from agentrl_env.launch.process import ServerHandle, ServerProcess, ServerThread
 from tests.env.tasks import Quick
+from tests.processes import alive, until_dead
 
 TARGET = f"{__file__}:Wait"
 
@@ -59,22 +58,6 @@ class Complaining(Chatty):
     def startup(cls):
         super().startup()
         raise OSError("no database here")
-
-
-def alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    with open(f"/proc/{pid}/stat") as stat:
-        return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-
-
-def until_dead(pid, seconds=20.0):
-    end = time.monotonic() + seconds
-    while alive(pid):
-        assert time.monotonic() < end, f"process {pid} still runs"
-        time.sleep(0.02)
 
 
 async def hello(url, token):

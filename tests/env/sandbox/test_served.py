@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -14,6 +14,7 @@ from agentrl_env.launch.process import ServerProcess
 from agentrl_env.sandbox import cgroups
 from agentrl_env.sandbox.bubblewrap import check_available
 from agentrl_env.sandbox.orphans import PREFIX
+from tests.processes import until
 
 try:
     check_available()
@@ -66,21 +67,22 @@ def below(pid):
     """Return the descendants of a process, without a server's watchdog."""
     found = []
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in children.read_text().split():
-            if b"watchdog.py" not in Path(f"/proc/{child}/cmdline").read_bytes():
-                found += [int(child), *below(child)]
+        with suppress(OSError):  # the thread has ended
+            for child in children.read_text().split():
+                if not is_watchdog(child):
+                    found += [int(child), *below(child)]
     return found
+
+
+def is_watchdog(pid):
+    try:
+        return b"watchdog.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return False
 
 
 def groups(pid):
     return [f for base in set(cgroups.find().values()) for f in base.glob(f"{PREFIX}*-{pid}-*")]
-
-
-def until(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
