@@ -57,8 +57,8 @@ async def client(server):
         yield client
 
 
-async def shell(session, command):
-    result = await session.step(Message.assistant(None, ToolCall.of("shell", command=command)))
+async def shell(session, command, **options):
+    result = await session.step(Message.assistant(None, ToolCall.of("shell", command=command, **options)))
     assert result.status is SessionStatus.RUNNING
     return result.messages[0].content
 
@@ -89,7 +89,7 @@ def groups(pid):
 async def test_attack_affects_only_its_own_session(server, client, attack):
     victim, attacker = await client.open("shell", seed=1), await client.open("shell", seed=2)
     assert await shell(victim, "cat mine.txt") == "seed 1"
-    attacking = asyncio.create_task(shell(attacker, ATTACKS[attack]))
+    attacking = asyncio.create_task(shell(attacker, ATTACKS[attack], timeout=1.5))
     while not attacking.done():
         assert await shell(victim, "cat mine.txt") == "seed 1"
     assert await attacking
