@@ -159,14 +159,14 @@ async def test_unfinished_websocket_message_times_out(serving):
 
 
 async def test_websocket_whose_messages_are_finished_has_no_deadline(serving):
-    server = await serving(body_s=0.2)
+    server = await serving(body_s=1.0)
     async with agents(server, 1) as (agent,), socket_of(server, agent) as socket:
         frame = {"call": "step", "session_id": agent[0], "message": NOTE.wire()}
         for seq in range(1, 6):
             text = json.dumps({"id": seq, "seq": seq, **frame})
             await socket.send([text[:10], text[10:]])  # two fragments
             assert json.loads(await socket.recv())["id"] == seq
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(0.3)
 
 
 def begun(size):
