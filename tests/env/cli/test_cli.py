@@ -2,7 +2,6 @@ import io
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Literal
 
@@ -509,12 +508,10 @@ def test_help_does_not_import_the_web_framework():
 
 
 def test_serve_stops_cleanly_on_interrupt():
-    command = [sys.executable, "-m", "agentrl_env", "serve", f"{HERE}:Guess", "--port", "0"]
+    command = [sys.executable, "-m", "agentrl_env", "serve", f"{HERE}:Guess", "--port", "0", "--drain", "600"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout.readline().startswith("serving guess at http://127.0.0.1:")
         child.send_signal(2)
-        begin = time.monotonic()
-        assert child.wait(timeout=30) == 0
-        assert time.monotonic() - begin < 20
+        assert child.wait(timeout=60) == 0  # no session is open, so that the drain ends at once
         lines = child.stderr.read().splitlines()
         assert [line.split(" INFO ")[1].split(" pid=")[0] for line in lines] == ["draining", "stopped"]
