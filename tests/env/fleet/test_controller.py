@@ -80,7 +80,7 @@ async def test_errors_in_the_batch_of_an_agent_are_passed_on():
         message = Message.assistant(None, ToolCall.of("finish")).model_dump(mode="json")
         steps = [{"session_id": session.session_id, "seq": seq, "message": message} for seq in (1, 2)]
         headers = {"authorization": f"Bearer {session.agent_token}"}
-        async with httpx.AsyncClient(base_url=site.controller.url, headers=headers) as http:
+        async with httpx.AsyncClient(base_url=site.controller.url, headers=headers, timeout=60) as http:
             answer = await http.post("/v1/step", json={"steps": steps})
             ended, error = answer.json()["results"]
             assert ended["status"] == "completed"
@@ -119,7 +119,7 @@ async def test_errors_of_a_server_are_forwarded_unchanged():
             await site.client.open("quick", split="nowhere")
         session = await site.client.open("quick")
         body = {"seq": 5, "message": {"role": "assistant", "content": "x"}}
-        async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}) as http:
+        async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}, timeout=60) as http:
             url = f"{site.controller.url}/v1/sessions/{session.session_id}/step"
             answer = await http.post(url, json=body)
         assert answer.status_code == 409
@@ -138,7 +138,7 @@ async def test_batch_is_split_by_server_and_joined_in_order():
             for s in sessions
         ]
         steps.insert(4, {"session_id": "nobody.there", "seq": 1, "message": message})
-        async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}) as http:
+        async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}, timeout=60) as http:
             site.fleet.registry._started = -1e9  # long after its start, so that it waits for no server
             answer = await http.post(f"{site.controller.url}/v1/step", json={"steps": steps})
         results = answer.json()["results"]
@@ -270,7 +270,7 @@ async def test_repeated_opening_returns_the_same_session():
     async with Site() as site:
         servers = [await site.serve(Quick) for _ in range(3)]
         body = {"task": "quick", "request_id": "once"}
-        async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}) as http:
+        async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}, timeout=60) as http:
             asking = [http.post(f"{site.controller.url}/v1/sessions", json=body) for _ in range(5)]
             answers = await asyncio.gather(*asking)
             later = await http.post(f"{site.controller.url}/v1/sessions", json=body)
@@ -319,7 +319,7 @@ async def test_operator_reads_fleet_sessions_and_transcript():
         sessions = [await site.client.open("quick", index=n) for n in range(4)]
         await sessions[0].step(ToolCall.of("note", text="seen"))
         async with httpx.AsyncClient(
-            headers={"authorization": "Bearer secret"}, base_url=site.controller.url
+            headers={"authorization": "Bearer secret"}, base_url=site.controller.url, timeout=60
         ) as http:
             fleet = (await http.get("/v1/fleet")).json()
             listed = (await http.get("/v1/sessions", params={"limit": 3})).json()

@@ -360,7 +360,7 @@ async def test_adopted_session_is_counted_on_its_new_server():
         assert (len(member.sessions), member.opening, member.load) == (1, 0, 1.0)
         assert other.metrics.opened["walk"] == 1
         async with httpx.AsyncClient(
-            headers={"authorization": "Bearer secret"}, base_url=fleet.controller.url
+            headers={"authorization": "Bearer secret"}, base_url=fleet.controller.url, timeout=60
         ) as http:
             (row,) = (await http.get("/v1/sessions")).json()["sessions"]
         assert (row["session_id"], row["server"]) == (session.session_id, other.pool.server_id)

@@ -25,7 +25,7 @@ from tests.env.tasks import Clock, Guess, Quick, until
 async def scrape(url, token=None):
     """Return every sample by its name and labels, in order of their names."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
-    async with httpx.AsyncClient(trust_env=False, headers=headers) as http:
+    async with httpx.AsyncClient(trust_env=False, headers=headers, timeout=60) as http:
         answer = await http.get(f"{url}/metrics")
     answer.raise_for_status()
     return {

@@ -75,7 +75,7 @@ def test_server_listens_on_a_free_port_until_stop():
     assert server.pid is None
     until_dead(pid)
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{url}/health")
+        httpx.get(f"{url}/health", timeout=60)
 
 
 def test_two_servers_get_two_ports():
@@ -114,7 +114,7 @@ def test_failed_startup_hook_raises_its_error():
 
 def test_url_is_found_after_much_output():
     with ServerProcess(f"{__file__}:Chatty") as server:
-        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
         assert f"at {server.url}" in server.output()
         assert "line 39999 " in server.output()
 

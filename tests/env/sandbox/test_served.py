@@ -94,7 +94,7 @@ async def test_attack_affects_only_its_own_session(server, client, attack):
         assert await shell(victim, "cat mine.txt") == "seed 1"
     assert await attacking
     assert await shell(attacker, "rm -rf [!m]*; cat mine.txt") == "seed 2"
-    async with httpx.AsyncClient() as plain:
+    async with httpx.AsyncClient(timeout=60) as plain:
         assert (await plain.get(f"{server.url}/health")).json() == {"status": "ok"}
     await victim.close()
     await attacker.close()

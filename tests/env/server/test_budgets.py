@@ -322,7 +322,7 @@ async def test_metrics_tell_what_is_in_use_and_what_was_refused(serving):
         await until(lambda: server.metrics.unfinished == 1)
         second = await Peer.connect(server, step_head(agent, 100_000))
         await answer_of(second)
-        async with httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=60) as http:
             answer = await http.get("/metrics", headers={"authorization": f"Bearer {TOKEN}"})
         for line in (
             'agentrl_budget_refusals_total{limit="max_unfinished"} 1.0',

@@ -18,7 +18,7 @@ SMALL = Limits(max_depth=8, max_message_chars=200, max_tool_calls=3, max_batch_s
 
 
 def raw(server, **headers):
-    return httpx.AsyncClient(base_url=server.url, headers=headers, trust_env=False)
+    return httpx.AsyncClient(base_url=server.url, headers=headers, trust_env=False, timeout=60)
 
 
 def nested(levels):

@@ -64,7 +64,7 @@ async def test_http_body_with_n_or_sessions_opens_many_with_agent_tokens():
     server = EnvServer([Guess], port=0, drain_s=0.0, token="sesame", limits=Limits(max_batch_opens=3))
     await server.start()
     headers = {"authorization": "Bearer sesame"}
-    async with httpx.AsyncClient(base_url=server.url, headers=headers, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=server.url, headers=headers, trust_env=False, timeout=60) as http:
         for body in ({"task": "guess", "n": 3}, {"sessions": [{"task": "guess"}] * 3}):
             answer = await http.post("/v1/sessions", json=body)
             assert answer.status_code == 201
@@ -79,7 +79,7 @@ async def test_http_body_with_n_or_sessions_opens_many_with_agent_tokens():
 async def test_repeated_idempotency_key_returns_the_same_siblings():
     server = EnvServer([Guess], port=0, drain_s=0.0)
     await server.start()
-    async with httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=60) as http:
         body = {"n": 2, "request_id": "once"}
         first, second = [(await http.post("/v1/sessions", json=body)).json() for _ in range(2)]
     ids = [[info["session_id"] for info in answer["sessions"]] for answer in (first, second)]

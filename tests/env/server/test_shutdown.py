@@ -86,7 +86,7 @@ def is_there(path):
 
 
 def status(url):
-    return httpx.get(f"{url}/health", trust_env=False).json()["status"]
+    return httpx.get(f"{url}/health", trust_env=False, timeout=60).json()["status"]
 
 
 def logged(text):
