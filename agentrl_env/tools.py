@@ -191,6 +191,7 @@ class StepBuilder:
         Raises TimeLimitReached, and anything that author code raises except ToolError.
         """
         calls: Sequence[AnyToolCall] = self.message.tool_calls or ()
+        tools = toolset(type(environment))
         self.room = environment.max_output_chars
         if not calls:
             self.calling = environment.respond
@@ -201,7 +202,7 @@ class StepBuilder:
             self.messages += as_messages(self._take(value), "respond()")
             return
         for position, request in enumerate(calls):
-            call = self._parse(environment, request)
+            call = self._parse(tools, request)
             if call is None:
                 continue
             tool, arguments = call
@@ -244,10 +245,9 @@ class StepBuilder:
         """Return the StepResult as JSON."""
         return encode_result(session_id, seq, self.messages, self.reward, status, self.metrics, self.info)
 
-    def _parse(self, environment: Environment, request: AnyToolCall) -> tuple[Tool, dict[str, Any]] | None:
+    def _parse(self, tools: Toolset, request: AnyToolCall) -> tuple[Tool, dict[str, Any]] | None:
         """Return the tool and the arguments of a call; None where it is answered with an error."""
         name = request.function.name
-        tools = toolset(type(environment))
         found = tools.tools.get(name)
         if found is None:
             self._reject(request, f"there is no tool {echo(name)}. Tools: {tools.names}")

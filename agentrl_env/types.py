@@ -173,9 +173,10 @@ class SessionStatus(StrEnum):
     @property
     def final(self) -> bool:
         """True if no further step is possible."""
-        return self is not SessionStatus.RUNNING
+        return self is not _RUNNING
 
 
+_RUNNING = SessionStatus.RUNNING  # looking up an enum's member is slow
 TRUNCATED = (SessionStatus.TRUNCATED_TURNS, SessionStatus.TRUNCATED_TIME)
 
 

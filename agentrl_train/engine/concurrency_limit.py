@@ -1,4 +1,4 @@
-"""Adaptive concurrency limit of one engine, controlled by its KV cache: utilization and preemptions (AIMD)."""
+"""Adaptive concurrency limit of one engine, controlled by its KV cache: usage and preemptions (AIMD)."""
 
 from __future__ import annotations
 

@@ -278,9 +278,7 @@ class ReplicaSupervisor:
         while not process.lost.done():
             await asyncio.wait([process.lost], timeout=POLL_INTERVAL_S)
             process.check()
-            self.concurrency.observe(
-                kv_usage=process.beat["kv_usage"], preemptions=self.total("preempted")
-            )
+            self.concurrency.observe(kv_usage=process.beat["kv_usage"], preemptions=self.total("preempted"))
         return process.lost.result()
 
     def _future_engine(self) -> asyncio.Future[EngineLink]:
