@@ -39,7 +39,7 @@ async def test_hostile_answer_fails_its_episode_alone(
     monkeypatch.setattr(transport, "MAX_ANSWER_BYTES", 16 * 1024 * 1024)
     engine = ScriptedEngine(CHAT, always(DOWN))
     async with hostile_server(call, mode) as url, EnvClient.connect(url, timeout=0.5) as client:
-        actor = make_actor(engine, client, environment_retries=0, episode_timeout_s=2.0)
+        actor = make_actor(engine, client, environment_retries=0, episode_timeout_s=0.7)
         group, failures = await actor.group(EPISODE, size=1, group_id=1, admitted_version=0)
     assert len(group.trajectories) + len(failures) == 1
     for trajectory in failures:
