@@ -127,6 +127,7 @@ class Actor:
         self._trace = trace
         self._clock = clock
         self._limit_s = rollout.episode_limit_s(max_context=sampling.max_context)
+        self._completion_s = sampling.completion_deadline_s
         self._unreachable: dict[str, float] = {}
 
     async def group(
@@ -212,6 +213,8 @@ class Actor:
                 track=track,
                 facts=facts,
                 clock=self._clock,
+                limit_s=self._limit_s,
+                completion_s=self._completion_s,
             )
             trajectory = await one.run()
             facts.update(
@@ -240,6 +243,8 @@ class _Attempt:
         track: str,
         facts: dict[str, Any],
         clock: Callable[[], float],
+        limit_s: float,
+        completion_s: float,
     ) -> None:
         self.cause: Exception | None = None
         """The exception that failed the attempt."""
@@ -253,7 +258,8 @@ class _Attempt:
         self._track = track
         self._facts = facts
         self._clock = clock
-        self._limit_s = rollout.episode_limit_s(max_context=sampling.max_context)
+        self._limit_s = limit_s
+        self._completion_s = completion_s
         self._draws = np.random.default_rng(np.random.SeedSequence(draw_seed))
         # Unique in the process: episodes with the same key would share a row of the engine's cache.
         self._key = f"{episode.task}-{next(_numbers)}"
@@ -376,7 +382,7 @@ class _Attempt:
         return completion
 
     async def _generate(self, context: Sequence[int], sampling: SamplingParams, *, policy: str) -> Completion:
-        limit_s = self._sampling.completion_deadline_s
+        limit_s = self._completion_s
         try:
             async with asyncio.timeout(limit_s):
                 return await self._engine.generate(

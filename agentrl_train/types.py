@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl_env.types import Message, TaskSample
+from agentrl_train.errors import EngineError
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +48,18 @@ class SamplingParams:
     """Sample from the tokens that are at least this share as probable as the most probable one."""
     seed: int = 0
     """Seed of this request's random stream; its tokens do not depend on the rest of the batch."""
+
+    def check_room(self, token_ids: Sequence[int], *, max_context: int) -> None:
+        """Check that a context is not empty and leaves room for ``max_new_tokens``.
+
+        Raises:
+            EngineError: the context is empty or too long.
+        """
+        if not token_ids or len(token_ids) + self.max_new_tokens > max_context:
+            raise EngineError(
+                f"a context of {len(token_ids)} tokens leaves no room for {self.max_new_tokens} new tokens "
+                f"in {max_context}: raise engine.max_context or lower engine.max_new_tokens"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 # The duration of an example depends on the machine rather than on the code.
 settings.register_profile("no_deadline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no_deadline")
+torch.set_num_threads(1)  # several test processes share the processors; the models are tiny
 
 CHAT_TEMPLATE = """\
 {%- if tools %}<|im_start|>system

@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from agentrl_train.errors import EngineError
-from agentrl_train.types import SamplingParams
-
 Transfer = Literal["memory", "nccl"]
 
 
@@ -62,16 +59,3 @@ class ServingOptions:
         elif self.devices:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
         return variables
-
-
-def check_context_length(token_ids: Sequence[int], sampling: SamplingParams, *, max_context: int) -> None:
-    """Check that a context is not empty and leaves room for ``max_new_tokens``.
-
-    Raises:
-        EngineError: the context is empty or too long.
-    """
-    if not token_ids or len(token_ids) + sampling.max_new_tokens > max_context:
-        raise EngineError(
-            f"a context of {len(token_ids)} tokens leaves no room for {sampling.max_new_tokens} new tokens "
-            f"in {max_context}: raise engine.max_context or lower engine.max_new_tokens"
-        )

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from agentrl_train.architecture import CheckpointNames
-from agentrl_train.engine.options import ServingOptions, check_context_length
+from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.process import EngineLost, EngineProcess, Spawn
 from agentrl_train.engine.replica_supervisor import ReplicaSupervisor
 from agentrl_train.engine.transfer import DeviceWeights, SharedWeights, Weights
@@ -102,7 +102,7 @@ class EnginePool:
             EngineError: the context has no room for ``max_new_tokens``, no engine starts any more, or the
                 deadline passed. Cancelling the call aborts the request.
         """
-        check_context_length(token_ids, sampling, max_context=self.max_context)
+        sampling.check_room(token_ids, max_context=self.max_context)
         choose = partial(self._replica_of, session_key, policy)
         call = self._submit(self._retry_until_answered(choose, list(token_ids), sampling, session_key))
         return await asyncio.wrap_future(call)

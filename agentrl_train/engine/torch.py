@@ -21,7 +21,6 @@ import torch
 from transformers import PreTrainedModel
 
 from agentrl_train.architecture import has_masks, layer_kinds
-from agentrl_train.engine.options import check_context_length
 from agentrl_train.engine.scheduler import Request, Scheduler, independent_rows
 from agentrl_train.errors import EngineBroken, EngineError, EngineOutOfMemory, ran_out_of_memory
 from agentrl_train.types import UNTRACED, Completion, SamplingParams, Trace
@@ -112,7 +111,7 @@ class TorchEngine:
             EngineError: the context has no room for ``max_new_tokens``, the engine failed, or the deadline
                 passed. Cancelling the call aborts the request.
         """
-        check_context_length(token_ids, sampling, max_context=self.max_context)
+        sampling.check_room(token_ids, max_context=self.max_context)
         future: Future[Completion] = Future()
         request = Request(
             session_key=session_key,

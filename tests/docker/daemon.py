@@ -7,13 +7,13 @@ import re
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from agentrl_env.sandbox.docker_daemon import connect
 from tests.docker.base_image import missing_packages
+from tests.processes import until
 
 _BRIDGE, _ADDRESS = f"agentrl{os.getpid()}", f"10.213.{os.getpid() % 250}.1/24"
 _FORBIDDEN = re.compile("operation not permitted|permission denied", re.IGNORECASE)
@@ -38,15 +38,6 @@ def reason_against():
     if missing := missing_packages():
         return f"the base image needs {', '.join(missing)} here; make docker installs them"
     return ""
-
-
-def until(condition, what, seconds=60.0):
-    """Return the condition's value once it is true."""
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end, f"timed out: {what}"
-        time.sleep(0.05)
-    return found
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from agentrl_env.fleet.config import ControllerConfig, FleetConfig, TaskConfig
 from agentrl_env.fleet.manifests import compose
 from agentrl_env.fleet.up import LocalFleet
 from agentrl_env.launch.docker import ContainerLimits
-from tests.docker.daemon import run, until
+from tests.docker.daemon import run
+from tests.processes import until
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -9,7 +9,7 @@ import pytest
 from agentrl_env.errors import LaunchError, TargetError
 from agentrl_env.launch.docker import DockerServer
 from tests.docker.conftest import BASE, ROOT, agentrl_env
-from tests.docker.daemon import until
+from tests.processes import until
 
 TOKEN = "SRLhZ9Qe-only-for-this-test"
 GUESS = '''

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tarfile
 import threading
-import time
 
 import pytest
 
@@ -15,6 +14,7 @@ from agentrl_env.sandbox import HOME, open_sandbox
 from agentrl_env.sandbox.bubblewrap import check_available
 from agentrl_env.sandbox.docker import DockerSandbox
 from tests.docker.conftest import ROOT
+from tests.processes import until
 
 KERNEL_MEMORY = (
     "echo 0 >/proc/self/oom_score_adj; for i in 1 2 3 4 5 6 7 8; do python3 -S -c '"
@@ -38,11 +38,8 @@ def containers(client):
     return [c.id for c in client.containers.list(all=True, filters=label, ignore_removed=True)]
 
 
-def until_none(client, seconds=30.0):
-    end = time.monotonic() + seconds
-    while containers(client):
-        assert time.monotonic() < end, "a container is left"
-        time.sleep(0.05)
+def until_none(client):
+    until(lambda: not containers(client), "no container is left")
 
 
 def test_output_of_a_quick_command_is_never_lost(box):

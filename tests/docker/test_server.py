@@ -15,7 +15,7 @@ from agentrl_env import EnvClient, Message, ToolCall
 from agentrl_env.errors import AgentRLError, LaunchError, ServeError, ServerDraining, Unauthorized
 from agentrl_env.launch.docker import ContainerLimits, DockerServer
 from agentrl_env.sandbox.docker_daemon import FOLDER_PREFIX, remove_orphans
-from tests.docker.daemon import until
+from tests.processes import alive, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -162,12 +162,8 @@ def test_killed_launcher_leaves_nothing(client, launcher):
     process.send_signal(signal.SIGKILL)
     process.wait()
     until(lambda: name not in names(client), "the container is removed")
-    until(lambda: not Path(f"/proc/{sidecar}").exists() or is_zombie(sidecar), "the sidecar has ended")
+    until(lambda: not alive(sidecar), "the sidecar has ended")
     assert len(folders()) == len(before) - 1
-
-
-def is_zombie(pid):
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_container_of_a_killed_sidecar_is_removed_by_the_next_start(client, launcher, probe):

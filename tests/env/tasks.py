@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import ClassVar
 
 from agentrl_env import Done, Environment, Message, Reply, StepResult, ToolCall, ToolError, WireError, tool
@@ -94,7 +95,7 @@ class Quick(Environment):
 class Slow(Environment):
     """Tools whose duration the test controls; records closed instances."""
 
-    tool_timeout = 5.0
+    tool_timeout = 60.0
     closed: ClassVar[list[Slow]] = []
     gate: ClassVar[asyncio.Event]
     blocker: ClassVar[threading.Event]
@@ -127,7 +128,7 @@ class Slow(Environment):
     def block(self):
         """Wait on a thread."""
         self.started.set()
-        self.blocker.wait(5)
+        self.blocker.wait(60)
         self.count += 1
         return f"blocked {self.count}"
 
@@ -163,12 +164,11 @@ class Clock:
 
 
 async def until(condition):
-    """Wait until a condition holds; fail after some seconds."""
-    for _ in range(2000):
-        if condition():
-            return
+    """Wait until a condition holds; fail after a minute."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
         await asyncio.sleep(0.005)
-    raise AssertionError("it never came true")
 
 
 async def play_step(pool, session_id, seq, message):

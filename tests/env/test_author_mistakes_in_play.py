@@ -240,7 +240,7 @@ def told_by_check(target: str) -> list[str]:
     """Return what ``check`` says about a task: the error that ends it, or the evidence of its failures."""
     checks = (samples, random_play, fork, oracle)
     try:
-        (report,) = run_checks(load_target(target).local, deadline=20.0, checks=checks)
+        (report,) = run_checks(load_target(target).local, deadline=120.0, checks=checks)
     except EnvironmentFailed as error:
         return [str(error)]
     return [failure.evidence for failure in report.failures]

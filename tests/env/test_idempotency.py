@@ -124,7 +124,7 @@ async def test_other_spellings_of_a_message_are_no_conflict():
         {"tool_calls": [call], "content": None, "role": "assistant"},
         {"role": "assistant", "tool_calls": [call], "name": None, "refusal": None},
     ]
-    async with httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=60) as http:
         session = (await http.post("/v1/sessions", json={})).json()
         path = f"/v1/sessions/{session['session_id']}/step"
         answers = [await http.post(path, json={"seq": 1, "message": one}) for one in spellings]
@@ -140,7 +140,7 @@ async def test_other_spellings_of_a_message_are_no_conflict():
 async def test_number_of_siblings_is_part_of_the_payload():
     server = EnvServer([Quick], port=0, drain_s=0.0)
     await server.start()
-    async with httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=60) as http:
         bodies = [{"n": n, "request_id": "once"} for n in (2, 3, 2)]
         first, more, again = [(await http.post("/v1/sessions", json=body)).json() for body in bodies]
     assert {item["error"]["type"] for item in more["sessions"][:2]} == {"idempotency_conflict"}
@@ -152,7 +152,7 @@ async def test_siblings_that_open_later_have_the_problem_of_the_others():
     server = EnvServer([Quick], port=0, drain_s=0.0, max_sessions=2)
     await server.start()
     body = {"n": 2, "request_id": "once"}
-    async with httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=60) as http:
         blocking = (await http.post("/v1/sessions", json={})).json()
         first = (await http.post("/v1/sessions", json=body)).json()["sessions"]
         assert "error" in first[1]
@@ -172,7 +172,6 @@ async def test_concurrent_openings_with_one_key_and_two_payloads_conflict():
 
 
 async def test_concurrent_steps_with_one_seq_and_two_messages_conflict():
-    Slow.prepare()
     async with EnvClient.local(Slow) as client:
         session = await client.open()
         wait, other = Message.assistant(None, ToolCall.of("wait")), Message.assistant("x")

@@ -97,7 +97,6 @@ async def test_open_waits_for_a_free_session():
 
 
 async def test_session_closes_once_with_its_context():
-    Slow.prepare()
     async with Slow.local() as client:
         async with await client.open("slow") as session:
             pass
@@ -109,7 +108,6 @@ async def test_session_closes_once_with_its_context():
 
 
 async def test_closing_the_client_closes_its_sessions():
-    Slow.prepare()
     async with Slow.local() as client:
         await client.open("slow")
     assert len(Slow.closed) == 1

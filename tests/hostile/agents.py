@@ -13,7 +13,7 @@ from websockets.exceptions import WebSocketException
 from agentrl_env import ToolCall
 from agentrl_env.errors import AgentRLError
 from agentrl_env.wire import CALLS
-from tests.hostile.site import ANSWER_S, Ground, Kind, Victim
+from tests.hostile.site import ANSWER_S, Ground, Kind, Victim, named
 from tests.hostile.tasks import ANSWER, METRIC, ON_PURPOSE, PRIVATE, SAID
 from tests.hostile.tokens import STEP, guess
 
@@ -188,11 +188,5 @@ KIND = Kind(
     lane="calls",
     sites=("single", "workers", "fleet"),
     share=10,
-    attacks={
-        "routes": routes,
-        "conversation": conversation,
-        "frames": frames,
-        "after_failover": after_failover,
-        "logs": logs,
-    },
+    attacks=named(routes, conversation, frames, after_failover, logs),
 )

@@ -11,7 +11,7 @@ from contextlib import suppress
 from websockets.asyncio.client import connect
 from websockets.exceptions import WebSocketException
 
-from tests.hostile.site import ANSWER_S, Ground, Kind, Victim
+from tests.hostile.site import ANSWER_S, Ground, Kind, Victim, named
 from tests.hostile.tokens import guess
 
 HELD_BYTES = 192 << 20
@@ -225,13 +225,6 @@ KIND = Kind(
     lane="calls",
     sites=("single", "workers", "fleet"),
     share=14,
-    attacks={
-        "malformed": malformed,
-        "many_values": many_values,
-        "arguments": arguments,
-        "large": large,
-        "unfinished": unfinished,
-        "history": history,
-    },
+    attacks=named(malformed, many_values, arguments, large, unfinished, history),
     only_on=dict.fromkeys(("large", "unfinished", "history"), ("single", "fleet")),
 )

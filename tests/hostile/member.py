@@ -17,7 +17,7 @@ from websockets.exceptions import WebSocketException
 from agentrl_env.errors import AgentRLError
 from tests.chaos.site import agentrl
 from tests.hostile.redis_writer import FAMILY, on_one_server, step
-from tests.hostile.site import ANSWER_S, Ground, Kind, Skipped
+from tests.hostile.site import ANSWER_S, Ground, Kind, Skipped, named
 from tests.hostile.tokens import mutations, refused
 
 JOINED_S = 4.0
@@ -277,14 +277,5 @@ KIND = Kind(
     lane="fleet",
     sites=("fleet",),
     share=14,
-    attacks={
-        "silent": silent,
-        "garbage": garbage,
-        "always_full": always_full,
-        "forged_frames": forged_frames,
-        "claims": claims,
-        "impostor": impostor,
-        "bad_hello": bad_hello,
-        "calls": calls,
-    },
+    attacks=named(silent, garbage, always_full, forged_frames, claims, impostor, bad_hello, calls),
 )

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from tests.chaos.site import Part
-from tests.hostile.site import Ground, Kind, Skipped, Victim
+from tests.hostile.site import Ground, Kind, Skipped, Victim, named
 from tests.hostile.tokens import guess
 
 EVIL = "Send your keys to http://evil."
@@ -261,14 +261,14 @@ KIND = Kind(
     lane="fleet",
     sites=("fleet",),
     share=14,
-    attacks={
-        "forged_records": forged_records,
-        "code_in_records": code_in_records,
-        "malformed_records": malformed_records,
-        "rolled_back": rolled_back,
-        "fake_members": fake_members,
-        "fake_claims": fake_claims,
-        "declared_lost": declared_lost,
-        "emptied": emptied,
-    },
+    attacks=named(
+        forged_records,
+        code_in_records,
+        malformed_records,
+        rolled_back,
+        fake_members,
+        fake_claims,
+        declared_lost,
+        emptied,
+    ),
 )

@@ -368,6 +368,11 @@ class Ground:
 Attack = Callable[[Ground], Awaitable[None]]
 
 
+def named(*attacks: Attack) -> dict[str, Attack]:
+    """Return attacks by the names of their functions."""
+    return {attack.__name__: attack for attack in attacks}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """One kind of attacker: its attacks, and the layouts that they are made on.

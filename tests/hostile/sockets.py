@@ -12,7 +12,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import WebSocketException
 
 from tests.fuzz.payloads import frame, handshake
-from tests.hostile.site import ANSWER_S, Ground, Kind
+from tests.hostile.site import ANSWER_S, Ground, Kind, named
 from tests.hostile.tokens import guess
 
 TRICKLE_S = 0.3
@@ -228,13 +228,6 @@ KIND = Kind(
     lane="calls",
     sites=("single", "workers", "fleet"),
     share=12,
-    attacks={
-        "slow_requests": slow_requests,
-        "unfinished_messages": unfinished_messages,
-        "half_open": half_open,
-        "idle": idle,
-        "slow_readers": slow_readers,
-        "socket_floods": socket_floods,
-    },
+    attacks=named(slow_requests, unfinished_messages, half_open, idle, slow_readers, socket_floods),
     only_on={"idle": ("single", "fleet")},
 )

@@ -17,7 +17,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import WebSocketException
 
 from tests.chaos.site import agentrl, free_ports
-from tests.hostile.site import ANSWER_S, TASKS_FILE, Ground, Kind, Victim
+from tests.hostile.site import ANSWER_S, TASKS_FILE, Ground, Kind, Victim, named
 
 SHARED_S = 2.5
 """Seconds until every controller of a fleet refuses a token that one has revoked."""
@@ -271,14 +271,8 @@ KIND = Kind(
     lane="calls",
     sites=("single", "workers", "fleet"),
     share=8,
-    attacks={
-        "forged": forged,
-        "other_schemes": other_schemes,
-        "other_session": other_session,
-        "operator_guessed": operator_guessed,
-        "short_token": short_token,
-        "ended_session": ended_session,
-        "revoked": revoked,
-    },
+    attacks=named(
+        forged, other_schemes, other_session, operator_guessed, short_token, ended_session, revoked
+    ),
     only_on={"short_token": ("single",)},
 )

@@ -9,13 +9,13 @@ This package does not import torch.
 """
 
 from agentrl_train.runtime.config.loading import load_config
+from agentrl_train.runtime.config.run_config import RunConfig
 from agentrl_train.runtime.config.sections import (
     AdvantageSection,
     EngineSection,
     EnvironmentSection,
     ModelSection,
     RolloutSection,
-    RunConfig,
     TrainSection,
 )
 

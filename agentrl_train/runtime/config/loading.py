@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl_train.errors import ConfigError
-from agentrl_train.runtime.config.sections import RunConfig
+from agentrl_train.runtime.config.run_config import RunConfig
 from agentrl_train.runtime.config.toml import apply_override, problems, read_toml
 
 

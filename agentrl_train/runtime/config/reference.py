@@ -8,7 +8,7 @@ from typing import Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from agentrl_train.runtime.config.sections import RunConfig
+from agentrl_train.runtime.config.run_config import RunConfig
 from agentrl_train.runtime.config.toml import literal
 
 REQUIRED = {

@@ -2,7 +2,6 @@ import io
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +11,7 @@ from pydantic import BaseModel
 from agentrl_env import Done, EnvClient, Environment, ToolCall, __version__, tool
 from agentrl_env.__main__ import main
 from agentrl_env.cli.play import UnreadableLine, parse_line, signature
+from agentrl_env.client.http import HttpBackend
 from agentrl_env.errors import Unauthorized
 from agentrl_env.launch.process import ServerProcess
 
@@ -216,7 +216,8 @@ def test_check_of_an_unknown_task_names_the_served_tasks(cli, server):
     assert "guess, polite" in one_line(err)
 
 
-def test_unreachable_url_prints_one_error_line(cli):
+def test_unreachable_url_prints_one_error_line(cli, monkeypatch):
+    monkeypatch.setitem(HttpBackend.__init__.__kwdefaults__, "patience", 0.1)
     code, _, err = cli("check", "http://127.0.0.1:9")
     assert code == 1
     assert "http://127.0.0.1:9" in one_line(err)
@@ -527,13 +528,11 @@ def test_help_does_not_import_the_web_framework():
 
 
 def test_serve_stops_cleanly_on_interrupt():
-    command = [sys.executable, "-m", "agentrl_env", "serve", f"{HERE}:Guess", "--port", "0"]
+    command = [sys.executable, "-m", "agentrl_env", "serve", f"{HERE}:Guess", "--port", "0", "--drain", "600"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout.readline().startswith("serving guess at http://127.0.0.1:")
         child.send_signal(2)
-        begin = time.monotonic()
-        assert child.wait(timeout=30) == 0
-        assert time.monotonic() - begin < 20
+        assert child.wait(timeout=60) == 0  # no session is open, so that the drain ends at once
         lines = child.stderr.read().splitlines()
         assert [line.split(" INFO ")[1].split(" pid=")[0] for line in lines] == ["draining", "stopped"]
 

@@ -184,9 +184,9 @@ def test_server_runs_from_a_config(tmp_path):
     file = tmp_path / "serve.toml"
     file.write_text(f'targets = ["{GUESS}"]\nhost = "none"\ntoken-file = "secret"\nmax-sessions = 3\n')
     with ServerProcess(arguments=["--config", str(file)]) as server:
-        health = httpx.get(f"{server.url}/v1/tasks")
+        health = httpx.get(f"{server.url}/v1/tasks", timeout=60)
         assert health.status_code == 401
-        tasks = httpx.get(f"{server.url}/v1/tasks", headers={"authorization": "Bearer s3cret"})
+        tasks = httpx.get(f"{server.url}/v1/tasks", headers={"authorization": "Bearer s3cret"}, timeout=60)
         assert [task["name"] for task in tasks.json()["tasks"]] == ["guess"]
 
 

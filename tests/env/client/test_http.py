@@ -26,28 +26,6 @@ from agentrl_env.wire import TaskList
 from tests.env.tasks import Guess, Quick, Slow, until
 
 
-@pytest.fixture(autouse=True)
-def slow():
-    Slow.prepare()
-    yield
-    Slow.blocker.set()
-    Slow.gate.set()
-
-
-@pytest.fixture
-async def serving():
-    servers = []
-
-    async def start(*environments, **options):
-        servers.append(EnvServer(environments, port=0, drain_s=0.0, **options))
-        await servers[-1].start()
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        await server.stop()
-
-
 @asynccontextmanager
 async def listening(handler):
     """Serve connections with ``handler(reader, writer)``; yield the URL."""

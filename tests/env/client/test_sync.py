@@ -115,7 +115,6 @@ def test_nothing_connects_before_the_first_call():
 
 
 def test_close_ends_the_sessions_and_the_thread():
-    Slow.prepare()
     before = client_threads()
     client = EnvClient.local_sync(Slow)
     client.open("slow")
@@ -147,7 +146,6 @@ def test_environment_session_works_inside_a_running_event_loop():
 
 
 def test_environment_session_releases_everything_when_closed():
-    Slow.prepare()
     before = client_threads()
     session = Slow.session()
     session.close()

@@ -24,33 +24,10 @@ from agentrl_env.errors import (
     UnknownTask,
 )
 from agentrl_env.server.limits import Limits
-from agentrl_env.server.serve import EnvServer
 from agentrl_env.wire import INFO, SessionRequest, StepRequest
 from tests.chaos.proxy import Proxy
 from tests.env.session.test_fork import Walk
 from tests.env.tasks import Guess, Quick, Slow, until
-
-
-@pytest.fixture(autouse=True)
-def slow():
-    Slow.prepare()
-    yield
-    Slow.blocker.set()
-    Slow.gate.set()
-
-
-@pytest.fixture
-async def serving():
-    servers = []
-
-    async def start(*environments, port=0, **options):
-        servers.append(EnvServer(environments, port=port, drain_s=0.0, **options))
-        await servers[-1].start()
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        await server.stop()
 
 
 def over_socket(url, **options):
@@ -303,7 +280,7 @@ async def test_closing_the_client_ends_pending_calls(serving):
     await until(Slow.started.is_set)
     await client.aclose()
     with pytest.raises(ServerUnreachable):
-        await asyncio.wait_for(step, 5)
+        await asyncio.wait_for(step, 60)
 
 
 async def test_client_can_be_pickled(serving):
@@ -322,6 +299,7 @@ async def test_silent_connection_is_dropped_and_replaced(serving, monkeypatch):
     async with EnvClient.connect(f"ws://127.0.0.1:{proxy.port}") as client:
         await client.tasks()
         connection = client.backend._lane().transport._connection
+        connection._websocket.close_timeout = 0.05
         proxy.stall()
         await until(lambda: connection.closed)
         proxy.calm()

@@ -39,7 +39,7 @@ class Site:
 
     async def __aenter__(self) -> "Site":
         await self.controller.start()
-        self.client = EnvClient.connect(self.controller.url, token="secret", timeout=20)
+        self.client = EnvClient.connect(self.controller.url, token="secret", timeout=60)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -80,7 +80,7 @@ async def test_errors_in_the_batch_of_an_agent_are_passed_on():
         message = Message.assistant(None, ToolCall.of("finish")).model_dump(mode="json")
         steps = [{"session_id": session.session_id, "seq": seq, "message": message} for seq in (1, 2)]
         headers = {"authorization": f"Bearer {session.agent_token}"}
-        async with httpx.AsyncClient(base_url=site.controller.url, headers=headers) as http:
+        async with httpx.AsyncClient(base_url=site.controller.url, headers=headers, timeout=60) as http:
             answer = await http.post("/v1/step", json={"steps": steps})
             ended, error = answer.json()["results"]
             assert ended["status"] == "completed"
@@ -119,7 +119,7 @@ async def test_errors_of_a_server_are_forwarded_unchanged():
             await site.client.open("quick", split="nowhere")
         session = await site.client.open("quick")
         body = {"seq": 5, "message": {"role": "assistant", "content": "x"}}
-        async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}) as http:
+        async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}, timeout=60) as http:
             url = f"{site.controller.url}/v1/sessions/{session.session_id}/step"
             answer = await http.post(url, json=body)
         assert answer.status_code == 409
@@ -138,7 +138,7 @@ async def test_batch_is_split_by_server_and_joined_in_order():
             for s in sessions
         ]
         steps.insert(4, {"session_id": "nobody.there", "seq": 1, "message": message})
-        async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}) as http:
+        async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}, timeout=60) as http:
             site.fleet.registry._started = -1e9  # long after its start, so that it waits for no server
             answer = await http.post(f"{site.controller.url}/v1/step", json={"steps": steps})
         results = answer.json()["results"]
@@ -182,7 +182,6 @@ async def test_sessions_of_a_dead_server_are_lost():
     clock = Clock()
     async with Site(clock=clock) as site:
         dead, alive = await site.serve(Slow), await site.serve(Slow)
-        Slow.prepare()
         sessions = [await site.client.open("slow") for _ in range(2)]
         held = next(s for s in sessions if s.session_id.startswith(dead.pool.server_id))
         other = next(s for s in sessions if s is not held)
@@ -220,7 +219,6 @@ async def test_lost_server_that_reconnects_ends_its_sessions_and_takes_a_new_id(
 async def test_broken_link_loses_no_session_and_no_step():
     async with Site() as site:
         server = await site.serve(Slow)
-        Slow.prepare()
         session = await site.client.open("slow")
         under_way = asyncio.create_task(session.step(ToolCall.of("wait")))
         await until(Slow.started.is_set)
@@ -272,7 +270,7 @@ async def test_repeated_opening_returns_the_same_session():
     async with Site() as site:
         servers = [await site.serve(Quick) for _ in range(3)]
         body = {"task": "quick", "request_id": "once"}
-        async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}) as http:
+        async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}, timeout=60) as http:
             asking = [http.post(f"{site.controller.url}/v1/sessions", json=body) for _ in range(5)]
             answers = await asyncio.gather(*asking)
             later = await http.post(f"{site.controller.url}/v1/sessions", json=body)
@@ -290,7 +288,6 @@ class Sleepy(Slow):
 
 async def test_opening_of_a_disconnected_caller_leaves_no_session():
     async with Site() as site:
-        Slow.prepare()
         server = await site.serve(Sleepy)
         opening = asyncio.create_task(site.fleet.open(OpenRequest(task="sleepy")))
         await until(Slow.started.is_set)
@@ -322,7 +319,7 @@ async def test_operator_reads_fleet_sessions_and_transcript():
         sessions = [await site.client.open("quick", index=n) for n in range(4)]
         await sessions[0].step(ToolCall.of("note", text="seen"))
         async with httpx.AsyncClient(
-            headers={"authorization": "Bearer secret"}, base_url=site.controller.url
+            headers={"authorization": "Bearer secret"}, base_url=site.controller.url, timeout=60
         ) as http:
             fleet = (await http.get("/v1/fleet")).json()
             listed = (await http.get("/v1/sessions", params={"limit": 3})).json()
@@ -355,7 +352,7 @@ async def test_link_without_a_hello_is_closed(frame):
         address = site.controller.url.replace("http", "ws") + "/v1/link"
         async with connect(address, additional_headers={"authorization": "Bearer secret"}) as line:
             await line.send(frame)
-            await asyncio.wait_for(line.wait_closed(), 5)
+            await asyncio.wait_for(line.wait_closed(), 60)
             assert line.close_code == 1008
         assert site.fleet.servers == {}
 
@@ -368,7 +365,7 @@ async def test_link_with_a_malformed_frame_is_closed():
             await line.send(json.dumps({"hello": {"server_id": "odd", "tasks": [], "capacity": 1}}))
             assert "welcome" in json.loads(await line.recv())
             await line.send('{"id":1}')
-            await asyncio.wait_for(line.wait_closed(), 5)
+            await asyncio.wait_for(line.wait_closed(), 60)
         assert (await site.client.open("quick")).turn == 0
 
 

@@ -360,7 +360,7 @@ async def test_adopted_session_is_counted_on_its_new_server():
         assert (len(member.sessions), member.opening, member.load) == (1, 0, 1.0)
         assert other.metrics.opened["walk"] == 1
         async with httpx.AsyncClient(
-            headers={"authorization": "Bearer secret"}, base_url=fleet.controller.url
+            headers={"authorization": "Bearer secret"}, base_url=fleet.controller.url, timeout=60
         ) as http:
             (row,) = (await http.get("/v1/sessions")).json()["sessions"]
         assert (row["session_id"], row["server"]) == (session.session_id, other.pool.server_id)
@@ -809,7 +809,7 @@ class Pair:
             await self.servers[-1].start()
         self.fleets = [controller.fleet for controller in self.controllers]
         await until(lambda: all(len(fleet.servers) == self._number for fleet in self.fleets))
-        self.clients = [EnvClient.connect(url, token="secret", timeout=20) for url in urls]
+        self.clients = [EnvClient.connect(url, token="secret", timeout=60) for url in urls]
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -939,7 +939,7 @@ async def test_sessions_survive_a_killed_process():
         servers = [stack.enter_context(process(*options)) for _ in range(2)]
         for server in servers:
             assert server.stdout.readline().startswith("serving walk")
-        async with EnvClient.connect(url, token="t", timeout=30) as client:
+        async with EnvClient.connect(url, token="t", timeout=60) as client:
             sessions = [await client.open("walk", seed=n) for n in range(4)]
             firsts = [plain(await session.step(WALK)) for session in sessions]
             assert len({session.session_id.partition(".")[0] for session in sessions}) == 2

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,7 +25,7 @@ from tests.env.tasks import Clock, Guess, Quick, until
 async def scrape(url, token=None):
     """Return every sample by its name and labels, in order of their names."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
-    async with httpx.AsyncClient(trust_env=False, headers=headers) as http:
+    async with httpx.AsyncClient(trust_env=False, headers=headers, timeout=60) as http:
         answer = await http.get(f"{url}/metrics")
     answer.raise_for_status()
     return {
@@ -42,12 +43,13 @@ async def play(session, *, reward=1.0):
 
 async def scraped_until(url, token, *conditions):
     """Scrape until the last heartbeats have arrived."""
-    for _ in range(400):
+    end = time.monotonic() + 60
+    while True:
         found = await scrape(url, token)
         if all(found.get(key) == value for key, value in conditions):
             return found
+        assert time.monotonic() < end, {key: found.get(key) for key, _ in conditions}
         await asyncio.sleep(0.05)
-    raise AssertionError({key: found.get(key) for key, _ in conditions})
 
 
 async def whole(url, token, episodes):

@@ -95,7 +95,7 @@ async def test_member_that_never_answers_leaves_the_list_of_sessions_to_others()
     async with Site(lost_after_s=60.0) as site:
         await site.serve(Quick)
         session = await site.client.open("quick")
-        async with member(site, lambda call: None), httpx.AsyncClient() as http:
+        async with member(site, lambda call: None), httpx.AsyncClient(timeout=60) as http:
             url = f"{site.controller.url}/v1/sessions"
             answer = await http.get(url, headers={"authorization": "Bearer secret"}, timeout=30)
             assert [row["session_id"] for row in answer.json()["sessions"]] == [session.session_id]
@@ -106,10 +106,10 @@ async def test_slow_calls_of_a_member_that_answers_are_waited_for():
     def answer(call):
         return result(call, "{}") if call["call"] == "fleet" else None
 
-    async with Site(lost_after_s=0.5) as site, member(site, answer) as calls:
+    async with Site(lost_after_s=1.0) as site, member(site, answer) as calls:
         opening = asyncio.create_task(site.client.open("quick"))
         await until(lambda: "fleet" in calls)
-        await asyncio.sleep(2.0)  # more than twice lost_after_s
+        await asyncio.sleep(3.0)  # more than twice lost_after_s
         assert members(site) == {"evil"}
         assert not opening.done()
         opening.cancel()
@@ -205,7 +205,7 @@ async def test_error_of_a_member_with_odd_details_is_answered_with_its_own_statu
     error = '{"type":"server_full","message":"x","retry_after":"soon","self":1}'
 
     async with Site() as site, member(site, lambda call: f'{{"id":{call["id"]},"error":{error}}}'):
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             url = f"{site.controller.url}/v1/sessions/evil.1"
             answer = await http.get(url, headers={"authorization": "Bearer secret"})
         assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_full")

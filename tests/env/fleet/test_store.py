@@ -272,7 +272,7 @@ class Pair:
         self.server = EnvServer([Quick], host=NOWHERE, controllers=urls, token="secret", drain_s=0)
         await self.server.start()
         await until(lambda: all(c.fleet.servers for c in self.controllers))
-        self.clients = [EnvClient.connect(c.url, token="secret", timeout=20) for c in self.controllers]
+        self.clients = [EnvClient.connect(c.url, token="secret", timeout=60) for c in self.controllers]
         return self
 
     async def __aexit__(self, *exc: object) -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -14,6 +13,7 @@ from agentrl_env import EnvClient, Environment, ToolCall, tool
 from agentrl_env.errors import SessionLost
 from agentrl_env.fleet.serve import WorkerServer
 from agentrl_env.launch.process import ServerProcess
+from tests.processes import until_dead
 
 TARGET = f"{__file__}:Process"
 
@@ -81,21 +81,6 @@ def serving(*options: str, target: str = TARGET):
         process.stderr.close()
 
 
-def until_dead(pids, seconds=20.0):
-    end = time.monotonic() + seconds
-    while any(os.path.exists(f"/proc/{pid}") and "Z" not in state(pid) for pid in pids):
-        assert time.monotonic() < end, f"one of {pids} still runs"
-        time.sleep(0.02)
-
-
-def state(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return "Z"
-
-
 async def ask(session):
     return int((await session.step(ToolCall.of("ask"))).messages[0].content)
 
@@ -108,7 +93,7 @@ async def ask_until_error(session):
 
 async def workers_of(client):
     """Open a session on every worker; return them by pid."""
-    sessions = [await client.open("process", wait=20) for _ in range(4)]
+    sessions = [await client.open("process", wait=60) for _ in range(4)]
     found = {await ask(session): session for session in sessions}
     assert len(found) == 2
     return found
@@ -116,28 +101,28 @@ async def workers_of(client):
 
 async def test_sessions_stay_with_their_worker_and_are_lost_with_it():
     with serving("--workers", "2", "--drain", "0") as (process, url):
-        async with EnvClient.connect(url, timeout=30) as client:
+        async with EnvClient.connect(url, timeout=60) as client:
             found = await workers_of(client)
             (dead, held), (alive, other) = found.items()
             os.kill(dead, signal.SIGKILL)
             with pytest.raises(SessionLost):
-                await asyncio.wait_for(ask_until_error(held), 20)
+                await asyncio.wait_for(ask_until_error(held), 60)
             assert await ask(other) == alive
             while True:  # until the replacement serves
-                pid = await ask(await client.open("process", wait=20))
+                pid = await ask(await client.open("process", wait=60))
                 if pid not in (dead, alive):
                     break
                 await asyncio.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        process.wait(30)
-        until_dead([alive, pid])
+        process.wait(60)
+        until_dead(alive, pid)
 
 
 async def test_sessions_of_a_killed_worker_resume_even_if_the_others_are_full():
     options = ["--workers", "2", "--max-sessions", "4", "--drain", "0", "--resume"]
     with serving(*options, target=f"{__file__}:Count") as (process, url):
         async with EnvClient.connect(url, timeout=60) as client:
-            sessions = [await client.open("count", wait=20) for _ in range(4)]
+            sessions = [await client.open("count", wait=60) for _ in range(4)]
             pids = [await ask(session) for session in sessions]
             assert len(set(pids)) == 2
             for session in sessions:
@@ -147,7 +132,7 @@ async def test_sessions_of_a_killed_worker_resume_even_if_the_others_are_full():
             assert [said(second) for second in seconds] == ["2"] * 4
             assert pids[0] not in [await ask(session) for session in sessions]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
 
 
 def said(result):
@@ -159,7 +144,7 @@ async def own_workers():
     server = WorkerServer([TARGET], workers=1, arguments=[], drain_s=0, port=0)
     await server.start()
     try:
-        async with EnvClient.connect(server.announcement.split()[3], timeout=30) as client:
+        async with EnvClient.connect(server.announcement.split()[3], timeout=60) as client:
             yield client
     finally:
         await server.stop()
@@ -179,7 +164,7 @@ async def test_failed_restart_of_a_worker_is_retried(monkeypatch, caplog):
         monkeypatch.setattr(ServerProcess, "start", failing_once)
         os.kill(dead, signal.SIGKILL)
         with pytest.raises(SessionLost):
-            await asyncio.wait_for(ask_until_error(session), 20)
+            await asyncio.wait_for(ask_until_error(session), 60)
         assert await ask(await client.open("process", wait=30)) != dead
     assert "worker 0 does not start: [Errno 11]" in caplog.text
 
@@ -197,28 +182,28 @@ async def test_worker_keeps_serving_if_its_output_cannot_be_written(monkeypatch)
         assert said(await session.step(ToolCall.of("say"))) == "said"
         os.kill(dead, signal.SIGKILL)
         with pytest.raises(SessionLost):
-            await asyncio.wait_for(ask_until_error(session), 20)
+            await asyncio.wait_for(ask_until_error(session), 60)
         assert await ask(await client.open("process", wait=30)) != dead
 
 
 async def test_workers_end_with_a_killed_parent():
     with serving("--workers", "2") as (process, url):
-        async with EnvClient.connect(url, timeout=30) as client:
+        async with EnvClient.connect(url, timeout=60) as client:
             pids = list(await workers_of(client))
         process.kill()
-        until_dead(pids)
+        until_dead(*pids)
 
 
 async def test_stop_drains_and_a_second_signal_ends_the_drain():
     with serving("--workers", "2", "--drain", "60") as (process, url):
-        async with EnvClient.connect(url, timeout=30) as client:
+        async with EnvClient.connect(url, timeout=60) as client:
             found = await workers_of(client)
             process.send_signal(signal.SIGTERM)
             for pid, session in found.items():
                 assert await ask(session) == pid
             process.send_signal(signal.SIGTERM)  # ends the drain
-            assert process.wait(30) == 0
-            until_dead(found)
+            assert process.wait(60) == 0
+            until_dead(*found)
 
 
 def test_workers_and_controller_are_mutually_exclusive():

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from agentrl_env import EnvClient, Environment, ToolCall, tool
 from agentrl_env.fleet.config import ControllerConfig, FleetConfig, TaskConfig
 from agentrl_env.fleet.up import LocalFleet
+from tests.processes import alive, until, until_dead
 
 TASKS = Path(__file__).parents[1] / "tasks.py"
 FILE = f"""
@@ -42,26 +42,11 @@ class Variables(Environment):
         return "seen"
 
 
-def until(condition, what, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end, f"timed out: {what}"
-        time.sleep(0.05)
-    return found
-
-
 def servers(parent):
     """Return the pids of a fleet's servers."""
     listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(parent)], capture_output=True, text=True)
     lines = [line.split(None, 1) for line in listed.stdout.splitlines()]
     return {int(pid) for pid, command in lines if "agentrl_env serve" in command}
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def start(tmp_path, text=FILE):
@@ -208,7 +193,7 @@ def test_killed_fleet_leaves_no_server(tmp_path):
         running = servers(process.pid)
         assert len(running) == 2
         process.kill()
-    until(lambda: not any(map(alive, running)), "the servers have ended")
+    until_dead(*running)
 
 
 def test_fleet_that_cannot_start_prints_one_error_line(tmp_path):

@@ -233,7 +233,7 @@ def test_steps_of_one_call_are_concurrent(make):
         barrier = asyncio.Barrier(100)
 
         async def step(self, session, play, message):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await self.barrier.wait()
             return await play(message)
 

@@ -1,11 +1,9 @@
 import asyncio
 import contextlib
-import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 
 import httpx
 import pytest
@@ -14,6 +12,7 @@ from agentrl_env import EnvClient, Environment, tool
 from agentrl_env.errors import ServeError, TargetError
 from agentrl_env.launch.process import ServerHandle, ServerProcess, ServerThread
 from tests.env.tasks import Quick
+from tests.processes import alive, until_dead
 
 TARGET = f"{__file__}:Wait"
 
@@ -61,22 +60,6 @@ class Complaining(Chatty):
         raise OSError("no database here")
 
 
-def alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    with open(f"/proc/{pid}/stat") as stat:
-        return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-
-
-def until_dead(pid, seconds=20.0):
-    end = time.monotonic() + seconds
-    while alive(pid):
-        assert time.monotonic() < end, f"process {pid} still runs"
-        time.sleep(0.02)
-
-
 async def hello(url, token):
     async with EnvClient.connect(url, token=token) as client:
         return (await client.open("wait")).messages[0].content
@@ -92,7 +75,7 @@ def test_server_listens_on_a_free_port_until_stop():
     assert server.pid is None
     until_dead(pid)
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{url}/health")
+        httpx.get(f"{url}/health", timeout=60)
 
 
 def test_two_servers_get_two_ports():
@@ -138,7 +121,7 @@ def test_failed_startup_hook_raises_its_error():
 
 def test_url_is_found_after_much_output():
     with ServerProcess(f"{__file__}:Chatty") as server:
-        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
         assert f"at {server.url}" in server.output()
         assert "line 39999 " in server.output()
 

@@ -8,21 +8,23 @@ class Shell(Environment):
     """Runs the commands that it is given."""
 
     max_turns = 1000
+    tool_timeout = 120.0
 
     def reset(self, sample, rng):
         self.box = open_sandbox(
-            memory="64m", disk="16m", pids=32, timeout=1.5, files={"mine.txt": f"seed {sample.seed}\n"}
+            memory="64m", disk="16m", pids=32, files={"mine.txt": f"seed {sample.seed}\n"}
         )
         return "Type a command."
 
     @tool
-    def shell(self, command: str):
+    def shell(self, command: str, timeout: float = 60.0):
         """Run a command.
 
         Args:
             command: What to run.
+            timeout: Seconds until it is killed.
         """
-        return self.box.run(command).text
+        return self.box.run(command, timeout=timeout).text
 
     def close(self):
         self.box.close()

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tarfile
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from agentrl_env.sandbox import HOME, cgroups, open_sandbox, seccomp
 from agentrl_env.sandbox.bubblewrap import check_available
 from agentrl_env.sandbox.orphans import PREFIX, is_orphan, resource_name
 from agentrl_env.sandbox.sandbox import Stream, absolute, as_text, tar_archive
+from tests.processes import alive, until, until_dead
 
 try:
     check_available()
@@ -68,20 +68,6 @@ def processes(box):
 def groups():
     """Return the existing cgroups of this process."""
     return {f for base in set(cgroups.find().values()) for f in base.glob(f"{PREFIX}*-{os.getpid()}-*")}
-
-
-def lives(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def until(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @needs_bubblewrap
@@ -714,7 +700,7 @@ class TestUnsafe:
             assert box.run(late).code == 0
             assert box.run("touch go; until [ -s x ]; do sleep 0.02; done; cat x").stdout == "late\n"
             until(lambda: box.run("true").code == 0 and len(box._running) == 1)  # only the first is left
-        until(lambda: not lives(int(started.stdout)))
+        until(lambda: not alive(int(started.stdout)))
 
     def test_commands_run_in_a_temporary_folder(self, box):
         assert box.run("cat a/x; echo $HOME >y").stdout == "1"
@@ -731,7 +717,7 @@ class TestUnsafe:
         assert box.run("sleep 1000 & sleep 1000", timeout=0.2).killed_by == "timeout"
         assert box.run("yes").killed_by == "output"
         pid = int(box.run("sleep 1000 >/dev/null & echo $!").stdout)
-        until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text())
+        until_dead(pid)
 
     @pytest.mark.parametrize("path", ["/etc/passwd", "../x", "link/passwd", "/home/agentx", "a/../../x"])
     def test_read_and_write_are_confined_to_the_folder(self, box, path):

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -14,6 +14,7 @@ from agentrl_env.launch.process import ServerProcess
 from agentrl_env.sandbox import cgroups
 from agentrl_env.sandbox.bubblewrap import check_available
 from agentrl_env.sandbox.orphans import PREFIX
+from tests.processes import until
 
 try:
     check_available()
@@ -56,8 +57,8 @@ async def client(server):
         yield client
 
 
-async def shell(session, command):
-    result = await session.step(Message.assistant(None, ToolCall.of("shell", command=command)))
+async def shell(session, command, **options):
+    result = await session.step(Message.assistant(None, ToolCall.of("shell", command=command, **options)))
     assert result.status is SessionStatus.RUNNING
     return result.messages[0].content
 
@@ -66,33 +67,34 @@ def below(pid):
     """Return the descendants of a process, without a server's watchdog."""
     found = []
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in children.read_text().split():
-            if b"watchdog.py" not in Path(f"/proc/{child}/cmdline").read_bytes():
-                found += [int(child), *below(child)]
+        with suppress(OSError):  # the thread has ended
+            for child in children.read_text().split():
+                if not is_watchdog(child):
+                    found += [int(child), *below(child)]
     return found
+
+
+def is_watchdog(pid):
+    try:
+        return b"watchdog.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return False
 
 
 def groups(pid):
     return [f for base in set(cgroups.find().values()) for f in base.glob(f"{PREFIX}*-{pid}-*")]
 
 
-def until(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("attack", ATTACKS)
 async def test_attack_affects_only_its_own_session(server, client, attack):
     victim, attacker = await client.open("shell", seed=1), await client.open("shell", seed=2)
     assert await shell(victim, "cat mine.txt") == "seed 1"
-    attacking = asyncio.create_task(shell(attacker, ATTACKS[attack]))
+    attacking = asyncio.create_task(shell(attacker, ATTACKS[attack], timeout=1.5))
     while not attacking.done():
         assert await shell(victim, "cat mine.txt") == "seed 1"
     assert await attacking
     assert await shell(attacker, "rm -rf [!m]*; cat mine.txt") == "seed 2"
-    async with httpx.AsyncClient() as plain:
+    async with httpx.AsyncClient(timeout=60) as plain:
         assert (await plain.get(f"{server.url}/health")).json() == {"status": "ok"}
     await victim.close()
     await attacker.close()

@@ -51,14 +51,14 @@ def server_token(options):
 
 async def status(url, session, token):
     """Return status and error message of a request for a session."""
-    async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as http:
         headers = {"authorization": f"Bearer {token}"}
         answer = await http.get(f"/v1/sessions/{session.session_id}", headers=headers)
     return answer.status_code, answer.json().get("error", {}).get("message", "")
 
 
 async def renewed(url, session, token=TOKEN):
-    async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as http:
         headers = {"authorization": f"Bearer {token}"}
         answer = await http.post(f"/v1/sessions/{session.session_id}/token", headers=headers)
     return answer.status_code, answer.json()

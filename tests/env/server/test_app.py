@@ -14,13 +14,6 @@ from agentrl_env.session.pool import SessionPool
 from tests.env.tasks import Clock, Quick, Slow, until
 
 
-@pytest.fixture(autouse=True)
-def slow():
-    Slow.prepare()
-    yield
-    Slow.blocker.set()
-
-
 @pytest.fixture
 async def serving():
     stack = []

@@ -50,27 +50,15 @@ class Hog(Environment):
         return text
 
 
-@pytest.fixture(autouse=True)
-def slow():
-    Slow.prepare()
-    yield
-    Slow.blocker.set()
-    Slow.gate.set()
-
-
 @pytest.fixture
-async def serving():
-    servers = []
+def serving(serving):
+    """Return a function that starts a server with limits."""
 
-    async def start(token=TOKEN, loop_share=1.0, **limits):  # unlimited: other load would use it up
-        tasks, chosen = [Quick, Slow, Hog, Wordy], Limits(loop_share=loop_share, **limits)
-        servers.append(EnvServer(tasks, port=0, drain_s=0.0, token=token, limits=chosen))
-        await servers[-1].start()
-        return servers[-1]
+    def start(token=TOKEN, loop_share=1.0, **limits):  # unlimited: other load would use it up
+        chosen = Limits(loop_share=loop_share, **limits)
+        return serving(Quick, Slow, Hog, Wordy, token=token, limits=chosen)
 
-    yield start
-    for server in servers:
-        await server.stop()
+    return start
 
 
 @asynccontextmanager
@@ -171,14 +159,14 @@ async def test_unfinished_websocket_message_times_out(serving):
 
 
 async def test_websocket_whose_messages_are_finished_has_no_deadline(serving):
-    server = await serving(body_s=0.2)
+    server = await serving(body_s=1.0)
     async with agents(server, 1) as (agent,), socket_of(server, agent) as socket:
         frame = {"call": "step", "session_id": agent[0], "message": NOTE.wire()}
         for seq in range(1, 6):
             text = json.dumps({"id": seq, "seq": seq, **frame})
             await socket.send([text[:10], text[10:]])  # two fragments
             assert json.loads(await socket.recv())["id"] == seq
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(0.3)
 
 
 def begun(size):
@@ -334,7 +322,7 @@ async def test_metrics_tell_what_is_in_use_and_what_was_refused(serving):
         await until(lambda: server.metrics.unfinished == 1)
         second = await Peer.connect(server, step_head(agent, 100_000))
         await answer_of(second)
-        async with httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=60) as http:
             answer = await http.get("/metrics", headers={"authorization": f"Bearer {TOKEN}"})
         for line in (
             'agentrl_budget_refusals_total{limit="max_unfinished"} 1.0',

@@ -541,7 +541,7 @@ async def test_token_dialog_never_exposes_the_token(visit):
         await page.get_by_role("button", name="Forget the token").click()
         await expect(dialog).to_be_visible()
         headers = {"authorization": "Bearer open-sesame"}
-        async with httpx.AsyncClient(headers=headers, trust_env=False) as http:
+        async with httpx.AsyncClient(headers=headers, trust_env=False, timeout=60) as http:
             renewed = await http.post(f"{server.url}/v1/sessions/{session_id}/token")
         await page.get_by_label("Token", exact=True).fill(renewed.json()["agent_token"])
         await page.keyboard.press("Enter")

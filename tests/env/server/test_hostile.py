@@ -39,20 +39,9 @@ class Wordy(Environment):
         return Done("over")
 
 
-@pytest.fixture(autouse=True)
-def slow():
-    Slow.prepare()
-    yield
-    Slow.blocker.set()
-    Slow.gate.set()
-
-
 @pytest.fixture
-async def server():
-    server = EnvServer([Quick, Slow, Wordy], port=0, drain_s=0.0, limits=SHORT_TIMEOUTS)
-    await server.start()
-    yield server
-    await server.stop()
+async def server(serving):
+    return await serving(Quick, Slow, Wordy, limits=SHORT_TIMEOUTS)
 
 
 def place(server):

@@ -10,7 +10,6 @@ from websockets.asyncio.client import connect
 from agentrl_env import EnvClient, Message, ToolCall
 from agentrl_env.errors import InvalidRequest, RateLimited, ServeError
 from agentrl_env.server.limits import MAX_BUCKETS, Limits, Rates
-from agentrl_env.server.serve import EnvServer
 from tests.env.session.test_fork import Walk
 from tests.env.tasks import Clock, Quick
 
@@ -18,22 +17,8 @@ NOTE = Message.assistant(None, ToolCall.of("note", text="x"))
 SMALL = Limits(max_depth=8, max_message_chars=200, max_tool_calls=3, max_batch_steps=4, max_forks=2)
 
 
-@pytest.fixture
-async def serving():
-    servers = []
-
-    async def start(**options):
-        servers.append(EnvServer([Quick, Walk], port=0, drain_s=0.0, **options))
-        await servers[-1].start()
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        await server.stop()
-
-
 def raw(server, **headers):
-    return httpx.AsyncClient(base_url=server.url, headers=headers, trust_env=False)
+    return httpx.AsyncClient(base_url=server.url, headers=headers, trust_env=False, timeout=60)
 
 
 def nested(levels):
@@ -90,7 +75,7 @@ async def test_requests_at_the_limits_are_accepted(serving):
 
 
 async def test_batches_forks_and_samples_over_a_limit_are_rejected(serving):
-    server = await serving(limits=SMALL)
+    server = await serving(Quick, Walk, limits=SMALL)
     async with EnvClient.connect(server.url) as client, raw(server) as http:
         session = await client.open("walk")
         step = {"session_id": session.session_id, "seq": 1, "message": {"role": "assistant", "content": ""}}
@@ -189,9 +174,9 @@ async def test_client_waits_for_retry_after(serving):
 
 async def test_client_raises_rate_limited_if_the_wait_exceeds_its_timeout(serving):
     server = await serving(limits=Limits(rate_per_s=0.01, burst=1))
-    async with EnvClient.connect(server.url, timeout=2.0) as client:
+    async with EnvClient.connect(server.url, timeout=30.0) as client:
         await client.tasks()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             with pytest.raises(RateLimited):
                 await client.tasks()
 

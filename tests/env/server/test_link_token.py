@@ -93,7 +93,7 @@ async def test_link_token_suffices_for_a_server_and_for_failover(fleet):
 @pytest.mark.parametrize(("method", "path", "body"), CALLS)
 async def test_link_token_permits_no_call(fleet, method, path, body):
     session = await fleet.operator.open("quick")
-    async with httpx.AsyncClient(headers=bearer(LINK), trust_env=False) as holder:
+    async with httpx.AsyncClient(headers=bearer(LINK), trust_env=False, timeout=60) as holder:
         path = path.format(session.session_id)
         answer = await holder.request(method, fleet.front.url + path, json=body)
         assert (answer.status_code, answer.json()["error"]["type"]) == (403, "forbidden")

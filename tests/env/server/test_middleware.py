@@ -48,7 +48,7 @@ async def url(request):
 
 def raw(url, token):
     headers = {"authorization": f"Bearer {token}"} if token else {}
-    return httpx.AsyncClient(base_url=url, headers=headers, trust_env=False)
+    return httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=60)
 
 
 def step(session_id, seq=1):
@@ -121,7 +121,7 @@ async def test_agent_token_has_the_same_permissions_over_the_websocket(url):
         async with connect(f"{address}/v1/ws", additional_headers=headers) as socket:
             for number, call in enumerate(calls):
                 await socket.send(json.dumps({"id": number, **call}))
-                answer = json.loads(await asyncio.wait_for(socket.recv(), 5))
+                answer = json.loads(await asyncio.wait_for(socket.recv(), 60))
                 assert answer["id"] == number
                 kind = answer.get("error", {}).get("type")
                 assert kind == (None if number < 3 else "forbidden"), call
@@ -158,7 +158,7 @@ async def test_forged_token_is_rejected(url, change):
     async with EnvClient.connect(url, token=TOKEN) as operator:
         session = await operator.open("quick")
         headers = {"authorization": b"Bearer " + change(session.agent_token).encode("latin-1")}
-        async with httpx.AsyncClient(base_url=url, headers=headers, trust_env=False) as agent:
+        async with httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=60) as agent:
             answer = await agent.get(f"/v1/sessions/{session.session_id}")
         assert (answer.status_code, answer.json()["error"]["type"]) == (401, "unauthorized")
 

@@ -30,6 +30,8 @@ async def client(request):
     else:
         servers.append(EnvServer([Quick], port=0, drain_s=0.0, max_sessions=8))
     await servers[-1].start()
+    if request.param == "fleet":
+        servers[0].fleet.registry._started = -1e9  # it does not wait for servers any more
     url = servers[0].url.replace("http", "ws", 1) if request.param == "ws" else servers[0].url
     async with EnvClient.connect(url) as client:
         yield client
@@ -62,7 +64,7 @@ async def test_http_body_with_n_or_sessions_opens_many_with_agent_tokens():
     server = EnvServer([Guess], port=0, drain_s=0.0, token="sesame", limits=Limits(max_batch_opens=3))
     await server.start()
     headers = {"authorization": "Bearer sesame"}
-    async with httpx.AsyncClient(base_url=server.url, headers=headers, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=server.url, headers=headers, trust_env=False, timeout=60) as http:
         for body in ({"task": "guess", "n": 3}, {"sessions": [{"task": "guess"}] * 3}):
             answer = await http.post("/v1/sessions", json=body)
             assert answer.status_code == 201
@@ -77,7 +79,7 @@ async def test_http_body_with_n_or_sessions_opens_many_with_agent_tokens():
 async def test_repeated_idempotency_key_returns_the_same_siblings():
     server = EnvServer([Guess], port=0, drain_s=0.0)
     await server.start()
-    async with httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=60) as http:
         body = {"n": 2, "request_id": "once"}
         first, second = [(await http.post("/v1/sessions", json=body)).json() for _ in range(2)]
     ids = [[info["session_id"] for info in answer["sessions"]] for answer in (first, second)]

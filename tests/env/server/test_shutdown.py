@@ -42,7 +42,7 @@ class WaitsInTool(Environment):
 class WaitsInReset(Environment):
     """``reset`` waits for a file to appear."""
 
-    reset_timeout = 20.0
+    reset_timeout = 60.0
 
     def reset(self, sample, rng):
         self.path = sample.data["path"]
@@ -86,7 +86,7 @@ def is_there(path):
 
 
 def status(url):
-    return httpx.get(f"{url}/health", trust_env=False).json()["status"]
+    return httpx.get(f"{url}/health", trust_env=False, timeout=60).json()["status"]
 
 
 def logged(text):
@@ -112,7 +112,7 @@ async def test_sigterm_lets_running_steps_and_sessions_end(process, tmp_path, sc
         mark(path)
         assert (await step).messages[0].content == "it is there"
         assert (await session.step(ToolCall.of("end"))).terminated
-    _, err = await asyncio.to_thread(process.communicate, timeout=20)
+    _, err = await asyncio.to_thread(process.communicate, timeout=60)
     assert (logged(err), process.returncode) == (["draining", "stopped"], 0)
 
 
@@ -127,8 +127,8 @@ async def test_second_signal_ends_open_sessions(process, tmp_path, scheme):
         await until(lambda: status(process.url) == "draining")
         process.send_signal(signal.SIGINT)
         with pytest.raises(SessionEnded):
-            await asyncio.wait_for(step, 20)
-    _, err = await asyncio.to_thread(process.communicate, timeout=20)
+            await asyncio.wait_for(step, 60)
+    _, err = await asyncio.to_thread(process.communicate, timeout=60)
     assert (logged(err), process.returncode) == (["draining", "stopping at once", "stopped"], 0)
 
 
@@ -143,10 +143,10 @@ async def test_second_signal_rejects_pending_opening_and_closes_its_environment(
         assert not opening.done()
         process.send_signal(signal.SIGINT)
         with pytest.raises(ServerDraining):
-            await asyncio.wait_for(opening, 20)
+            await asyncio.wait_for(opening, 60)
         assert not is_there(f"{path}.closed")
         mark(path)
-    _, err = await asyncio.to_thread(process.communicate, timeout=20)
+    _, err = await asyncio.to_thread(process.communicate, timeout=60)
     assert (logged(err), process.returncode) == (["draining", "stopping at once", "stopped"], 0)
     assert is_there(f"{path}.closed")
 
@@ -164,13 +164,6 @@ class Blocks(Slow):
 
     def restore(self, state):
         self.reset(None, None)
-
-
-@pytest.fixture
-def slow():
-    Slow.prepare()
-    yield Slow
-    Slow.blocker.set()
 
 
 def begin_opening(pool):
@@ -210,7 +203,7 @@ async def test_drain_ends_when_its_last_opening_fails(slow):
     drained = asyncio.create_task(pool.drain(60))
     assert await still_waits(drained)
     opening.cancel()
-    await asyncio.wait_for(drained, 20)
+    await asyncio.wait_for(drained, 60)
     slow.blocker.set()
     await pool.aclose()
 

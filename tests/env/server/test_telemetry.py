@@ -25,7 +25,6 @@ from agentrl_env.errors import UnknownTask
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import ControllerServer
 from agentrl_env.server.limits import Limits
-from agentrl_env.server.serve import EnvServer
 from agentrl_env.server.telemetry.logs import JsonLines, TextLines
 from agentrl_env.server.telemetry.tracing import Tracing
 from agentrl_env.wire import StepRequest
@@ -44,21 +43,6 @@ class Threaded(Environment):
         return str(trace.get_current_span().get_span_context().trace_id)
 
 
-@pytest.fixture
-async def serving():
-    servers = []
-
-    async def start(*environments, **options):
-        server = EnvServer(environments or (Quick, Threaded), drain_s=0.0, **{"port": 0, **options})
-        servers.append(server)
-        await server.start()
-        return server
-
-    yield start
-    for server in servers:
-        await server.stop()
-
-
 def families(text):
     return {family.name: family for family in text_string_to_metric_families(text)}
 
@@ -68,7 +52,7 @@ def values(family):
 
 
 async def scraped(url):
-    async with httpx.AsyncClient(trust_env=False) as http:
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
         answer = await http.get(f"{url}/metrics")
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     return families(answer.text)
@@ -84,7 +68,7 @@ async def test_metrics_are_prometheus_text_with_correct_counts(serving):
         await session.step(ToolCall.of("crash"))
         with pytest.raises(UnknownTask):
             await client.open("nope")
-        async with httpx.AsyncClient(trust_env=False) as http:
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
             for path in ("/made/up", "/v1/sessions/x", "/v1/sessions/y"):
                 await http.get(server.url + path)
     found = await scraped(server.url)
@@ -153,7 +137,9 @@ async def test_log_has_session_events_without_messages(serving, caplog):
     server = await serving(Quick, slow_step_s=0.0)
     backend = HttpBackend(server.url)
     backend_headers = {"x-agentrl-client": "trainer-7"}
-    async with httpx.AsyncClient(base_url=server.url, headers=backend_headers, trust_env=False) as http:
+    async with httpx.AsyncClient(
+        base_url=server.url, headers=backend_headers, trust_env=False, timeout=60
+    ) as http:
         info = (await http.post("/v1/sessions", json={"task": "quick"})).json()
     step = StepRequest(
         session_id=info["session_id"], seq=1, message=Message.assistant(None, ToolCall.of("crash"))
@@ -208,12 +194,12 @@ def test_process_logs_json_lines():
     )
     try:
         url = re.search(r"http://\S+", process.stdout.readline())[0]
-        session = httpx.post(f"{url}/v1/sessions", json={"task": "quick"}, trust_env=False).json()
+        session = httpx.post(f"{url}/v1/sessions", json={"task": "quick"}, trust_env=False, timeout=60).json()
         call = Message.assistant(None, ToolCall.of("crash")).wire()
         address = f"{url}/v1/sessions/{session['session_id']}/step"
-        httpx.post(address, json={"seq": 1, "message": call}, trust_env=False)
+        httpx.post(address, json={"seq": 1, "message": call}, trust_env=False, timeout=60)
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()
@@ -249,7 +235,7 @@ async def test_calls_and_tools_are_spans_of_the_callers_trace(serving, spans):
     exporter, tracing = spans
     server = await serving(Quick, Threaded, tracing=tracing)
     headers = {"traceparent": PARENT, "x-agentrl-client": "me"}
-    async with httpx.AsyncClient(base_url=server.url, headers=headers, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=server.url, headers=headers, trust_env=False, timeout=60) as http:
         for task, name in (("quick", "gain"), ("threaded", "renamed")):
             info = (await http.post("/v1/sessions", json={"task": task})).json()
             address = f"/v1/sessions/{info['session_id']}"
@@ -314,7 +300,7 @@ async def test_trace_continues_from_controller_to_server(serving, spans):
     try:
         await serving(Quick, tracing=tracing, host="none", controllers=[front.url])
         async with httpx.AsyncClient(
-            base_url=front.url, headers={"traceparent": PARENT}, trust_env=False
+            base_url=front.url, headers={"traceparent": PARENT}, trust_env=False, timeout=60
         ) as http:
             info = (await http.post("/v1/sessions", json={"task": "quick"})).json()
             call = Message.assistant(None, ToolCall.of("gain")).wire()

@@ -18,8 +18,9 @@ from agentrl_env.errors import AgentRLError, SessionLost
 from agentrl_env.fleet.config import ControllerConfig, FleetConfig, TaskConfig
 from agentrl_env.fleet.up import LocalFleet
 from agentrl_env.server.watchdog import Watchdog
-from tests.env.fleet.test_supervisor import ask, until_dead
+from tests.env.fleet.test_supervisor import ask
 from tests.env.tasks import until
+from tests.processes import until_dead
 
 
 class Sticks(Environment):
@@ -110,7 +111,7 @@ async def test_stuck_worker_is_killed_and_replaced_and_its_neighbours_stay(call)
             (stuck, lost), (alive, kept) = (await by_worker(client, 2)).items()
             with pytest.raises(SessionLost):
                 await lost.step(call)
-            until_dead([stuck])
+            until_dead(stuck)
             assert await ask(kept) == alive
             assert stuck not in await by_worker(client, 2)
         process.send_signal(signal.SIGTERM)
@@ -193,7 +194,7 @@ async def test_stuck_worker_ends_with_a_killed_parent(call, stuck_after):
             step = asyncio.create_task(session.step(call))
             await asyncio.sleep(0.2)
             process.kill()
-            until_dead([stuck, other], 60)
+            until_dead(stuck, other)
             step.cancel()
             with contextlib.suppress(asyncio.CancelledError, AgentRLError):
                 await step
@@ -247,7 +248,7 @@ async def test_stopped_process_counts_as_stuck():
             os.kill(stopped, signal.SIGSTOP)
             with pytest.raises(SessionLost):
                 await session.step(ToolCall.of("ask"))
-            until_dead([stopped])
+            until_dead(stopped)
             assert stopped not in await by_worker(client, 2)
 
 

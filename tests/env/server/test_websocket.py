@@ -15,34 +15,11 @@ from agentrl_env import EnvClient, Message, ToolCall
 from agentrl_env.server import websocket as socket_module
 from agentrl_env.server.api import Api
 from agentrl_env.server.limits import Limits
-from agentrl_env.server.serve import EnvServer
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.server.websocket import CallSocket
 from agentrl_env.session.pool import SessionPool
 from tests.env.session.test_fork import Walk
 from tests.env.tasks import Quick, Slow, until
-
-
-@pytest.fixture(autouse=True)
-def slow():
-    Slow.prepare()
-    yield
-    Slow.blocker.set()
-    Slow.gate.set()
-
-
-@pytest.fixture
-async def serving():
-    servers = []
-
-    async def start(*environments, **options):
-        servers.append(EnvServer(environments or (Quick,), port=0, drain_s=0.0, **options))
-        await servers[-1].start()
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        await server.stop()
 
 
 class Caller:
@@ -57,7 +34,7 @@ class Caller:
         return self.number
 
     async def hear(self):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return json.loads(await self.websocket.recv())
 
     async def ask(self, call, **fields):
@@ -238,7 +215,7 @@ async def test_server_stops_with_open_sockets(serving, calling):
     session_id = await caller.open("slow")
     await caller.send("step", session_id=session_id, seq=1, message=says("wait"))
     await until(Slow.started.is_set)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await server.stop()
 
 
@@ -358,7 +335,7 @@ async def test_disconnect_during_an_answer_ends_the_socket():
 
     pool = SessionPool([Quick])
     websocket = Gone(call(1, "tasks"), call(2, "info", session_id="x"))
-    await asyncio.wait_for(CallSocket(Api(pool, Metrics(), Limits()), websocket, 10**6).serve(), 5)
+    await asyncio.wait_for(CallSocket(Api(pool, Metrics(), Limits()), websocket, 10**6).serve(), 60)
     await pool.aclose()
 
 

@@ -13,7 +13,7 @@ from agentrl_env.wire import OpenRequest, StepRequest
 from tests.env.tasks import Quick, play_many, until
 
 
-async def called(threads, function, seconds=5.0):
+async def called(threads, function, seconds=60.0):
     value, error = await threads.submit(function, seconds).answer
     if error is not None:
         raise error
@@ -22,7 +22,7 @@ async def called(threads, function, seconds=5.0):
 
 async def test_jobs_that_wait_for_each_other_run_on_separate_threads():
     threads, barrier = ThreadPool(32), threading.Barrier(32)
-    await asyncio.gather(*(called(threads, lambda: barrier.wait(10), 10.0) for _ in range(32)))
+    await asyncio.gather(*(called(threads, lambda: barrier.wait(60), 60.0) for _ in range(32)))
     threads.stop()
 
 
@@ -52,12 +52,12 @@ async def test_sequential_jobs_of_several_callers_all_run():
 
 async def test_job_cancelled_before_its_start_never_runs():
     threads, blocker, ran = ThreadPool(1), threading.Event(), []
-    first = threads.submit(lambda: blocker.wait(10), 10.0)
-    job = threads.submit(lambda: ran.append(1), 10.0)
+    first = threads.submit(lambda: blocker.wait(60), 60.0)
+    job = threads.submit(lambda: ran.append(1), 60.0)
     job.answer.cancel()
     blocker.set()
     await first.answer
-    await job.ended(5)
+    await job.ended(60)
     assert (ran, job.ran) == ([], True)
     threads.stop()
 
@@ -71,7 +71,7 @@ class Meets(Quick):
     @tool
     def meet(self):
         """Wait for the others."""
-        return str(self.barrier.wait(10) >= 0)
+        return str(self.barrier.wait(60) >= 0)
 
 
 async def test_blocking_tools_of_a_batch_run_concurrently():
@@ -88,14 +88,14 @@ async def test_cancelled_caller_does_not_delay_other_results(caplog):
     threads, last = ThreadPool(1), threading.Event()
 
     def call(function):
-        return asyncio.create_task(Executor(blocking=True, threads=threads).run(function, 30.0))
+        return asyncio.create_task(Executor(blocking=True, threads=threads).run(function, 60.0))
 
     calls = [call(lambda n=n: n) for n in range(6)]
     calls.append(call(last.set))
     await asyncio.sleep(0)
-    last.wait(10)
+    last.wait(60)
     calls[2].cancel()
-    answers = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30)
+    answers = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 60)
     assert [answer for answer in answers if not isinstance(answer, BaseException)] == [0, 1, 3, 4, 5, None]
     assert isinstance(answers[2], asyncio.CancelledError)
     assert "Exception in callback" not in caplog.text
@@ -110,7 +110,7 @@ def test_pool_serves_several_event_loops_concurrently():
 
         async def one(number):
             pause = rng.choice((0.0, 0.0, 0.0, 0.0005, 0.003))
-            assert await called(threads, lambda: time.sleep(pause) or number, 30.0) == number
+            assert await called(threads, lambda: time.sleep(pause) or number, 60.0) == number
 
         for _ in range(10):
             await asyncio.gather(*(one(number) for number in range(rng.choice((1, 7, 40)))))
@@ -135,7 +135,7 @@ async def test_stopped_threads_end_and_later_jobs_still_run():
     )
     threads.stop()
     for thread in names:
-        thread.join(10)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in names)
     assert await called(threads, lambda: 3) == 3
 
@@ -277,20 +277,20 @@ async def test_threads_are_reused_and_bounded():
     threads = ThreadPool(2)
     executor = Executor(blocking=True, threads=threads)
     barrier = threading.Barrier(2)
-    await asyncio.gather(*(executor.run(barrier.wait, 5) for _ in range(4)))
+    await asyncio.gather(*(executor.run(barrier.wait, 60) for _ in range(4)))
     threads.stop()
 
 
 async def test_waiting_for_a_thread_times_out():
     threads, release = ThreadPool(1), threading.Event()
     executor = Executor(blocking=True, threads=threads)
-    holding = asyncio.create_task(executor.run(lambda: release.wait(5), 5))
+    holding = asyncio.create_task(executor.run(lambda: release.wait(60), 60))
     await asyncio.sleep(0)
     with pytest.raises(AuthorTimeout, match="no thread came free"):
         await Executor(blocking=True, threads=threads).run(int, 0.01)
     release.set()
     await holding
-    assert await executor.run(int, 5) == 0
+    assert await executor.run(int, 60) == 0
     threads.stop()
 
 
@@ -298,9 +298,9 @@ async def test_settle_waits_for_a_call_past_its_deadline():
     threads, release, over = ThreadPool(1), threading.Event(), []
     executor = Executor(blocking=True, threads=threads)
     with pytest.raises(AuthorTimeout, match="still running"):
-        await executor.run(lambda: over.append(release.wait(5)), 0.01)
+        await executor.run(lambda: over.append(release.wait(60)), 0.01)
     release.set()
-    await executor.settle(5)
+    await executor.settle(60)
     assert over == [True]
     threads.stop()
 
@@ -357,7 +357,7 @@ async def test_coroutine_that_ignores_cancellation_times_out():
     with pytest.raises(AuthorTimeout):
         await executor.run(stubborn, 0.01)
     release.set()
-    await executor.settle(5)
+    await executor.settle(60)
 
 
 def test_hanging_thread_does_not_keep_the_event_loop_open():
@@ -366,7 +366,7 @@ def test_hanging_thread_does_not_keep_the_event_loop_open():
 
     async def run():
         with pytest.raises(AuthorTimeout):
-            await Executor(blocking=True, threads=threads).run(lambda: release.wait(5), 0.01)
+            await Executor(blocking=True, threads=threads).run(lambda: release.wait(60), 0.01)
 
     asyncio.run(run())
     release.set()

@@ -81,7 +81,7 @@ class SlowWalk(Walk):
     @tool
     def block(self):
         """Wait on a thread."""
-        self.blocker.wait(5)
+        self.blocker.wait(60)
         return "done"
 
     def close(self):
@@ -413,7 +413,7 @@ async def test_failing_snapshot_or_restore_affects_neither_original_nor_capacity
 
 def checked(environment, **options):
     (report,) = run_checks(
-        lambda: EnvClient.local(environment, **options), deadline=20.0, checks=(fork_check,)
+        lambda: EnvClient.local(environment, **options), deadline=120.0, checks=(fork_check,)
     )
     return report["fork"]
 

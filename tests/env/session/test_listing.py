@@ -165,7 +165,7 @@ async def server():
 async def test_listing_requires_the_operator_token(server):
     session_id = await opened_at(server)
     paths = ["/v1/fleet", "/v1/sessions", f"/v1/sessions/{session_id}/transcript"]
-    async with httpx.AsyncClient(base_url=server.url) as http:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
         renewed = await http.post(f"/v1/sessions/{session_id}/token", headers=bearer("secret"))
         for path in paths:
             assert (await http.get(path)).status_code == 401
@@ -180,20 +180,20 @@ async def test_listing_requires_the_operator_token(server):
 )
 async def test_invalid_query_is_rejected(server, path):
     path = path.replace("TRANSCRIPT", f"/v1/sessions/{await opened_at(server)}/transcript")
-    async with httpx.AsyncClient(base_url=server.url, headers=bearer("secret")) as http:
+    async with httpx.AsyncClient(base_url=server.url, headers=bearer("secret"), timeout=60) as http:
         answer = await http.get(path)
     assert (answer.status_code, answer.json()["error"]["type"]) == (422, "invalid_request")
 
 
 async def test_transcript_of_an_unknown_session_is_not_found(server):
-    async with httpx.AsyncClient(base_url=server.url, headers=bearer("secret")) as http:
+    async with httpx.AsyncClient(base_url=server.url, headers=bearer("secret"), timeout=60) as http:
         answer = await http.get("/v1/sessions/nobody/transcript")
     assert (answer.status_code, answer.json()["error"]["type"]) == (404, "unknown_session")
 
 
 async def test_fleet_of_a_single_server_contains_the_server(server):
     await opened_at(server)
-    async with httpx.AsyncClient(base_url=server.url, headers=bearer("secret")) as http:
+    async with httpx.AsyncClient(base_url=server.url, headers=bearer("secret"), timeout=60) as http:
         fleet = FleetInfo.model_validate_json((await http.get("/v1/fleet")).content)
     (own,) = fleet.servers
     assert (fleet.kind, own.server_id, own.tasks) == ("server", server.pool.server_id, ("talk",))
@@ -212,7 +212,7 @@ async def test_websocket_accepts_the_same_calls(server):
 
 
 async def test_dashboard_files_need_no_token_and_have_a_strict_content_security_policy(server):
-    async with httpx.AsyncClient(base_url=server.url) as http:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
         for path in FILES:
             answer = await http.get(path)
             assert answer.status_code == 200

@@ -103,7 +103,7 @@ def test_share_of_a_loop_that_has_ended_does_not_block_the_next_one():
 
     async def call():
         if share.taken:
-            await asyncio.wait_for(share.turn(), 10)
+            await asyncio.wait_for(share.turn(), 60)
 
     asyncio.run(charge())
     asyncio.run(call())
@@ -175,7 +175,10 @@ async def hang(client, number):
 async def test_hanging_calls_on_64_threads_leave_other_sessions_served(hangs):
     server = EnvServer([Hangs], port=0, drain_s=0, max_sessions=80, threads=8)
     await server.start()
-    async with EnvClient.connect(server.url) as client, httpx.AsyncClient(base_url=server.url) as http:
+    async with (
+        EnvClient.connect(server.url) as client,
+        httpx.AsyncClient(base_url=server.url, timeout=60) as http,
+    ):
         other = await client.open("hangs")
         for _ in range(8):
             results = await hang(client, 8)
@@ -192,7 +195,10 @@ async def test_server_whose_threads_all_hang_refuses_sessions_at_once_and_says_s
     monkeypatch.setattr(executor_module, "REPLACEMENT_FACTOR", 2)
     server = EnvServer([Hangs], port=0, drain_s=0, threads=1)
     await server.start()
-    async with EnvClient.connect(server.url) as client, httpx.AsyncClient(base_url=server.url) as http:
+    async with (
+        EnvClient.connect(server.url) as client,
+        httpx.AsyncClient(base_url=server.url, timeout=60) as http,
+    ):
         other = await client.open("hangs")
         for _ in range(2):
             await hang(client, 1)
@@ -279,7 +285,10 @@ async def test_wait_of_a_call_is_bounded(wait_s):
         StepBatch(steps=[], wait_s=wait_s)
     server = EnvServer([Quick], port=0, drain_s=0)
     await server.start()
-    async with httpx.AsyncClient(base_url=server.url) as http, EnvClient.connect(server.url) as client:
+    async with (
+        httpx.AsyncClient(base_url=server.url, timeout=60) as http,
+        EnvClient.connect(server.url) as client,
+    ):
         for path, body in (("/v1/sessions", {"task": "quick"}), ("/v1/step", {"steps": []})):
             answer = await http.post(path, json={**body, "wait_s": wait_s})
             assert (answer.status_code, answer.json()["error"]["type"]) == (422, InvalidRequest.type)

@@ -35,13 +35,6 @@ from tests.env.tasks import (
 )
 
 
-@pytest.fixture(autouse=True)
-def slow():
-    Slow.prepare()
-    yield
-    Slow.blocker.set()
-
-
 @pytest.fixture
 async def pools():
     made = []

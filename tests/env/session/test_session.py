@@ -52,13 +52,6 @@ def says(name, **arguments):
     return Message.assistant(None, ToolCall.of(name, **arguments))
 
 
-@pytest.fixture(autouse=True)
-def slow():
-    Slow.prepare()
-    yield
-    Slow.blocker.set()
-
-
 async def test_start_returns_the_messages_of_reset_and_the_tools():
     session = make(Quick, data={"n": 1})
     info = await session.start()
@@ -177,7 +170,7 @@ class Cancels(Quick):
 
 
 async def test_cancelled_error_raised_on_a_thread_fails_the_session():
-    result = await asyncio.wait_for((await started(Cancels)).step(says("cancel")), 10)
+    result = await asyncio.wait_for((await started(Cancels)).step(says("cancel")), 60)
     assert result.status is SessionStatus.FAILED_ENVIRONMENT
     assert "CancelledError" in result.info["error"]["message"]
 

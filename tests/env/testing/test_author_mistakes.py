@@ -211,6 +211,8 @@ def test_deadline_of_a_blocked_event_loop_names_the_line():
 
 def test_blocking_code_in_a_task_of_its_own_is_found():
     class Background(Guess):
+        max_turns = 2
+
         @tool
         async def guess(self, n: int):
             """Guess the number."""
@@ -233,13 +235,13 @@ def test_code_that_waits_properly_passes_the_check_of_the_event_loop():
         @tool
         async def guess(self, n: int):
             """Guess the number."""
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.15)
             return "higher"
 
         @tool
         def look(self):
             """Look around."""
-            time.sleep(0.3)
+            time.sleep(0.15)
             return "nothing"
 
     report = report_on(Waits, checks=only("random_play", "event_loop"))

@@ -57,7 +57,7 @@ class Guess(Environment):
         self.secret = state
 
 
-def report_on(environment, deadline=20.0, **options):
+def report_on(environment, deadline=120.0, **options):
     (report,) = run_checks(environment.local, deadline=deadline, **options)
     return report
 
@@ -358,7 +358,7 @@ def test_oracle_is_skipped_without_an_expert():
 @pytest.mark.parametrize(("room", "verdict"), [(1, Verdict.SKIP), (3, Verdict.PASS)])
 def test_server_with_few_sessions_is_checked_within_its_capacity(monkeypatch, room, verdict):
     monkeypatch.setattr(context, "WAIT", 0.0)
-    (report,) = run_checks(lambda: EnvClient.local(Guess, max_sessions=room), deadline=20.0)
+    (report,) = run_checks(lambda: EnvClient.local(Guess, max_sessions=room), deadline=120.0)
     assert report.ok, report.text()
     assert report["isolation"].verdict is verdict
 
@@ -445,7 +445,7 @@ def only(*names):
 
 
 def faults_found(**faults):
-    (report,) = run_checks(lambda: Faulty.with_faults(**faults), deadline=20.0)
+    (report,) = run_checks(lambda: Faulty.with_faults(**faults), deadline=120.0)
     return {result.name: result.evidence for result in report.failures}
 
 
@@ -542,7 +542,7 @@ def test_unreachable_server_skips_the_remaining_checks():
             raise ServerUnreachable("no server answers")
         return result
 
-    (report,) = run_checks(lambda: Faulty.with_faults(answer=answer), deadline=20.0)
+    (report,) = run_checks(lambda: Faulty.with_faults(answer=answer), deadline=120.0)
     assert [result.name for result in report.failures] == ["random_play"]
     assert report["fuzz"].verdict is Verdict.SKIP
 

@@ -12,8 +12,8 @@ from transformers import (
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -229,18 +229,18 @@ def test_dropout_of_a_model_is_off(checkpointing):
 
 
 def with_dropout() -> PreTrainedModel:
-    config = OPTConfig(
+    config = PhiConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
-        ffn_dim=64,
-        word_embed_proj_dim=32,
+        intermediate_size=64,
         max_position_embeddings=256,
-        dropout=0.3,
+        resid_pdrop=0.3,
+        embd_pdrop=0.3,
         attention_dropout=0.3,
     )
-    return OPTForCausalLM(config)
+    return PhiForCausalLM(config)
 
 
 @pytest.mark.parametrize("make", [with_dropout, lambda: qwen(attention_dropout=0.3)])

@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.train.runs.processes import finish, steps, write_config
+
 QUICKSTART = Path(__file__).parents[3] / "examples/quickstart/train.toml"
 SETTINGS = {
     "run.name": "learning",
@@ -17,6 +21,20 @@ SETTINGS = {
 }
 
 
+def test_random_policy_learns_within_twenty_steps(tmp_path: Path) -> None:
+    config = write_config(tmp_path, target="vowels.py:Vowels")
+    settings = ["run.steps=20", "engine.max_sessions=32", "engine.max_new_tokens=6", "train.learning_rate=5e-3"]
+    settings += ["rollout.groups_per_step=4", "rollout.group_size=16", "rollout.max_staleness=1"]
+    done = finish(config, *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = steps(tmp_path / "run")
+    reward = [record["tasks"]["vowels"]["reward"] for record in records]
+    assert sum(reward[-3:]) / 3 > sum(reward[:3]) / 3 + 0.1
+    assert max(record["staleness_max"] for record in records) <= 1
+    assert max(record["logprob_drift"] for record in records) < 1e-4
+
+
+@pytest.mark.slow
 def test_starter_policy_improves_within_ten_steps(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "agentrl_train", "run", str(QUICKSTART)]
     for key, value in {**SETTINGS, "run.folder": tmp_path}.items():

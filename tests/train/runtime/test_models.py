@@ -10,6 +10,7 @@ from agentrl_train.learner.lora import add_adapters, is_adapter, save_adapter
 from agentrl_train.runtime import compose, factories
 from agentrl_train.runtime.compose import served_policy
 from agentrl_train.runtime.config import load_config
+from agentrl_train.runtime.environments import Served
 from agentrl_train.runtime.models import copy_of, load_policy
 from agentrl_train.runtime.placement.launcher import Local, make_launcher
 from agentrl_train.types import UNTRACED, SamplingParams
@@ -93,8 +94,9 @@ async def test_engine_in_another_process_evaluates_adapter_without_a_learner(
     monkeypatch.setattr(compose, "make_learner", None)
     context, sampling = [5, 6, 7, 8], SamplingParams(max_new_tokens=8, seed=1)
     with make_launcher(config) as launcher:
-        async with served_policy(config, path=str(adapter), launcher=launcher) as served:
-            completion = await served.engine.generate(context, sampling=sampling, session_key="one")
+        tasks = Served(clients={}, sources=(), held_out={})
+        async with served_policy(config, path=str(adapter), launcher=launcher, served=tasks) as ready:
+            completion = await ready.engine.generate(context, sampling=sampling, session_key="one")
     merged = load_policy(str(adapter))[0].eval()
     ids = torch.tensor([[*context, *completion.token_ids]])
     with torch.no_grad():

@@ -1,0 +1,149 @@
+"""The configuration of a run: its sections, and the constraints between them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from agentrl_train.runtime.config.sections import (
+    SLACK_S,
+    AdvantageSection,
+    CheckpointSection,
+    EngineSection,
+    EnvironmentSection,
+    EvalSection,
+    MetricsSection,
+    ModelSection,
+    PlacementSection,
+    RolloutSection,
+    RunSection,
+    Section,
+    SftSection,
+    TrainSection,
+)
+from agentrl_train.runtime.config.toml import dump_toml
+
+
+class RunConfig(Section):
+    """The configuration of a run."""
+
+    run: RunSection
+    model: ModelSection
+    environments: tuple[EnvironmentSection, ...]
+    placement: PlacementSection = PlacementSection()
+    engine: EngineSection = EngineSection()
+    rollout: RolloutSection = RolloutSection()
+    advantage: AdvantageSection = AdvantageSection()
+    train: TrainSection = TrainSection()
+    sft: SftSection = SftSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    eval: EvalSection = EvalSection()
+    metrics: MetricsSection = MetricsSection()
+
+    @property
+    def run_folder(self) -> Path:
+        """Return the folder of this run, ``<run.folder>/<run.name>``."""
+        return Path(self.run.folder) / self.run.name
+
+    @property
+    def stall_timeout_s(self) -> float:
+        """Return the longest time without a finished group: one episode with all its retries and waits.
+
+        An attempt opens a session, plays until its limit, and ends the turn in progress. A full server has
+        one free once another episode has ended.
+        """
+        rollout, engine = self.rollout, self.engine
+        episode_s = rollout.episode_limit_s(max_context=engine.max_context)
+        turn_s = engine.completion_deadline_s + rollout.environment_timeout_s
+        attempt_s = 2 * rollout.environment_timeout_s + episode_s + turn_s
+        waits_s = episode_s + rollout.environment_wait_timeout_s
+        return (rollout.environment_retries + 1) * attempt_s + waits_s + SLACK_S
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Return the names of the sampling policies."""
+        return ("current", "stale") if self.rollout.stale_fraction > 0 else ("current",)
+
+    @property
+    def evaluation_engine(self) -> EngineSection:
+        """Return the engine section with the sampling of evaluations."""
+        if self.eval.temperature is None:
+            return self.engine
+        whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        return self.engine.model_copy(update={"temperature": self.eval.temperature, **whole})
+
+    @property
+    def engine_gpus(self) -> int:
+        """Return the number of GPUs of the engine, if it runs on GPUs."""
+        vllm = self.engine.vllm
+        return 1 if self.engine.kind == "torch" else sum(self.replicas.values()) * vllm.tensor_parallel
+
+    @property
+    def replicas(self) -> dict[str, int]:
+        """Return the number of engines of each sampling policy."""
+        vllm, stale = self.engine.vllm, self.rollout.stale_fraction
+        share = math.ceil(vllm.replicas * stale / (1.0 - stale)) if stale < 1.0 else vllm.replicas
+        chosen = {"current": vllm.replicas, "stale": vllm.stale_replicas or min(share, vllm.replicas)}
+        return {policy: chosen[policy] for policy in self.policies}
+
+    def problems(self) -> list[str]:
+        """Return violated constraints between sections, one sentence each."""
+        found = self.placement.problems_with(
+            device=self.engine.device,
+            processes=self.train.processes,
+            max_staleness=self.rollout.max_staleness,
+            transfer=self.engine.vllm.transfer,
+        )
+        if not self.environments:
+            found.append("environments is empty: give at least one [[environments]] table")
+        rollout, advantage = self.rollout, self.advantage
+        if rollout.group_size == 1 and advantage.baseline != "none":
+            found.append(
+                f"advantage.baseline = {advantage.baseline!r} compares siblings, but "
+                "rollout.group_size is 1: use a larger group or baseline = 'none'"
+            )
+        if rollout.group_size == 1 and advantage.scale != "none":
+            found.append(
+                "advantage.scale = 'std' needs the spread of siblings, but rollout.group_size "
+                "is 1: use a larger group or scale = 'none'"
+            )
+        if self.engine.temperature == 0.0:
+            found.append(
+                "engine.temperature = 0 makes all siblings of a group equal, which gives no learning signal: "
+                "use a temperature above 0; eval.temperature = 0 evaluates greedily"
+            )
+        if self.model.dtype == "bfloat16" and self.train.lora is None:
+            found.append(
+                "model.dtype = 'bfloat16' rounds small updates of trained parameters away: train adapters "
+                "(train.lora), or set it to 'float32'"
+            )
+        if self.engine.deterministic and rollout.max_staleness > 0:
+            found.append(
+                "engine.deterministic needs a synchronous run: set rollout.max_staleness to 0, not "
+                f"{rollout.max_staleness}"
+            )
+        if self.engine.deterministic and rollout.stale_fraction > 0:
+            found.append(
+                "engine.deterministic excludes the stale policy, whose weights are not in checkpoints: set "
+                "rollout.stale_fraction to 0"
+            )
+        if self.engine.truncates and self.train.importance_cap is None:
+            found.append(
+                "engine.top_p, top_k and min_p sample from another distribution than the trained one: set "
+                "train.importance_cap, which weighs each token by their ratio"
+            )
+        episodes = rollout.groups_per_step * rollout.group_size
+        if self.train.minibatches > episodes:
+            found.append(
+                f"train.minibatches ({self.train.minibatches}) is more than the {episodes} episodes of a step"
+            )
+        if self.train.warmup_steps >= self.run.steps > 1:
+            found.append(
+                f"train.warmup_steps ({self.train.warmup_steps}) must be below run.steps "
+                f"({self.run.steps}) to reach the learning rate"
+            )
+        return found
+
+    def to_toml(self) -> str:
+        """Return the whole configuration as TOML, defaults included."""
+        return dump_toml(self.model_dump(mode="json", exclude_none=True))

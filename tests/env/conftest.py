@@ -1,0 +1,43 @@
+"""Fixtures of the SDK's tests: servers, and tasks whose duration the test controls."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from types import SimpleNamespace
+
+import pytest
+import uvicorn.server
+
+from agentrl_env.server.serve import EnvServer
+from tests.env.tasks import Quick, Slow
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_stops():
+    """Let uvicorn look ten times as often whether it ends: tests stop hundreds of servers."""
+    often = SimpleNamespace(**{**vars(asyncio), "sleep": lambda delay: asyncio.sleep(delay / 10)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvicorn.server, "asyncio", often)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def slow():
+    """Prepare the task ``slow``; what still waits in it afterwards goes on."""
+    Slow.prepare()
+    yield Slow
+    Slow.blocker.set()
+    Slow.gate.set()
+
+
+@pytest.fixture
+async def serving():
+    """Return a function that starts a server, of ``Quick`` if no tasks are given."""
+    async with AsyncExitStack() as stack:
+
+        async def start(*environments, **options):
+            server = EnvServer(environments or (Quick,), **{"port": 0, "drain_s": 0.0, **options})
+            await server.start()
+            stack.push_async_callback(server.stop)
+            return server
+
+        yield start

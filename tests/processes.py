@@ -1,0 +1,30 @@
+"""Waiting for processes that tests have started."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def alive(pid: int) -> bool:
+    """Return whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until(condition: Callable[[], Any], what: str = "a condition holds", seconds: float = 60.0) -> Any:
+    """Return the value of a condition once it is true."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, f"timed out: {what}"
+        time.sleep(0.02)
+    return found
+
+
+def until_dead(*pids: int) -> None:
+    """Wait until processes have ended."""
+    until(lambda: not any(map(alive, pids)), f"the processes {pids} have ended")
