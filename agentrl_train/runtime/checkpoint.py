@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,8 @@ from agentrl_train.types import TrajectoryGroup
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
+EVALUATION = "evaluation.json"
+"""File of the best model that names its step and its success."""
 
 
 class Part(Protocol):
@@ -156,10 +159,49 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     )
 
 
+def keep_best(run_folder: Path, *, step: int, success: float) -> None:
+    """Put the model of the checkpoint of ``step`` into ``best/``, in place of the one before.
+
+    Args:
+        run_folder: folder of the run.
+        step: step of a checkpoint.
+        success: mean success over the tasks in its evaluation.
+
+    Raises:
+        RunFolderError: the disk is full or not writable; the model before is unchanged.
+    """
+    best, temporary = run_folder / "best", run_folder / ".best.tmp"
+    with run_folder_errors(run_folder):
+        shutil.rmtree(temporary, ignore_errors=True)
+        model = run_folder / "checkpoints" / f"step_{step:06d}" / "model"
+        shutil.copytree(model, temporary, copy_function=_link)
+        (temporary / EVALUATION).write_text(json.dumps({"step": step, "success": success}))
+        sync_folder(temporary)
+        shutil.rmtree(best, ignore_errors=True)
+        temporary.rename(best)
+        sync_folder(run_folder)
+
+
+def best_success(run_folder: Path) -> float:
+    """Return the success of the model in ``best/``, -1 without one."""
+    try:
+        return float(json.loads((run_folder / "best" / EVALUATION).read_text())["success"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return -1.0
+
+
 def steps(folder: Path) -> list[int]:
     """Return the steps of the checkpoints in a folder, oldest first."""
     names = [path.name for path in folder.glob("step_*") if path.is_dir()]
     return sorted(int(name[5:]) for name in names if re.fullmatch(r"step_\d+", name))
+
+
+def _link(source: str, target: str) -> None:
+    """Link a file, which is never changed; copy it where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def _write(

@@ -22,7 +22,13 @@ from agentrl_train.errors import EngineError
 from agentrl_train.learner import Learner
 from agentrl_train.runtime.admission import AdmittedGroup
 from agentrl_train.runtime.atomic_io import run_folder_errors
-from agentrl_train.runtime.checkpoint import Checkpoint, InModelFolder, save_checkpoint
+from agentrl_train.runtime.checkpoint import (
+    Checkpoint,
+    InModelFolder,
+    best_success,
+    keep_best,
+    save_checkpoint,
+)
 from agentrl_train.runtime.config import RunConfig
 from agentrl_train.runtime.evaluation import Evaluation
 from agentrl_train.runtime.loop import Loop, Step
@@ -131,6 +137,8 @@ class Run:
         self._evaluate_held_out = evaluate
         self._tolerance = tolerance
         self._fresh = checkpoint is None
+        self._saved_step = checkpoint.step if checkpoint else -1
+        self._best = best_success(self._folder) if checkpoint else -1.0
         self._signal: int | None = None
         self._interrupted = asyncio.Event()
         self._writing: asyncio.Task[None] | None = None
@@ -179,7 +187,8 @@ class Run:
         if self._fresh:
             if not await self._evaluate("before"):
                 return Outcome(folder=self._folder, step=0, summary=None, signal=self._signal)
-            await self._checkpoint(step=0)
+            if self._saved_step != 0:
+                await self._checkpoint(step=0)
         else:
             await self._repeat_evaluation(self._loop.window.steps)
         self._throughput.begin()
@@ -269,6 +278,7 @@ class Run:
         training waits.
         """
         await self._wait_for_checkpoint()
+        self._saved_step = step
         copy, doing = self._policy.learner.snapshot, f"copying the parameters of step {step}"
         snapshot = await in_thread(copy, within_s=self._config.checkpoint.write_timeout_s, doing=doing)
         window, untrained = await self._loop.cut_journal(step)
@@ -319,12 +329,27 @@ class Run:
                 interruption.cancel()
                 evaluation.cancel()
                 await asyncio.gather(evaluation, interruption, return_exceptions=True)
+        # Before the record: a run that is killed here evaluates again.
+        await self._keep_best(sum(result.success for result in results.values()) / len(results))
         self._log.log_evaluation(
             name,
             policy_version=self._loop.policy_version,
             results={task: result.trajectories for task, result in results.items()},
         )
         return True
+
+    async def _keep_best(self, success: float) -> None:
+        """Keep the model of this step, with a checkpoint if there is none, where its success is the best."""
+        if not self._config.checkpoint.best or success <= self._best:
+            return
+        self._best, step = success, self._loop.window.steps
+        if self._saved_step != step:
+            await self._checkpoint(step=step)
+        await self._wait_for_checkpoint()
+        keep = partial(keep_best, self._folder, step=step, success=success)
+        await in_thread(
+            keep, within_s=self._config.checkpoint.write_timeout_s, doing="keeping the best model"
+        )
 
     async def _probe(self, version: int) -> None:
         """Compare one short completion of the engine with the trainer before the first episode."""

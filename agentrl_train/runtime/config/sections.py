@@ -447,6 +447,8 @@ class CheckpointSection(Section):
     """Steps between checkpoints."""
     keep: Count = 2
     """Number of checkpoints to keep."""
+    best: bool = True
+    """Keep the model with the best evaluation so far in ``best/`` of the run folder."""
     write_timeout_s: Positive = 1800.0
     """Deadline for writing one checkpoint."""
 

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from agentrl_train.runtime.journal import decode_group, read_records
 from tests.train.runs.processes import begin, finish, kill, steps, until_step, write_config
@@ -70,5 +71,20 @@ def test_resumed_run_repeats_the_evaluation_in_which_it_was_killed(tmp_path: Pat
     evaluations.write_text(before)
     done = finish(config, *options, resume=True)
     assert done.returncode == 0, done.stderr
-    names = [json.loads(line)["name"] for line in evaluations.read_text().splitlines()]
-    assert names == ["before", "step 2", "after"]
+    lines = [json.loads(line) for line in evaluations.read_text().splitlines()]
+    assert [line["name"] for line in lines] == ["before", "step 2", "after"]
+    best = json.loads((run / "best" / "evaluation.json").read_text())
+    assert best["success"] == max(line["success"] for line in lines)
+    assert best["step"] == next(line["policy_version"] for line in lines if line["success"] == best["success"])
+
+
+def test_model_with_the_best_evaluation_is_kept_where_training_spoils_the_policy(tmp_path: Path) -> None:
+    config, run = write_config(tmp_path), tmp_path / "run"
+    options = ("run.steps=3", "checkpoint.every=100", "checkpoint.keep=1", "eval.every=1", "eval.samples=8")
+    done = finish(config, *options, "train.learning_rate=10.0", "environments.0.eval_split=train")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    highest = max(lines, key=lambda line: line["success"])  # the first of them
+    best = json.loads((run / "best" / "evaluation.json").read_text())
+    assert best == {"step": highest["policy_version"], "success": highest["success"]}
+    assert AutoModelForCausalLM.from_pretrained(run / "best").num_parameters() > 0

@@ -18,6 +18,8 @@ from agentrl_train.learner import Learner
 from agentrl_train.runtime.atomic_io import is_disk_full, write_file
 from agentrl_train.runtime.checkpoint import (
     InModelFolder,
+    best_success,
+    keep_best,
     load_checkpoint,
     load_latest,
     save_checkpoint,
@@ -392,6 +394,23 @@ def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path):
     assert save(tmp_path, 20, keep=3) == 5
     assert save(tmp_path, 25, keep=3) == 15
     assert steps(tmp_path) == [15, 20, 25]
+
+
+def test_best_model_outlives_its_checkpoint_and_is_replaced_by_a_better_one(tmp_path: Path):
+    checkpoints = tmp_path / "checkpoints"
+    assert best_success(tmp_path) == -1.0
+    save(checkpoints, 1, keep=1)
+    keep_best(tmp_path, step=1, success=0.5)
+    save(checkpoints, 2, keep=1)
+    assert steps(checkpoints) == [2]
+    assert best_success(tmp_path) == 0.5
+    first = {path.name: path.read_bytes() for path in (tmp_path / "best").iterdir()}
+    assert len(first) > 1
+    keep_best(tmp_path, step=2, success=0.75)
+    assert json.loads((tmp_path / "best" / "evaluation.json").read_text()) == {"step": 2, "success": 0.75}
+    assert {path.name for path in (tmp_path / "best").iterdir()} == set(first)
+    (tmp_path / "best" / "evaluation.json").write_text("{")
+    assert best_success(tmp_path) == -1.0
 
 
 def test_missing_file_is_damage(tmp_path: Path):
