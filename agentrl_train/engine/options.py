@@ -19,6 +19,8 @@ class ServingOptions:
     stop_token_ids: Sequence[int]
     max_sessions: int
     max_context: int
+    revision: str | None = None
+    """Revision of a model on the hub."""
     dtype: str = "float32"
     device: str = "cpu"
     kv_gib: float | None = None

@@ -101,6 +101,7 @@ def engine_arguments(options: ServingOptions) -> AsyncEngineArgs:
         chosen["weight_transfer_config"] = WeightTransferConfig(backend=options.transfer)
     return AsyncEngineArgs(
         model=options.model,
+        revision=options.revision,
         dtype=options.dtype,
         max_model_len=options.max_context,
         max_num_seqs=options.max_sessions,

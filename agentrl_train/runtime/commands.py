@@ -164,7 +164,9 @@ def _model_folder(source: Path) -> Path:
 
 async def _sft(config: RunConfig, *, output: Path) -> None:
     torch.set_num_threads(config.run.threads or threads_each(config))
-    model, tokenizer = load_policy(config.model.path, device=config.engine.device)
+    model, tokenizer = load_policy(
+        config.model.path, device=config.engine.device, revision=config.model.revision
+    )
     settings, console = config.sft, Console()
     async with environments(
         config.environments, max_sessions=config.engine.max_sessions, oracle=True

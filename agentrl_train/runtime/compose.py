@@ -120,7 +120,9 @@ async def _loaded(
     """Load a policy, check that its chat format carries the tasks, and start its engine."""
     threads = threads_each(config)
     torch.set_num_threads(threads)
-    model, tokenizer = load_policy(path, device=device, dtype=config.model.dtype)
+    model, tokenizer = load_policy(
+        path, device=device, dtype=config.model.dtype, revision=config.model.revision
+    )
     chat = chat_format(config.model, model=model, tokenizer=tokenizer)
     await check_sessions(chat, served.clients, sources=served.sources)
     engine = make_engine(

@@ -98,6 +98,7 @@ def _engine_pool(
     on_cpu = engine.device == "cpu"
     options = ServingOptions(
         model=adapter_base(Path(path)) or path,
+        revision=config.model.revision,
         stop_token_ids=tuple(stop_token_ids),
         max_sessions=engine.max_sessions,
         max_context=engine.max_context,
@@ -240,7 +241,7 @@ def run_follower(config: RunConfig) -> None:
     die_with_parent()
     torch.set_num_threads(config.run.threads or 1)
     with _process_group(config) as ranks:
-        model, _ = load_policy(config.model.path, dtype=config.model.dtype)
+        model, _ = load_policy(config.model.path, dtype=config.model.dtype, revision=config.model.revision)
         options = learner_options(config, model=model)
         with _as_config_errors():
             learner = Learner(

@@ -33,11 +33,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_policy(
-    path: str, *, device: str = "cpu", dtype: str = "float32"
+    path: str, *, device: str = "cpu", dtype: str = "float32", revision: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the model and the tokenizer in ``path``: a folder or a model name on the hub.
 
-    For a folder with a PEFT adapter, the adapter is merged into its base model.
+    For a folder with a PEFT adapter, the adapter is merged into its base model. ``revision`` is that of a
+    model on the hub.
 
     Raises:
         ConfigError: the model does not exist, or the device is not available.
@@ -47,11 +48,11 @@ def load_policy(
         logger.warning("there is no folder %s: loading the model from the hub", path)
     base = adapter_base(Path(path))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        config = AutoConfig.from_pretrained(base or path)
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+        config = AutoConfig.from_pretrained(base or path, revision=revision)
         known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         kind = AutoModelForCausalLM if known else AutoModelForImageTextToText
-        model = kind.from_pretrained(base or path, dtype=DTYPES[dtype])
+        model = kind.from_pretrained(base or path, dtype=DTYPES[dtype], revision=revision)
         if base is not None:
             merge_adapter(model, Path(path))
     except (OSError, ValueError, RuntimeError) as error:

@@ -347,6 +347,8 @@ class ModelSection(Section):
 
     path: Annotated[str, Field(min_length=1)]
     """A Hugging Face model folder, or the name of a model on the hub (``org/name``)."""
+    revision: str | None = None
+    """Branch, tag or commit of a model on the hub; left out, its default branch."""
     chat_template: str | None = None
     """File with a Jinja chat template; left out, the tokenizer's own."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -27,7 +27,8 @@ class Server:
 
     def __init__(self, options: ServingOptions) -> None:
         """Load the model."""
-        self._model = copy_of(load_policy(options.model, device=options.device)[0], dtype=options.dtype)
+        model, _ = load_policy(options.model, device=options.device, revision=options.revision)
+        self._model = copy_of(model, dtype=options.dtype)
         self._engine = TorchEngine(
             {"current": self._model},
             stop_token_ids=options.stop_token_ids,

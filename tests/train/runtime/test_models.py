@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +47,28 @@ def test_missing_device_is_reported(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="device = 'gpu' is not available"):
         load_policy(str(tmp_path), device="gpu")
+
+
+def test_revision_of_a_model_on_the_hub_is_loaded(tmp_path: Path) -> None:
+    """Two revisions in a cache folder, as the hub's library lays it out."""
+    repository = tmp_path / "hub" / "models--org--name"
+    for revision, seed in (("main", 0), ("older", 1)):
+        snapshot = repository / "snapshots" / f"{seed:040x}"
+        make_model(seed=seed).save_pretrained(snapshot)
+        make_tokenizer().save_pretrained(snapshot)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / revision).write_text(f"{seed:040x}")
+    code = (
+        "from agentrl_train.runtime.models import load_policy\n"
+        "for revision in (None, 'older'):\n"
+        "    model, _ = load_policy('org/name', revision=revision)\n"
+        "    print(model.get_input_embeddings().weight.sum().item())\n"
+    )
+    offline = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    sums = [make_model(seed=seed).get_input_embeddings().weight.sum().item() for seed in (0, 1)]
+    assert [float(line) for line in done.stdout.split()] == pytest.approx(sums, rel=1e-5)
 
 
 def test_frozen_weights_load_in_bfloat16(tmp_path: Path) -> None:
