@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterable
@@ -16,7 +17,9 @@ POLL_S = 0.3
 
 
 def serve_and_reload(server: ServerHandle, targets: Iterable[str]) -> None:
-    """Run a server until Ctrl-C, and restart it when a file changes; one that cannot start waits for that.
+    """Run a server until SIGINT or SIGTERM, and restart it when a file changes.
+
+    A server that cannot start waits for a change.
 
     Args:
         server: prints its own errors, as ``ServerProcess`` with ``forward_output`` does.
@@ -25,6 +28,8 @@ def serve_and_reload(server: ServerHandle, targets: Iterable[str]) -> None:
     Raises TargetError for a target without a folder.
     """
     folders = {_folder(target) for target in targets}
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs ignore the first
+        signal.signal(number, signal.default_int_handler)
     try:
         while True:
             seen = _modified(folders)

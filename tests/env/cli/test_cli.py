@@ -1,5 +1,6 @@
 import io
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -537,7 +538,8 @@ def test_serve_stops_cleanly_on_interrupt():
         assert [line.split(" INFO ")[1].split(" pid=")[0] for line in lines] == ["draining", "stopped"]
 
 
-def test_serve_reloads_a_changed_task(tmp_path):
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_serve_reloads_a_changed_task_until_a_signal(tmp_path, stop):
     folder, helper = tmp_path / "guess", tmp_path / "guess" / "words.py"
     folder.mkdir()
     (folder / "environment.py").write_text(
@@ -566,9 +568,10 @@ def test_serve_reloads_a_changed_task(tmp_path):
             assert "waiting for a file to change" in next(lines)
             helper.write_text("OPENING = 'three'\n")
             assert opening(next(line for line in lines if "serving at" in line)) == "three"
-        finally:
-            child.send_signal(2)
+            child.send_signal(stop)
             assert child.wait(timeout=60) == 0
+        finally:
+            child.kill()
 
 
 def test_reload_and_controller_are_mutually_exclusive(cli):
