@@ -63,9 +63,11 @@ class Watchdog:
         self._process: subprocess.Popen[bytes] | None = None
         self._beats = -1
         self._calls = _new_file()
-        os.truncate(self._calls, CALLS_BYTES)
-        self.calls = mmap.mmap(self._calls, CALLS_BYTES)
-        """Memory for ``RunningCalls``, which the other process reads."""
+        self.calls: mmap.mmap | None = None
+        """Memory for ``RunningCalls``, which the other process reads; None where files must be smaller."""
+        with contextlib.suppress(OSError):
+            os.truncate(self._calls, CALLS_BYTES)
+            self.calls = mmap.mmap(self._calls, CALLS_BYTES)
 
     def start(self, drain_s: float | None = None, *, unreachable: bool = False) -> None:
         """Start the process, if there is anything that it has to watch.

@@ -188,14 +188,18 @@ class StepTrainer:
         fresh = [(count, row) for count, row in fresh if count]
         if not fresh:
             return Drift()
-        chosen = [row for _, row in sorted(fresh, key=lambda pair: -pair[0])]
-        if self._checked_all:
-            chosen = chosen[:1]
+        freshest, *others = [row for _, row in sorted(fresh, key=lambda pair: -pair[0])]
+        if not self._checked_all and others:
+            self._compare([freshest, *others], version=version)
         self._checked_all = True
-        ours = self.learner.logprobs(chosen)
-        found = drift(ours, chosen, version=version, truncated=self._truncated)
+        # Alone, so that the last bits are the same in a run that was resumed.
+        return self._compare([freshest], version=version)
+
+    def _compare(self, rows: Sequence[TokenSequence], *, version: int) -> Drift:
+        ours = self.learner.logprobs(rows)
+        found = drift(ours, rows, version=version, truncated=self._truncated)
         require_agreement(found, tolerance=self._tolerance, version=version)
-        return drift(ours[:1], chosen[:1], version=version, truncated=self._truncated)
+        return found
 
 
 def staleness(

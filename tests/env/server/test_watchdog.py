@@ -137,7 +137,7 @@ async def test_session_that_sticks_kills_one_worker_only_and_its_neighbours_go_o
             asked = asyncio.create_task(ask(neighbour))
             with pytest.raises(SessionLost, match="its step got the session's server stuck"):
                 await under_way
-            until_dead([stuck])
+            until_dead(stuck)
             assert await asked != stuck
             assert await ask(kept) == other
         process.send_signal(signal.SIGTERM)
@@ -207,7 +207,7 @@ async def test_worker_whose_threads_hang_ends_with_a_killed_parent_and_not_after
             steps = [asyncio.create_task(one.step(ToolCall.of("hang"))) for one in workers.values()]
             await asyncio.sleep(0.5)
             process.kill()
-            until_dead(workers, 60)
+            until_dead(*workers)
             for step in steps:
                 step.cancel()
             await asyncio.gather(*steps, return_exceptions=True)

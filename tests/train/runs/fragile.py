@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl_env import Reply
+
 from .babble import Babble
 
 COUNT, BROKEN = 4, 2

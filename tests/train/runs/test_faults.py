@@ -256,9 +256,7 @@ def test_gradient_spike_is_not_applied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("where", "version"), [("logprobs", 0), ("objective", 1)])
-def test_learner_out_of_memory_names_setting(
-    tmp_path: Path, where: str, version: int
-) -> None:
+def test_learner_out_of_memory_names_setting(tmp_path: Path, where: str, version: int) -> None:
     learner = Learner(make_model(), learning_rate=1e-2)
     trainer = make_trainer(tmp_path, learner, Nowhere())
 

@@ -23,7 +23,12 @@ SETTINGS = {
 
 def test_random_policy_learns_within_twenty_steps(tmp_path: Path) -> None:
     config = write_config(tmp_path, target="vowels.py:Vowels")
-    settings = ["run.steps=20", "engine.max_sessions=32", "engine.max_new_tokens=6", "train.learning_rate=5e-3"]
+    settings = [
+        "run.steps=20",
+        "engine.max_sessions=32",
+        "engine.max_new_tokens=6",
+        "train.learning_rate=5e-3",
+    ]
     settings += ["rollout.groups_per_step=4", "rollout.group_size=16", "rollout.max_staleness=1"]
     done = finish(config, *settings)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -29,9 +29,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.faults
 @pytest.mark.parametrize("every", [3, 100])
-def test_resumed_synchronous_run_matches_uninterrupted_run_bit_for_bit(
-    tmp_path: Path, every: int
-) -> None:
+def test_resumed_synchronous_run_matches_uninterrupted_run_bit_for_bit(tmp_path: Path, every: int) -> None:
     options = ("engine.deterministic=true", f"checkpoint.every={every}")
     one, other = write_config(tmp_path / "one"), write_config(tmp_path / "other")
     done = finish(one, *options)

@@ -75,7 +75,9 @@ def test_resumed_run_repeats_the_evaluation_in_which_it_was_killed(tmp_path: Pat
     assert [line["name"] for line in lines] == ["before", "step 2", "after"]
     best = json.loads((run / "best" / "evaluation.json").read_text())
     assert best["success"] == max(line["success"] for line in lines)
-    assert best["step"] == next(line["policy_version"] for line in lines if line["success"] == best["success"])
+    assert best["step"] == next(
+        line["policy_version"] for line in lines if line["success"] == best["success"]
+    )
 
 
 def test_model_with_the_best_evaluation_is_kept_where_training_spoils_the_policy(tmp_path: Path) -> None:
