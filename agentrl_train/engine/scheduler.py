@@ -328,7 +328,7 @@ class Scheduler:
             if len(ahead) == 1:
                 decoding.append(_Part(sequence=sequence, pending=ahead, drafted=self._guess(sequence)))
                 continue
-            if self._waits_for_prefix(sequence, prefilling):
+            if self._copy_prefix(sequence, prefilling):
                 continue
             ahead = sequence.ahead
             fits = max(1, min(budget, CHUNK_CELLS // (len(sequence.cached) + len(ahead))))
@@ -345,8 +345,8 @@ class Scheduler:
         left = request.sampling.max_new_tokens - len(request.token_ids) - 1
         return self._drafts.guess(request.context, request.token_ids, most=min(room, left))
 
-    def _waits_for_prefix(self, sequence: _Sequence, prefilling: Sequence[_Part]) -> bool:
-        """Copy what another sequence has cached of this context; return whether to wait for more of it."""
+    def _copy_prefix(self, sequence: _Sequence, prefilling: Sequence[_Part]) -> bool:
+        """Copy what another sequence has cached of this context; return whether more of it is on its way."""
         request = sequence.request
         assert request is not None
         if len(sequence.cached) >= len(request.context):

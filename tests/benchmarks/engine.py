@@ -4,7 +4,8 @@ There are two loads. *One turn*: all prompts at once with completions of equal l
 ``generate``. *Five turns*: sessions with completions of different lengths and a reply after each turn;
 ``generate`` has to prefill the whole history in each turn and waits for the longest row.
 
-The ceiling is the model's forward pass at the full batch size, without sampling or bookkeeping.
+The random model repeats nothing, so that the engine has nothing to guess. The ceiling is the model's forward
+pass at the full batch size, without sampling or bookkeeping.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentrl_train.engine.kv_cache import SlotCache
+from agentrl_train.engine.kv_cache import ATTENTION, Group, Pass, SlotCache
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.types import SamplingParams
 
@@ -53,11 +54,11 @@ def lengths(sessions: int) -> np.ndarray:
 def ours(sessions: int, *, turns: int, said: np.ndarray) -> float:
     """Return the torch engine's sampled tokens a second."""
 
-    async def session(engine: TorchEngine, number: int) -> int:
+    async def session(engine: TorchEngine, number: int, seed: int) -> int:
         context = [(number * 7 + i) % 500 + 3 for i in range(PROMPT)]
         total = 0
         for turn in range(turns):
-            sampling = SamplingParams(max_new_tokens=int(said[number, turn]), seed=number * 100 + turn)
+            sampling = SamplingParams(max_new_tokens=int(said[number, turn]), seed=seed + number * 100 + turn)
             done = await engine.generate(context, sampling=sampling, session_key=str(number))
             total += len(done.token_ids)
             context = [*context, *done.token_ids, *range(3, 3 + REPLY)]
@@ -72,9 +73,9 @@ def ours(sessions: int, *, turns: int, said: np.ndarray) -> float:
             max_context=512,
             threads=torch.get_num_threads(),
         )
-        await asyncio.gather(*(session(engine, n) for n in range(sessions)))
+        await asyncio.gather(*(session(engine, n, 0) for n in range(sessions)))
         started = time.perf_counter()
-        tokens = sum(await asyncio.gather(*(session(engine, n) for n in range(sessions))))
+        tokens = sum(await asyncio.gather(*(session(engine, n, 10**6) for n in range(sessions))))
         seconds = time.perf_counter() - started
         await engine.close()
         return tokens / seconds
@@ -115,21 +116,16 @@ def huggingface(sessions: int, *, turns: int, said: np.ndarray) -> float:
 def ceiling(sessions: int) -> float:
     """Return tokens a second of bare decode steps in the middle of an episode."""
     model, length = make_model(), PROMPT + 2 * NEW
-    cache = SlotCache(num_slots=sessions, max_context=512)
-    tokens = torch.full((sessions, 1), 5)
-    positions = torch.full((sessions, 1), length)
-    mask = torch.ones(sessions, 1, 1, length + 1, dtype=torch.bool)
+    model.set_attn_implementation(ATTENTION)
+    cache = SlotCache(model, num_slots=sessions, max_context=512)
 
     def step() -> None:
-        cache.aim(range(sessions), positions=positions, length=length + 1)
-        output = model.model(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
+        group = Group(begin=0, end=sessions, slots=range(sessions), counts=[1] * sessions, length=length + 1)
+        one = Pass(
+            token_ids=[5] * sessions, slots=range(sessions), positions=[length] * sessions, groups=[group]
         )
-        model.lm_head(output.last_hidden_state)
+        with cache.reading(one, device=torch.device("cpu")) as inputs:
+            model.lm_head(model.model(**inputs).last_hidden_state)
 
     for _ in range(10):
         step()
