@@ -72,7 +72,10 @@ CASES = {
     "windows in some layers": Case(model=partial(tiny, "Gemma-3")),
     "rows shared": Case(steps=5, sequence_parallel=2),
     "rows shared, one sequence each": Case(
-        sequence_parallel=2, packing={"max_tokens": 64, "packed": False}, options=EVERYTHING
+        sequence_parallel=2,
+        packing={"max_tokens": 64, "packed": False},
+        reference=lambda: moved(qwen()),
+        options=EVERYTHING,
     ),
     "rows shared, fewer key heads than ranks": Case(
         sequence_parallel=2, model=lambda: qwen(num_key_value_heads=1), options={"objective": sft_loss}
