@@ -261,6 +261,7 @@ def resolve_token(context: typer.Context, token: str | None, token_file: Path | 
             "warning: other users of this machine can read --token; use --token-file or AGENTRL_TOKEN",
             file=sys.stderr,
         )
+    token = token.strip() if token else token
     if token_file is None:
         return token
     if all(on_command_line):

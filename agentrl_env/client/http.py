@@ -30,6 +30,7 @@ from agentrl_env.errors import (
     RateLimited,
     ServerUnreachable,
     StateUnavailable,
+    Unauthorized,
     WireError,
     from_wire,
 )
@@ -55,7 +56,7 @@ class HttpBackend:
     Args:
         url: address of the server. With ``http://`` and ``https://`` the first call uses HTTP, later ones the
             WebSocket that the server announces; with ``ws://`` and ``wss://`` all calls use the WebSocket.
-        token: its token; the variable AGENTRL_TOKEN by default.
+        token: its token, without the white space around it; the variable AGENTRL_TOKEN by default.
         timeout: seconds for one call, retries included.
         patience: seconds that a server may be unreachable before a call fails.
         max_connections: HTTP requests that may be under way at once.
@@ -76,7 +77,12 @@ class HttpBackend:
             if parts.scheme not in ("http", "https", "ws", "wss") or not parts.hostname:
                 raise ServerUnreachable(f"{one!r} is not an http://, https://, ws:// or wss:// URL")
         self.url = ",".join(self._urls)
-        self._token = token if token is not None else os.environ.get("AGENTRL_TOKEN")
+        given = token if token is not None else os.environ.get("AGENTRL_TOKEN", "")
+        self._token = given.strip()  # a file that holds a token ends with a line break
+        if not (self._token.isascii() and self._token.isprintable()):
+            raise Unauthorized(
+                "the token has a character that no HTTP header can carry; read it from its file"
+            )
         self._timeout = timeout
         self._patience = min(patience, timeout)
         self._max_connections = max_connections

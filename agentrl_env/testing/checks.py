@@ -523,7 +523,11 @@ async def oracle(context: CheckContext) -> CheckOutcome:
     wins = sum(rollout.success for rollout in played)
     rate = f"The expert solves {wins} of {len(played)} episodes"
     if wins < EXPERT_SUCCESS * len(played):
-        return failed(f"{rate}; at least {EXPERT_SUCCESS:.0%} are needed to trust task and reward.")
+        rewards = sorted(sum(turn.result.reward for turn in rollout.turns) for rollout in played)
+        return failed(
+            f"{rate} (rewards {rewards[0]:.3g} to {rewards[-1]:.3g}; success is score()['success'], or else a "
+            f"reward of 1 in all); at least {EXPERT_SUCCESS:.0%} are needed to trust task and reward."
+        )
     return passed(f"{rate}.")
 
 

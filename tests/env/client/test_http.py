@@ -460,3 +460,21 @@ async def test_patience_counts_from_the_first_failure_and_not_from_the_call():
         async with EnvClient(HttpBackend(url, patience=0.2)) as client:
             assert await client.tasks() == {}
     assert len(requests) == 2
+
+
+async def test_line_break_after_a_token_does_not_belong_to_it(serving, monkeypatch):
+    token = "an-operators-token-of-some-length"
+    url = (await serving(token=token)).url
+    async with EnvClient.connect(url, token=f"{token}\n") as client:
+        assert await client.tasks()
+    monkeypatch.setenv("AGENTRL_TOKEN", f" {token}\r\n")
+    async with EnvClient.connect(url) as client:
+        assert await client.tasks()
+
+
+@pytest.mark.parametrize("token", ["two\nlines-of-a-token", "tökens-are-ascii"])
+def test_token_that_no_header_can_carry_is_refused_without_quoting_it(token):
+    with pytest.raises(Unauthorized, match="no HTTP header can carry") as raised:
+        EnvClient.connect("http://127.0.0.1:1", token=token)
+    assert "token-" not in str(raised.value)
+    assert "tökens" not in str(raised.value)
