@@ -525,8 +525,8 @@ async def oracle(context: CheckContext) -> CheckOutcome:
     if wins < EXPERT_SUCCESS * len(played):
         rewards = sorted(sum(turn.result.reward for turn in rollout.turns) for rollout in played)
         return failed(
-            f"{rate} (rewards {rewards[0]:.3g} to {rewards[-1]:.3g}; success is score()['success'], or else a "
-            f"reward of 1 in all); at least {EXPERT_SUCCESS:.0%} are needed to trust task and reward."
+            f"{rate} (rewards {rewards[0]:.3g} to {rewards[-1]:.3g}; success is score()['success'], or else "
+            f"a reward of 1 in all); at least {EXPERT_SUCCESS:.0%} are needed to trust task and reward."
         )
     return passed(f"{rate}.")
 
