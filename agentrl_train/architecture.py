@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 LARGE_LOGIT = 100.0
@@ -43,6 +43,25 @@ def has_masks(model: PreTrainedModel) -> bool:
     return layer_kinds(model) <= {FULL, SLIDING, CHUNKED}
 
 
+def visible(config: PreTrainedConfig, kind: str, seen: Tensor, *, queries: Tensor, keys: Tensor) -> Tensor:
+    """Return what of ``seen`` a layer of this kind attends to.
+
+    Args:
+        config: text configuration of the model.
+        kind: kind of the layer.
+        seen: true where a layer with full attention sees a key, of the shape of ``queries - keys``.
+        queries: positions of the queries in their sequences.
+        keys: positions of the keys in their sequences.
+    """
+    mask = seen
+    if kind == SLIDING:
+        mask = seen & (queries - keys < config.sliding_window)
+    elif kind == CHUNKED:
+        size = config.attention_chunk_size
+        mask = seen & (queries // size == keys // size)
+    return mask
+
+
 def attention_masks(
     model: PreTrainedModel, seen: Tensor, *, queries: Tensor, keys: Tensor
 ) -> Tensor | dict[str, Tensor]:
@@ -57,12 +76,7 @@ def attention_masks(
     config = model.config.get_text_config()
     masks = {}
     for kind in layer_kinds(model):
-        mask = seen
-        if kind == SLIDING:
-            mask = seen & (queries - keys < config.sliding_window)
-        elif kind == CHUNKED:
-            size = config.attention_chunk_size
-            mask = seen & (queries // size == keys // size)
+        mask = visible(config, kind, seen, queries=queries, keys=keys)
         if model.config._attn_implementation == "eager":  # added to the scores
             lowest = torch.finfo(model.dtype).min
             mask = torch.zeros_like(mask, dtype=model.dtype).masked_fill_(~mask, lowest)

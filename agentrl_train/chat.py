@@ -25,7 +25,9 @@ from agentrl_train.tool_calls import PARSERS, ParsedCall, ParsedTurn, ToolParser
 _MARK = "THE-COMPLETION-ENDS-AFTER-THIS"
 _BREAK = "\ufdd0"
 """Splits a control token within a message into two texts; Unicode reserves it for internal use."""
-_OPEN_THOUGHT = re.compile(r"(?:<think>|\[THINK\]|<seed:think>|<\|channel>thought)\s*\Z")
+THOUGHT_BEGINS = r"(?:<think>|\[THINK\]|<seed:think>|<\|channel>thought)"
+"""Pattern of what opens a thought."""
+_OPEN_THOUGHT = re.compile(rf"{THOUGHT_BEGINS}\s*\Z")
 REFUSALS = (TemplateError, TypeError, ValueError, AttributeError, LookupError)
 """Errors of templates for messages that they do not support."""
 _HELLO = {"role": "user", "content": "hello"}
@@ -180,7 +182,7 @@ class ChatFormat:
         Raises:
             Exception: the template refuses the messages, mostly with one of ``REFUSALS``.
         """
-        ids = self._encode(self.reply_text(messages, after=after, tools=tools))
+        ids = self._encode(self._reply(messages, after=after, tools=tools))
         # Encoded with the stop token before it: some tokenizers strip the blanks after one.
         sampled = stop is not None and stop in (ids[0], self._instead.get(ids[0]))
         return ids[1:] if sampled else ids
@@ -189,6 +191,9 @@ class ChatFormat:
         self, messages: Sequence[Message], *, after: Message, tools: Sequence[ToolSpec] = ()
     ) -> str:
         """Return the text of ``reply`` for a completion that was cut off."""
+        return self._reply(messages, after=after, tools=tools).replace(_BREAK, "")
+
+    def _reply(self, messages: Sequence[Message], *, after: Message, tools: Sequence[ToolSpec]) -> str:
         replies, problem = self._prepared(messages), None
         for assistant in self._stand_ins(after):
             try:

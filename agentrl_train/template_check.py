@@ -16,7 +16,7 @@ from typing import Any
 from agentrl_env.client import EnvClient
 from agentrl_env.errors import AgentRLError
 from agentrl_env.types import FunctionCall, Message, ToolCall, ToolSpec
-from agentrl_train.chat import REFUSALS, ChatFormat
+from agentrl_train.chat import REFUSALS, THOUGHT_BEGINS, ChatFormat
 from agentrl_train.errors import ConfigError
 from agentrl_train.runtime.admission import TaskSource
 
@@ -26,7 +26,7 @@ OPEN_S = 60.0
 """Deadline for opening a session to check."""
 
 _TASK, _RESULT, _TEXT = "the-task-is-here", "the-result-is-here", "some text"
-_THOUGHT = re.compile(r"(?:<think>|\[THINK\]|<seed:think>|<\|channel>thought).*", re.DOTALL)
+_THOUGHT = re.compile(rf"{THOUGHT_BEGINS}.*", re.DOTALL)
 _EXAMPLES = {"string": _TEXT, "integer": 3, "number": 2.5, "boolean": True, "array": [], "object": {}}
 _IN_PROMPT = "set model.tool_parser = 'prompt' to write tools, calls and results as text"
 _TEMPLATE = "model.chat_template to a template that does"
@@ -112,7 +112,7 @@ def _check_call(
             "set model.tool_parser to another syntax, or to 'prompt'"
         )
     result = Message(role="tool", content=_RESULT, tool_call_id=call.id)
-    reply = chat.reply_text([result], after=message, tools=tools).replace("\ufdd0", "")
+    reply = chat.reply_text([result], after=message, tools=tools)
     if _RESULT not in reply:
         raise ConfigError(
             f"the chat template does not show the result of {name!r}; {_IN_PROMPT}, or {_TEMPLATE}"

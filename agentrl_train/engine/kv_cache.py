@@ -19,12 +19,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import AttentionInterface
 
-from agentrl_train.architecture import CHUNKED, FULL, SLIDING, layer_types
+from agentrl_train.architecture import layer_types, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 ATTENTION = "agentrl_slots"
 """Name of ``slot_attention`` among the attention implementations of transformers."""
@@ -71,12 +71,14 @@ class Group:
             self.padded = (begins + torch.minimum(columns, counts - 1)).to(device)
             self.unpadded = (columns < counts).flatten().nonzero()[:, 0].to(device)
 
-    def mask(self, kind: str, limit: int, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+    def mask(
+        self, config: PreTrainedConfig, kind: str, positions: Tensor, dtype: torch.dtype
+    ) -> Tensor | None:
         """Return a mask to be added to the scores of a layer, [sequences, 1, width, length]; None is no mask.
 
         Args:
+            config: text configuration of the model.
             kind: kind of the layer.
-            limit: size of its window or chunk.
             positions: positions of the tokens of the group.
             dtype: dtype of the scores.
         """
@@ -85,11 +87,7 @@ class Group:
             # Padding stands beyond the columns, where a window would be empty.
             queries = queries.clamp(max=self.length - 1).view(len(self.slots), 1, self.width, 1)
             keys = torch.arange(self.length, device=positions.device)
-            seen = keys <= queries
-            if kind == SLIDING:
-                seen &= queries - keys < limit
-            elif kind == CHUNKED:
-                seen &= queries // limit == keys // limit
+            seen = visible(config, kind, keys <= queries, queries=queries, keys=keys)
             hidden = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
             self.masks[kind] = None if bool(seen.all()) else hidden
         return self.masks[kind]
@@ -121,12 +119,7 @@ class SlotCache(Cache):
         self.num_slots = num_slots
         self.max_context = max_context
         self.kinds = layer_types(model)
-        config = model.config.get_text_config()
-        self.limits = {
-            FULL: 0,
-            SLIDING: getattr(config, "sliding_window", None) or 0,
-            CHUNKED: getattr(config, "attention_chunk_size", None) or 0,
-        }
+        self.config = model.config.get_text_config()
         self.groups: Sequence[Group] = ()
         self.positions = torch.empty(0)
         self._slots = torch.empty(0)
@@ -214,7 +207,7 @@ def slot_attention(
         if group.padded is not None:
             asked = asked.index_select(1, group.padded.flatten())
         asked = asked.view(-1, size, width, flat.shape[-1]).transpose(0, 1)
-        mask = group.mask(kind, cache.limits[kind], cache.positions[part], query.dtype)
+        mask = group.mask(cache.config, kind, cache.positions[part], query.dtype)
         keys, values = key[group.keys_at, :, : group.length], value[group.keys_at, :, : group.length]
         if softcap is None and s_aux is None:
             seen = F.scaled_dot_product_attention(

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from agentrl_train.errors import CheckpointError
-from agentrl_train.runtime.atomic_io import run_folder_errors, sync_file, sync_folder
+from agentrl_train.runtime.atomic_io import run_folder_errors, sync_file, sync_folder, write_file
 from agentrl_train.runtime.journal import decode_group, encode_group, frame, read_records
 from agentrl_train.types import TrajectoryGroup
 
@@ -175,8 +175,7 @@ def keep_best(run_folder: Path, *, step: int, success: float) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         model = run_folder / "checkpoints" / f"step_{step:06d}" / "model"
         shutil.copytree(model, temporary, copy_function=_link)
-        (temporary / EVALUATION).write_text(json.dumps({"step": step, "success": success}))
-        sync_folder(temporary)
+        write_file(temporary / EVALUATION, json.dumps({"step": step, "success": success}).encode())
         shutil.rmtree(best, ignore_errors=True)
         temporary.rename(best)
         sync_folder(run_folder)
