@@ -29,12 +29,12 @@ from agentrl_train.learner.logprobs import (
     WHOLE,
     Part,
     Scorer,
+    attends_to_segments,
     one_row,
     padding_free,
     select_sampled,
+    set_attention,
     shared_rows,
-    use_flash,
-    uses_flash,
 )
 from agentrl_train.learner.lora import Lora, adapters_off, add_adapters, is_adapter, merged
 from agentrl_train.learner.sequence_parallel import use_sequence_parallel
@@ -178,10 +178,10 @@ class Learner:
     ``importance_cap`` clips against log-probabilities recomputed at the start of ``step`` and weights
     tokens by the truncated importance ratio of those to the sampler's (decoupled PPO, arXiv 2110.00641).
     ``activation_checkpointing`` saves memory at the cost of a second forward pass, ``offload_optimizer``
-    keeps the optimizer in host memory,
-    ``lora`` trains adapters only; ``attention`` is "sdpa" or the name of a flash-attn that transformers
-    supports, which packs without padding; ``max_logits`` bounds the entries of a chunk of logits. An update
-    is rejected if its gradient norm exceeds ``spike_factor`` times the recent median; 0 is off.
+    keeps the optimizer in host memory, ``lora`` trains adapters only; ``attention`` is "sdpa", PyTorch's for
+    one sequence after another, or the name of a flash-attn that transformers supports; ``max_logits`` bounds
+    the entries of a chunk of logits. An update is rejected if its gradient norm exceeds ``spike_factor``
+    times the recent median; 0 is off.
     ``packs_rows`` is whether the model supports several sequences per row.
 
     ``mesh`` has the dimensions ``data`` and ``sequence``: parameters are sharded over all ranks,
@@ -272,7 +272,7 @@ class Learner:
         """
         started = time.perf_counter()
         shares = [deal(batch.micro_batches, *self._data) for batch in batches]
-        if uses_flash(self.model):
+        if attends_to_segments(self.model):
             shares = [[padding_free(micro) for micro in share] for share in shares]
         anchors = [[self._anchor(micro) for micro in share] for share in shares]
         self.model.train(self._activation_checkpointing)
@@ -454,8 +454,8 @@ class Learner:
         check_head(model)
         if self._part != WHOLE and self._mesh is not None:
             use_sequence_parallel(model, self._mesh.get_group("sequence"))
-        elif self._attention != "sdpa":
-            use_flash(model, self._attention)
+        else:
+            set_attention(model, self._attention)
         scorer = Scorer(model, temperature=self._temperature, max_logits=self._max_logits, part=self._part)
         if self._mesh is not None:
             shard(scorer, model, self._mesh, precision=self._precision)

@@ -259,7 +259,7 @@ class TrainSection(Section):
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     attention: Literal["sdpa", "flash_attention_2", "flash_attention_3"] = "sdpa"
-    """PyTorch's attention, or flash-attn where it is installed (CUDA): rows without padding or mask."""
+    """PyTorch's attention, sequence by sequence, or flash-attn where it is installed (CUDA)."""
     offload_optimizer: bool = False
     """Keep the optimizer's moments, and a copy of the parameters that it updates, in host memory."""
     lora: LoraSection | None = None
