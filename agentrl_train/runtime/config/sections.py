@@ -337,7 +337,7 @@ class RunSection(Section):
     run_timeout_s: Positive | None = None
     """Time limit of the run: it stops cleanly after the current step, resumable, whatever ``steps`` says."""
     threads: Count | None = None
-    """CPU threads of PyTorch; left out, its default."""
+    """CPU threads of PyTorch, shared by engine and learner; left out, one for each core."""
     idle_report_timeout_s: Positive = 60.0
     """Seconds without progress after which the watchdog prints the state of every slot."""
 
