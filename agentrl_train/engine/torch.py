@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agentrl_train.architecture import has_masks, layer_kinds
+from agentrl_train.engine.reuse import Drafts
 from agentrl_train.engine.scheduler import Request, Scheduler, independent_rows
 from agentrl_train.errors import EngineBroken, EngineError, EngineOutOfMemory, ran_out_of_memory
 from agentrl_train.types import UNTRACED, Completion, SamplingParams, Threads, Trace
@@ -73,6 +74,7 @@ class TorchEngine:
         self._deadline_s = deadline_s
         self._threads = threads or Threads()
         self._trace = trace
+        drafts = Drafts(stop_token_ids)
         self._replicas = {
             name: Scheduler(
                 model,
@@ -82,6 +84,7 @@ class TorchEngine:
                 max_context=max_context,
                 policy_version=policy_version,
                 fixed_rows=independent_rows(model) if deterministic else 0,
+                drafts=drafts,
             )
             for name, model in models.items()
         }
