@@ -1,0 +1,112 @@
+"""The products in SQLite: found by identifier, or by full-text search."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from .catalogue import Product
+
+MAX_RESULTS = 50
+MAX_WORDS = 30
+"""Words of a search that count."""
+STOP_WORDS = frozenset(
+    re.findall(
+        r"\w+",
+        "a an and are as at be buy by dollars find for from get i im in is it like looking lower me my need "
+        "of on or please price than that the this to want which with would",
+    )
+)
+SCHEMA = """
+CREATE TABLE products (id INTEGER PRIMARY KEY, asin TEXT UNIQUE, record TEXT);
+CREATE TABLE goals (id INTEGER PRIMARY KEY, data TEXT);
+CREATE VIRTUAL TABLE words USING fts5(title, text, content='', tokenize='porter unicode61');
+"""
+SEARCH = """
+SELECT record FROM products JOIN (
+    SELECT rowid AS number, bm25(words, 2.0, 1.0) AS score FROM words WHERE words MATCH ?
+    ORDER BY score, rowid LIMIT ?
+) ON id = number ORDER BY score, id
+"""
+
+
+class Store:
+    """The products of the shop; threads may share it."""
+
+    def __init__(self, path: str = ":memory:") -> None:
+        self._db = sqlite3.connect(path, check_same_thread=False)
+        self._lock = threading.Lock()
+
+    @classmethod
+    def build(cls, products: Iterable[Product], path: str = ":memory:") -> Store:
+        """Create the tables of a new store and fill them; of products with one asin, the first is kept."""
+        store = cls(path)
+        store._db.executescript(SCHEMA)
+        with store._db as db:
+            for product in products:
+                record = json.dumps(vars(product), ensure_ascii=False)
+                added = db.execute(
+                    "INSERT OR IGNORE INTO products (asin, record) VALUES (?, ?)", (product.asin, record)
+                )
+                if added.rowcount:
+                    row = (added.lastrowid, product.title, _searched(product))
+                    db.execute("INSERT INTO words (rowid, title, text) VALUES (?, ?, ?)", row)
+        return store
+
+    def add_goals(self, goals: Iterable[dict[str, Any]]) -> None:
+        """Store goals in this order."""
+        with self._db as db:
+            db.executemany("INSERT INTO goals (data) VALUES (?)", ((json.dumps(goal),) for goal in goals))
+
+    def goals(self, places: range) -> list[dict[str, Any]]:
+        """Return the goals at these places, from 0."""
+        rows = self._fetch(
+            "SELECT data FROM goals WHERE id > ? ORDER BY id LIMIT ?", places.start, len(places)
+        )
+        return [json.loads(data) for (data,) in rows]
+
+    def count(self, table: str) -> int:
+        """Return the number of "products" or "goals"."""
+        return int(self._fetch(f"SELECT COUNT(*) FROM {table}")[0][0])
+
+    def get(self, asin: str) -> Product | None:
+        """Return the product with this identifier, in any case of its letters."""
+        rows = self._fetch("SELECT record FROM products WHERE asin = ?", asin.strip().upper())
+        return _product(rows[0][0]) if rows else None
+
+    def search(self, keywords: str) -> list[Product]:
+        """Return the products that best match any of the words: BM25, the title counts double, 50 at most."""
+        terms = " OR ".join(f'"{word}"' for word in content_words(keywords)[:MAX_WORDS])
+        rows = self._fetch(SEARCH, terms, MAX_RESULTS) if terms else []
+        return [_product(record) for (record,) in rows]
+
+    def close(self) -> None:
+        """Close the database."""
+        self._db.close()
+
+    def _fetch(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        with self._lock:
+            return self._db.execute(query, values).fetchall()
+
+
+def content_words(text: str) -> list[str]:
+    """Return the words of a text that say what it is about, each once, in lower case."""
+    words = re.findall(r"[^\W_]+", text.lower())
+    return list(dict.fromkeys(word for word in words if word not in STOP_WORDS))
+
+
+def _searched(product: Product) -> str:
+    """Return what the search finds a product by, beside its title."""
+    values = [value for values in product.options.values() for value in values]
+    return " ".join((product.query, *product.features, product.description, *values))
+
+
+def _product(record: str) -> Product:
+    fields = json.loads(record)
+    options = {name: tuple(values) for name, values in fields.pop("options").items()}
+    features, attributes = tuple(fields.pop("features")), tuple(fields.pop("attributes"))
+    return Product(**fields, features=features, attributes=attributes, options=options)
