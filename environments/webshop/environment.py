@@ -150,7 +150,7 @@ class Webshop(Environment):
         store, goal = shop(), self.goal
         words = content_words(" ".join((goal["kind"], *goal["attributes"], *goal["options"].values())))
         keywords = " ".join(words)
-        if any(self._choice(product) is not None for product in store.search(keywords)):
+        if any(self._choice(store.get(asin)) is not None for asin in store.search(keywords)):
             return keywords
         return store.get(goal["asin"]).title
 

@@ -7,6 +7,7 @@ import re
 import sqlite3
 import threading
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 from .catalogue import Product
@@ -27,11 +28,13 @@ CREATE TABLE goals (id INTEGER PRIMARY KEY, data TEXT);
 CREATE VIRTUAL TABLE words USING fts5(title, text, content='', tokenize='porter unicode61');
 """
 SEARCH = """
-SELECT record FROM products JOIN (
+SELECT asin FROM products JOIN (
     SELECT rowid AS number, bm25(words, 2.0, 1.0) AS score FROM words WHERE words MATCH ?
     ORDER BY score, rowid LIMIT ?
 ) ON id = number ORDER BY score, id
 """
+KEPT_SEARCHES, KEPT_PRODUCTS = 4096, 16384
+"""Results that are kept in memory: sessions of one problem, and the expert, repeat searches."""
 
 
 class Store:
@@ -40,6 +43,9 @@ class Store:
     def __init__(self, path: str = ":memory:") -> None:
         self._db = sqlite3.connect(path, check_same_thread=False)
         self._lock = threading.Lock()
+        self._found = lru_cache(KEPT_SEARCHES)(self._search)
+        self._read = lru_cache(KEPT_PRODUCTS)(self._get)
+        self._count = lru_cache(KEPT_PRODUCTS)(self._count_word)
 
     @classmethod
     def build(cls, products: Iterable[Product], path: str = ":memory:") -> Store:
@@ -75,18 +81,40 @@ class Store:
 
     def get(self, asin: str) -> Product | None:
         """Return the product with this identifier, in any case of its letters."""
-        rows = self._fetch("SELECT record FROM products WHERE asin = ?", asin.strip().upper())
-        return _product(rows[0][0]) if rows else None
+        return self._read(asin.strip().upper())
 
-    def search(self, keywords: str) -> list[Product]:
-        """Return the products that best match any of the words: BM25, the title counts double, 50 at most."""
-        terms = " OR ".join(f'"{word}"' for word in content_words(keywords)[:MAX_WORDS])
-        rows = self._fetch(SEARCH, terms, MAX_RESULTS) if terms else []
-        return [_product(record) for (record,) in rows]
+    def search(self, keywords: str) -> tuple[str, ...]:
+        """Return the identifiers of the products that best match any of the words, 50 at most.
+
+        Products with the rarest word come first, then those with the next; equals have the order of BM25,
+        where words in the title count double. So the many products with a common word are rarely scored.
+        """
+        return self._found(tuple(content_words(keywords)[:MAX_WORDS]))
 
     def close(self) -> None:
         """Close the database."""
         self._db.close()
+
+    def _get(self, asin: str) -> Product | None:
+        rows = self._fetch("SELECT record FROM products WHERE asin = ?", asin)
+        return _product(rows[0][0]) if rows else None
+
+    def _search(self, words: tuple[str, ...]) -> tuple[str, ...]:
+        counts = {f'"{word}"': self._count(word) for word in words}
+        rarest = sorted((word for word in counts if counts[word]), key=lambda word: (counts[word], word))
+        found: list[str] = []
+        for place, word in enumerate(rarest):
+            query = f"({word} AND ({' OR '.join(rarest)}))"
+            if place:
+                query += f" NOT ({' OR '.join(rarest[:place])})"
+            found += (asin for (asin,) in self._fetch(SEARCH, query, MAX_RESULTS - len(found)))
+            if len(found) == MAX_RESULTS:
+                break
+        return tuple(found)
+
+    def _count_word(self, word: str) -> int:
+        """Return the number of products with a word."""
+        return int(self._fetch("SELECT COUNT(*) FROM words WHERE words MATCH ?", f'"{word}"')[0][0])
 
     def _fetch(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         with self._lock:

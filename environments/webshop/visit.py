@@ -86,7 +86,7 @@ def search(visit: Visit, keywords: str, store: Store) -> None:
     if not page_of(visit, store).has_search:
         raise ToolError(f"This page has no search bar; click {BACK!r} first.")
     visit.keywords, visit.number = " ".join(keywords.split())[:MAX_KEYWORDS], 0
-    visit.found = [product.asin for product in store.search(visit.keywords)]
+    visit.found = list(store.search(visit.keywords))
 
 
 def click(visit: Visit, value: str, store: Store) -> None:
