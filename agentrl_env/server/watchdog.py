@@ -53,7 +53,8 @@ class Watchdog:
     On SIGQUIT it prints the stacks of all threads.
 
     Args:
-        stuck_s: seconds without the event loop after which the process is killed; 0 never kills it.
+        stuck_s: seconds without the event loop after which the process is killed; 0 never kills it. Seconds
+            in which its threads waited for a processor do not count, where the system tells them (Linux).
         log_format: ``text`` or ``json``.
     """
 
@@ -160,6 +161,21 @@ def _stat(pid: int, thread: int) -> list[str]:
     return []
 
 
+class _Scheduled(NamedTuple):
+    """What Linux tells of a thread, in nanoseconds."""
+
+    ran: int = 0
+    waited: int = 0
+    """Time for which it could run, and no processor was free."""
+
+
+def _scheduled(pid: int, thread: int) -> _Scheduled | None:
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/task/{thread}/schedstat") as file:
+        ran, waited, _ = map(int, file.read().split())
+        return _Scheduled(ran, waited)
+    return None
+
+
 class _Guard:
     """The program of the watchdog's process: a child of the server that it watches."""
 
@@ -186,6 +202,8 @@ class _Guard:
         self._has_parent = drain_s is not None
         self._before: dict[_Running, float] = {}
         """CPU time of the running calls, at a moment when the event loop was stuck already."""
+        self._seen: dict[int, _Scheduled] = {}
+        """The event loop's thread and those of running calls, at the last look of a silence."""
 
     def watch(self) -> None:
         """Return when the server has ended."""
@@ -194,13 +212,14 @@ class _Guard:
             ready, _, _ = select.select(self._inputs, [], [], TICK_S)
             now = time.monotonic()
             passed = min(now - last, 2 * TICK_S)  # without the time for which this process was suspended
-            last = now
             if self._silent_s is not None:
-                self._silent_s += passed
+                starved = self._starved_s() if BEAT_S < self._silent_s and self._stuck_s else 0.0
+                self._silent_s += max(0.0, min(now - last - starved, passed))
+            last = now
             if self._beats in ready:
                 if not os.read(self._beats, 4096):
                     return
-                self._silent_s, self._before = 0.0, {}
+                self._silent_s, self._before, self._seen = 0.0, {}, {}
             if 0 in ready and not os.read(0, 4096):
                 self._inputs.remove(0)
                 self._left_s = self._limit_s
@@ -235,14 +254,32 @@ class _Guard:
         found = {call.session for call in used if call.thread == self._pid or used[call] > limit}
         return sorted(found or {call.session for call in used})
 
-    def _cpu_seconds(self) -> dict[_Running, float]:
-        """Return the CPU time of the threads of running calls; of none where the process is stopped."""
+    def _starved_s(self) -> float:
+        """Return the seconds since the last look in which the event loop waited for a processor.
+
+        Itself, or by way of a call that holds the interpreter's lock. A thread that waits for that lock
+        runs now and then; where it did not run at all, it sleeps, and waits for nothing that others use.
+        """
+        before, self._seen = self._seen, {}
+        for thread in {self._pid, *(call.thread for call in self._running())}:
+            if (now := _scheduled(self._pid, thread)) is not None:
+                self._seen[thread] = now
+        if before.get(self._pid) == self._seen.get(self._pid):
+            return 0.0
+        waits = (now.waited - before[thread].waited for thread, now in self._seen.items() if thread in before)
+        return max(waits, default=0) / 1e9
+
+    def _running(self) -> list[_Running]:
+        """Return the running calls."""
         rows = os.pread(self._calls, CALLS_BYTES, 0).decode("ascii", "replace").splitlines()
         running = [row.split() for row in rows if row[:1].strip(" \0")]
-        calls = [_Running(row[0], int(row[1])) for row in running if len(row) == 2 and row[1].isdigit()]
+        return [_Running(row[0], int(row[1])) for row in running if len(row) == 2 and row[1].isdigit()]
+
+    def _cpu_seconds(self) -> dict[_Running, float]:
+        """Return the CPU time of the threads of running calls; of none where the process is stopped."""
         if _stat(self._pid, self._pid)[:1] == ["T"]:
             return {}
-        return {call: sum(map(int, _stat(self._pid, call.thread)[11:13])) / TICKS for call in calls}
+        return {call: sum(map(int, _stat(self._pid, call.thread)[11:13])) / TICKS for call in self._running()}
 
     def _tell_parent(self, sessions: list[str]) -> None:
         """Write the sessions to standard input, where that is the parent's socket (``ServerProcess``)."""

@@ -52,6 +52,22 @@ class Sticks(Environment):
         time.sleep(seconds)  # noqa: ASYNC251
         return str(os.getpid())
 
+    @tool(timeout=3600)
+    async def compute(self, seconds: float):
+        """Use so much CPU time on the event loop, where another process takes ten times as much."""
+        processor = {min(os.sched_getaffinity(0))}
+        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:  # noqa: ASYNC220
+            try:
+                os.sched_setaffinity(busy.pid, processor)
+                os.sched_setaffinity(0, processor)
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # of this thread only
+                begin, wall = time.thread_time(), time.monotonic()
+                while time.thread_time() - begin < seconds:
+                    pass
+                return f"{os.getpid()} {time.monotonic() - wall:.1f}"
+            finally:
+                busy.kill()
+
 
 class Kept(Sticks):
     """Its sessions survive their server."""
@@ -239,6 +255,21 @@ async def test_busy_worker_is_not_lost():
             result = await session.step(ToolCall.of("block", seconds=7.0))  # more than --lost-after
             assert result.messages[0].content == str(pid)
             assert await ask(session) == pid
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="the system does not tell it")
+async def test_worker_that_waits_for_a_processor_is_not_stuck():
+    with serving("--workers", "2", "--stuck-after", "2") as (_, url):
+        async with EnvClient.connect(url, timeout=180) as client:
+            session = await client.open("sticks", wait=20)
+            pid = await ask(session)
+            result = await session.step(ToolCall.of("compute", seconds=0.8))
+            answer, wall_s = result.messages[0].content.split()
+            assert float(wall_s) > 3  # more than twice
+            assert int(answer) == pid
+            with pytest.raises(SessionLost):
+                await session.step(ToolCall.of("compute", seconds=3600.0))
+            until_dead(int(pid))
 
 
 async def test_stopped_process_counts_as_stuck():
