@@ -32,8 +32,8 @@ logger = logging.getLogger("agentrl_env")
 STOP_S = 3.0
 """Seconds that a stopping controller waits for answers; then callers may ask another controller."""
 STARVED_FACTOR = 10
-"""Times its ``stuck_s`` for which a linked server may be silent: its watchdog does not count the time in which it
-waits for a processor, and kills it long before that."""
+"""Times its ``stuck_s`` for which a linked server may be silent: its watchdog does not count the time in
+which it waits for a processor, and kills it long before that."""
 ADOPTION_S = 30.0
 """Seconds that a session waits for a place on another worker, or for its own worker to restart."""
 

@@ -213,7 +213,7 @@ class _Guard:
             now = time.monotonic()
             passed = min(now - last, 2 * TICK_S)  # without the time for which this process was suspended
             if self._silent_s is not None:
-                starved = self._starved_s() if BEAT_S < self._silent_s and self._stuck_s else 0.0
+                starved = self._starved_s() if self._silent_s > BEAT_S and self._stuck_s else 0.0
                 self._silent_s += max(0.0, min(now - last - starved, passed))
             last = now
             if self._beats in ready:
