@@ -31,7 +31,7 @@ logger = logging.getLogger("agentrl_env")
 
 STOP_S = 3.0
 """Seconds that a stopping controller waits for answers; then callers may ask another controller."""
-STARVED_FACTOR = 10
+STARVED_FACTOR = 60
 """Times its ``stuck_s`` for which a linked server may be silent: its watchdog does not count the time in
 which it waits for a processor, and kills it long before that."""
 ADOPTION_S = 30.0

@@ -161,18 +161,29 @@ def _stat(pid: int, thread: int) -> list[str]:
     return []
 
 
-class _Scheduled(NamedTuple):
-    """What Linux tells of a thread, in nanoseconds."""
+class _Look(NamedTuple):
+    """What Linux tells of a thread, at one moment."""
 
-    ran: int = 0
-    waited: int = 0
-    """Time for which it could run, and no processor was free."""
+    counts: str
+    """Nanoseconds on a processor, and in wait of one, until it was last on one."""
+    at: float
+    """Time of the first look at these counts."""
+    waited_s: float
+    """Seconds in which it could run, and had no processor, the wait that goes on included."""
 
 
-def _scheduled(pid: int, thread: int) -> _Scheduled | None:
-    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/task/{thread}/schedstat") as file:
-        ran, waited, _ = map(int, file.read().split())
-        return _Scheduled(ran, waited)
+def _look(pid: int, thread: int, before: _Look | None, now: float) -> _Look | None:
+    """Return how long a thread has waited for a processor; None where the system does not tell it."""
+    with (
+        contextlib.suppress(OSError, ValueError, IndexError),
+        open(f"/proc/{pid}/task/{thread}/schedstat") as file,
+    ):
+        counts = file.read()
+        at, waited_s = now, int(counts.split()[1]) / 1e9
+        if before is not None and before.counts == counts:
+            at = before.at
+            waited_s += now - at if _stat(pid, thread)[:1] == ["R"] else 0.0
+        return _Look(counts, at, waited_s)
     return None
 
 
@@ -202,8 +213,8 @@ class _Guard:
         self._has_parent = drain_s is not None
         self._before: dict[_Running, float] = {}
         """CPU time of the running calls, at a moment when the event loop was stuck already."""
-        self._seen: dict[int, _Scheduled] = {}
-        """The event loop's thread and those of running calls, at the last look of a silence."""
+        self._seen: dict[int, _Look] = {}
+        """The event loop's thread and those of running calls, at the last look."""
 
     def watch(self) -> None:
         """Return when the server has ended."""
@@ -213,13 +224,13 @@ class _Guard:
             now = time.monotonic()
             passed = min(now - last, 2 * TICK_S)  # without the time for which this process was suspended
             if self._silent_s is not None:
-                starved = self._starved_s() if self._silent_s > BEAT_S and self._stuck_s else 0.0
-                self._silent_s += max(0.0, min(now - last - starved, passed))
+                starved_s = self._starved_s(now) if self._stuck_s else 0.0
+                self._silent_s = max(0.0, self._silent_s + min(now - last - starved_s, passed))
             last = now
             if self._beats in ready:
                 if not os.read(self._beats, 4096):
                     return
-                self._silent_s, self._before, self._seen = 0.0, {}, {}
+                self._silent_s, self._before = 0.0, {}
             if 0 in ready and not os.read(0, 4096):
                 self._inputs.remove(0)
                 self._left_s = self._limit_s
@@ -254,20 +265,21 @@ class _Guard:
         found = {call.session for call in used if call.thread == self._pid or used[call] > limit}
         return sorted(found or {call.session for call in used})
 
-    def _starved_s(self) -> float:
+    def _starved_s(self, now: float) -> float:
         """Return the seconds since the last look in which the event loop waited for a processor.
 
         Itself, or by way of a call that holds the interpreter's lock. A thread that waits for that lock
         runs now and then; where it did not run at all, it sleeps, and waits for nothing that others use.
         """
         before, self._seen = self._seen, {}
-        for thread in {self._pid, *(call.thread for call in self._running())}:
-            if (now := _scheduled(self._pid, thread)) is not None:
-                self._seen[thread] = now
+        calls = self._running() if (self._silent_s or 0) > BEAT_S else []
+        for thread in {self._pid, *(call.thread for call in calls)}:
+            if (look := _look(self._pid, thread, before.get(thread), now)) is not None:
+                self._seen[thread] = look
         if before.get(self._pid) == self._seen.get(self._pid):
             return 0.0
-        waits = (now.waited - before[thread].waited for thread, now in self._seen.items() if thread in before)
-        return max(waits, default=0) / 1e9
+        seen = self._seen.items()
+        return max((look.waited_s - before[one].waited_s for one, look in seen if one in before), default=0.0)
 
     def _running(self) -> list[_Running]:
         """Return the running calls."""
