@@ -162,7 +162,7 @@ def _stat(pid: int, thread: int) -> list[str]:
 
 
 class _Look(NamedTuple):
-    """What Linux tells of a thread, at one moment."""
+    """The scheduling of a thread at one moment, as Linux tells it."""
 
     counts: str
     """Nanoseconds on a processor, and in wait of one, until it was last on one."""
