@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from agentrl_train.actor import Actor
 from agentrl_train.errors import ConfigError
-from agentrl_train.learner import adapter_base
+from agentrl_train.learner import StoredModel, adapter_base
 from agentrl_train.runtime.admission import Mixer, TaskSource, WorkWindow
 from agentrl_train.runtime.checkpoint import Checkpoint, load_latest
 from agentrl_train.runtime.config import RunConfig
@@ -32,7 +32,7 @@ from agentrl_train.runtime.evaluation import evaluate
 from agentrl_train.runtime.factories import join_ranks, make_engine, make_learner, make_publisher
 from agentrl_train.runtime.journal import Journal
 from agentrl_train.runtime.loop import Loop
-from agentrl_train.runtime.models import chat_format, load_policy
+from agentrl_train.runtime.models import chat_format, load_policy, open_policy
 from agentrl_train.runtime.placement.launcher import Launcher, make_launcher
 from agentrl_train.runtime.run import Evaluator, FailureLog, Outcome, Policy, Run, ServedPolicy
 from agentrl_train.runtime.run_dir import claim_run_dir, write_config
@@ -79,11 +79,10 @@ async def policy(
     ranks: Ranks | None = None,
 ) -> AsyncIterator[Policy]:
     """Load the policy in ``path`` and start its engine and learner; stop the engine on leaving."""
-    # Sharding moves one block after the other to the device, which need not hold the whole model.
-    device = config.engine.device if ranks is None else "cpu"
+    device = config.engine.device if ranks is None else None  # ranks read their own shards
     loading = _loaded(config, path=path, device=device, launcher=launcher, served=served, trace=trace)
-    async with loading as (model, ready):
-        with make_learner(config, model=model, ranks=ranks, trace=trace) as learner:
+    async with loading as (model, stored, ready):
+        with make_learner(config, model=model, stored=stored, ranks=ranks, trace=trace) as learner:
             publisher = make_publisher(
                 config,
                 ready.engine,
@@ -105,7 +104,8 @@ async def served_policy(
     config: RunConfig, *, path: str, launcher: Launcher, served: Served
 ) -> AsyncIterator[ServedPolicy]:
     """Load the policy in ``path`` and start its engine, without a learner; stop the engine on leaving."""
-    async with _loaded(config, path=path, device="cpu", launcher=launcher, served=served) as (model, ready):
+    loading = _loaded(config, path=path, device=None, launcher=launcher, served=served)
+    async with loading as (model, _, ready):
         if adapter_base(Path(path)) is not None:
             weights = dict(model.named_parameters())
             await asyncio.to_thread(ready.engine.publish, weights, policy_version=0, policies=config.policies)
@@ -115,14 +115,25 @@ async def served_policy(
 
 @asynccontextmanager
 async def _loaded(
-    config: RunConfig, *, path: str, device: str, launcher: Launcher, served: Served, trace: Trace = UNTRACED
-) -> AsyncIterator[tuple[PreTrainedModel, ServedPolicy]]:
-    """Load a policy, check that its chat format carries the tasks, and start its engine."""
+    config: RunConfig,
+    *,
+    path: str,
+    device: str | None,
+    launcher: Launcher,
+    served: Served,
+    trace: Trace = UNTRACED,
+) -> AsyncIterator[tuple[PreTrainedModel, StoredModel | None, ServedPolicy]]:
+    """Load a policy, check that its chat format carries the tasks, and start its engine.
+
+    Without a device, the weights stay in their files, if they can be read from there.
+    """
     threads = threads_each(config)
     torch.set_num_threads(threads)
-    model, tokenizer = load_policy(
-        path, device=device, dtype=config.model.dtype, revision=config.model.revision
-    )
+    place: dict[str, Any] = {"dtype": config.model.dtype, "revision": config.model.revision}
+    if device is None:
+        model, tokenizer, stored = open_policy(path, **place)
+    else:
+        (model, tokenizer), stored = load_policy(path, device=device, **place), None
     chat = chat_format(config.model, model=model, tokenizer=tokenizer)
     await check_sessions(chat, served.clients, sources=served.sources)
     engine = make_engine(
@@ -135,7 +146,7 @@ async def _loaded(
         launcher=launcher,
     )
     try:
-        yield model, ServedPolicy(tokenizer=tokenizer, chat=chat, engine=engine)
+        yield model, stored, ServedPolicy(tokenizer=tokenizer, chat=chat, engine=engine)
     finally:
         await engine.close()
 

@@ -1,10 +1,12 @@
 """Weights in shared memory and their fingerprints."""
 
 import os
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentrl_train.architecture import CheckpointNames
 from agentrl_train.engine.transfer import DeviceWeights, Fingerprint, SharedWeights, fingerprint, lost_push
@@ -42,6 +44,46 @@ def test_tensors_that_are_not_trained_keep_their_dtype() -> None:
     assert list(on_device.state) == list(state)
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in on_device.state
     weights.close()
+
+
+class HostReads(TorchDispatchMode):
+    """Counts numbers read from tensors, and integer sums by device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+        self.summed_on: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        if func is torch.ops.aten.sum.default:
+            self.summed_on.add(args[0].device.type)
+        return func(*args, **(kwargs or {}))
+
+
+def test_fingerprint_does_not_wait_for_each_parameter() -> None:
+    state = dict(make_model().named_parameters())
+    with HostReads() as seen:
+        weights = SharedWeights(state, dtype=torch.bfloat16, policy_version=3)
+        assert fingerprint((name, value.bfloat16()) for name, value in state.items()) == weights.fingerprint
+    assert seen.reads == 0
+    weights.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_fingerprint_is_computed_on_the_gpu() -> None:
+    model = make_model()
+    here = SharedWeights(dict(model.named_parameters()), dtype=torch.bfloat16, policy_version=3)
+    model.to("cuda")
+    with HostReads() as seen:
+        there = SharedWeights(dict(model.named_parameters()), dtype=torch.bfloat16, policy_version=3)
+    assert seen.summed_on == {"cuda"}
+    assert there.fingerprint == here.fingerprint
+    here.close()
+    there.close()
 
 
 def test_fingerprint_ignores_fusing_and_padding_and_detects_changed_bit() -> None:
