@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agentrl_train.actor import Actor
+from agentrl_train.engine.pool import EnginePool
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner import StoredModel, adapter_base
 from agentrl_train.runtime.admission import Mixer, TaskSource, WorkWindow
@@ -43,7 +44,7 @@ from agentrl_train.runtime.telemetry.throughput import Throughput, copy_bytes_pe
 from agentrl_train.runtime.trainer import StepTrainer, engine_asleep
 from agentrl_train.runtime.watchdog import Watchdog
 from agentrl_train.template_check import check_sessions
-from agentrl_train.types import UNTRACED, Trace
+from agentrl_train.types import UNTRACED, SamplingParams, Trace
 from agentrl_train.weights import FLOAT32, Drift
 
 SHUTDOWN_TIMEOUT_S = 30.0
@@ -82,6 +83,10 @@ async def policy(
     device = config.engine.device if ranks is None else None  # ranks read their own shards
     loading = _loaded(config, path=path, device=device, launcher=launcher, served=served, trace=trace)
     async with loading as (model, stored, ready):
+        if config.learner_memory_fraction is not None and isinstance(ready.engine, EnginePool):
+            # vLLM measures the free memory of its GPU at the start; the learner must not allocate meanwhile.
+            first = SamplingParams(max_new_tokens=1)
+            await asyncio.to_thread(ready.engine.probe, [0], sampling=first, policies=config.policies)
         with make_learner(config, model=model, stored=stored, ranks=ranks, trace=trace) as learner:
             publisher = make_publisher(
                 config,
@@ -292,7 +297,7 @@ def make_turn(
     config: RunConfig, *, policy: Policy, trace: Trace
 ) -> Callable[[], AbstractContextManager[None]]:
     """Return the context in which the learner owns its devices; colocated engines sleep in it."""
-    if config.placement.layout == "separated":
+    if config.placement.layout != "colocated":
         return nullcontext
     learner = policy.learner
     release = learner.release if isinstance(learner, LeadLearner) else release_memory

@@ -221,6 +221,7 @@ def make_learner(
     Raises:
         ConfigError: the model does not support the configuration.
     """
+    limit_memory(config)
     options = learner_options(config, model=model) | {"stored": stored, "trace": trace}
     if ranks is None:
         with _as_config_errors():
@@ -231,6 +232,13 @@ def make_learner(
             lead = LeadLearner(model, ranks=ranks, **options)
         with closing(lead):
             yield lead
+
+
+def limit_memory(config: RunConfig) -> None:
+    """Limit what this learner process allocates on its GPU, if an engine works there at the same time."""
+    share = config.learner_memory_fraction
+    if share is not None:
+        torch.cuda.set_per_process_memory_fraction(share)
 
 
 @contextmanager
@@ -250,6 +258,7 @@ def run_follower(config: RunConfig) -> None:
     die_with_parent()
     torch.set_num_threads(config.run.threads or 1)
     with _process_group(config) as ranks:
+        limit_memory(config)
         model, _, stored = open_policy(
             config.model.path, dtype=config.model.dtype, revision=config.model.revision
         )
