@@ -51,7 +51,8 @@ gpu: $(VENV)/.gpu  ## on a CUDA GPU: its tests, then learner, vLLM and TRL at th
 	$(BIN)/python -m pytest -m gpu tests
 	$(BIN)/python -m tests.benchmarks learner vllm trl $(ARGS)
 
-$(VENV)/.gpu: $(VENV)/.train  # without the constraints, which are those of a CPU
+$(VENV)/.gpu: pyproject.toml  # without the constraints, which are those of a CPU
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -e '.[train,dev,bench,vllm]'
 	touch $@
 

@@ -94,7 +94,7 @@ def ours(model: Path, *, device: str, staleness: int, seed: int, steps: int, thr
     with tempfile.TemporaryDirectory() as folder:
         options = [
             *SETTINGS,
-            f"environments=[{{serve=['{TASK}:FirstPick']}}]",
+            f"environments=[{{serve=['{TASK}:{'Parity' if device == 'cuda' else 'FirstPick'}']}}]",
             f"run.folder={folder}",
             f"run.steps={steps}",
             f"run.seed={seed}",

@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from agentrl_env.client import EnvClient
 from agentrl_env.types import TaskSample
 from agentrl_train.chat import ChatFormat
-from tests.benchmarks.trl_task import FirstPick, reward
+from tests.benchmarks.trl_task import FirstPick, parity, reward
 
 GROUP_SIZE = 8
 
@@ -76,6 +76,7 @@ def main() -> None:
     torch.set_num_threads(chosen.threads)
     tokenizer = AutoTokenizer.from_pretrained(chosen.model, padding_side="left")
     rows = asyncio.run(prompts(ChatFormat(tokenizer), chosen.steps * chosen.groups, seed=1000 * chosen.seed))
+    rate = parity if chosen.device == "cuda" else reward  # random weights earn nothing else
     on_gpu = {
         "bf16": True,
         "gradient_checkpointing": True,
@@ -112,7 +113,7 @@ def main() -> None:
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(chosen.model, dtype=torch.float32),
             reward_funcs=lambda completions, right, **_: [
-                reward(text, one) for text, one in zip(completions, right, strict=True)
+                rate(text, one) for text, one in zip(completions, right, strict=True)
             ],
             args=config,
             # Explicit, as deriving it from the content of a table fails with some versions of pyarrow.
