@@ -1,6 +1,9 @@
 """Weights in shared memory and their fingerprints."""
 
 import os
+import weakref
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentrl_train.architecture import CheckpointNames
 from agentrl_train.engine.transfer import DeviceWeights, Fingerprint, SharedWeights, fingerprint, lost_push
+from agentrl_train.learner import Learner, Lora
+from agentrl_train.learner.sharding import buckets
 from tests.architectures import tiny
 from tests.conftest import make_model
 
@@ -44,6 +49,28 @@ def test_tensors_that_are_not_trained_keep_their_dtype() -> None:
     assert list(on_device.state) == list(state)
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in on_device.state
     weights.close()
+
+
+def test_push_of_gathered_weights_holds_one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 20_000
+    monkeypatch.setattr("agentrl_train.learner.learner.buckets", partial(buckets, limit=limit))
+    learner = Learner(tiny("Qwen3", num_hidden_layers=8), learning_rate=1e-3, lora=Lora(rank=2, alpha=4.0))
+    gathered: list[weakref.ref[torch.Tensor]] = []
+    held: list[int] = []
+    gather = learner.gather
+
+    def counted(names: Sequence[str]) -> dict[str, torch.Tensor]:
+        made = gather(names)
+        gathered.extend(weakref.ref(value) for value in made.values())
+        held.append(sum(value.nbytes for one in gathered if (value := one()) is not None))
+        return made
+
+    monkeypatch.setattr(learner, "gather", counted)
+    weights = SharedWeights(learner.weights(), dtype=torch.bfloat16, policy_version=1)
+    weights.close()
+    whole = sum(value.nbytes for name, value in learner.model.named_parameters())
+    assert len(held) > 4
+    assert max(held) < 1.5 * limit < whole / 4
 
 
 class HostReads(TorchDispatchMode):
