@@ -12,7 +12,7 @@ TEST_PROCESSES ?= 2
 # The first of quickstart, quickstart-2, quickstart-3 ... that is not taken.
 NAME ?= $(shell name=quickstart; i=2; while [ -e runs/$$name ]; do name=quickstart-$$i; i=$$((i+1)); done; echo $$name)
 
-.PHONY: setup train test slow docker vllm ray faults fuzz hostile chaos soak lint bench docs clean
+.PHONY: setup train test slow docker vllm gpu ray faults fuzz hostile chaos soak lint bench docs clean
 
 setup: $(VENV)/.train $(VENV)/.dev  ## install everything that development needs
 
@@ -46,6 +46,15 @@ docker: $(VENV)/.dev  ## tests in containers; starts a Docker daemon of its own 
 
 vllm: $(VENV)/.dev $(VLLM)/.installed  ## real vLLM, on the CPU, in a venv of its own: its tests, and a training run on it
 	$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
+
+gpu: $(VENV)/.gpu  ## on a CUDA GPU: its tests, then learner, vLLM and TRL at the shapes of Qwen3; ARGS=--quick
+	$(BIN)/python -m pytest -m gpu tests
+	$(BIN)/python -m tests.benchmarks learner vllm trl $(ARGS)
+
+$(VENV)/.gpu: pyproject.toml  # without the constraints, which are those of a CPU
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -e '.[train,dev,bench,vllm]'
+	touch $@
 
 ray: $(VENV)/.ray  ## runs on real Ray clusters of this machine, actors killed in the middle
 	$(BIN)/python -m pytest -m ray tests/ray $(ARGS)

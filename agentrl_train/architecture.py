@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils.generic import ModelOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -153,51 +155,52 @@ def read_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 def check_head(model: PreTrainedModel) -> None:
     """Raise ``ValueError`` if the logits of a model are not ``read_logits`` of its body.
 
-    The hidden states and the output of the head are replaced by random numbers, the latter as large as
-    logits can be, so that the result does not depend on the weights.
+    Random numbers take the place of the body and of the head, those of the latter as large as logits can be,
+    so that the result does not depend on the weights, which need not be there.
     """
     if model.base_model is model:
         raise ValueError(
             f"{type(model).__name__} does not say which part of it comes before the head, so it cannot be "
             "trained: use a model of another architecture."
         )
+    body, head = model.base_model, model.get_output_embeddings()
+    vocabulary, width = head.weight.shape
+    device = torch.device("cpu") if head.weight.is_meta else head.weight.device
     generator = torch.Generator().manual_seed(0)
-    heads = model.get_output_embeddings()
-    ids = torch.arange(4, device=heads.weight.device)[None] % heads.weight.shape[0]
-    drawn: dict[str, Tensor] = {}
+    hidden, logits = (
+        (torch.randn(1, 4, size, generator=generator) * scale).to(device, model.dtype)
+        for size, scale in ((width, 1.0), (vocabulary, LARGE_LOGIT))
+    )
     entered: list[Tensor] = []
 
-    def noise(place: str, like: Tensor, scale: float) -> Tensor:
-        if place not in drawn:
-            drawn[place] = torch.randn(like.shape, generator=generator).to(like) * scale
-        return drawn[place]
+    def read(inputs: Tensor) -> Tensor:
+        entered.append(inputs)
+        return logits
 
-    def replace_hidden(_: object, __: object, output: Any) -> Any:
-        output.last_hidden_state = noise("hidden", output.last_hidden_state, 1.0)
-        return output
-
-    def replace_logits(_: object, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        entered.append(inputs[0])
-        return noise("logits", output, LARGE_LOGIT)
-
-    hooks = [
-        model.base_model.register_forward_hook(replace_hidden),
-        heads.register_forward_hook(replace_logits),
-    ]
+    ids = torch.zeros(1, 4, dtype=torch.int64, device=device)
     try:
+        body.forward, head.forward = (lambda *_, **__: _Output(last_hidden_state=hidden)), read
         whole = model(input_ids=ids, use_cache=False).logits
-        plain = read_logits(model, drawn["hidden"]) if "hidden" in drawn else None
+        plain = read_logits(model, hidden)
     finally:
-        for hook in hooks:
-            hook.remove()
+        del body.forward, head.forward
     same = len(entered) == 2 and torch.equal(entered[0], entered[1])
-    if not (
-        same and plain is not None and torch.allclose(whole.float(), plain.float(), rtol=1e-3, atol=1e-3)
-    ):
+    if not (same and torch.allclose(whole.float(), plain.float(), rtol=1e-3, atol=1e-3)):
         raise ValueError(
             f"{type(model).__name__} changes hidden states or logits around its head in a way that is not "
             "known here, so log-probabilities would be wrong: train a model of another architecture."
         )
+
+
+@dataclass
+class _Output(ModelOutput):
+    """The output of a body; what it does not have is None."""
+
+    last_hidden_state: Tensor | None = None
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -222,7 +225,7 @@ class CheckpointNames:
         """Names of tensors of the checkpoint that are not trained; engines keep their dtype."""
         shapes = {name: torch.empty_like(p, device="meta") for name, p in model.named_parameters()}
         self._sources: dict[str, list[str]] = {}
-        for _, names in groupby(shapes, key=_layer):
+        for _, names in groupby(shapes, key=layer_of):
             joined = list(names)
             separate = revert_weight_conversion(model, {name: shapes[name] for name in joined})
             self._sources |= dict.fromkeys(separate, joined)
@@ -271,7 +274,7 @@ class _Converted(Mapping[str, Tensor]):
         return len(self._buffers) + len(self._sources)
 
 
-def _layer(name: str) -> str:
+def layer_of(name: str) -> str:
     """Return the part of a parameter name up to the number of its layer."""
     numbered = re.match(r".*?\.\d+\.", name)
     return numbered[0] if numbered else ""

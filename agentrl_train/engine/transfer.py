@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import accumulate
 
@@ -26,12 +25,31 @@ def fingerprint(parameters: Iterable[tuple[str, torch.Tensor]]) -> Fingerprint:
     Sums of bit patterns are unchanged when tensors of a layer are joined or padded with zeros. They miss
     permutations within a layer, which the canary's log-probabilities detect.
     """
-    sums: Counter[str] = Counter()
+    sums = _LayerSums()
     for name, parameter in parameters:
-        layer = re.search(r"\.(\d+)\.", name)
+        sums.add(name, parameter)
+    return sums.fingerprint()
+
+
+class _LayerSums:
+    """Sums of bit patterns, kept on the device of the parameters until all are added."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, parameter: torch.Tensor) -> None:
+        """Add a parameter to the sum of its layer."""
+        found = re.search(r"\.(\d+)\.", name)
+        layer = found[1] if found else ""
         bits = parameter.detach().contiguous().view(_INTEGERS[parameter.element_size()])
-        sums[layer[1] if layer else ""] += int(bits.sum(dtype=torch.int64))
-    return dict(sums)
+        total = bits.sum(dtype=torch.int64)
+        self._sums[layer] = self._sums[layer] + total if layer in self._sums else total
+
+    def fingerprint(self) -> Fingerprint:
+        """Return the sums, in one transfer to the host."""
+        totals = list(self._sums.values())
+        read = torch.stack([one.to(totals[0].device) for one in totals]).tolist() if totals else []
+        return dict(zip(self._sums, read, strict=True))
 
 
 def mismatch(*, sent: Fingerprint, held: Fingerprint) -> str:
@@ -91,19 +109,19 @@ class SharedWeights:
         self.policy_version = policy_version
         self._descriptor = os.memfd_create(f"weights-{policy_version}", os.MFD_CLOEXEC)
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        sums: Counter[str] = Counter()
+        sums = _LayerSums()
         heads: dict[str, torch.Tensor] = {}
         room = _header_room(state)
         with os.fdopen(self._descriptor, "wb", closefd=False) as file:
             file.seek(room)
             for name, value in state.items():  # one pass: a sharded model is gathered as it is read
-                cast = value.detach().to("cpu", value.dtype if name in exact else dtype).contiguous()
-                sums.update(fingerprint([(name, cast)]))
+                cast = value.detach().to(value.dtype if name in exact else dtype).contiguous()
+                sums.add(name, cast)  # on its device: a host sums a hundred times slower than a GPU
                 heads[name] = torch.empty_like(cast, device="meta")
-                file.write(cast.view(-1).view(torch.uint8).numpy().data)
+                file.write(cast.cpu().view(-1).view(torch.uint8).numpy().data)
             file.seek(0)
             file.write(_header(heads, room=room))
-        self.fingerprint: Fingerprint = dict(sums)
+        self.fingerprint = sums.fingerprint()
 
     def close(self) -> None:
         """Free the memory; idempotent."""

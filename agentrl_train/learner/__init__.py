@@ -2,21 +2,25 @@
 
 ``learner.py`` updates the model; ``logprobs.py`` computes log-probabilities; ``sharding.py`` distributes
 parameters and work over ranks, ``sequence_parallel.py`` long rows; ``lora.py`` trains adapters; ``state.py``
-saves, loads and offloads the optimizer state.
+saves, loads and offloads the optimizer state, ``stored.py`` reads weights from files.
 """
 
 from agentrl_train.learner.learner import Learner, lr_fraction
 from agentrl_train.learner.logprobs import sampled_logprobs, select_sampled
 from agentrl_train.learner.lora import Lora, adapter_base, merge_adapter
 from agentrl_train.learner.state import Snapshot
+from agentrl_train.learner.stored import StoredModel, auto_class, safetensors_files
 
 __all__ = [
     "Learner",
     "Lora",
     "Snapshot",
+    "StoredModel",
     "adapter_base",
+    "auto_class",
     "lr_fraction",
     "merge_adapter",
+    "safetensors_files",
     "sampled_logprobs",
     "select_sampled",
 ]

@@ -47,6 +47,7 @@ from agentrl_train.learner.state import (
     read_state,
     read_weights,
 )
+from agentrl_train.learner.stored import StoredModel, allocate
 from agentrl_train.loss import Objective, entropy_bonus, importance_weights, kl_penalty, policy_loss
 from agentrl_train.types import UNTRACED, Batch, FloatArray, MicroBatch, Threads, TokenSequence, Trace
 
@@ -187,8 +188,9 @@ class Learner:
     ``mesh`` has the dimensions ``data`` and ``sequence``: parameters are sharded over all ranks,
     micro-batches over ``data``, the tokens of each row over ``sequence``. ``storage_group`` is a
     CPU process group of the same ranks, for writing snapshots in the background. ``threads`` are CPU
-    threads, shared with others that compute. ``trace`` records forward, backward and optimizer; on a GPU,
-    the time they were queued.
+    threads, shared with others that compute. ``stored`` has the weights of ``model`` and ``reference``
+    where they are on the meta device: each rank reads its shards. ``trace`` records forward, backward and
+    optimizer; on a GPU, the time they were queued.
 
     Raises ``ValueError`` for a model whose logits are not those of ``read_logits``, or that cannot be
     sharded over the mesh.
@@ -225,9 +227,11 @@ class Learner:
         mesh: DeviceMesh | None = None,
         storage_group: dist.ProcessGroup | None = None,
         threads: Threads | None = None,
+        stored: StoredModel | None = None,
         trace: Trace = UNTRACED,
     ) -> None:
         self.model = model
+        self._stored = stored
         self._span = partial(trace.span, TRACK)
         self._threads = threads or Threads()
         self.packs_rows = has_masks(model)
@@ -453,7 +457,7 @@ class Learner:
     def _prepare(self, model: PreTrainedModel) -> Scorer:
         """Move a model to its device, or shard it over the mesh."""
         module: nn.Module = model  # transformers' own ``to`` loses its types in a decorator
-        if self._mesh is None:
+        if self._mesh is None and self._stored is None:
             module.to(self.device)
         module.eval()
         check_head(model)
@@ -464,6 +468,9 @@ class Learner:
         scorer = Scorer(model, temperature=self._temperature, max_logits=self._max_logits, part=self._part)
         if self._mesh is not None:
             shard(scorer, model, self._mesh, precision=self._precision)
+        if self._stored is not None:
+            allocate(scorer, self.device)
+            self._stored.load_into(model)
         return scorer
 
     def _reduce(self, values: Tensor, how: str) -> Tensor:

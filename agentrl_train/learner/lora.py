@@ -51,6 +51,8 @@ class LoraLinear(nn.Linear):
     def around(cls, layer: nn.Linear, lora: Lora, generator: torch.Generator) -> Self:
         """Return an equivalent layer with an untrained adapter that shares the weights of ``layer``."""
         size, device = (layer.in_features, layer.out_features), layer.weight.device
+        if layer.weight.is_meta:  # the frozen weights are read later, adapters are not in any file
+            device = torch.device("cpu")
         one = cls(*size, bias=layer.bias is not None, device="meta")
         one.weight, one.bias = layer.weight, layer.bias
         bound = 1.0 / math.sqrt(layer.in_features)  # the initialization of PEFT

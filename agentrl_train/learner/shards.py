@@ -29,7 +29,7 @@ ORIGINS = "origins"
 def write_shards(folder: Path, tensors: Mapping[str, Tensor], *, rank: int) -> None:
     """Write this rank's parts of tensors. Raises OSError, SafetensorError."""
     folder.mkdir(parents=True, exist_ok=True)
-    parts = {name: _part(value) for name, value in tensors.items()}
+    parts = {name: part_of(value) for name, value in tensors.items()}
     kept = {name: part for name, part in parts.items() if rank == 0 or isinstance(tensors[name], DTensor)}
     origins = json.dumps({name: origin for name, (_, origin) in kept.items()})
     values = {name: value.contiguous() for name, (value, _) in kept.items()}
@@ -53,7 +53,7 @@ class Shards:
     @torch.no_grad()
     def fill(self, name: str, like: Tensor) -> None:
         """Copy a tensor into ``like``, which may be sharded. Raises CheckpointError."""
-        mine, begin = _part(like)
+        mine, begin = part_of(like)
         missing = mine.numel()
         for file, origin in self._parts.get(name, ()):
             shape = file.get_slice(name).get_shape()
@@ -106,7 +106,7 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None) -> 
             raise RuntimeError(f"rank {rank} could not write its checkpoint ({reason})") from error
 
 
-def _part(tensor: Tensor) -> tuple[Tensor, list[int]]:
+def part_of(tensor: Tensor) -> tuple[Tensor, list[int]]:
     """Return the local part of a tensor, and the index of its first element in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return tensor, [0] * tensor.ndim

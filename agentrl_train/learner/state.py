@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from agentrl_train.architecture import persistent_buffers
 from agentrl_train.errors import CheckpointError
 from agentrl_train.learner.lora import Lora, adapter_base, read_adapter, save_adapter
 from agentrl_train.learner.shards import open_shards, raise_together, write_shards
+from agentrl_train.learner.stored import StoredModel, fill, safetensors_files, tensors_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -117,38 +116,17 @@ def read_weights(folder: Path, model: PreTrainedModel) -> None:
     kind = json.loads((folder / MODEL / "config.json").read_text())["model_type"]
     if kind != model.config.model_type:
         raise _different_model(folder)
-    read = type(model).from_pretrained(str(folder / MODEL), dtype=torch.float32)
-    weights = _stored(read)
-    shapes = {name: value.shape for name, value in weights.items()}
-    if shapes != {name: value.shape for name, value in _stored(model).items()}:
+    files = safetensors_files(folder / MODEL)
+    stored = StoredModel(folder / MODEL, files=files, dtype=torch.float32)
+    if stored.shapes() != {name: value.shape for name, value in tensors_of(model).items()}:
         raise _different_model(folder)
-    fill(model, weights)
-
-
-def _stored(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the parameters and buffers that a checkpoint contains, tied parameters once."""
-    return dict(model.named_parameters()) | persistent_buffers(model)
+    stored.load_into(model)
 
 
 def _different_model(folder: Path) -> CheckpointError:
     return CheckpointError(
         f"{folder} contains a different model than model.path: restore the model.path of the run"
     )
-
-
-@torch.no_grad()
-def fill(model: PreTrainedModel, whole: Mapping[str, Tensor]) -> None:
-    """Copy full tensors into the named parameters and buffers, each rank into its shard."""
-    stored = _stored(model)
-    for name, value in whole.items():
-        parameter = stored[name]
-        if isinstance(parameter, DTensor):
-            mine = distribute_tensor(
-                value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
-            )
-            parameter.to_local().copy_(mine.to_local())
-        else:
-            parameter.copy_(value)
 
 
 class HostCopies:

@@ -20,8 +20,9 @@ import torch
 from transformers import PreTrainedModel
 
 from agentrl_train.actor import Actor
+from agentrl_train.engine.pool import EnginePool
 from agentrl_train.errors import ConfigError
-from agentrl_train.learner import adapter_base
+from agentrl_train.learner import StoredModel, adapter_base
 from agentrl_train.runtime.admission import Mixer, TaskSource, WorkWindow
 from agentrl_train.runtime.checkpoint import Checkpoint, load_latest
 from agentrl_train.runtime.config import RunConfig
@@ -38,7 +39,7 @@ from agentrl_train.runtime.factories import (
 )
 from agentrl_train.runtime.journal import Journal
 from agentrl_train.runtime.loop import Loop
-from agentrl_train.runtime.models import chat_format, load_policy
+from agentrl_train.runtime.models import chat_format, load_policy, open_policy
 from agentrl_train.runtime.placement.launcher import Launcher, make_launcher
 from agentrl_train.runtime.run import Evaluator, FailureLog, Outcome, Policy, Run, ServedPolicy
 from agentrl_train.runtime.run_dir import claim_run_dir, write_config
@@ -49,7 +50,7 @@ from agentrl_train.runtime.telemetry.throughput import Throughput, copy_bytes_pe
 from agentrl_train.runtime.trainer import StepTrainer, engine_asleep
 from agentrl_train.runtime.watchdog import Watchdog
 from agentrl_train.template_check import check_sessions
-from agentrl_train.types import UNTRACED, Threads, Trace
+from agentrl_train.types import UNTRACED, SamplingParams, Threads, Trace
 from agentrl_train.weights import FLOAT32, Drift
 
 SHUTDOWN_TIMEOUT_S = 30.0
@@ -79,14 +80,19 @@ async def policy(
     ranks: Ranks | None = None,
 ) -> AsyncIterator[Policy]:
     """Load the policy in ``path`` and start its engine and learner; stop the engine on leaving."""
-    # Sharding moves one block after the other to the device, which need not hold the whole model.
-    device = config.engine.device if ranks is None else "cpu"
+    device = config.engine.device if ranks is None else None  # ranks read their own shards
     serving, training = make_threads(config, launcher=launcher)
     loading = _loaded(
         config, path=path, device=device, launcher=launcher, served=served, threads=serving, trace=trace
     )
-    async with loading as (model, ready):
-        with make_learner(config, model=model, ranks=ranks, threads=training, trace=trace) as learner:
+    async with loading as (model, stored, ready):
+        if config.learner_memory_fraction is not None and isinstance(ready.engine, EnginePool):
+            # vLLM measures the free memory of its GPU at the start; the learner must not allocate meanwhile.
+            first = SamplingParams(max_new_tokens=1)
+            await asyncio.to_thread(ready.engine.probe, [0], sampling=first, policies=config.policies)
+        with make_learner(
+            config, model=model, stored=stored, ranks=ranks, threads=training, trace=trace
+        ) as learner:
             publisher = make_publisher(
                 config,
                 ready.engine,
@@ -109,8 +115,8 @@ async def served_policy(
 ) -> AsyncIterator[ServedPolicy]:
     """Load the policy in ``path`` and start its engine, without a learner; stop the engine on leaving."""
     threads, _ = make_threads(config, launcher=launcher)
-    loading = _loaded(config, path=path, device="cpu", launcher=launcher, served=served, threads=threads)
-    async with loading as (model, ready):
+    loading = _loaded(config, path=path, device=None, launcher=launcher, served=served, threads=threads)
+    async with loading as (model, _, ready):
         if adapter_base(Path(path)) is not None:
             weights = dict(model.named_parameters())
             await asyncio.to_thread(ready.engine.publish, weights, policy_version=0, policies=config.policies)
@@ -123,17 +129,22 @@ async def _loaded(
     config: RunConfig,
     *,
     path: str,
-    device: str,
+    device: str | None,
     launcher: Launcher,
     served: Served,
     threads: Threads,
     trace: Trace = UNTRACED,
-) -> AsyncIterator[tuple[PreTrainedModel, ServedPolicy]]:
-    """Load a policy, check that its chat format carries the tasks, and start its engine."""
+) -> AsyncIterator[tuple[PreTrainedModel, StoredModel | None, ServedPolicy]]:
+    """Load a policy, check that its chat format carries the tasks, and start its engine.
+
+    Without a device, the weights stay in their files, if they can be read from there.
+    """
     torch.set_num_threads(threads_each(config))
-    model, tokenizer = load_policy(
-        path, device=device, dtype=config.model.dtype, revision=config.model.revision
-    )
+    place: dict[str, Any] = {"dtype": config.model.dtype, "revision": config.model.revision}
+    if device is None:
+        model, tokenizer, stored = open_policy(path, **place)
+    else:
+        (model, tokenizer), stored = load_policy(path, device=device, **place), None
     chat = chat_format(config.model, model=model, tokenizer=tokenizer)
     await check_sessions(chat, served.clients, sources=served.sources)
     engine = make_engine(
@@ -146,7 +157,7 @@ async def _loaded(
         launcher=launcher,
     )
     try:
-        yield model, ServedPolicy(tokenizer=tokenizer, chat=chat, engine=engine)
+        yield model, stored, ServedPolicy(tokenizer=tokenizer, chat=chat, engine=engine)
     finally:
         await engine.close()
 
@@ -292,7 +303,7 @@ def make_turn(
     config: RunConfig, *, policy: Policy, trace: Trace
 ) -> Callable[[], AbstractContextManager[None]]:
     """Return the context in which the learner owns its devices; colocated engines sleep in it."""
-    if config.placement.layout == "separated":
+    if config.placement.layout != "colocated":
         return nullcontext
     learner = policy.learner
     release = learner.release if isinstance(learner, LeadLearner) else release_memory

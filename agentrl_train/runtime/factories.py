@@ -21,7 +21,7 @@ from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.pool import EnginePool
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.errors import ConfigError
-from agentrl_train.learner import Learner, Lora, adapter_base
+from agentrl_train.learner import Learner, Lora, StoredModel, adapter_base
 from agentrl_train.loss import policy_loss
 from agentrl_train.runtime.config import RunConfig
 from agentrl_train.runtime.distributed import (
@@ -32,7 +32,7 @@ from agentrl_train.runtime.distributed import (
     process_group,
     world_size,
 )
-from agentrl_train.runtime.models import copy_of, load_policy
+from agentrl_train.runtime.models import copy_of, load_policy, open_policy
 from agentrl_train.runtime.placement.launcher import Launcher
 from agentrl_train.types import UNTRACED, RunningEngine, Threads, Trace
 from agentrl_train.weights import Canary, Drift, LogProbs, Publisher
@@ -75,7 +75,7 @@ def make_engine(
 
     Args:
         config: configuration of the run.
-        model: the initial policy.
+        model: the initial policy, with or without weights.
         path: source of ``model``: a folder or a hub name. Of a folder with an adapter, engines in other
             processes start with the base model until weights are published.
         stop_token_ids: tokens that end a completion.
@@ -90,6 +90,8 @@ def make_engine(
     if engine.kind == "vllm" or launcher.separate_engines:
         return _engine_pool(config, model=model, path=path, stop_token_ids=stop_token_ids, launcher=launcher)
     device = launcher.devices.torch_engine_device or engine.device
+    if any(value.is_meta for value in model.parameters()):
+        model, _ = load_policy(path, dtype=config.model.dtype, revision=config.model.revision)
     return TorchEngine(
         {name: copy_of(model, dtype=engine.dtype, device=device) for name in config.policies},
         stop_token_ids=stop_token_ids,
@@ -226,16 +228,20 @@ def make_learner(
     config: RunConfig,
     *,
     model: PreTrainedModel,
+    stored: StoredModel | None = None,
     ranks: Ranks | None,
     threads: Threads | None = None,
     trace: Trace = UNTRACED,
 ) -> Iterator[Learner]:
     """Yield the learner of a run, which trains ``model``; the other ranks stop on exit.
 
+    ``stored`` has the weights of a model on the meta device.
+
     Raises:
         ConfigError: the model does not support the configuration.
     """
-    options = learner_options(config, model=model) | {"threads": threads, "trace": trace}
+    limit_memory(config)
+    options = learner_options(config, model=model) | {"stored": stored, "threads": threads, "trace": trace}
     if ranks is None:
         with _as_config_errors():
             learner = Learner(model, device=config.engine.device, **options)
@@ -245,6 +251,13 @@ def make_learner(
             lead = LeadLearner(model, ranks=ranks, **options)
         with closing(lead):
             yield lead
+
+
+def limit_memory(config: RunConfig) -> None:
+    """Limit what this learner process allocates on its GPU, if an engine works there at the same time."""
+    share = config.learner_memory_fraction
+    if share is not None:
+        torch.cuda.set_per_process_memory_fraction(share)
 
 
 @contextmanager
@@ -264,8 +277,11 @@ def run_follower(config: RunConfig) -> None:
     die_with_parent()
     torch.set_num_threads(config.run.threads or 1)
     with _process_group(config) as ranks:
-        model, _ = load_policy(config.model.path, dtype=config.model.dtype, revision=config.model.revision)
-        options = learner_options(config, model=model)
+        limit_memory(config)
+        model, _, stored = open_policy(
+            config.model.path, dtype=config.model.dtype, revision=config.model.revision
+        )
+        options = learner_options(config, model=model) | {"stored": stored}
         with _as_config_errors():
             learner = Learner(
                 model, mesh=ranks.mesh, device=ranks.device, storage_group=ranks.storage, **options

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import transformers
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -20,7 +19,7 @@ from transformers import (
 
 from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import ConfigError
-from agentrl_train.learner import adapter_base, merge_adapter
+from agentrl_train.learner import StoredModel, adapter_base, auto_class, merge_adapter, safetensors_files
 from agentrl_train.runtime.config import ModelSection
 
 transformers.utils.logging.disable_progress_bar()
@@ -44,25 +43,50 @@ def load_policy(
         ConfigError: the model does not exist, or the device is not available.
     """
     _check_source(path, device)
-    if not Path(path).exists():
-        logger.warning("there is no folder %s: loading the model from the hub", path)
-    base = adapter_base(Path(path))
-    try:
+    with _as_config_errors(path):
+        base = adapter_base(Path(path))
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
         config = AutoConfig.from_pretrained(base or path, revision=revision)
-        known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-        kind = AutoModelForCausalLM if known else AutoModelForImageTextToText
-        model = kind.from_pretrained(base or path, dtype=DTYPES[dtype], revision=revision)
+        model: PreTrainedModel = auto_class(config).from_pretrained(
+            base or path, dtype=DTYPES[dtype], revision=revision
+        )
         if base is not None:
             merge_adapter(model, Path(path))
+    model.to(device)  # type: ignore[arg-type]  # the library types this by its first parameter
+    return model, tokenizer
+
+
+def open_policy(
+    path: str, *, dtype: str = "float32", revision: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, StoredModel | None]:
+    """Return model and tokenizer like ``load_policy``, and the weights, which stay in their files.
+
+    The model is on the meta device. An adapter to merge, or a file of another format, is loaded at once; then
+    there are no weights to read later.
+
+    Raises:
+        ConfigError: the model does not exist, or its files are not complete.
+    """
+    _check_source(path, "cpu")
+    if adapter_base(Path(path)) is None:
+        with _as_config_errors(path):
+            tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+            if files := safetensors_files(path, revision=revision):
+                stored = StoredModel(path, files=files, dtype=DTYPES[dtype], revision=revision)
+                return stored.model(), tokenizer, stored
+    return *load_policy(path, dtype=dtype, revision=revision), None
+
+
+@contextmanager
+def _as_config_errors(path: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[
             :MAX_REASON
         ]  # the link to a gated model is not in its first line
         source = "" if Path(path).exists() else " from the hub (there is no folder of this name)"
         raise ConfigError(f"the model {path!r} cannot be loaded{source}: {reason}") from error
-    model.to(device)  # type: ignore[arg-type]  # the library types this by its first parameter
-    return model, tokenizer
 
 
 def chat_format(
@@ -102,6 +126,8 @@ def _check_source(path: str, device: str) -> None:
     has_model = (Path(path) / "config.json").is_file() or adapter_base(Path(path)) is not None
     if is_local and not has_model:
         raise ConfigError(f"{path!r} is not a model folder: it has no config.json")
+    if not Path(path).exists():
+        logger.warning("there is no folder %s: loading the model from the hub", path)
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:

@@ -15,8 +15,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks")
     parser.add_argument("parts", nargs="*", choices=[*PARTS, *APART, []], help="default: all but the last")
     parser.add_argument("--quick", action="store_true", help="fewer sizes, shorter runs")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="of learner, vllm, trl")
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch, for the engine's part")
     chosen = parser.parse_args()
+    device = chosen.device or device_at_hand()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     for part in chosen.parts or PARTS:
         match part:
@@ -31,7 +33,7 @@ def main() -> None:
             case "learner":
                 from tests.benchmarks import learner
 
-                learner.run(quick=chosen.quick)
+                learner.run(device=device, quick=chosen.quick)
             case "overlap":
                 from tests.benchmarks import overlap
 
@@ -43,11 +45,11 @@ def main() -> None:
             case "trl":
                 from tests.benchmarks import trl
 
-                trl.run(quick=chosen.quick)
+                trl.run(device=device, quick=chosen.quick)
             case "vllm":
                 from tests.benchmarks import vllm
 
-                vllm.run(quick=chosen.quick)
+                vllm.run(device=device, quick=chosen.quick)
             case "sandbox":
                 from tests.benchmarks import sandbox
 
@@ -56,6 +58,13 @@ def main() -> None:
                 from tests.benchmarks import fairness
 
                 fairness.run(quick=chosen.quick)
+
+
+def device_at_hand() -> str:
+    """Return "cuda" if PyTorch sees a GPU."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 if __name__ == "__main__":

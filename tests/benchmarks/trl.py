@@ -1,10 +1,13 @@
-"""GRPO compared with TRL's trainer on the CPU: the same tiny model, the same task, equal samples.
+"""GRPO compared with TRL's trainer: the same model, the same task, equal samples.
 
 Both start from the quick start's policy and play the one-turn task of ``trl_task``: the same prompt tokens,
 48 new ones at most, groups of 8 scaled by their standard deviation, one update a step with clipping at 0.2
 and 0.28, means over sequences, AdamW with the same learning rate and the same bound on the gradient's norm,
-the same number of threads. TRL samples with Hugging Face ``generate``; on a GPU it uses vLLM. They take turns
-seed by seed, so that other load affects both.
+the same number of threads. TRL samples with Hugging Face ``generate``. They take turns seed by seed, so that
+other load affects both.
+
+On a GPU the models have random weights and the shapes of Qwen3, completions have 256 tokens, and both sample
+with vLLM on the GPU that they train on: TRL's "colocate", our layouts "colocated" (synchronous) and "shared".
 
 *Tokens/s* counts the sampled tokens of the episodes trained on, over the time of all steps but the first. The
 ceiling is a loop that never waits: tokens over the time that the engine or the trainer worked, whichever is
@@ -22,15 +25,31 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
+
+from tests.benchmarks.shapes import save_model, sizes
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "examples/quickstart/train.toml"
 MODEL = ROOT / "examples/quickstart/starter"
 TASK = Path(__file__).with_name("trl_task.py")
 GROUPS, GROUP_SIZE, LEARNING_RATE = 8, 8, 7e-4
+THREADS = 2
+NEW_TOKENS = {"cpu": 48, "cuda": 256}
+ON_GPU = (
+    "engine.kind=vllm",
+    "engine.device=cuda",
+    "engine.dtype=bfloat16",
+    "engine.max_context=1024",
+    "engine.vllm.memory_fraction=0.3",
+    "train.precision=bfloat16",
+    "train.activation_checkpointing=true",
+    "train.micro_batch_tokens=16384",
+)
 SETTINGS = (
     "eval.samples=0",
     "metrics.tensorboard=false",
@@ -52,10 +71,12 @@ SETTINGS = (
 Step = Mapping[str, float]
 
 
-def trl(*, seed: int, steps: int, threads: int) -> list[Step]:
+def trl(model: Path, *, device: str, seed: int, steps: int, threads: int) -> list[Step]:
     """Run TRL and return each step's success, sampled tokens and seconds."""
     options = {
-        "model": MODEL,
+        "model": model,
+        "device": device,
+        "tokens": NEW_TOKENS[device],
         "steps": steps,
         "groups": GROUPS,
         "seed": seed,
@@ -68,18 +89,22 @@ def trl(*, seed: int, steps: int, threads: int) -> list[Step]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"success"')]
 
 
-def ours(*, staleness: int, seed: int, steps: int, threads: int) -> list[Step]:
+def ours(model: Path, *, device: str, staleness: int, seed: int, steps: int, threads: int) -> list[Step]:
     """Run our trainer and return the same measurements, and the idle shares."""
     with tempfile.TemporaryDirectory() as folder:
         options = [
             *SETTINGS,
-            f"environments=[{{serve=['{TASK}:FirstPick']}}]",
+            f"environments=[{{serve=['{TASK}:{'Parity' if device == 'cuda' else 'FirstPick'}']}}]",
             f"run.folder={folder}",
             f"run.steps={steps}",
             f"run.seed={seed}",
             f"run.threads={threads}",
             f"rollout.max_staleness={staleness}",
+            f"model.path={model}",
+            f"engine.max_new_tokens={NEW_TOKENS[device]}",
         ]
+        if device == "cuda":
+            options += [*ON_GPU, f"placement.layout={'shared' if staleness else 'colocated'}"]
         command = [sys.executable, "-m", "agentrl_train", "run", str(CONFIG)]
         command += [part for option in options for part in ("--set", option)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
@@ -108,22 +133,36 @@ def idle(steps: Sequence[Step], who: str) -> float:
     return sum(step[f"{who}_idle"] * step["seconds"] for step in steps[1:]) / seconds
 
 
-def run(*, quick: bool) -> None:
-    """Print the table."""
-    steps, seeds, threads = (8, 1, 2) if quick else (30, 3, 2)
+def run(*, device: str, quick: bool) -> None:
+    """Print a table for each model."""
+    if device == "cpu":
+        Console(width=120).print(_table(_runs(MODEL, device=device, quick=quick), title="the quick start"))
+        return
+    for size in sizes(device):
+        with tempfile.TemporaryDirectory() as folder:
+            save_model(size, folder, device=device)
+            torch.cuda.empty_cache()
+            runs = _runs(Path(folder), device=device, quick=quick)
+            Console(width=120).print(_table(runs, title=f"{size} on {torch.cuda.get_device_name()}"))
+
+
+def _runs(model: Path, *, device: str, quick: bool) -> dict[str, list[list[Step]]]:
+    seeds = 1 if quick or device == "cuda" else 3
     runs: dict[str, list[list[Step]]] = {"TRL": [], "synchronous": [], "staleness 1": []}
     for seed in range(seeds):
-        runs["TRL"].append(trl(seed=seed, steps=steps, threads=threads))
+        options: dict[str, Any] = {"device": device, "seed": seed, "threads": THREADS}
+        options["steps"] = 8 if quick else 30
+        runs["TRL"].append(trl(model, **options))
         for name, staleness in (("synchronous", 0), ("staleness 1", 1)):
-            runs[name].append(ours(staleness=staleness, seed=seed, steps=steps, threads=threads))
-    Console(width=120).print(_table(runs, threads=threads))
+            runs[name].append(ours(model, staleness=staleness, **options))
+    return runs
 
 
-def _table(runs: Mapping[str, Sequence[Sequence[Step]]], *, threads: int) -> Table:
+def _table(runs: Mapping[str, Sequence[Sequence[Step]]], *, title: str) -> Table:
     steps, seeds = len(runs["TRL"][0]), len(runs["TRL"])
     table = Table(
-        title=f"GRPO, {steps} steps of {GROUPS * GROUP_SIZE} episodes, {seeds} seeds, {threads} threads of "
-        f"{os.cpu_count()} processors"
+        title=f"GRPO, {title}, {steps} steps of {GROUPS * GROUP_SIZE} episodes, {seeds} seeds, "
+        f"{THREADS} threads of {os.cpu_count()} processors"
     )
     headings = "trainer", "tokens/s", "ratio", "of ceiling", "tokens/CPU s", "ratio"
     for heading in (*headings, "1st quarter", "2nd", "3rd", "last", "seconds"):

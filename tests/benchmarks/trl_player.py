@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from agentrl_env.client import EnvClient
 from agentrl_env.types import TaskSample
 from agentrl_train.chat import ChatFormat
-from tests.benchmarks.trl_task import FirstPick, reward
+from tests.benchmarks.trl_task import FirstPick, parity, reward
 
 GROUP_SIZE = 8
 
@@ -65,6 +65,8 @@ def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
+    parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
+    parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--groups", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
@@ -74,10 +76,19 @@ def main() -> None:
     torch.set_num_threads(chosen.threads)
     tokenizer = AutoTokenizer.from_pretrained(chosen.model, padding_side="left")
     rows = asyncio.run(prompts(ChatFormat(tokenizer), chosen.steps * chosen.groups, seed=1000 * chosen.seed))
+    rate = parity if chosen.device == "cuda" else reward  # random weights earn nothing else
+    on_gpu = {
+        "bf16": True,
+        "gradient_checkpointing": True,
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.3,
+    }
+    on_cpu = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
-            use_cpu=True,
+            **(on_gpu if chosen.device == "cuda" else on_cpu),
             report_to="none",
             save_strategy="no",
             logging_steps=1,
@@ -86,7 +97,7 @@ def main() -> None:
             max_steps=chosen.steps,
             per_device_train_batch_size=chosen.groups * GROUP_SIZE,
             num_generations=GROUP_SIZE,
-            max_completion_length=48,
+            max_completion_length=chosen.tokens,
             temperature=1.0,
             learning_rate=chosen.learning_rate,
             lr_scheduler_type="constant_with_warmup",
@@ -97,14 +108,12 @@ def main() -> None:
             epsilon=0.2,
             epsilon_high=0.28,
             loss_type="grpo",
-            bf16=False,
-            gradient_checkpointing=False,
             dataloader_pin_memory=False,
         )
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(chosen.model, dtype=torch.float32),
             reward_funcs=lambda completions, right, **_: [
-                reward(text, one) for text, one in zip(completions, right, strict=True)
+                rate(text, one) for text, one in zip(completions, right, strict=True)
             ],
             args=config,
             # Explicit, as deriving it from the content of a table fails with some versions of pyarrow.

@@ -45,6 +45,18 @@ class FirstPick(Shop):
         return Done("That was it.", reward=float(seller == self.right))
 
 
+class Parity(FirstPick):
+    """Rewards any words of odd length, which gives a model with random weights something to learn from."""
+
+    def respond(self, text):
+        return Done("That was it.", reward=parity(text))
+
+
+def parity(text: str, right: str = "") -> float:
+    """Return 1 for a completion of odd length."""
+    return float(len(text) % 2)
+
+
 def reward(text: str, right: str) -> float:
     """Return the reward of ``FirstPick`` for a completion: 1 if its first call names the right seller."""
     found = _CALL.search(text)

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl_train import architecture
 from agentrl_train.architecture import CheckpointNames, check_head
 from agentrl_train.batch import pack
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.errors import EngineError, WeightMismatch
-from agentrl_train.learner import Learner, Lora, logprobs
+from agentrl_train.learner import Learner, Lora, StoredModel, auto_class, logprobs, safetensors_files
 from agentrl_train.learner.logprobs import one_row, sampled_logprobs, set_attention
+from agentrl_train.learner.stored import allocate
 from agentrl_train.runtime.models import load_policy
 from agentrl_train.types import SamplingParams, TokenSequence
 from agentrl_train.weights import FLOAT32, drift, probe_sequence, require_agreement
@@ -184,6 +185,55 @@ def test_checkpoint_is_complete(name: str, tmp_path: Path, tokenizer: PreTrained
     resumed = Learner(tiny(name, seed=1), learning_rate=1e-2)
     resumed.load(tmp_path)
     assert torch.equal(logits(resumed.model), expected)
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_model_read_layer_by_layer_is_that_of_a_plain_load(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    tiny(name).save_pretrained(tmp_path, max_shard_size="20KB")
+    config = AutoConfig.from_pretrained(tmp_path)
+    plain = auto_class(config).from_pretrained(tmp_path, dtype=dtype)
+    stored = StoredModel(tmp_path, files=safetensors_files(tmp_path), dtype=dtype)
+    read = stored.model()
+    assert all(value.is_meta for value in read.parameters())
+    allocate(read, torch.device("cpu"))
+    stored.load_into(read)
+    for kind in ("named_parameters", "named_buffers"):
+        ours, theirs = dict(getattr(read, kind)()), dict(getattr(plain, kind)())
+        assert list(ours) == list(theirs)
+        for key, value in ours.items():
+            assert value.dtype == theirs[key].dtype, key
+            assert torch.equal(value, theirs[key]), key
+    assert list(CheckpointNames(read)({})) == list(CheckpointNames(plain)({}))
+    assert read.generation_config.to_dict() == plain.generation_config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), "lack 1 tensors, model.norm.weight first"),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}),
+            r"other shapes than its configuration: .*model\.norm\.weight",
+        ),
+        (
+            lambda tensors: tensors.update({"lm_head.weight": torch.ones(VOCABULARY, 32)}),
+            "different tensors lm_head.weight and model.embed_tokens.weight, which its configuration ties",
+        ),
+    ],
+    ids=["missing", "misshapen", "untied"],
+)
+def test_incomplete_files_are_refused(
+    change: Callable[[dict[str, torch.Tensor]], object], reason: str, tmp_path: Path
+) -> None:
+    tiny("Qwen3").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=reason):
+        list(StoredModel(tmp_path, files=safetensors_files(tmp_path), dtype=torch.float32).layers())
 
 
 @every

@@ -23,6 +23,9 @@ from agentrl_train.runtime.config.sections import (
 )
 from agentrl_train.runtime.config.toml import dump_toml
 
+CONTEXTS_FRACTION = 0.05
+"""Share of a GPU for CUDA contexts and libraries, which are outside the limits of both processes."""
+
 
 class RunConfig(Section):
     """The configuration of a run."""
@@ -73,6 +76,13 @@ class RunConfig(Section):
         return self.engine.model_copy(update={"temperature": self.eval.temperature, **whole})
 
     @property
+    def learner_memory_fraction(self) -> float | None:
+        """Return the share of a GPU's memory that a learner process may fill; None if it has no limit."""
+        if self.placement.layout != "shared" or self.engine.device != "cuda" or self.engine.kind != "vllm":
+            return None
+        return 1.0 - self.engine.vllm.memory_fraction - CONTEXTS_FRACTION
+
+    @property
     def engine_gpus(self) -> int:
         """Return the number of GPUs of the engine, if it runs on GPUs."""
         vllm = self.engine.vllm
@@ -111,6 +121,11 @@ class RunConfig(Section):
             found.append(
                 "engine.temperature = 0 makes all siblings of a group equal, which gives no learning signal: "
                 "use a temperature above 0; eval.temperature = 0 evaluates greedily"
+            )
+        if (share := self.learner_memory_fraction) is not None and share < CONTEXTS_FRACTION:
+            found.append(
+                f"engine.vllm.memory_fraction = {self.engine.vllm.memory_fraction:g} leaves nothing of a GPU "
+                "that placement.layout = 'shared' gives to the learner as well: set it to 0.5, for example"
             )
         if self.model.dtype == "bfloat16" and self.train.lora is None:
             found.append(

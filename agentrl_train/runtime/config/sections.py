@@ -129,15 +129,17 @@ class EngineSection(Section):
 class PlacementSection(Section):
     """Placement of the processes of a run."""
 
-    layout: Literal["separated", "colocated"] = "separated"
-    """Separate GPUs for learner and engine, or shared ones: the engine sleeps while the learner works."""
+    layout: Literal["separated", "colocated", "shared"] = "separated"
+    """Separate GPUs for learner and engine, or the same ones: in turns ("colocated": the engine sleeps while
+    the learner works), or at the same time ("shared": vLLM fills ``engine.vllm.memory_fraction`` of each, the
+    learner at most the rest less a twentieth)."""
     launcher: Literal["local", "torchrun", "ray"] = "local"
     """Local processes; learner ranks started by torchrun, on one node or many; or all placed by Ray."""
     learner: tuple[int, ...] = ()
     """GPUs of the learner, one per process on a node; left out, the first ones."""
     engine: tuple[int, ...] = ()
     """GPUs of the engine, ``tensor_parallel`` per replica; left out, those after the learner's, or the
-    learner's if colocated."""
+    learner's if they are not separated."""
     ray_address: str | None = None
     """Address of a Ray cluster; left out, ``RAY_ADDRESS``, else a local cluster for this run."""
     ray_timeout_s: Positive = 300.0
@@ -152,7 +154,7 @@ class PlacementSection(Section):
         if self.layout == "separated" and (shared := set(self.learner) & set(self.engine)):
             found.append(
                 f"GPU {min(shared)} is assigned to both learner and engine: use different GPUs, or "
-                "layout = 'colocated' to share them"
+                "layout = 'colocated' or 'shared'"
             )
         if self.launcher == "ray" and (self.learner or self.engine):
             found.append("Ray assigns the GPUs: leave learner and engine out, or use another launcher")
@@ -163,7 +165,7 @@ class PlacementSection(Section):
     def problems_with(self, *, device: str, processes: int, max_staleness: int, transfer: str) -> list[str]:
         """Return violated constraints between this section and others, one sentence each."""
         found = []
-        if transfer == "nccl" and (self.layout == "colocated" or self.launcher == "ray"):
+        if transfer == "nccl" and (self.layout != "separated" or self.launcher == "ray"):
             found.append(
                 "engine.vllm.transfer = 'nccl' needs separate GPUs for the engine on this machine: use "
                 "placement.layout = 'separated' and a launcher other than Ray, or transfer = 'memory'"

@@ -76,7 +76,7 @@ def assign(config: RunConfig, *, gpus: Sequence[str], ranks: int, with_engine: b
         raise ConfigError(
             f"the {place.layout} layout places the learner on GPU {_list(learner)} and the engine on GPU "
             f"{_list(engine)}, but this process sees {_gpus(len(gpus))}: use fewer processes"
-            + ("" if place.layout == "colocated" else ", or layout = 'colocated'")
+            + (", or layout = 'colocated'" if place.layout == "separated" else "")
         )
     return Devices(learner=tuple(gpus[i] for i in learner), engine=tuple(gpus[i] for i in engine))
 
@@ -84,7 +84,7 @@ def assign(config: RunConfig, *, gpus: Sequence[str], ranks: int, with_engine: b
 def _default_engine(config: RunConfig, learner: Sequence[int], count: int) -> tuple[int, ...]:
     needed = config.engine_gpus
     shared = config.engine.kind == "torch" and len(learner) >= count
-    if config.placement.layout == "colocated" or shared:
+    if config.placement.layout != "separated" or shared:
         return tuple(learner[:needed])
     return _free(needed, used=learner)
 

@@ -165,7 +165,7 @@ def bundles(config: RunConfig, *, node: str) -> list[Bundle]:
     gpus = config.engine.device == "cuda"
     ranks = [{"CPU": 1.0, **({"GPU": 1.0} if gpus else {})} for _ in range(config.train.processes)]
     ranks[0][f"node:{node}"] = 0.001
-    if config.placement.layout == "colocated":
+    if config.placement.layout != "separated":
         return ranks
     share = config.engine.vllm.tensor_parallel
     engine = {"CPU": 1.0, **({"GPU": float(share)} if gpus else {})}
@@ -174,7 +174,7 @@ def bundles(config: RunConfig, *, node: str) -> list[Bundle]:
 
 def strategy(config: RunConfig) -> str:
     """Return the placement strategy: colocated engines need all bundles on one node."""
-    return "STRICT_PACK" if config.placement.layout == "colocated" else "PACK"
+    return "STRICT_PACK" if config.placement.layout != "separated" else "PACK"
 
 
 def engine_bundles(config: RunConfig) -> list[int]:

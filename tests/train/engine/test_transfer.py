@@ -1,13 +1,20 @@
 """Weights in shared memory and their fingerprints."""
 
 import os
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentrl_train.architecture import CheckpointNames
 from agentrl_train.engine.transfer import DeviceWeights, Fingerprint, SharedWeights, fingerprint, lost_push
+from agentrl_train.learner import Learner, Lora
+from agentrl_train.learner.sharding import buckets
 from tests.architectures import tiny
 from tests.conftest import make_model
 
@@ -42,6 +49,68 @@ def test_tensors_that_are_not_trained_keep_their_dtype() -> None:
     assert list(on_device.state) == list(state)
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in on_device.state
     weights.close()
+
+
+def test_push_of_gathered_weights_holds_one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 20_000
+    monkeypatch.setattr("agentrl_train.learner.learner.buckets", partial(buckets, limit=limit))
+    learner = Learner(tiny("Qwen3", num_hidden_layers=8), learning_rate=1e-3, lora=Lora(rank=2, alpha=4.0))
+    gathered: list[weakref.ref[torch.Tensor]] = []
+    held: list[int] = []
+    gather = learner.gather
+
+    def counted(names: Sequence[str]) -> dict[str, torch.Tensor]:
+        made = gather(names)
+        gathered.extend(weakref.ref(value) for value in made.values())
+        held.append(sum(value.nbytes for one in gathered if (value := one()) is not None))
+        return made
+
+    monkeypatch.setattr(learner, "gather", counted)
+    weights = SharedWeights(learner.weights(), dtype=torch.bfloat16, policy_version=1)
+    weights.close()
+    whole = sum(value.nbytes for name, value in learner.model.named_parameters())
+    assert len(held) > 4
+    assert max(held) < 1.5 * limit < whole / 4
+
+
+class HostReads(TorchDispatchMode):
+    """Counts numbers read from tensors, and integer sums by device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+        self.summed_on: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        if func is torch.ops.aten.sum.default:
+            self.summed_on.add(args[0].device.type)
+        return func(*args, **(kwargs or {}))
+
+
+def test_fingerprint_does_not_wait_for_each_parameter() -> None:
+    state = dict(make_model().named_parameters())
+    with HostReads() as seen:
+        weights = SharedWeights(state, dtype=torch.bfloat16, policy_version=3)
+        assert fingerprint((name, value.bfloat16()) for name, value in state.items()) == weights.fingerprint
+    assert seen.reads == 0
+    weights.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_fingerprint_is_computed_on_the_gpu() -> None:
+    model = make_model()
+    here = SharedWeights(dict(model.named_parameters()), dtype=torch.bfloat16, policy_version=3)
+    model.to("cuda")
+    with HostReads() as seen:
+        there = SharedWeights(dict(model.named_parameters()), dtype=torch.bfloat16, policy_version=3)
+    assert seen.summed_on == {"cuda"}
+    assert there.fingerprint == here.fingerprint
+    here.close()
+    there.close()
 
 
 def test_fingerprint_ignores_fusing_and_padding_and_detects_changed_bit() -> None:

@@ -5,9 +5,10 @@ Each case trains a tiny model and records the results; the test runs the same ca
 
 from __future__ import annotations
 
+import gc
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from agentrl_train.batch import pack
 from agentrl_train.errors import LossNotFinite
-from agentrl_train.learner import Learner, Lora
+from agentrl_train.learner import Learner, Lora, StoredModel, safetensors_files
+from agentrl_train.learner.sharding import local
 from agentrl_train.loss import sft_loss
 from agentrl_train.runtime.distributed import LeadLearner, Ranks, execute_commands, process_group
 from agentrl_train.types import Batch
@@ -46,6 +48,8 @@ class Case:
     loads: str | None = None
     """Folder of the checkpoint to resume from."""
     saves: bool = False
+    stored: bool = False
+    """Whether each rank reads its shards from the folder of the model."""
 
 
 LORA = Lora(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
@@ -68,6 +72,13 @@ CASES = {
     "lora": Case(options={"lora": LORA}, saves=True),
     "a mixture of experts": Case(model=partial(tiny, "Qwen3-MoE"), saves=True),
     "a router with biases": Case(model=partial(tiny, "GLM-4.5"), saves=True),
+    "read from a file": Case(model=partial(qwen, num_hidden_layers=8), stored=True),
+    "read from a file, with a reference": Case(
+        model=qwen, reference=qwen, options={"kl_coefficient": 0.1}, stored=True
+    ),
+    "read from a file, lora": Case(options={"lora": LORA}, saves=True, stored=True),
+    "read from a file, a mixture of experts": Case(model=partial(tiny, "Qwen3-MoE"), stored=True),
+    "read from a file, a router with biases": Case(model=partial(tiny, "GLM-4.5"), saves=True, stored=True),
     "a window": Case(model=partial(tiny, "Mistral-v0.1")),
     "windows in some layers": Case(model=partial(tiny, "Gemma-3")),
     "rows shared": Case(steps=5, sequence_parallel=2),
@@ -100,10 +111,47 @@ def train(learner: Learner, case: Case, folder: Path) -> Facts:
     }
 
 
+class Counted(StoredModel):
+    """Measures the bytes of all tensors of the process while weights are read."""
+
+    largest = 0
+    """Bytes of the largest layer."""
+    peak = 0
+
+    def layers(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the layers."""
+        for tensors in super().layers():
+            self.largest = max(self.largest, sum(value.nbytes for value in tensors.values()))
+            self.peak = max(self.peak, held_bytes())
+            yield tensors
+
+
+def held_bytes() -> int:
+    """Return the bytes of all tensors of this process."""
+    tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and not one.is_meta]
+    memory = {local(one.detach()).untyped_storage() for one in tensors}
+    return sum({one.data_ptr(): one.nbytes() for one in memory}.values())
+
+
 def learner_of(case: Case, **place: Any) -> Learner:
     """Return the learner of a case."""
     reference = case.reference() if case.reference is not None else None
     return Learner(case.model(), learning_rate=1e-3, reference=reference, **case.options, **place)
+
+
+def read_learner(case: Case, folder: Path, **place: Any) -> tuple[Learner, Facts]:
+    """Return the learner of a case whose weights are read from a file, and what was held meanwhile."""
+    if dist.get_rank() == 0:
+        case.model().save_pretrained(folder, max_shard_size="50KB")
+    dist.barrier()
+    gc.collect()
+    before = held_bytes()
+    stored = Counted(folder, files=safetensors_files(folder), dtype=torch.float32)
+    empty = stored.model()
+    whole = sum(value.nbytes for value in empty.parameters())
+    reference = stored.model() if case.reference is not None else None
+    learner = Learner(empty, learning_rate=1e-3, reference=reference, stored=stored, **case.options, **place)
+    return learner, {"whole": whole, "largest": stored.largest, "peak": stored.peak - before}
 
 
 def mesh_of(case: Case, ranks: Ranks) -> DeviceMesh:
@@ -150,8 +198,13 @@ def main(folder: Path) -> None:
     facts: dict[str, Facts] = {}
     with process_group(device="cpu", sequence_parallel=1, timeout_s=60.0) as ranks:
         for name, case in CASES.items():
-            learner = learner_of(case, mesh=mesh_of(case, ranks), storage_group=ranks.storage)
-            facts[name] = train(learner, case, folder)
+            place: dict[str, Any] = {"mesh": mesh_of(case, ranks), "storage_group": ranks.storage}
+            held: Facts = {}
+            if case.stored:
+                learner, held = read_learner(case, folder / f"{name} before", **place)
+            else:
+                learner = learner_of(case, **place)
+            facts[name] = train(learner, case, folder) | held
             if case.saves:
                 learner.snapshot().write(folder / name)
         facts["refused"] = {"sentence": refused(learner_of(Case(), mesh=ranks.mesh))}

@@ -108,6 +108,13 @@ def test_two_ranks_match_one(name: str, ranked: Mapping[str, Facts]) -> None:
 
 
 @ranks
+def test_no_rank_holds_the_whole_model_while_it_is_read(ranked: Mapping[str, Facts]) -> None:
+    facts = ranked["read from a file"]
+    assert 0 < facts["largest"] < 0.2 * facts["whole"]
+    assert facts["peak"] < 0.5 * facts["whole"] + 2.5 * facts["largest"] < facts["whole"]
+
+
+@ranks
 def test_losses_of_twenty_steps_match_single_process(ranked: Mapping[str, Facts]) -> None:
     both = alone("twenty steps"), ranked["twenty steps"]
     losses = [[step["loss"] for step in facts["metrics"]] for facts in both]

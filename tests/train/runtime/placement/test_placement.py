@@ -14,6 +14,7 @@ import torch
 
 from agentrl_train.errors import ConfigError
 from agentrl_train.runtime.config import load_config
+from agentrl_train.runtime.factories import limit_memory
 from agentrl_train.runtime.placement.devices import Devices, assign, visible_gpus
 from agentrl_train.runtime.placement.launcher import make_launcher
 from tests.train.runs.processes import finish, steps, write_config
@@ -22,6 +23,8 @@ from tests.train.runs.test_repeats import reproducible, weights
 CUDA = "engine.device=cuda"
 VLLM = "engine.kind=vllm"
 COLOCATED = "placement.layout=colocated"
+SHARED = "placement.layout=shared"
+HALF = "engine.vllm.memory_fraction=0.5"
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +50,8 @@ def devices(config_file: Path, *overrides: str, gpus: int, ranks: int = 1, **opt
         ([CUDA, VLLM, "rollout.stale_fraction=0.1"], 3, 1, "0", "12"),
         ([CUDA, VLLM, COLOCATED], 1, 1, "0", "0"),
         ([CUDA, VLLM, COLOCATED, "engine.vllm.replicas=2"], 4, 2, "01", "01"),
+        ([CUDA, VLLM, SHARED, HALF], 1, 1, "0", "0"),
+        ([CUDA, VLLM, SHARED, HALF, "engine.vllm.replicas=2"], 4, 2, "01", "01"),
         ([CUDA, VLLM, "placement.engine=[0]"], 3, 2, "12", "0"),
         ([CUDA, VLLM, "placement.learner=[3]", "placement.engine=[2]"], 4, 1, "3", "2"),
     ],
@@ -106,6 +111,8 @@ def test_placement_that_does_not_fit_is_rejected(
         ),
         ([CUDA, "placement.learner=[1, 1]"], "must list different GPUs"),
         (["placement.learner=[0]"], "engine.device is 'cpu': set it to 'cuda'"),
+        ([CUDA, VLLM, SHARED], "memory_fraction = 0.9 leaves nothing .* set it to 0.5"),
+        ([CUDA, VLLM, SHARED, HALF, "engine.vllm.transfer=nccl"], "needs separate GPUs"),
         ([COLOCATED, "rollout.max_staleness=1"], "set rollout.max_staleness to 0, not 1"),
         (["placement.launcher=torchrun", "train.processes=2"], "leave train.processes out"),
         ([CUDA, "placement.launcher=ray", "placement.learner=[0]"], "Ray assigns the GPUs"),
@@ -134,6 +141,31 @@ def test_gpus_keep_names_of_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch
     assert visible_gpus() == ("5", "GPU-8f3c")
 
 
+def test_memory_of_a_shared_gpu_is_split(config_file: Path) -> None:
+    def learner_share(*overrides: str) -> float | None:
+        return load_config(config_file, overrides).learner_memory_fraction
+
+    assert learner_share(CUDA, VLLM, SHARED, HALF) == pytest.approx(0.45)
+    assert learner_share(CUDA, VLLM, SHARED, "engine.vllm.memory_fraction=0.3") == pytest.approx(0.65)
+    assert learner_share(CUDA, VLLM, COLOCATED) is None
+    assert learner_share(CUDA, SHARED) is None
+    assert learner_share(SHARED) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_learner_stays_within_its_share_of_a_gpu(config_file: Path) -> None:
+    limit_memory(load_config(config_file, [CUDA, VLLM, SHARED, HALF]))
+    whole = torch.cuda.get_device_properties(0).total_memory
+    try:
+        torch.empty(int(0.4 * whole), dtype=torch.uint8, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(int(0.5 * whole), dtype=torch.uint8, device="cuda")
+    finally:
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 def trained(folder: Path, *overrides: str) -> Path:
     done = finish(write_config(folder), "engine.deterministic=true", *overrides)
     assert done.returncode == 0, done.stderr
@@ -147,6 +179,20 @@ def spans(run: Path) -> list[str]:
     shown = {"sleep", "check", "learn", "wake", "publish"}
     found = [(event["ts"], event["name"]) for event in events if event.get("name") in shown]
     return [name for _, name in sorted(found)]
+
+
+@pytest.mark.slow
+def test_engine_of_a_shared_layout_plays_while_the_learner_works(tmp_path: Path) -> None:
+    run = trained(tmp_path, SHARED, "engine.deterministic=false", "rollout.max_staleness=1")
+    assert len(steps(run)) == 8
+    assert not {"sleep", "wake"} & set(spans(run))
+    events = json.loads((run / "trace.json").read_text())
+    events = events if isinstance(events, list) else events["traceEvents"]
+    learning, playing = (
+        [(one["ts"], one["ts"] + one["dur"]) for one in events if one.get("name") == name]
+        for name in ("learn", "engine")
+    )
+    assert any(begin < end and start < stop for start, end in learning for begin, stop in playing)
 
 
 @pytest.mark.slow
@@ -172,6 +218,7 @@ def test_every_example_configuration_loads(path: Path) -> None:
     ("name", "gpus", "ranks", "with_engine", "learner", "engine"),
     [
         ("one-gpu", 1, 1, True, "0", "0"),
+        ("one-gpu-shared", 1, 1, True, "0", "0"),
         ("eight-gpus", 8, 4, True, "0123", "4567"),
         ("two-nodes", 8, 4, True, "0123", "4567"),
         ("two-nodes", 8, 8, False, "01234567", ""),
