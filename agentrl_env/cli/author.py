@@ -75,20 +75,23 @@ def check(
     from agentrl_env.testing import run_checks
 
     _log_to_stderr(traceback)
+    console = Console(stderr=True)
     try:
         connect = client_of(target, resolve_token(context, token, token_file), timeout=deadline)
-    except TargetError as error:
-        if traceback and error.__cause__ is not None:
+        with console.status(f"checking {target} ...") as status:
+            reports = run_checks(
+                connect,
+                task=task,
+                deadline=deadline,
+                on_result=lambda name, result: status.update(f"checking {name}: {result.name} done"),
+            )
+    except AgentRLError as error:
+        if traceback and isinstance(error, TargetError) and error.__cause__ is not None:
             print_exception(error.__cause__)
+        if as_json:
+            failure = {"type": type(error).__name__, "message": str(error)}
+            print(json.dumps({"ok": False, "reports": [], "error": failure}))
         raise
-    console = Console(stderr=True)
-    with console.status(f"checking {target} ...") as status:
-        reports = run_checks(
-            connect,
-            task=task,
-            deadline=deadline,
-            on_result=lambda name, result: status.update(f"checking {name}: {result.name} done"),
-        )
     ok = all(report.ok for report in reports)
     if as_json:
         print(json.dumps({"ok": ok, "reports": [r.model_dump(mode="json") for r in reports]}))

@@ -13,12 +13,13 @@ from agentrl_env.client.local import LocalBackend
 from agentrl_env.client.loop_thread import LoopThread
 from agentrl_env.client.schema_sampler import CannotSample
 from agentrl_env.environment import Environment
-from agentrl_env.errors import AgentRLError, ServerUnreachable, describe
+from agentrl_env.errors import AgentRLError, CallTimeout, ServerUnreachable, describe
 from agentrl_env.server.loader import load_target
 from agentrl_env.session.loop_watch import ADVICE, LoopWatch
 from agentrl_env.testing.checks import BLOCKED_S, CHECKS, LAST, RECORDS
 from agentrl_env.testing.context import CLOSE_TIMEOUT, CheckContext
 from agentrl_env.testing.report import CheckOutcome, CheckResult, Report, failed, skipped, warned
+from agentrl_env.types import TaskInfo
 from agentrl_env.wire import choose_task
 
 Check = Callable[[CheckContext], Awaitable[CheckOutcome]]
@@ -72,7 +73,7 @@ def run_checks(
         on_result: Called with the task's name and each result as it arrives.
 
     Raises:
-        AgentRLError: The tasks could not be listed (no server, a wrong token, an unknown task).
+        AgentRLError: The tasks could not be listed (no server, a wrong token, an unknown task, no time).
     """
     loop = LoopThread("agentrl-env-check")
     client = connect()
@@ -80,7 +81,7 @@ def run_checks(
     failures = _Failures(contexts)
     logger.addHandler(failures)
     try:
-        tasks = loop.run(client.tasks(), deadline)
+        tasks = _tasks_of(loop, client, deadline)
         selected = tasks.values() if task is None else [tasks[choose_task(task, tasks)]]
         contexts += [CheckContext(client=client, task=info, deadline=deadline) for info in selected]
         early = tuple(check for check in checks if check not in LAST)
@@ -96,6 +97,17 @@ def run_checks(
             found.append(result)
         reports.append(Report(task=context.task.name, results=tuple(found)))
     return reports
+
+
+def _tasks_of(loop: LoopThread, client: EnvClient, deadline: float) -> dict[str, TaskInfo]:
+    """Return the tasks of a client. Raises CallTimeout."""
+    try:
+        return loop.run(client.tasks(), deadline)
+    except TimeoutError:
+        raise CallTimeout(
+            f"the tasks were not listed within {deadline:g} s (--deadline sets a longer time); "
+            "startup() may hang, or the server be busy"
+        ) from None
 
 
 def _close(loop: LoopThread, client: EnvClient, timeout: float) -> str:
