@@ -19,6 +19,7 @@ from agentrl_env.session.loop_watch import ADVICE, LoopWatch
 from agentrl_env.testing.checks import BLOCKED_S, CHECKS, LAST, RECORDS
 from agentrl_env.testing.context import CLOSE_TIMEOUT, CheckContext
 from agentrl_env.testing.report import CheckOutcome, CheckResult, Report, failed, skipped, warned
+from agentrl_env.testing.shared_state import SharedState
 from agentrl_env.types import TaskInfo
 from agentrl_env.wire import choose_task
 
@@ -133,6 +134,7 @@ def _run_watched(
     watch = LoopWatch(BLOCKED_S, context.blocks.append)
     if isinstance(backend, LocalBackend):
         context.environment = backend.pool.environment(name)
+        context.shared = SharedState(context.environment)
         loop.run(_start(watch))
     results = []
     try:
