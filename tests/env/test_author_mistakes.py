@@ -369,7 +369,7 @@ HELPER_METHODS = {
     "def score(self):\n    return {str(n): [self.sample(m) for m in 'ab'] for n in range(3)}\n",
     "a helper by its name": "def scores(self): ...\ndef close(self):\n    getattr(self, 'scores')()\n",
     "one beside the hook": "def closed(self): ...\ndef close(self): ...\n",
-    "another word": "def solve(self): ...\ndef place(self): ...\ndef sort(self): ...\ndef expand(self): ...\n",
+    "another word": "def solve(self): ...\ndef place(self): ...\ndef expand(self): ...\n",
     "a property": "@property\ndef closed(self): ...\n",
     "a private method": "def _scores(self): ...\n",
 }
