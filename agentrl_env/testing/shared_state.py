@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-import pickle
 import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 from agentrl_env.environment import Environment
-from agentrl_env.errors import place
-
-MAX_BYTES = 10_000_000
-"""Larger values are not compared."""
+from agentrl_env.errors import StateError, place
+from agentrl_env.session.state_codec import encode
 
 
 class SharedState:
@@ -47,13 +43,10 @@ def _shared(environment: type[Environment]) -> Iterator[tuple[tuple[type | Modul
 
 def _content(value: Any) -> bytes | None:
     """Return what is compared of a value; None where it cannot be."""
-    if inspect.ismodule(value):
-        return None
     try:
-        content = pickle.dumps(value)
-    except Exception:  # what cannot be copied, such as a connection, has methods that anything may raise in
+        return encode(value)
+    except (StateError, ValueError):  # not plain data, too large, or not a finite number
         return None
-    return content if len(content) <= MAX_BYTES else None
 
 
 def _text(owner: type | ModuleType, name: str) -> str:
