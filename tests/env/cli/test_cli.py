@@ -205,16 +205,17 @@ def test_check_as_json_tells_why_a_class_does_not_load(cli):
     assert code == 1
     failure = json.loads(out)
     assert (failure["ok"], failure["reports"]) == (False, [])
-    assert failure["error"]["type"] == "TargetError"
-    assert "NameError: name 'itn' is not defined (environment.py:3)" in failure["error"]["message"]
-    assert failure["error"]["message"] in one_line(err)
+    (error,) = failure["errors"]
+    assert (error["target"], error["type"]) == (".", "TargetError")
+    assert "NameError: name 'itn' is not defined (environment.py:3)" in error["message"]
+    assert error["message"] in one_line(err)
 
 
 def test_check_as_json_tells_why_a_server_is_not_reached(cli, monkeypatch):
     monkeypatch.setitem(HttpBackend.__init__.__kwdefaults__, "patience", 0.1)
     code, out, _ = cli("check", "http://127.0.0.1:9", "--json")
     assert code == 1
-    assert json.loads(out)["error"]["type"] == "ServerUnreachable"
+    assert json.loads(out)["errors"][0]["type"] == "ServerUnreachable"
 
 
 def test_check_whose_deadline_passes_before_the_tasks_are_known_prints_one_line(cli):
