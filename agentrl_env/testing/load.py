@@ -1,4 +1,4 @@
-"""What a server of a task takes and does on this machine: start, memory, sessions at once, steps."""
+"""Load of a task on this machine: start of its server, memory, sessions at once, steps."""
 
 from __future__ import annotations
 

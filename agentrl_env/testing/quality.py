@@ -44,7 +44,7 @@ class _Frozen(BaseModel):
 
 
 class PolicyScore(_Frozen):
-    """What a policy reached on a split. Means are over the episodes that did not fail."""
+    """Result of a policy on a split. Means are over the episodes that did not fail."""
 
     episodes: int
     failed: int
@@ -65,7 +65,7 @@ class PolicyScore(_Frozen):
 
 
 class GroupScore(_Frozen):
-    """What a model's groups of episodes of one sample reached."""
+    """Result of a model's groups, each of several episodes of one sample."""
 
     groups: int
     size: int
@@ -90,7 +90,7 @@ class SplitQuality(_Frozen):
 
 
 class Load(_Frozen):
-    """What a server of the task on this machine did."""
+    """Load of the task on this machine."""
 
     start_s: float
     """Seconds from the start of the process until its first session is open."""

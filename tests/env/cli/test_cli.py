@@ -136,9 +136,10 @@ def test_new_environment_passes_its_check_and_its_test(cli, tmp_path):
     assert "agentrl-env check number_game" in out
     names = {file.name for file in Path("number_game").iterdir()}
     assert names == {"environment.py", "README.md", "test_environment.py"}
+    assert "pip install pytest && pytest number_game" in Path("number_game/README.md").read_text()
     code, out, _ = cli("check", "number_game")
     assert code == 0
-    assert "number_game: 16 passed, 2 skipped" in out
+    assert "number_game: 17 passed, 3 skipped" in out
     code, out, _ = cli("play", "number_game", stdin="guess 99\n")
     assert code == 0
     assert "lower" in out
