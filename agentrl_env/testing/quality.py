@@ -212,7 +212,7 @@ def _of_split(split: SplitQuality) -> Iterator[str]:
     if expert and expert.success is not None and expert.success < 1.0:
         yield f"the expert solves only {expert.success:.0%}"
     if split.distinct is not None and split.distinct < split.played:
-        yield f"only {split.distinct} of {split.played} samples differ, by their data and what the expert meets"
+        yield f"only {split.distinct} of {split.played} samples differ, by data and what the expert meets"
     for policy, own in split.policies.items():
         if own.failed:
             yield f"{own.failed} of {own.episodes} episodes of {policy} failed: {own.failure}"

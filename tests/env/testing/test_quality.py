@@ -137,7 +137,7 @@ def test_samples_that_are_one_problem_are_found():
             return [{"a": n % 3, "b": 5} for n in range(100)]
 
     assert (
-        "train: only 3 of 12 samples differ, by their data and what the expert meets"
+        "train: only 3 of 12 samples differ, by data and what the expert meets"
         in quality_of(Few).findings
     )
 
