@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from agentrl_env import __version__
-from agentrl_env.cli import author, operator
+from agentrl_env.cli import author, check, operator
 from agentrl_env.errors import AgentRLError
 
 app = typer.Typer(
@@ -22,7 +22,7 @@ app = typer.Typer(
 )
 _COMMANDS: tuple[Callable[..., None], ...] = (
     author.new,
-    author.check,
+    check.check,
     author.play,
     author.build,
     operator.serve,

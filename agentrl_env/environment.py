@@ -7,6 +7,7 @@ import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -220,6 +221,11 @@ _SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "blocking": (lambda value: isinstance(value, bool), "True or False"),
 }
 """The class attributes that configure a task: what each may be, in code and in words."""
+_HOOKS = (
+    "reset", "respond", "close", "score", "expert", "snapshot", "restore", "samples", "startup", "shutdown",
+    "description",
+)  # fmt: skip
+"""The methods that a task overrides."""
 
 
 def find_class(target: type[Environment] | str) -> type[Environment]:
@@ -284,7 +290,8 @@ def _check_attribute(environment: type[Environment], attribute: str, value: Any)
         return
     elif original is not None:
         _check_method(environment, attribute, value, original)
-    elif inspect.isfunction(value):
+    elif inspect.isfunction(_plain(value)):
+        _check_helper(environment, attribute, value)
         if any(is_tool(vars(base).get(attribute)) for base in environment.__mro__[1:]):
             raise DefinitionError(
                 f"{what} replaces a tool and is none: put @tool on it; {attribute} = None removes the tool",
@@ -296,6 +303,47 @@ def _check_attribute(environment: type[Environment], attribute: str, value: Any)
             raise DefinitionError(
                 f"{what} is no setting; did you mean {similar[0]!r}?", environment, attribute
             )
+
+
+def _check_helper(environment: type[Environment], name: str, value: Any) -> None:
+    """Raise DefinitionError for a method that nothing calls: its name is nearly that of a hook.
+
+    A helper that the task itself calls, one of a base class, and one beside the hook are none. Without
+    ``reset`` the class is not complete, which ``check_class`` tells.
+    """
+    hooks = [hook for hook in _HOOKS if _is_misspelt(name, hook) and hook not in vars(environment)]
+    bases = environment.__mro__[1 : environment.__mro__.index(Environment)]
+    if not hooks or (hooks[0] == "reset" and not environment.overrides("reset")):
+        return
+    own = [_plain(method) for owner in (environment, *bases) for method in vars(owner).values()]
+    called = any(_mentions(method.__code__, name) for method in own if inspect.isfunction(method))
+    if not called and not any(name in vars(base) for base in bases):
+        raise DefinitionError(
+            f"{environment.__name__}.{name} is never called; did you mean {_signature_text(hooks[0])}? "
+            f"Rename a helper, or call it _{name}",
+            value,
+        )
+
+
+def _is_misspelt(name: str, hook: str) -> bool:
+    """Return whether a name is one edit from that of a hook, or two after the same three letters."""
+    allowed = 2 if name[:3] == hook[:3] else 1
+    rows = [list(range(len(hook) + 1))]
+    for i, letter in enumerate(name, start=1):
+        row = [i]
+        for j, wanted in enumerate(hook, start=1):
+            costs = [rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (letter != wanted)]
+            if i > 1 and j > 1 and name[i - 2 : i] == hook[j - 2 : j][::-1]:
+                costs.append(rows[-2][j - 2] + 1)  # two letters are swapped
+            row.append(min(costs))
+        rows.append(row)
+    return 0 < rows[-1][-1] <= allowed
+
+
+def _mentions(code: CodeType, name: str) -> bool:
+    """Return whether code, or a function inside it, uses a name or a text that is the name."""
+    inner = (part for part in code.co_consts if isinstance(part, CodeType))
+    return name in code.co_names or name in code.co_consts or any(_mentions(part, name) for part in inner)
 
 
 def _check_method(environment: type[Environment], name: str, value: Any, original: Any) -> None:

@@ -108,6 +108,10 @@ class CallTimeout(AgentRLError):
     """The server did not answer within the caller's timeout."""
 
 
+class ClientClosed(AgentRLError):
+    """The client was closed before the call; calls need another client."""
+
+
 class ProtocolError(AgentRLError):
     """The peer's answer is not of this protocol."""
 
@@ -329,6 +333,9 @@ _ADVICE = {
     "cannot be called from a running event loop": "await the coroutine instead",
     "is bound to a different event loop": "create it in startup() or in a method, not at import",
     "can't be used in 'await' expression": "only what an async method returns is awaited",
+    "exceptions must derive from BaseException": "return what ends the episode or answers the model, as in "
+    "return Done(...); only ToolError is raised",
+    "'TaskSample' object ": "what samples() returns is in sample.data, as in sample.data['key']",
 }
 """What to do about messages of Python that do not say it."""
 
@@ -439,4 +446,7 @@ def _relative(file: str) -> str:
 
 
 def _with_place(message: str, where: str) -> str:
-    return f"{message} ({where})" if where else message
+    """Return a message with its place, unless it names that line already."""
+    line = where.partition(", in ")[0]
+    named = f"({line})" in message or f"({line}, in " in message
+    return f"{message} ({where})" if where and not named else message

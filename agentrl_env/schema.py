@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NotRequired, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -38,7 +38,6 @@ class Arguments:
         self._validate: Callable[..., dict[str, Any]] = self._adapter.validator.validate_json
         self.schema = _plain(self._json_schema(fields))
         self.schema.setdefault("properties", {})
-        self._names = ", ".join(self.schema["properties"]) or "none"
 
     def parse(self, text: str) -> dict[str, Any]:
         """Return keyword arguments from the JSON text of a call. Raises ArgumentError.
@@ -135,12 +134,31 @@ class Arguments:
                 return "arguments are not valid JSON: not valid Unicode"
             case "missing":
                 return f"missing argument {where!r}"
-            case "extra_forbidden":
-                return f"unknown argument {echo(where)} (known: {self._names})"
+            case "extra_forbidden" | "unexpected_keyword_argument":
+                known = self._known(problem["loc"][:-1])
+                return f"unknown argument {echo(where)}{known and f' (known: {known})'}"
+            case "dataclass_type" | "dataclass_exact_type" | "model_type":
+                return f"argument {echo(where)} should be a JSON object, got {echo(problem['input'])}"
             case "dict_type" if not where:
                 return "arguments must be a JSON object"
         reason = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
         return f"argument {echo(where)} should be {reason}, got {echo(problem['input'])}"
+
+    def _known(self, path: Sequence[str | int]) -> str:
+        """Return the names of the fields at a path of an error; "" where a union leaves them open."""
+        node: Any = self.schema
+        for part in (*path, None):
+            options = [option for option in node.get("anyOf", ()) if option.get("type") != "null"]
+            node = options[0] if len(options) == 1 else node
+            if "$ref" in node:
+                node = self.schema["$defs"][node["$ref"].rpartition("/")[2]]
+            if part is not None:
+                own = node.get("items" if isinstance(part, int) else "properties", {})
+                inner = own if isinstance(part, int) else own.get(part, node.get("additionalProperties"))
+                if not isinstance(inner, dict):
+                    return ""
+                node = inner
+        return ", ".join(node.get("properties", {})) or ("" if path else "none")
 
 
 def echo(value: Any) -> str:

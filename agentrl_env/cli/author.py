@@ -1,11 +1,9 @@
-"""Commands for task authors: ``new``, ``check``, ``play`` and ``build``."""
+"""Commands for task authors: ``new``, ``play`` and ``build``; ``check`` has a module of its own."""
 
 from __future__ import annotations
 
 import importlib
-import json
 import keyword
-import logging
 import re
 import sys
 from collections.abc import Callable
@@ -14,14 +12,21 @@ from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from traceback import print_exception
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from agentrl_env.cli.options import ClientTokenFile, Target, Task, Token, client_of, resolve_token
-from agentrl_env.errors import AgentRLError, TargetError
+from agentrl_env.cli.options import (
+    ClientTokenFile,
+    Target,
+    Task,
+    Token,
+    client_of,
+    log_to_stderr,
+    resolve_token,
+)
+from agentrl_env.errors import AgentRLError
 
 
 def new(
@@ -57,49 +62,6 @@ def new(
     print(f"\nNext: agentrl-env check {name} && agentrl-env play {name}")
 
 
-def check(
-    context: typer.Context,
-    target: Target,
-    task: Task = None,
-    token: Token = None,
-    token_file: ClientTokenFile = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    deadline: Annotated[
-        float, typer.Option(metavar="SECONDS", help="The time that each check may take.")
-    ] = 60.0,
-    traceback: Annotated[
-        bool, typer.Option("--traceback", help="Show tracebacks of the task's code.")
-    ] = False,
-) -> None:
-    """Check that an environment meets the contract; the exit code is 1 if a check fails."""
-    from agentrl_env.testing import run_checks
-
-    _log_to_stderr(traceback)
-    try:
-        connect = client_of(target, resolve_token(context, token, token_file), timeout=deadline)
-    except TargetError as error:
-        if traceback and error.__cause__ is not None:
-            print_exception(error.__cause__)
-        raise
-    console = Console(stderr=True)
-    with console.status(f"checking {target} ...") as status:
-        reports = run_checks(
-            connect,
-            task=task,
-            deadline=deadline,
-            on_result=lambda name, result: status.update(f"checking {name}: {result.name} done"),
-        )
-    ok = all(report.ok for report in reports)
-    if as_json:
-        print(json.dumps({"ok": ok, "reports": [r.model_dump(mode="json") for r in reports]}))
-    for report in [] if as_json else reports:
-        Console().print(report.table())
-        print(f"{report.summary()}\n")
-    if not ok and not traceback:
-        print("--traceback shows the tracebacks of the task's code.", file=sys.stderr)
-    raise typer.Exit(0 if ok else 1)
-
-
 def play(
     context: typer.Context,
     target: Target,
@@ -114,7 +76,7 @@ def play(
     """Play an episode by hand: type tool calls and read the environment's answers."""
     from agentrl_env.cli.play import play as run
 
-    _log_to_stderr(False)
+    log_to_stderr(False)
     with suppress(ImportError):  # line editing and history, if the platform has them
         importlib.import_module("readline")
     client = client_of(target, resolve_token(context, token, token_file))()
@@ -188,9 +150,3 @@ def _read_line(prompt: str) -> str | None:
     if not sys.stdin.isatty():
         print(line)
     return line
-
-
-def _log_to_stderr(enabled: bool) -> None:
-    """Show or hide the log, which has the tracebacks of authors' code."""
-    handler: logging.Handler = logging.StreamHandler() if enabled else logging.NullHandler()
-    logging.getLogger("agentrl_env").handlers[:] = [handler]

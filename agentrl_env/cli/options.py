@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import sys
 import tomllib
 from collections.abc import Callable
@@ -19,6 +20,7 @@ listening_option = partial(typer.Option, rich_help_panel="Listening")
 sessions_option = partial(typer.Option, rich_help_panel="Sessions")
 security_option = partial(typer.Option, rich_help_panel="Security")
 fleet_option = partial(typer.Option, rich_help_panel="Fleet")
+quality_option = partial(typer.Option, rich_help_panel="Quality of a task")
 logs_option = partial(typer.Option, rich_help_panel="Logs and traces")
 
 Target = Annotated[
@@ -189,11 +191,22 @@ ResumeServers = Annotated[
 ]
 
 
+def is_url(target: str) -> bool:
+    """Return whether a target is the URL of a server."""
+    return target.startswith(("http://", "https://", "ws://", "wss://"))
+
+
+def log_to_stderr(enabled: bool) -> None:
+    """Show or hide the log, which has the tracebacks of authors' code."""
+    handler: logging.Handler = logging.StreamHandler() if enabled else logging.NullHandler()
+    logging.getLogger("agentrl_env").handlers[:] = [handler]
+
+
 def client_of(target: str, token: str | None, timeout: float = 120.0) -> Callable[[], EnvClient]:
     """Return a factory of clients: for the server at a URL, or for a class in this process."""
     from agentrl_env.server.loader import load_target
 
-    if target.startswith(("http://", "https://", "ws://", "wss://")):
+    if is_url(target):
         return partial(EnvClient.connect, target, token=token, timeout=timeout)
     return load_target(target).local
 

@@ -16,6 +16,7 @@ from agentrl_env.client.formatting import format_call, message_text
 from agentrl_env.client.sync import SyncClientSession, SyncEnvClient
 from agentrl_env.errors import AgentRLError
 from agentrl_env.types import (
+    TRUNCATED,
     FunctionCall,
     FunctionSpec,
     Message,
@@ -284,9 +285,13 @@ def _print_messages(console: Console, messages: Iterable[Message]) -> None:
 
 
 def _print_end(console: Console, result: StepResult, total: float) -> None:
-    error = result.info.get("error")
-    if result.status is SessionStatus.FAILED_ENVIRONMENT and isinstance(error, dict):
-        console.print(f"The environment failed: {error.get('message')}", style="bold red", markup=False)
+    if result.status is not SessionStatus.COMPLETED and result.status not in TRUNCATED:
+        error = result.info.get("error")
+        reason = error.get("message") if isinstance(error, dict) else "no reason given"
+        console.print(f"The environment failed: {reason}", style="bold red", markup=False)
+        ending = f"{result.status} after {_count_turns(result.seq)}: no result, which is not a reward of 0"
+        console.print(ending, style="bold", highlight=False)
+        return
     outcome = "success" if result.metrics.get("success") else "no success"
     hidden = ("success", "invalid_calls")
     metrics = "".join(f", {name} {value:g}" for name, value in result.metrics.items() if name not in hidden)

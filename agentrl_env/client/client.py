@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 
 from agentrl_env.client.backend import SessionBackend
 from agentrl_env.client.http import HttpBackend
-from agentrl_env.errors import InvalidRequest, WireError, from_wire
+from agentrl_env.errors import ClientClosed, InvalidRequest, WireError, from_wire
 from agentrl_env.types import (
     Message,
     SessionInfo,
@@ -108,7 +109,7 @@ class EnvClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close the connections; a local client closes its sessions."""
+        """Close the connections; a local client closes its sessions. Later calls raise ClientClosed."""
         await self.backend.aclose()
 
     async def tasks(self) -> dict[str, TaskInfo]:
@@ -261,9 +262,13 @@ class ClientSession:
         return [ClientSession(self._backend, info) for info in answer.sessions]
 
     async def close(self) -> None:
-        """End the session; idempotent, and without a call where the episode has ended."""
+        """End the session; idempotent, and without a call where the episode has ended.
+
+        Where the client is closed, a session of a server ends with its lease.
+        """
         if not self.status.final:
-            await self._backend.call(CLOSE, SessionRequest(session_id=self.session_id))
+            with contextlib.suppress(ClientClosed):
+                await self._backend.call(CLOSE, SessionRequest(session_id=self.session_id))
             self.status = SessionStatus.CANCELLED
 
 

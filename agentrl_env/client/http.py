@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import from_json
@@ -26,6 +26,7 @@ from agentrl_env.client.transport import (
 from agentrl_env.client.websocket import WebSocketTransport
 from agentrl_env.errors import (
     CallTimeout,
+    ClientClosed,
     ProtocolError,
     RateLimited,
     ServerUnreachable,
@@ -87,12 +88,13 @@ class HttpBackend:
         self._patience = min(patience, timeout)
         self._max_connections = max_connections
         self._lanes: WeakKeyDictionary[asyncio.AbstractEventLoop, _Lane] = WeakKeyDictionary()
+        self._closed_on: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lanes": None}
+        return {**self.__dict__, "_lanes": None, "_closed_on": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lanes=WeakKeyDictionary())
+        self.__dict__.update(state, _lanes=WeakKeyDictionary(), _closed_on=WeakSet())
 
     async def call(self, call: Call, request: BaseModel) -> Any:
         """Make a call; return its answer."""
@@ -112,7 +114,8 @@ class HttpBackend:
         return await self._lane().batcher.step(session_id, seq, message)
 
     async def aclose(self) -> None:
-        """Close the connections of this event loop."""
+        """Close the connections of this event loop; calls on it raise ClientClosed from then on."""
+        self._closed_on.add(asyncio.get_running_loop())
         lane = self._lanes.pop(asyncio.get_running_loop(), None)
         if lane is not None:
             await lane.transport.aclose()
@@ -190,6 +193,8 @@ class HttpBackend:
         loop = asyncio.get_running_loop()
         lane = self._lanes.get(loop)
         if lane is None:
+            if loop in self._closed_on:
+                raise ClientClosed(f"the client of {self.url} is closed; connect another")
             transports = [self._transport(url) for url in self._urls]
             transport = transports[0] if len(transports) == 1 else FailoverTransport(transports)
             lane = self._lanes[loop] = _Lane(transport, Batcher(self._send_batch, self._send_one))

@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from agentrl_env.errors import WireError
+from agentrl_env.errors import ClientClosed, WireError
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.types import Message, StepResult
-from agentrl_env.wire import Call, Error, OpenBatch, OpenBatchAnswer, OpenRequest, StepRequest
+from agentrl_env.wire import CLOSE, Call, Error, OpenBatch, OpenBatchAnswer, OpenRequest, StepRequest
 
 
 class LocalBackend:
@@ -18,9 +18,12 @@ class LocalBackend:
 
     def __init__(self, pool: SessionPool) -> None:
         self.pool = pool
+        self._closed = False
 
     async def call(self, call: Call, request: BaseModel) -> Any:
         """Make a call; return its answer."""
+        if self._closed and call is not CLOSE:
+            raise ClientClosed("the client is closed, and its sessions with it; make another")
         if isinstance(request, OpenBatch):
             items = await asyncio.gather(*map(self._open, request.sessions))
             return OpenBatchAnswer.model_construct(sessions=tuple(items))
@@ -33,6 +36,7 @@ class LocalBackend:
 
     async def aclose(self) -> None:
         """Close every session."""
+        self._closed = True
         await self.pool.aclose()
 
     async def _open(self, request: OpenRequest) -> Any:

@@ -8,6 +8,8 @@ from collections.abc import Coroutine
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
+from agentrl_env.errors import ClientClosed
+
 T = TypeVar("T")
 
 
@@ -23,6 +25,7 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._closed = False
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Run a coroutine and return its result.
@@ -30,8 +33,14 @@ class LoopThread:
         Raises:
             TimeoutError: There was no result within ``timeout`` seconds. The coroutine is cancelled,
                 which has no effect while it blocks the loop.
+            ClientClosed: ``close()`` was called.
         """
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._start())
+        try:
+            loop = self._start()
+        except ClientClosed:
+            coroutine.close()
+            raise
+        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
         try:
             return future.result(timeout)
         except FutureTimeout:
@@ -47,6 +56,11 @@ class LoopThread:
         """Await a coroutine that runs on the private loop; cancellation is passed on to it."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._start()))
 
+    def close(self) -> None:
+        """Stop, and refuse to start again."""
+        self._closed = True
+        self.stop()
+
     def stop(self, grace: float = 2.0) -> None:
         """Cancel the running tasks and end the thread, waiting at most ``grace`` seconds."""
         with self._lock:
@@ -59,6 +73,8 @@ class LoopThread:
 
     def _start(self) -> asyncio.AbstractEventLoop:
         with self._lock:
+            if self._closed:
+                raise ClientClosed("the client is closed; make another")
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(

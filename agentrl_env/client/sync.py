@@ -12,11 +12,13 @@ running, as in a notebook. Inside a coroutine they block its loop: use ``EnvClie
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, Self
 
 from agentrl_env.client.client import ClientSession, EnvClient
 from agentrl_env.client.loop_thread import LoopThread
+from agentrl_env.errors import ClientClosed
 from agentrl_env.types import (
     Message,
     SessionInfo,
@@ -47,11 +49,15 @@ class SyncEnvClient:
         self.close()
 
     def close(self) -> None:
-        """Release connections and, with a local client, its sessions. Idempotent."""
+        """Release connections and, with a local client, its sessions. Idempotent.
+
+        Later calls raise ClientClosed.
+        """
         try:
-            self._loop.run(self._client.aclose())
+            with contextlib.suppress(ClientClosed):
+                self._loop.run(self._client.aclose())
         finally:
-            self._loop.stop()
+            self._loop.close()
 
     def tasks(self) -> dict[str, TaskInfo]:
         """Return the served tasks by name."""
@@ -190,7 +196,8 @@ class SyncClientSession:
     def close(self) -> None:
         """End the session. Idempotent."""
         try:
-            self._loop.run(self._session.close())
+            with contextlib.suppress(ClientClosed):
+                self._loop.run(self._session.close())
         finally:
             if self._client is not None:
                 self._client.close()

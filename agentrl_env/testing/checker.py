@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import cast
 
 from agentrl_env.client.client import EnvClient
@@ -13,12 +14,16 @@ from agentrl_env.client.local import LocalBackend
 from agentrl_env.client.loop_thread import LoopThread
 from agentrl_env.client.schema_sampler import CannotSample
 from agentrl_env.environment import Environment
-from agentrl_env.errors import AgentRLError, ServerUnreachable, describe
+from agentrl_env.errors import AgentRLError, CallTimeout, ServerUnreachable, UnknownSample, describe
 from agentrl_env.server.loader import load_target
 from agentrl_env.session.loop_watch import ADVICE, LoopWatch
+from agentrl_env.testing.chat_model import ChatModel
 from agentrl_env.testing.checks import BLOCKED_S, CHECKS, LAST, RECORDS
 from agentrl_env.testing.context import CLOSE_TIMEOUT, CheckContext
+from agentrl_env.testing.quality import TaskQuality, measure_quality
 from agentrl_env.testing.report import CheckOutcome, CheckResult, Report, failed, skipped, warned
+from agentrl_env.testing.shared_state import SharedState
+from agentrl_env.types import TaskInfo
 from agentrl_env.wire import choose_task
 
 Check = Callable[[CheckContext], Awaitable[CheckOutcome]]
@@ -72,7 +77,7 @@ def run_checks(
         on_result: Called with the task's name and each result as it arrives.
 
     Raises:
-        AgentRLError: The tasks could not be listed (no server, a wrong token, an unknown task).
+        AgentRLError: The tasks could not be listed (no server, a wrong token, an unknown task, no time).
     """
     loop = LoopThread("agentrl-env-check")
     client = connect()
@@ -80,7 +85,7 @@ def run_checks(
     failures = _Failures(contexts)
     logger.addHandler(failures)
     try:
-        tasks = loop.run(client.tasks(), deadline)
+        tasks = _tasks_of(loop, client, deadline)
         selected = tasks.values() if task is None else [tasks[choose_task(task, tasks)]]
         contexts += [CheckContext(client=client, task=info, deadline=deadline) for info in selected]
         early = tuple(check for check in checks if check not in LAST)
@@ -96,6 +101,58 @@ def run_checks(
             found.append(result)
         reports.append(Report(task=context.task.name, results=tuple(found)))
     return reports
+
+
+def run_quality(
+    connect: Callable[[], EnvClient],
+    *,
+    task: str | None = None,
+    deadline: float = DEADLINE,
+    samples: int = 40,
+    splits: Sequence[str] = (),
+    model: ChatModel | None = None,
+) -> list[TaskQuality]:
+    """Measure the quality of one task, or of all tasks of the client.
+
+    Args:
+        connect: Returns the client, as for ``run_checks``.
+        task: Name of the task; all by default.
+        deadline: Seconds that one policy may take on one split.
+        samples: Samples of each split.
+        splits: Names of splits; all by default.
+        model: A model to play groups of episodes; it is closed at the end.
+
+    Raises:
+        AgentRLError: The tasks could not be listed, or a split is unknown.
+    """
+
+    async def run() -> list[TaskQuality]:
+        found = []
+        async with contextlib.AsyncExitStack() as stack:
+            client = await stack.enter_async_context(connect())
+            tasks = await client.tasks()
+            own = await stack.enter_async_context(model) if model is not None else None
+            for info in tasks.values() if task is None else [tasks[choose_task(task, tasks)]]:
+                if unknown := [split for split in splits if split not in info.splits]:
+                    known = ", ".join(info.splits)
+                    raise UnknownSample(f"task {info.name!r} has no split {unknown[0]!r}; splits: {known}")
+                context = CheckContext(client=client, task=info, deadline=deadline)
+                policy = own.policy if own is not None else None
+                found.append(await measure_quality(context, samples=samples, splits=splits, model=policy))
+        return found
+
+    return asyncio.run(run())
+
+
+def _tasks_of(loop: LoopThread, client: EnvClient, deadline: float) -> dict[str, TaskInfo]:
+    """Return the tasks of a client. Raises CallTimeout."""
+    try:
+        return loop.run(client.tasks(), deadline)
+    except TimeoutError:
+        raise CallTimeout(
+            f"the tasks were not listed within {deadline:g} s (--deadline sets a longer time); "
+            "startup() may hang, or the server be busy"
+        ) from None
 
 
 def _close(loop: LoopThread, client: EnvClient, timeout: float) -> str:
@@ -121,6 +178,7 @@ def _run_watched(
     watch = LoopWatch(BLOCKED_S, context.blocks.append)
     if isinstance(backend, LocalBackend):
         context.environment = backend.pool.environment(name)
+        context.shared = SharedState(context.environment)
         loop.run(_start(watch))
     results = []
     try:

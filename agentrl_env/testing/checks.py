@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import AsyncIterator, Iterator
-from functools import partial
+from collections.abc import Iterator
 from itertools import zip_longest
 
 import numpy as np
@@ -23,7 +22,6 @@ from agentrl_env.session.loop_watch import ADVICE
 from agentrl_env.testing.context import (
     CheckContext,
     EpisodesBroke,
-    Policy,
     Rollout,
     describe,
     expert_policy,
@@ -31,9 +29,9 @@ from agentrl_env.testing.context import (
     random_policy,
     replay_policy,
 )
-from agentrl_env.testing.fresh_process import CannotRead, Wanted, read_in_process, read_samples, target_of
 from agentrl_env.testing.fuzz import FuzzCase, fuzz_cases
-from agentrl_env.testing.report import CheckOutcome, failed, passed, readable, shorten, skipped, warned
+from agentrl_env.testing.processes import data_set, processes
+from agentrl_env.testing.report import CheckOutcome, failed, passed, readable, skipped, warned
 from agentrl_env.types import TRUNCATED, FunctionSpec, Message, SessionStatus, StepResult, ToolCall
 
 BLOCKED_S = 0.1
@@ -41,7 +39,6 @@ BLOCKED_S = 0.1
 LONG_OUTPUT = 250_000
 """Characters of an answer that no model reads. An argument of the check has up to 100,000, and may be
 quoted in the answer."""
-SAMPLES_COMPARED, SESSIONS_COMPARED = 50, 6
 EXPERT_EPISODES = 20
 EXPERT_SUCCESS = 0.2
 """Minimum success rate of an expert. Experts may be noisy on purpose, but one that fails more often
@@ -149,55 +146,6 @@ async def _problem_keys(context: CheckContext, split: str) -> dict[str, int]:
         found[readable(session.sample.data or {"seed": session.sample.seed})] = index
         await session.close()
     return found
-
-
-async def data_set(context: CheckContext) -> CheckOutcome:
-    """Does the data set give the same samples in every process?"""
-    wanted = {split: context.indices(SAMPLES_COMPARED, split) for split in context.task.splits}
-    environment, places = context.environment, "in two processes"
-    if environment is None:
-        readings, places = await _samples_of_servers(context, wanted), "in two sessions"
-        if len(readings) < 2:
-            return skipped("The server has no capacity for two sessions at the same time.")
-    elif not environment.overrides("samples"):
-        return passed("There is no data set: the seed determines the problem.")
-    elif target := target_of(environment):
-        context.doing = f"samples() of {target} in two fresh processes"
-        read_fresh = partial(read_in_process, target, wanted, timeout=context.deadline / 2)
-        try:
-            fresh = await asyncio.gather(*(asyncio.to_thread(read_fresh, hash_seed=n) for n in (1, 2)))
-        except CannotRead as error:
-            return warned(f"Not compared with another process: {error}")
-        readings = [*fresh, await asyncio.to_thread(read_samples, environment, wanted)]
-    else:
-        context.doing, places = "samples()", "from two calls of samples()"
-        readings = [await asyncio.to_thread(read_samples, environment, wanted) for _ in range(2)]
-    for name, data in readings[0].items():
-        if other := next((r[name] for r in readings[1:] if r.get(name, data) != data), None):
-            return failed(
-                f"{name} is not the same {places}: {shorten(data)}, then {shorten(other)}. A group "
-                "would mix problems. Seed what is random in samples(), and sort sets and lists of files."
-            )
-    return passed(f"{sum(name.startswith('Sample') for name in readings[0])} samples were the same {places}.")
-
-
-async def _samples_of_servers(context: CheckContext, wanted: Wanted) -> list[dict[str, str]]:
-    """Open a few samples several times at once, which different processes may answer."""
-    readings: list[dict[str, str]] = [{} for _ in range(SESSIONS_COMPARED)]
-    for split, indices in wanted.items():
-        for index in context.while_time(indices[:4], least=1):
-            sessions = []
-            for position, reading in enumerate(readings):
-                try:
-                    session = await context.open(index, split=split)
-                except ServerFull:
-                    del readings[position:]
-                    break
-                sessions.append(session)
-                reading[f"Sample {split}/{index}"] = readable(session.sample.data)
-            for session in sessions:
-                await session.close()
-    return readings
 
 
 # The protocol: limits, numbering, closing, results
@@ -341,45 +289,45 @@ def _answer_problem(action: Message, result: StepResult) -> str | None:
     return None
 
 
-def _explorers(context: CheckContext, seed: int) -> list[Policy]:
-    """Return a random policy, and the expert if there is one, which reaches later states."""
-    return [random_policy(seed), *([context.explore_with_expert] if context.has_expert else [])]
-
-
-async def _explored(context: CheckContext, count: int) -> AsyncIterator[Rollout]:
-    """Yield episodes of up to ``count`` samples, each played by all explorers, that do not break.
-
-    Raises EpisodesBroke if all do.
-    """
-    whole, broken = 0, None
-    for index in context.while_time(context.indices(count), least=1):
-        for policy in _explorers(context, index):
-            rollout = await context.play(policy, index, seed=index + 1)
-            if rollout.reason:
-                broken = rollout
-            elif rollout.turns:
-                whole += 1
-                yield rollout
-    if broken is not None and not whole:
-        raise EpisodesBroke(broken)
+async def expert(context: CheckContext) -> CheckOutcome:
+    """Does asking the expert leave the episode as it is, so that it can be asked at any time?"""
+    if not context.has_expert:
+        return skipped("No expert is available, or oracle reports that it fails.")
+    count = 0
+    async for asked, problem in context.asked_twice(4):
+        count += 1
+        if problem is None and (difference := asked.difference(await context.replay(asked))):
+            again = await context.replay(asked)
+            if again.difference(await context.replay(asked)):
+                return skipped("Not run, for the reason that seed_replay reports.")
+            problem = f"{asked.name}, played again without asking the expert, differs in {difference}"
+        if problem is not None:
+            context.ignore_expert()
+            return failed(
+                f"{problem}: expert() changes the episode{context.place_of('expert')}. It returns a move, "
+                "changes nothing on self, and draws from its own rng."
+            )
+    if not count:
+        return skipped("Not run, for the reason that oracle reports.")
+    return passed(f"{count} episodes were the same whether the expert was asked or not.")
 
 
 async def seed_replay(context: CheckContext) -> CheckOutcome:
     """Do the same sample, seed and actions give the same episode twice?"""
     count = 0
-    async for first in _explored(context, 6):
+    async for first in context.explored(6):
         count += 1
         if difference := first.difference(await context.replay(first)):
             return failed(
                 f"{first.name}, played twice, differs in {difference}. "
-                "Draw every random choice from the rng passed to reset()."
+                f"{context.advice('Draw every random choice from the rng passed to reset().')}"
             )
     return passed(f"{count} episodes were identical when played again.")
 
 
 async def seed_effect(context: CheckContext) -> CheckOutcome:
     """Do different seeds give different problems, unless the problems come from a data set?"""
-    for policy in [*_explorers(context, 0), random_policy(1)]:
+    for policy in [*context.explorers(0), random_policy(1)]:
         first = await context.play(policy, index=None, seed=0)
         if first.reason:
             raise EpisodesBroke(first)
@@ -395,21 +343,21 @@ async def seed_effect(context: CheckContext) -> CheckOutcome:
 async def order(context: CheckContext) -> CheckOutcome:
     """Is an episode the same after other episodes, or does state leak between them?"""
     count = 0
-    async for before in _explored(context, 3):
+    async for before in context.explored(3):
         for other in context.indices(4):
             await context.play(random_policy(other), other, seed=other + 2)
             count += 1
         if difference := before.difference(await context.replay(before)):
             return failed(
                 f"{before.name}, played again after {count} others, differs in {difference}. "
-                "Some state outlives a session: a class attribute, a global, a file."
+                f"{context.advice('Some state outlives a session: a class attribute, a global, a file.')}"
             )
     return passed(f"Episodes were identical after {count} others in between.")
 
 
 async def isolation(context: CheckContext) -> CheckOutcome:
     """Do concurrent sessions give the same results as sequential ones?"""
-    expected = [rollout async for alone in _explored(context, 4) for rollout in (alone, alone)]
+    expected = [rollout async for alone in context.explored(4) for rollout in (alone, alone)]
     concurrent = await context.replay_interleaved(expected)
     if len(concurrent) < 2:
         return skipped("The server has no capacity for two sessions at the same time.")
@@ -417,7 +365,7 @@ async def isolation(context: CheckContext) -> CheckOutcome:
         if difference := one.difference(other):
             return failed(
                 f"{one.name}, played among {len(concurrent)} concurrent sessions, differs in {difference}. "
-                "Keep the state of an episode on self, set in reset()."
+                f"{context.advice('Keep the state of an episode on self, set in reset().')}"
             )
     return passed(f"{len(concurrent)} concurrent sessions gave the same results as sequential ones.")
 
@@ -427,7 +375,7 @@ async def fork(context: CheckContext) -> CheckOutcome:
     if "fork" not in context.task.capabilities:
         return skipped("The task does not support forks: it has no snapshot() and restore().")
     count = 0
-    async for whole in _explored(context, 4):
+    async for whole in context.explored(4):
         for turn in sorted({0, len(whole.turns) // 2, max(len(whole.turns) - 1, 0)}):
             try:
                 problem = await _fork_problem(context, whole, turn)
@@ -582,8 +530,8 @@ async def shutdown(context: CheckContext) -> CheckOutcome:
 
 
 CHECKS = (
-    schema, samples, data_set, random_play, limits, retry, seed_replay, seed_effect, order, isolation,
-    fork, fuzz, oracle, close, results, output, event_loop, shutdown,
+    schema, samples, data_set, random_play, limits, retry, expert, seed_replay, processes, seed_effect, order,
+    isolation, fork, fuzz, oracle, close, results, output, event_loop, shutdown,
 )  # fmt: skip
 """All checks, in the order they run."""
 RECORDS = (results, output, event_loop, shutdown)

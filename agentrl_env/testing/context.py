@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -17,9 +17,10 @@ from agentrl_env.client.formatting import format_message, message_text
 from agentrl_env.client.schema_sampler import WORDS, sample_call, words_in
 from agentrl_env.dataset import empty_split
 from agentrl_env.environment import Environment
-from agentrl_env.errors import AgentRLError, EnvironmentFailed, ServerFull, UnknownSample
+from agentrl_env.errors import AgentRLError, EnvironmentFailed, ServerFull, UnknownSample, place
 from agentrl_env.session.loop_watch import Block
 from agentrl_env.testing.report import CheckOutcome, failed, same_reason, shorten, skipped
+from agentrl_env.testing.shared_state import SharedState
 from agentrl_env.types import Message, SessionStatus, StepResult, TaskInfo, TaskSample
 
 T = TypeVar("T")
@@ -161,6 +162,8 @@ class CheckContext:
     """Why the client could not be closed after the checks; empty where it was."""
     longest: tuple[int, str] | None = None
     """The characters of the longest answer, and the message that it answers."""
+    shared: SharedState | None = None
+    """What the sessions share, as it was before the checks, if the task runs in this process."""
     _reported: dict[str, str] = field(default_factory=dict)
     """The check that reported each reason of a failure."""
     _expert_failed: bool = False
@@ -258,6 +261,81 @@ class CheckContext:
         await session.close()
         self._open.remove(session)
         return rollout
+
+    def explorers(self, seed: int) -> list[Policy]:
+        """Return a random policy, and the expert if there is one, which reaches later states."""
+        return [random_policy(seed), *([self.explore_with_expert] if self.has_expert else [])]
+
+    async def explored(self, count: int) -> AsyncIterator[Rollout]:
+        """Yield episodes of up to ``count`` samples, each played by all explorers, that do not break.
+
+        Raises EpisodesBroke if all do.
+        """
+        whole, broken = 0, None
+        for index in self.while_time(self.indices(count), least=1):
+            for policy in self.explorers(index):
+                rollout = await self.play(policy, index, seed=index + 1)
+                if rollout.reason:
+                    broken = rollout
+                elif rollout.turns:
+                    whole += 1
+                    yield rollout
+        if broken is not None and not whole:
+            raise EpisodesBroke(broken)
+
+    async def asked_twice(self, count: int) -> AsyncIterator[tuple[Rollout, str | None]]:
+        """Yield episodes whose expert was asked twice in each turn, with the two moves where they differ.
+
+        One episode of a sample plays the moves of the expert, another those of a random policy. Ends where
+        the expert fails. Raises EpisodesBroke if all episodes do.
+        """
+        differs: list[str] = []
+
+        def asking(then: Policy) -> Policy:
+            async def act(session: ClientSession, rollout: Rollout) -> Message | None:
+                one, other = [await self.explore_with_expert(session, rollout) for _ in range(2)]
+                if one is None or other is None:
+                    return None
+                if describe(one) != describe(other):
+                    moves = f"{describe(one)}, then {describe(other)}"
+                    differs.append(
+                        f"{rollout.name}, turn {len(rollout.turns) + 1}: asked twice, it says {moves}"
+                    )
+                    return None
+                return one if then is expert_policy else await then(session, rollout)
+
+            return act
+
+        whole, broken = 0, None
+        for index in self.while_time(self.indices(count), least=1):
+            for policy in (expert_policy, random_policy(index)):
+                rollout = await self.play(asking(policy), index, seed=index + 1)
+                if not self.has_expert:
+                    return
+                if rollout.reason:
+                    broken = rollout
+                    continue
+                whole += 1
+                yield rollout, differs[0] if differs else None
+        if broken is not None and not whole:
+            raise EpisodesBroke(broken)
+
+    def ignore_expert(self) -> None:
+        """Use the expert no more to explore."""
+        self._expert_failed = True
+
+    def place_of(self, method: str) -> str:
+        """Return the file and line of a method of the task in brackets; "" where it runs elsewhere."""
+        where = place(getattr(self.environment, method)) if self.environment else ""
+        return f" ({where})" if where else ""
+
+    def advice(self, usual: str) -> str:
+        """Return what to do about episodes that differ: what they share, where it changed, else the usual."""
+        changed = self.shared.changed() if self.shared else []
+        if not changed:
+            return usual
+        own = "Keep the state of an episode on self, set in reset()."
+        return f"{'; '.join(changed)}, which all sessions share. {own}"
 
     async def explore_with_expert(self, session: ClientSession, rollout: Rollout) -> Message | None:
         """Return the move of the task's expert, or None if it fails, which ``oracle`` reports."""

@@ -1,7 +1,8 @@
-"""Reads samples of a data set in fresh processes, to compare them with those of this process.
+"""Reads samples and plays episodes in fresh processes, to compare them with those of this process.
 
-``python -m agentrl_env.testing.fresh_process TARGET`` reads ``{split: [index, ...]}`` from standard input
-and prints what ``read_samples`` returns as its last line.
+``python -m agentrl_env.testing.fresh_process TARGET`` reads ``{"wanted": {split: [index, ...]}}`` or
+``{"rollouts": [...]}`` from standard input. The last line that it prints is what ``read_samples`` returns, or
+the rollouts as they were played again.
 """
 
 from __future__ import annotations
@@ -9,25 +10,31 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from agentrl_env.dataset import Dataset
 from agentrl_env.environment import Environment
 from agentrl_env.errors import AgentRLError
 from agentrl_env.server.loader import TARGET_PACKAGE, load_target
 from agentrl_env.session.tasks import Tasks
+from agentrl_env.testing.context import CheckContext, Rollout
 from agentrl_env.testing.report import readable
 
 FRESH = "AGENTRL_FRESH_PROCESS"
 """Environment variable of a process that was started to read samples."""
 Wanted = Mapping[str, Sequence[int]]
+_ROLLOUTS = TypeAdapter(list[Rollout])
 
 
 class CannotRead(Exception):
-    """The process did not print the samples; the text is its last line."""
+    """The process did not print the answer; the text is its last line."""
 
 
 def target_of(environment: type[Environment]) -> str | None:
@@ -65,18 +72,30 @@ def read_in_process(target: str, wanted: Wanted, *, hash_seed: int, timeout: flo
 
     Raises CannotRead.
     """
+    found: dict[str, str] = json.loads(_ask(target, {"wanted": wanted}, hash_seed, timeout))
+    return found
+
+
+def replay_in_process(
+    target: str, rollouts: Sequence[Rollout], *, hash_seed: int, timeout: float
+) -> list[Rollout]:
+    """Play episodes again in a fresh process, whose strings hash by ``hash_seed``. Raises CannotRead."""
+    recorded = _ROLLOUTS.dump_python(list(rollouts), mode="json")
+    return _ROLLOUTS.validate_json(_ask(target, {"rollouts": recorded}, hash_seed, timeout))
+
+
+def _ask(target: str, question: Mapping[str, Any], hash_seed: int, timeout: float) -> str:
+    """Return the answer of a fresh process. Raises CannotRead."""
     variables = {
         **os.environ,
         FRESH: "1",
         "PYTHONHASHSEED": str(hash_seed),
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
-    command = [sys.executable, "-m", __name__, target]
-    question = json.dumps(wanted)
     try:
         done = subprocess.run(
-            command,
-            input=question,
+            [sys.executable, "-m", __name__, target],
+            input=json.dumps(question),
             capture_output=True,
             encoding="utf-8",
             errors="replace",
@@ -88,22 +107,35 @@ def read_in_process(target: str, wanted: Wanted, *, hash_seed: int, timeout: flo
     lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
     if done.returncode or not lines:
         raise CannotRead(lines[-1] if lines else f"exit code {done.returncode}")
-    found: dict[str, str] = json.loads(lines[-1])
-    return found
+    return lines[-1]
 
 
-async def _print_samples(environment: type[Environment], wanted: Wanted) -> None:
+async def _read(environment: type[Environment], wanted: Wanted) -> str:
     tasks = Tasks([environment], threads=1, oracle=False)
     try:
         await tasks.describe()  # samples() may need what startup() opens
-        found = await asyncio.to_thread(read_samples, environment, wanted)
+        return json.dumps(await asyncio.to_thread(read_samples, environment, wanted))
     finally:
         await tasks.aclose()
-    print(f"\n{json.dumps(found)}", flush=True)
+
+
+async def _replay(environment: type[Environment], recorded: object) -> str:
+    async with environment.local() as client:
+        info = (await client.tasks())[environment.name]
+        context = CheckContext(client=client, task=info, deadline=math.inf)
+        played = [await context.replay(rollout) for rollout in _ROLLOUTS.validate_python(recorded)]
+    return _ROLLOUTS.dump_json(played).decode()
+
+
+def _answer(environment: type[Environment], question: Mapping[str, Any]) -> str:
+    """Return the answer to a question of another process."""
+    if "wanted" in question:
+        return asyncio.run(_read(environment, question["wanted"]))
+    return asyncio.run(_replay(environment, question["rollouts"]))
 
 
 if __name__ == "__main__":
     try:
-        asyncio.run(_print_samples(load_target(sys.argv[1]), json.load(sys.stdin)))
+        print(f"\n{_answer(load_target(sys.argv[1]), json.load(sys.stdin))}", flush=True)
     except AgentRLError as failure:
         sys.exit(str(failure))

@@ -44,6 +44,7 @@ def check_sentence(text: str, sentence: str, source: str) -> None:
     """Assert that an error is one line with the sentence, and with the place that the source marks."""
     assert sentence in text
     assert "\n" not in text
+    assert not re.search(r"\((\S+:\d+)(, in \w+)?\).*\(\1\b", text), text
     assert re.search(re.escape(marked_line(source)) + r"\b", text), text
 
 
@@ -148,6 +149,32 @@ SETTINGS = {
 }
 
 HOOKS = {
+    "misspelt score": (
+        "def scores(self):  # here\n    return {}\n",
+        "Guess.scores is never called; did you mean score(self)? Rename a helper, or call it _scores",
+    ),
+    "misspelt expert": (
+        "async def expret(self, rng):  # here\n    return 'x'\n",
+        "Guess.expret is never called; did you mean expert(self, rng)?",
+    ),
+    "misspelt samples": (
+        "@classmethod  # here\ndef sample(cls, split):\n    return [{}]\n",
+        "Guess.sample is never called; did you mean samples(cls, split)?",
+    ),
+    "misspelt startup": (
+        "@classmethod  # here\ndef start_up(cls): ...\n",
+        "Guess.start_up is never called; did you mean startup(cls)?",
+    ),
+    "misspelt shutdown": (
+        "@classmethod  # here\ndef shut_down(cls): ...\n",
+        "did you mean shutdown(cls)?",
+    ),
+    "misspelt restore": (
+        "def snapshot(self): ...\ndef restor(self, state): ...  # here\n",
+        "did you mean restore(self, state)?",
+    ),
+    "misspelt respond": ("def repond(self, text): ...  # here\n", "did you mean respond(self, text)?"),
+    "misspelt close": ("def closes(self): ...  # here\n", "did you mean close(self)?"),
     "tool named close": (
         "@tool  # here\ndef close(self, n: int): ...\n",
         "Guess.close is a tool, but Environment has an attribute of this name; rename it, "
@@ -326,6 +353,31 @@ def test_invalid_setting_is_refused_when_the_class_is_defined(setting, tmp_path)
 def test_mistake_in_a_method_is_refused_when_the_class_is_defined(body, sentence, tmp_path):
     source = task(body)
     check_sentence(load_error(tmp_path, source), sentence, source)
+
+
+def test_misspelt_reset_of_a_subclass_is_refused(tmp_path):
+    source = (
+        task("") + "\nclass Level2(Guess):\n    def restes(self, sample, rng):  # here\n        return ''\n"
+    )
+    sentence = "Level2.restes is never called; did you mean reset(self, sample, rng)?"
+    check_sentence(load_error(tmp_path, source), sentence, source)
+
+
+HELPER_METHODS = {
+    "a helper that a tool calls": "def scores(self): ...\ndef score(self):\n    return self.scores()\n",
+    "a helper inside a comprehension": "def sample(self, n): ...\n"
+    "def score(self):\n    return {str(n): [self.sample(m) for m in 'ab'] for n in range(3)}\n",
+    "a helper by its name": "def scores(self): ...\ndef close(self):\n    getattr(self, 'scores')()\n",
+    "one beside the hook": "def closed(self): ...\ndef close(self): ...\n",
+    "another word": "def solve(self): ...\ndef place(self): ...\ndef expand(self): ...\n",
+    "a property": "@property\ndef closed(self): ...\n",
+    "a private method": "def _scores(self): ...\n",
+}
+
+
+@pytest.mark.parametrize("body", HELPER_METHODS.values(), ids=HELPER_METHODS)
+def test_helper_methods_are_no_misspelt_hooks(body, tmp_path):
+    assert load_target(write_task(tmp_path, task(body))).name == "guess"
 
 
 def test_error_in_a_neighbour_names_the_neighbour(tmp_path):

@@ -85,7 +85,11 @@ RESET = {
     ),
     "a dict instead of the sample": (
         "def reset(self, sample, rng):\n    return sample['word']  # here\n",
-        "TypeError: 'TaskSample' object is not subscriptable",
+        "TypeError: 'TaskSample' object is not subscriptable; what samples() returns is in sample.data",
+    ),
+    "a field of the sample": (
+        "def reset(self, sample, rng):\n    return sample.word  # here\n",
+        "'TaskSample' object has no attribute 'word'; what samples() returns is in sample.data",
     ),
     "the module instead of the generator": (
         "def reset(self, sample, rng):\n    return rng.randint(3)  # here\n",
@@ -106,6 +110,10 @@ RESET = {
 }
 
 TOOLS = {
+    "a raised end": (
+        "@tool\ndef guess(self):\n    raise Done('Right.', reward=1.0)  # here\n",
+        "TypeError: exceptions must derive from BaseException; return what ends the episode",
+    ),
     "no return": (
         "@tool  # here\ndef guess(self):\n    'no'\n",
         "guess() returned NoneType; return a str, a Message or a list of them",

@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Literal
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl_env import Done, Environment, Message, Reply, ToolCall, ToolError, tool
 from agentrl_env.errors import DefinitionError
@@ -457,3 +458,49 @@ def test_done_is_a_reply():
 
 def test_tool_error_is_public():
     assert str(ToolError("a")) == "a"
+
+
+@dataclass
+class Line:
+    """A line of an order."""
+
+    article: str
+    count: int = 1
+
+
+class Order(BaseModel):
+    """An order."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    first: Line
+
+
+class Nested(Environment):
+    """Take orders."""
+
+    def reset(self, sample, rng):
+        return ""
+
+    @tool
+    def order(self, line: Line, more: list[Line], whole: Order, gift: Line | None = None):
+        """Order."""
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"line": {"article": "a", "n": 1}}, 'unknown argument "line.n" (known: article, count)'),
+        ({"more": [{"article": "a", "n": 1}]}, 'unknown argument "more.0.n" (known: article, count)'),
+        ({"gift": {"article": "a", "n": 1}}, 'unknown argument "gift.n" (known: article, count)'),
+        ({"whole": {"first": {"article": "a"}, "n": 1}}, 'unknown argument "whole.n" (known: first)'),
+        ({"whole": {"first": {"n": 1}}}, "missing argument 'whole.first.article'; unknown argument"),
+        ({"line": 3}, 'argument "line" should be a JSON object, got 3'),
+    ],
+)
+def test_invalid_field_of_a_nested_argument_is_named(change, message):
+    good = {"line": {"article": "a"}, "more": [], "whole": {"first": {"article": "a"}}}
+    with pytest.raises(ArgumentError) as caught:
+        toolset(Nested).tools["order"].arguments.parse(json.dumps(good | change))
+    assert str(caught.value).startswith(message)

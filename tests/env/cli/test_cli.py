@@ -41,6 +41,27 @@ class Guess(Environment):
         return ToolCall.of("guess", n=self.secret)
 
 
+SLOW_START = '''
+import time
+from agentrl_env import Environment, tool
+
+class Slow(Environment):
+    """Wait."""
+
+    @classmethod
+    def startup(cls):
+        time.sleep(2)
+
+    def reset(self, sample, rng):
+        return "Wait."
+
+    @tool
+    def wait(self):
+        """Wait."""
+        return "more"
+'''
+
+
 class Polite(Environment):
     """Says hello back."""
 
@@ -115,9 +136,10 @@ def test_new_environment_passes_its_check_and_its_test(cli, tmp_path):
     assert "agentrl-env check number_game" in out
     names = {file.name for file in Path("number_game").iterdir()}
     assert names == {"environment.py", "README.md", "test_environment.py"}
+    assert "pip install pytest && pytest number_game" in Path("number_game/README.md").read_text()
     code, out, _ = cli("check", "number_game")
     assert code == 0
-    assert "number_game: 16 passed, 2 skipped" in out
+    assert "number_game: 17 passed, 3 skipped" in out
     code, out, _ = cli("play", "number_game", stdin="guess 99\n")
     assert code == 0
     assert "lower" in out
@@ -176,6 +198,41 @@ def test_check_as_json_is_one_object_on_stdout(cli):
     verdicts = {result["name"]: result["verdict"] for result in report["reports"][0]["results"]}
     assert verdicts["fuzz"] == "fail"
     assert verdicts["limits"] == "pass"
+
+
+def test_check_as_json_tells_why_a_class_does_not_load(cli):
+    Path("environment.py").write_text("from agentrl_env import Environment\n\nx = itn\n")
+    code, out, err = cli("check", ".", "--json")
+    assert code == 1
+    failure = json.loads(out)
+    assert (failure["ok"], failure["reports"]) == (False, [])
+    (error,) = failure["errors"]
+    assert (error["target"], error["type"]) == (".", "TargetError")
+    assert "NameError: name 'itn' is not defined (environment.py:3)" in error["message"]
+    assert error["message"] in one_line(err)
+
+
+def test_check_as_json_tells_why_a_server_is_not_reached(cli, monkeypatch):
+    monkeypatch.setitem(HttpBackend.__init__.__kwdefaults__, "patience", 0.1)
+    code, out, _ = cli("check", "http://127.0.0.1:9", "--json")
+    assert code == 1
+    assert json.loads(out)["errors"][0]["type"] == "ServerUnreachable"
+
+
+def test_check_whose_deadline_passes_before_the_tasks_are_known_prints_one_line(cli):
+    Path("environment.py").write_text(f"{SLOW_START}")
+    code, _, err = cli("check", ".", "--deadline", "0.2")
+    assert code == 1
+    assert "the tasks were not listed within 0.2 s (--deadline sets a longer time)" in one_line(err)
+
+
+def test_play_gives_no_reward_to_a_failed_episode(cli):
+    code, out, _ = cli("play", f"{HERE}:Guess", "--index", "2", stdin="guess 13\n")
+    assert code == 1
+    assert "The environment failed: RuntimeError: unlucky" in out
+    assert "failed_environment after 1 turn: no result, which is not a reward of 0" in out
+    assert "success" not in out
+    assert "reward 0" not in out
 
 
 def test_check_of_a_url_covers_every_task_or_the_selected_one(cli, server):

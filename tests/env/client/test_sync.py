@@ -6,6 +6,7 @@ import pytest
 from agentrl_env import EnvClient, Message, SessionStatus, SyncEnvClient, ToolCall
 from agentrl_env.errors import (
     CallTimeout,
+    ClientClosed,
     NotSupported,
     ServerUnreachable,
     SessionEnded,
@@ -123,6 +124,40 @@ def test_close_ends_the_sessions_and_the_thread():
     client.close()
     assert len(Slow.closed) == 1
     assert client_threads() == before
+
+
+def test_closed_client_raises_client_closed(client):
+    before = client_threads()
+    session = client.open("guess", seed=7)
+    client.close()
+    for call in (
+        lambda: client.open("guess"),
+        lambda: client.open_many(2, "guess"),
+        client.tasks,
+        lambda: client.resume(session.session_id),
+        lambda: session.step(ToolCall.of("guess", n=1)),
+        session.expert,
+    ):
+        with pytest.raises(ClientClosed, match="the client is closed; make another"):
+            call()
+    session.close()
+    client.close()
+    assert client_threads() == before
+
+
+@pytest.mark.parametrize("scheme", ["local", "http", "ws"])
+async def test_closed_async_client_raises_client_closed(server, scheme):
+    client = EnvClient.local(Guess)
+    if scheme != "local":
+        url = server.url.replace("http", scheme, 1)
+        client = EnvClient.connect(url, token=server.token)
+    async with client:
+        session = await client.open("guess", seed=7)
+    for call in (client.tasks, lambda: client.open("guess"), lambda: client.open_many(2), session.expert):
+        with pytest.raises(ClientClosed, match="is closed"):
+            await call()
+    await session.close()
+    await client.aclose()
 
 
 def test_environment_session_is_one_episode():

@@ -67,6 +67,54 @@ def test_data_set_that_differs_between_processes_fails(tmp_path, samples):
     assert "A group would mix problems" in report["data_set"].evidence
 
 
+HASHED = {
+    "the order of a set in an opening": ("', '.join({'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h'})", "word"),
+    "a draw from a set": ("str(rng.choice(list({f'w{n}' for n in range(50)})))", "word"),
+    "the hash of a text in a reward": ("'Hello.'", "Reply(word, reward=hash(word) % 1000003)"),
+    "the process": ("f'{os.getpid()}'", "word"),
+}
+
+
+@pytest.mark.parametrize(("opening", "answer"), HASHED.values(), ids=HASHED)
+def test_episode_that_differs_between_processes_fails(tmp_path, opening, answer):
+    (tmp_path / "hashed").mkdir()
+    source = f"""
+import os
+from agentrl_env import Environment, Reply, tool
+
+class Hashed(Environment):
+    \"\"\"Repeat.\"\"\"
+    max_turns = 3
+    def reset(self, sample, rng):
+        return {opening}
+    @tool
+    def repeat(self, word: str):
+        \"\"\"Repeat.\"\"\"
+        return {answer}
+"""
+    (tmp_path / "hashed" / "environment.py").write_text(source)
+    task = load_target(str(tmp_path / "hashed"))
+    (report,) = run_checks(task.local, checks=only("seed_replay", "processes"))
+    assert [result.name for result in report.failures] == ["processes"]
+    assert "played in another process, differs in " in report["processes"].evidence
+    assert "sort sets before rng draws from them" in report["processes"].evidence
+
+
+def test_episodes_of_a_data_set_that_differs_are_reported_by_the_data_set_only(tmp_path):
+    task = load_target(listed(tmp_path / "unstable", UNSTABLE["the hash of a string"]))
+    (report,) = run_checks(task.local, checks=only("data_set", "processes"))
+    assert [result.name for result in report.failures] == ["data_set"]
+    assert report["processes"].evidence == "Not run, for the reason that data_set reports."
+
+
+def test_episodes_of_a_class_inside_a_function_are_not_compared():
+    class Inner(Guess):
+        pass
+
+    report = report_on(Inner, checks=only("processes"))
+    assert report["processes"].evidence == "Not compared: no other process can import the class."
+
+
 def test_data_set_that_is_the_same_in_every_process_passes(tmp_path):
     extra = "from .words import WORDS\nprint('imported')"
     folder = listed(tmp_path / "stable", 'return [{"w": f"{split} {w}"} for w in sorted(WORDS)]', extra)
@@ -342,7 +390,17 @@ def test_checks_whose_episodes_all_break_are_not_run():
             raise ZeroDivisionError(f"{n} by zero")
 
     report = report_on(Crashing)
-    not_run = {"retry", "seed_replay", "seed_effect", "order", "isolation", "fork", "results"}
+    not_run = {
+        "retry",
+        "expert",
+        "processes",
+        "seed_replay",
+        "seed_effect",
+        "order",
+        "isolation",
+        "fork",
+        "results",
+    }
     assert {name for name, verdict in verdicts(report).items() if verdict == "skip"} == not_run
     assert sum("ZeroDivisionError" in result.evidence for result in report.results) == 1
     assert report["fuzz"].evidence == "The same failure as in random_play."

@@ -25,6 +25,8 @@ from agentrl_env.testing.checks import CHECKS
 from agentrl_env.types import SessionStatus, TaskInfo, ToolSpec
 from tests.env.intercepted_client import InterceptedClient
 
+TRIED: list[int] = []
+
 
 class Guess(Environment):
     """Guess a secret number between 1 and 20."""
@@ -145,6 +147,98 @@ def test_state_on_the_class_fails_isolation_only():
     found = failing(Shared)
     assert found.keys() == {"isolation"}
     assert "Keep the state of an episode on self" in found["isolation"]
+
+
+def test_mutable_attribute_of_the_class_is_named_with_its_line():
+    class Collects(Guess):
+        """Guess a secret number between 1 and 20."""
+
+        tried: ClassVar[list[int]] = []
+
+        @tool
+        def guess(self, n: int):
+            """Guess the number."""
+            self.tried.append(n)
+            return f"You tried {self.tried}."
+
+    found = failing(Collects, checks=only("random_play", "seed_replay"))
+    evidence = found["seed_replay"]
+    assert "Collects.tried has changed (tests/env/testing/test_checker.py:" in evidence
+    assert "which all sessions share. Keep the state of an episode on self" in evidence
+    assert "random choice" not in evidence
+
+
+def test_list_of_the_module_is_named():
+    class Collects(Guess):
+        """Guess a secret number between 1 and 20."""
+
+        @tool
+        def guess(self, n: int):
+            """Guess the number."""
+            TRIED.append(n)
+            return f"{len(TRIED)} tries."
+
+    evidence = failing(Collects, checks=only("seed_replay"))["seed_replay"]
+    assert "test_checker.TRIED has changed, which all sessions share." in evidence
+
+
+def test_expert_that_uses_up_its_plan_fails_expert_with_its_line():
+    class Plans(Guess):
+        def reset(self, sample, rng):
+            opening = super().reset(sample, rng)
+            self.plan = list(range(1, 21))
+            return opening
+
+        def expert(self, rng):
+            return ToolCall.of("guess", n=self.plan.pop(0))
+
+        def snapshot(self):
+            return vars(self)
+
+        def restore(self, state):
+            vars(self).update(state)
+
+    found = failing(Plans)
+    line = Plans.expert.__code__.co_firstlineno
+    assert "turn 1: asked twice, it says guess(n=1), then guess(n=2)" in found["expert"]
+    assert f"expert() changes the episode (tests/env/testing/test_checker.py:{line})" in found["expert"]
+    assert "seed_replay" not in found
+
+
+def test_expert_that_changes_what_happens_fails_expert():
+    class Helps(Guess):
+        @tool
+        def guess(self, n: int):
+            """Guess the number."""
+            return f"hints: {self.hints}"
+
+        def reset(self, sample, rng):
+            self.hints = 0
+            return super().reset(sample, rng)
+
+        def expert(self, rng):
+            self.hints += 1
+            return ToolCall.of("guess", n=7)
+
+    found = failing(Helps, checks=only("random_play", "expert", "seed_replay", "order", "isolation"))
+    assert found.keys() == {"expert"}
+    assert "played again without asking the expert, differs in turn 1" in found["expert"]
+
+
+def test_noisy_expert_that_draws_from_its_rng_passes():
+    class Noisy(Guess):
+        def expert(self, rng):
+            return ToolCall.of("guess", n=self.secret if rng.random() < 0.7 else int(rng.integers(1, 21)))
+
+    assert report_on(Noisy, checks=only("expert"))["expert"].verdict is Verdict.PASS
+
+
+def test_expert_that_draws_from_elsewhere_fails():
+    class Noisy(Guess):
+        def expert(self, rng):
+            return ToolCall.of("guess", n=random.randint(1, 10**6))
+
+    assert "draws from its own rng" in failing(Noisy, checks=only("expert"))["expert"]
 
 
 def test_state_that_outlives_a_session_fails_order():

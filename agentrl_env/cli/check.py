@@ -1,0 +1,175 @@
+"""The command ``check``: the contract of environments, and with ``--quality`` what they are worth."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from traceback import print_exception
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.measure import Measurement
+
+from agentrl_env.cli.options import (
+    ClientTokenFile,
+    Task,
+    Token,
+    client_of,
+    is_url,
+    log_to_stderr,
+    quality_option,
+    resolve_token,
+)
+from agentrl_env.errors import AgentRLError, TargetError
+
+if TYPE_CHECKING:
+    from agentrl_env.testing.quality import TaskQuality
+    from agentrl_env.testing.report import Report
+
+
+Targets = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="TARGET|URL...",
+        help="Folders with an environment.py, file.py:Class, module:Class, or servers' URLs.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+Deadline = Annotated[
+    float, typer.Option(metavar="SECONDS", help="The time that a check may take, or a policy on a split.")
+]
+Traceback = Annotated[bool, typer.Option("--traceback", help="Show tracebacks of the task's code.")]
+Quality = Annotated[
+    bool, quality_option("--quality", help="Measure what makes a task worth training on instead.")
+]
+Samples = Annotated[int, quality_option(min=1, metavar="N", help="The samples of each split.")]
+Splits = Annotated[list[str] | None, quality_option(help="A split; repeatable.", show_default="all")]
+Hold = Annotated[
+    int, quality_option(min=0, metavar="N", help="The sessions to hold at once; 0 starts no server.")
+]
+ModelUrl = Annotated[
+    str | None, quality_option(metavar="URL", help="An OpenAI-compatible endpoint: http://HOST/v1.")
+]
+Model = Annotated[str | None, quality_option(metavar="NAME", help="The model, which plays groups of 8.")]
+ApiKeyEnv = Annotated[
+    str | None, quality_option(metavar="VARIABLE", help="The variable with the endpoint's key.")
+]
+
+
+def check(
+    context: typer.Context,
+    targets: Targets,
+    task: Task = None,
+    token: Token = None,
+    token_file: ClientTokenFile = None,
+    as_json: AsJson = False,
+    deadline: Deadline = 60.0,
+    traceback: Traceback = False,
+    quality: Quality = False,
+    samples: Samples = 40,
+    split: Splits = None,
+    hold: Hold = 64,
+    model_url: ModelUrl = None,
+    model: Model = None,
+    api_key_env: ApiKeyEnv = None,
+) -> None:
+    """Check that environments meet the contract; the exit code is 1 if a check fails.
+
+    With --quality it is 1 if a task cannot be measured: what the figures are worth is yours to judge.
+    """
+    from agentrl_env.testing.chat_model import ChatModel
+    from agentrl_env.testing.checker import run_checks, run_quality
+    from agentrl_env.testing.load import measure_load
+
+    log_to_stderr(traceback)
+    key = resolve_token(context, token, token_file)
+    endpoint = _endpoint(model_url, model, api_key_env)
+    progress = Console(stderr=True)
+
+    def measure(target: str) -> list[TaskQuality]:
+        player = ChatModel(**endpoint) if endpoint else None
+        connect, own = client_of(target, key), split or ()
+        found = run_quality(connect, task=task, deadline=deadline, samples=samples, splits=own, model=player)
+        if not hold or is_url(target):
+            return found
+        load = measure_load(target, task=task, sessions=hold)
+        return [one.model_copy(update={"load": load}) for one in found]
+
+    def conform(target: str) -> list[Report]:
+        connect = client_of(target, key, timeout=deadline)
+        with progress.status(f"checking {target} ...") as status:
+            return run_checks(
+                connect,
+                task=task,
+                deadline=deadline,
+                on_result=lambda name, result: status.update(f"checking {name}: {result.name} done"),
+            )
+
+    found: list[Any] = []
+    errors: list[dict[str, str]] = []
+    for target in _environments(targets):
+        try:
+            if quality:
+                with progress.status(f"measuring {target} ..."):
+                    found += measure(target)
+            else:
+                found += conform(target)
+        except AgentRLError as error:
+            if traceback and isinstance(error, TargetError) and error.__cause__ is not None:
+                print_exception(error.__cause__)
+            errors.append({"target": target, "type": type(error).__name__, "message": str(error)})
+    ok = not errors and (quality or all(report.ok for report in found))
+    if as_json:
+        key_of = "quality" if quality else "reports"
+        results = [one.model_dump(mode="json") for one in found]
+        print(json.dumps({"ok": ok, key_of: results, "errors": errors}))
+    elif quality:
+        _print_quality(found)
+    else:
+        _print_reports(found)
+    for failure in errors:
+        print(f"error: {failure['message']}", file=sys.stderr)
+    if not ok and found and not quality and not traceback:
+        print("--traceback shows the tracebacks of the task's code.", file=sys.stderr)
+    raise typer.Exit(0 if ok else 1)
+
+
+def _print_reports(reports: list[Report]) -> None:
+    for report in reports:
+        Console().print(report.table())
+        print(f"{report.summary()}\n")
+
+
+def _print_quality(tasks: list[TaskQuality]) -> None:
+    from agentrl_env.testing.quality_table import quality_table
+
+    if tasks:
+        table, console = quality_table(tasks), Console()
+        needed = Measurement.get(Console(width=1_000), console.options.update(width=1_000), table).maximum
+        Console(width=max(console.width, needed)).print(table)
+    for task in tasks:
+        for sentence in task.findings:
+            print(f"{task.task}: {sentence}.")
+
+
+def _environments(targets: list[str]) -> list[str]:
+    """Return the targets of a command line, without the README beside them in ``environments/*``."""
+    kept = [target for target in targets if Path(target).suffix == ".py" or not Path(target).is_file()]
+    return kept if len(targets) > 1 else targets
+
+
+def _endpoint(url: str | None, model: str | None, variable: str | None) -> dict[str, Any]:
+    """Return the arguments of ``ChatModel``; empty without an endpoint. Raises AgentRLError."""
+    if url is None and model is None:
+        if variable is not None:
+            raise AgentRLError("--api-key-env needs --model-url and --model")
+        return {}
+    if url is None or model is None:
+        raise AgentRLError("--model-url and --model belong together; give both")
+    key = os.environ.get(variable, "").strip() if variable else None
+    if variable and not key:
+        raise AgentRLError(f"--api-key-env: the variable {variable} is empty or not set")
+    return {"url": url, "model": model, "key": key}

@@ -1,0 +1,381 @@
+"""Quality of a task: what policies without skill, its expert and a model score, and what an episode costs.
+
+``measure_quality`` plays the episodes; ``score``, ``score_groups`` and ``findings`` are pure functions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from pydantic import BaseModel, ConfigDict
+
+from agentrl_env.client.client import ClientSession
+from agentrl_env.client.formatting import format_message
+from agentrl_env.client.schema_sampler import CannotSample
+from agentrl_env.errors import AgentRLError
+from agentrl_env.testing.context import (
+    CheckContext,
+    Policy,
+    Rollout,
+    RolloutTurn,
+    describe,
+    expert_policy,
+    random_policy,
+)
+from agentrl_env.testing.report import readable
+from agentrl_env.types import Message
+
+CONCURRENT = 16
+"""Episodes that are played at the same time."""
+GROUP_SIZE = 8
+REPLAYED = 5
+"""Episodes that are played twice."""
+EASY = 0.2
+"""Success rate of a policy without skill from which on a task says little."""
+WAIT_S = 60.0
+"""Seconds to wait for a place on a full server."""
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class PolicyScore(_Frozen):
+    """Result of a policy on a split. Means are over the episodes that did not fail."""
+
+    episodes: int
+    failed: int
+    """Episodes that failed, which count neither as successes nor as rewards."""
+    failure: str | None
+    """Reason of the first failure."""
+    success: float | None
+    reward: float | None
+    best: float | None
+    """Highest reward of an episode."""
+    best_episode: str | None
+    terminated: float | None
+    """Share of the episodes that the task ended, rather than a limit."""
+    turns: float | None
+    characters: float | None
+    tokens: float | None
+    """Tokens that the model wrote in an episode, by its own count; None of other policies."""
+
+
+class GroupScore(_Frozen):
+    """Result of a model's groups, each of several episodes of one sample."""
+
+    groups: int
+    size: int
+    pass_1: float | None
+    pass_k: float | None
+    """Share of the groups with a success."""
+    signal: float | None
+    """Share of the groups whose rewards differ, so that a policy can learn from them."""
+
+
+class SplitQuality(_Frozen):
+    """Scores of the policies on one split, by their names."""
+
+    samples: int | None
+    """Number of samples; None for an endless split."""
+    played: int
+    """Samples that were played, by the policy that played most."""
+    distinct: int | None
+    """Different problems among them; None where neither data nor an expert tells."""
+    policies: dict[str, PolicyScore]
+    groups: GroupScore | None = None
+
+
+class Load(_Frozen):
+    """Load of the task on this machine."""
+
+    start_s: float
+    """Seconds from the start of the process until its first session is open."""
+    sessions: int
+    """Sessions held open at once."""
+    asked: int
+    """Sessions that were asked for."""
+    mb_per_session: float | None
+    """Memory of the server and its child processes for each of them; None where it cannot be read."""
+    episodes_per_s: float
+    steps_per_s: float
+
+
+class TaskQuality(_Frozen):
+    """The quality of one task."""
+
+    task: str
+    splits: dict[str, SplitQuality]
+    replayed: int
+    """Episodes that were played twice with the same sample, seed and actions."""
+    repeated: int
+    """Those of them that were equal."""
+    difference: str | None = None
+    load: Load | None = None
+    findings: tuple[str, ...] = ()
+
+    def mean(self, policy: str, figure: str) -> float | None:
+        """Return the mean over the splits of a figure of a policy, such as ``success``; None without any."""
+        scores = [split.policies[policy] for split in self.splits.values() if policy in split.policies]
+        return mean(getattr(own, figure) for own in scores)
+
+    def best_unskilled(self) -> PolicyScore | None:
+        """Return the policy without skill that earned most in an episode."""
+        scores = [split.policies.get(name) for split in self.splits.values() for name in _UNSKILLED]
+        earned = [own for own in scores if own is not None and own.best is not None]
+        return max(earned, key=lambda own: own.best or 0.0, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """One episode of a policy."""
+
+    rollout: Rollout | None = None
+    error: str | None = None
+    """Why there is no result: the environment, the server or the model failed."""
+    tokens: int | None = None
+
+    @property
+    def reward(self) -> float:
+        """The sum of the rewards."""
+        return sum(turn.result.reward for turn in self.rollout.turns) if self.rollout else 0.0
+
+    @property
+    def characters(self) -> int:
+        """The length of the opening, the actions and the answers."""
+        if self.rollout is None:
+            return 0
+        answers = [message for turn in self.rollout.turns for message in turn.result.messages]
+        return sum(len(format_message(m)) for m in (*self.rollout.opening, *self.rollout.actions, *answers))
+
+
+def score(episodes: Sequence[Episode]) -> PolicyScore:
+    """Return the score of a policy from its episodes."""
+    whole = [(episode, episode.rollout) for episode in episodes if episode.rollout and not episode.error]
+    errors = [episode.error for episode in episodes if episode.error]
+    best = max(whole, key=lambda pair: pair[0].reward, default=None)
+    return PolicyScore(
+        episodes=len(episodes),
+        failed=len(errors),
+        failure=errors[0] if errors else None,
+        success=mean(rollout.success for _, rollout in whole),
+        reward=mean(episode.reward for episode, _ in whole),
+        best=best[0].reward if best else None,
+        best_episode=_summary(best[1]) if best else None,
+        terminated=mean(bool(rollout.last and rollout.last.terminated) for _, rollout in whole),
+        turns=mean(len(rollout.turns) for _, rollout in whole),
+        characters=mean(episode.characters for episode, _ in whole),
+        tokens=mean(episode.tokens for episode, _ in whole),
+    )
+
+
+def score_groups(groups: Sequence[Sequence[Episode]]) -> GroupScore:
+    """Return the score of groups of episodes, each of one sample; groups that failed whole do not count."""
+    whole = [[episode for episode in group if episode.rollout and not episode.error] for group in groups]
+    whole = [group for group in whole if group]
+    wins = [[bool(episode.rollout and episode.rollout.success) for episode in group] for group in whole]
+    return GroupScore(
+        groups=len(whole),
+        size=max(map(len, groups), default=0),
+        pass_1=mean(fmean(group) for group in wins),
+        pass_k=mean(any(group) for group in wins),
+        signal=mean(len({episode.reward for episode in group}) > 1 for group in whole),
+    )
+
+
+def findings(quality: TaskQuality) -> list[str]:
+    """Return a sentence for each thing that makes a task less worth training on."""
+    found = []
+    if quality.repeated < quality.replayed:
+        different = f"{quality.replayed - quality.repeated} of {quality.replayed} episodes"
+        found.append(f"{different} differ when they are played again: {quality.difference}")
+    for name, split in quality.splits.items():
+        found += [f"{name}: {sentence}" for sentence in _of_split(split)]
+    return found
+
+
+def _of_split(split: SplitQuality) -> Iterator[str]:
+    expert = split.policies.get("expert")
+    for policy, words in _UNSKILLED.items():
+        own = split.policies.get(policy)
+        if own is None or own.success is None or own.best is None:
+            continue
+        if policy == "nothing" and own.best > 0:
+            yield f"doing nothing earns a reward of {own.reward:.3g} on average, and up to {own.best:.3g}"
+        elif own.success >= EASY:
+            yield f"{words} solve {own.success:.0%}, such as {own.best_episode}"
+        if expert and expert.best is not None and own.best > expert.best:
+            yield f"{words} earn {own.best:.3g} and the expert {expert.best:.3g}: {own.best_episode}"
+    if expert and expert.success is not None and expert.success < 1.0:
+        yield f"the expert solves only {expert.success:.0%}"
+    if split.distinct is not None and split.distinct < split.played:
+        yield f"only {split.distinct} of {split.played} samples differ, by data and what the expert meets"
+    for policy, own in split.policies.items():
+        if own.failed:
+            yield f"{own.failed} of {own.episodes} episodes of {policy} failed: {own.failure}"
+    if split.groups and split.groups.signal == 0.0:
+        yield "no group of the model has rewards that differ, so that it learns nothing"
+
+
+_UNSKILLED = {"nothing": "empty turns", "random": "random calls", "repeat": "repetitions of one call"}
+"""The policies without skill, and what they do in words."""
+
+
+async def measure_quality(
+    context: CheckContext,
+    *,
+    samples: int,
+    splits: Sequence[str] = (),
+    model: Callable[[], Policy] | None = None,
+    group_size: int = GROUP_SIZE,
+) -> TaskQuality:
+    """Play every policy on every split and return what it reached.
+
+    Args:
+        context: The task; its deadline is what one policy may take on one split.
+        samples: Samples of each split.
+        splits: Names of splits; all by default.
+        model: Returns a policy of a model for one episode; its groups are played where it is given.
+        group_size: Episodes of a group.
+    """
+    measured: dict[str, SplitQuality] = {}
+    for split in splits or context.task.splits:
+        indices = context.indices(samples, split)
+        makers: dict[str, Callable[[int], Policy]] = {
+            "nothing": lambda index: do_nothing,
+            "random": draw_calls,
+            "repeat": repeat_call,
+        }
+        if context.offers_expert:
+            makers["expert"] = lambda index: expert_policy
+        played = {name: await _play_all(context, split, indices, make) for name, make in makers.items()}
+        groups = None
+        if model is not None:
+            attempts = [index for index in indices for _ in range(group_size)]
+            episodes = await _play_all(context, split, attempts, lambda index: model())
+            played["model"] = episodes
+            groups = [[episode for i, episode in episodes if i == index] for index in indices]
+        measured[split] = SplitQuality(
+            samples=context.size(split),
+            played=len(indices),
+            distinct=_distinct(played),
+            policies={name: score([episode for _, episode in found]) for name, found in played.items()},
+            groups=score_groups([group for group in groups if group]) if groups is not None else None,
+        )
+    replayed, repeated, difference = await _replays(context)
+    quality = TaskQuality(
+        task=context.task.name,
+        splits=measured,
+        replayed=replayed,
+        repeated=repeated,
+        difference=difference,
+    )
+    return quality.model_copy(update={"findings": tuple(findings(quality))})
+
+
+async def do_nothing(session: ClientSession, rollout: Rollout) -> Message:
+    """Send a turn without text and without a call."""
+    return Message.assistant("")
+
+
+def draw_calls(index: int) -> Policy:
+    """Return a policy that draws valid calls; a turn for which none is found has no call."""
+    draw = random_policy(index)
+
+    async def act(session: ClientSession, rollout: Rollout) -> Message | None:
+        for _ in range(10):  # another draw may choose another tool
+            try:
+                return await draw(session, rollout)
+            except CannotSample:
+                continue
+        return Message.assistant("")
+
+    return act
+
+
+def repeat_call(index: int) -> Policy:
+    """Return a policy that draws one valid call, and makes it in every turn."""
+    draw = draw_calls(index)
+
+    async def act(session: ClientSession, rollout: Rollout) -> Message | None:
+        return rollout.actions[0] if rollout.turns else await draw(session, rollout)
+
+    return act
+
+
+async def _play_all(
+    context: CheckContext, split: str, indices: Sequence[int], make: Callable[[int], Policy]
+) -> list[tuple[int, Episode]]:
+    """Play an episode of each sample, some at a time, until the deadline; return those that were played."""
+    end, pending = context.clock() + context.deadline, list(reversed(indices))
+    played: list[tuple[int, Episode]] = []
+
+    async def play_some() -> None:
+        while pending and (context.clock() < end or not played):
+            index = pending.pop()
+            played.append((index, await _play(context, split, index, make(index))))
+
+    await asyncio.gather(*(play_some() for _ in range(min(CONCURRENT, len(indices)))))
+    return sorted(played, key=lambda pair: pair[0])
+
+
+async def _play(context: CheckContext, split: str, index: int, policy: Policy) -> Episode:
+    rollout, error = None, None
+    try:
+        async with await context.client.open(
+            context.task.name, split=split, index=index, wait=WAIT_S
+        ) as session:
+            rollout = Rollout(sample=session.sample, opening=session.messages)
+            while not session.status.final:
+                action = await policy(session, rollout)
+                if action is None:
+                    break
+                rollout.turns.append(RolloutTurn(action=action, result=await session.step(action)))
+    except AgentRLError as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    if error is None and rollout is not None:
+        error = rollout.reason
+    return Episode(rollout=rollout, error=error, tokens=getattr(policy, "tokens", None))
+
+
+async def _replays(context: CheckContext) -> tuple[int, int, str | None]:
+    """Play random episodes twice; return their number, how many were equal, and the first difference."""
+    replayed, repeated, found = 0, 0, None
+    for index in context.indices(REPLAYED):
+        first = await context.play(draw_calls(index), index)
+        if first.reason:
+            continue
+        difference = first.difference(await context.replay(first))
+        replayed, repeated = replayed + 1, repeated + (difference is None)
+        found = found or (difference and f"{first.name}, {difference}")
+    return replayed, repeated, found
+
+
+def _distinct(played: Mapping[str, Sequence[tuple[int, Episode]]]) -> int | None:
+    """Count different problems: by what the expert meets, else by data and opening."""
+    name = "expert" if "expert" in played else "nothing"
+    rollouts = [episode.rollout for _, episode in played[name] if episode.rollout and not episode.error]
+    if name != "expert" and not all(rollout.sample.data for rollout in rollouts):
+        return None
+    return len({readable([r.sample.data, *_texts(r, name == "expert")]) for r in rollouts})
+
+
+def _texts(rollout: Rollout, whole: bool) -> list[str]:
+    answers = [m for turn in rollout.turns for m in turn.result.messages] if whole else []
+    actions = rollout.actions if whole else []
+    return [format_message(message) for message in (*rollout.opening, *actions, *answers)]
+
+
+def _summary(rollout: Rollout) -> str:
+    calls = [describe(action) for action in rollout.actions[-3:]]
+    skipped = "... " if len(rollout.actions) > 3 else ""
+    return f"{rollout.name}: {skipped}{', '.join(calls)}"
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are known; None without any."""
+    found = [value for value in values if value is not None]
+    return fmean(found) if found else None

@@ -1,0 +1,116 @@
+"""The table of ``agentrl-env check --quality``: a row for each task, and one for each of its splits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from agentrl_env.testing.quality import GroupScore, Load, SplitQuality, TaskQuality, mean
+
+_POLICIES = ("nothing", "random", "repeat", "expert")
+
+
+def quality_table(tasks: Sequence[TaskQuality]) -> Table:
+    """Return a table of several tasks; columns that no task fills are left out."""
+    columns: dict[str, list[str]] = {}
+    names: list[Text] = []
+    for task in tasks:
+        rows = [(Text(task.task, style="bold"), _task_cells(task))]
+        if len(task.splits) > 1:
+            rows += [(Text(f"  {name}", style="dim"), _split_cells(s)) for name, s in task.splits.items()]
+        for name, cells in rows:
+            for header in [*columns, *cells]:
+                column = columns.setdefault(header, [])
+                column += [""] * (len(names) - len(column))
+                if len(column) == len(names):
+                    column.append(cells.get(header, ""))
+            names.append(name)
+    title = "Success and mean reward of each policy, and what an episode costs"
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    table.add_column("task", no_wrap=True)
+    shown = [header for header, column in columns.items() if any(column)]
+    for header in shown:
+        table.add_column(header, justify="right", no_wrap=True)
+    for number, name in enumerate(names):
+        table.add_row(name, *(columns[header][number] for header in shown))
+    return table
+
+
+def _task_cells(task: TaskQuality) -> dict[str, str]:
+    """Return the cells of a task: means over its splits, and what its server did."""
+    splits = list(task.splits.values())
+    if len(splits) == 1:
+        cells = _split_cells(splits[0])
+    else:
+        best = task.best_unskilled()
+        typical = "random" if task.mean("expert", "turns") is None else "expert"
+        cells = {name: _pair(task.mean(name, "success"), task.mean(name, "reward")) for name in _POLICIES}
+        cells |= {
+            "best": _number(best.best if best else None),
+            "turns": _number(task.mean(typical, "turns"), 1),
+            "chars": _number(task.mean(typical, "characters"), 0),
+            "differ": "",
+            "failed": str(sum(own.failed for split in splits for own in split.policies.values()) or ""),
+        }
+        groups = [split.groups for split in splits if split.groups is not None]
+        cells |= _model_cells(groups, task.mean("model", "turns"), task.mean("model", "tokens"))
+    return cells | {"same": f"{task.repeated}/{task.replayed}"} | _load_cells(task.load)
+
+
+def _split_cells(split: SplitQuality) -> dict[str, str]:
+    own = split.policies
+    typical = own.get("expert", own["random"])
+    best = [own[name].best for name in ("nothing", "random", "repeat") if name in own]
+    cells = {name: _pair(own[name].success, own[name].reward) if name in own else "" for name in _POLICIES}
+    cells |= {
+        "best": _number(max((value for value in best if value is not None), default=None)),
+        "turns": _number(typical.turns, 1),
+        "chars": _number(typical.characters, 0),
+        "differ": "" if split.distinct is None else f"{split.distinct}/{split.played}",
+        "failed": str(sum(score.failed for score in own.values()) or ""),
+    }
+    if split.groups is not None:
+        cells |= _model_cells([split.groups], own["model"].turns, own["model"].tokens)
+    return cells
+
+
+def _model_cells(groups: Sequence[GroupScore], turns: float | None, tokens: float | None) -> dict[str, str]:
+    """Return the cells of a model: means over splits."""
+    if not groups:
+        return {}
+    return {
+        "pass@1": _percent(mean(group.pass_1 for group in groups)),
+        f"pass@{groups[0].size}": _percent(mean(group.pass_k for group in groups)),
+        "signal": _percent(mean(group.signal for group in groups)),
+        "model turns": _number(turns, 1),
+        "tokens": _number(tokens, 0),
+    }
+
+
+def _load_cells(load: Load | None) -> dict[str, str]:
+    if load is None:
+        return {}
+    return {
+        "epis./s": _number(load.episodes_per_s, 0),
+        "steps/s": _number(load.steps_per_s, 0),
+        "MB each": _number(load.mb_per_session),
+        "start s": _number(load.start_s, 1),
+        "held": f"{load.sessions}/{load.asked}",
+    }
+
+
+def _pair(success: float | None, reward: float | None) -> str:
+    return "" if success is None else f"{_percent(success)} {_number(reward)}"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}"
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"

@@ -1,0 +1,396 @@
+"""Quality of a task: tasks with one fault each, real tasks, and a model behind a real HTTP server."""
+
+import json
+import random
+import sys
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from agentrl_env import Done, EnvClient, Environment, Message, Reply, StepResult, ToolCall, tool
+from agentrl_env.__main__ import main
+from agentrl_env.errors import UnknownSample
+from agentrl_env.launch.process import ServerThread
+from agentrl_env.server.loader import load_target
+from agentrl_env.testing import chat_model, run_quality
+from agentrl_env.testing.chat_model import ChatModel
+from agentrl_env.testing.context import Rollout, RolloutTurn
+from agentrl_env.testing.load import measure_load, tree_memory
+from agentrl_env.testing.quality import Episode, score, score_groups
+from agentrl_env.testing.quality_table import quality_table
+from agentrl_env.types import SessionStatus, TaskSample
+from tests.env.testing.test_checker import Guess
+
+ENVIRONMENTS = Path(__file__).parents[3] / "environments"
+
+
+def quality_of(environment, **options):
+    (found,) = run_quality(environment.local, **{"samples": 12, "splits": ("train",), **options})
+    return found
+
+
+def policies(found, split="train"):
+    return found.splits[split].policies
+
+
+class Sums(Environment):
+    """Add two numbers."""
+
+    max_turns = 3
+    blocking = False
+
+    @classmethod
+    def samples(cls, split):
+        start = 0 if split == "train" else 500
+        return [{"a": start + n, "b": 7 * n + 1000} for n in range(500)]
+
+    def reset(self, sample, rng):
+        self.total = sample.data["a"] + sample.data["b"]
+        return f"What is {sample.data['a']} + {sample.data['b']}?"
+
+    @tool
+    def answer(self, total: int):
+        """Answer."""
+        return Done("Over.", reward=float(total == self.total))
+
+    def expert(self, rng):
+        return ToolCall.of("answer", total=self.total)
+
+
+def test_task_that_takes_skill_has_no_findings():
+    found = quality_of(Sums, splits=())
+    assert found.findings == ()
+    assert set(found.splits) == {"train", "test"}
+    own = policies(found)
+    assert set(own) == {"nothing", "random", "repeat", "expert"}
+    assert (own["expert"].success, own["expert"].reward, own["expert"].turns) == (1.0, 1.0, 1.0)
+    assert own["random"].success == own["repeat"].success == own["nothing"].success == 0.0
+    assert own["random"].terminated == 1.0  # random calls find the action that ends an episode
+    assert (own["nothing"].terminated, own["nothing"].turns) == (0.0, 3.0)
+    assert (found.replayed, found.repeated) == (5, 5)
+    assert (found.splits["train"].played, found.splits["train"].distinct) == (12, 12)
+
+
+def test_reward_for_doing_nothing_is_found():
+    class Free(Sums):
+        def respond(self, text):
+            return Reply("Take your time.", reward=0.5)
+
+    found = quality_of(Free)
+    assert policies(found)["nothing"].reward == 1.5
+    sentence = "train: doing nothing earns a reward of 1.5 on average, and up to 1.5"
+    assert sentence in found.findings
+    assert any("empty turns earn 1.5 and the expert 1: " in text for text in found.findings)
+
+
+def test_leak_that_random_calls_find_is_named_with_its_call():
+    class Leaky(Sums):
+        max_turns = 8
+
+        @tool
+        def debug(self, level: Literal["high", "low"]):
+            """Print what the grader knows."""
+            return Done("Thanks.", reward=1.0) if level == "high" else "nothing"
+
+    found = quality_of(Leaky)
+    (sentence,) = [text for text in found.findings if "random calls solve" in text]
+    assert 'debug(level="high")' in sentence
+    assert found.best_unskilled().best == 1.0
+
+
+def test_reward_of_a_repeated_call_above_that_of_the_expert_is_found():
+    class Farm(Sums):
+        max_turns = 10
+
+        @tool
+        def praise(self):
+            """Praise the user."""
+            return Reply("Thank you.", reward=0.3)
+
+    found = quality_of(Farm)
+    (sentence,) = [text for text in found.findings if "repetitions of one call earn" in text]
+    assert "earn 3 and the expert 1: " in sentence
+    assert "... praise(), praise(), praise()" in sentence
+
+
+def test_episode_that_differs_when_played_again_is_found():
+    class Unseeded(Sums):
+        @tool
+        def answer(self, total: int):
+            """Answer."""
+            return str(random.random())
+
+    found = quality_of(Unseeded)
+    assert found.repeated == 0
+    assert found.findings[0].startswith("5 of 5 episodes differ when they are played again: sample train/")
+
+
+def test_samples_that_are_one_problem_are_found():
+    class Few(Sums):
+        @classmethod
+        def samples(cls, split):
+            return [{"a": n % 3, "b": 5} for n in range(100)]
+
+    assert "train: only 3 of 12 samples differ, by data and what the expert meets" in quality_of(Few).findings
+
+
+def test_expert_that_fails_and_episodes_that_break_are_counted_apart():
+    class Fragile(Sums):
+        @tool
+        def answer(self, total: int):
+            """Answer."""
+            if self.total % 16:
+                raise RuntimeError("odd")
+            return Done("Over.", reward=0.0)
+
+        def expert(self, rng):
+            return ToolCall.of("answer", total=1)
+
+    own = policies(quality_of(Fragile))["expert"]
+    assert 0 < own.failed < own.episodes
+    assert (own.success, own.reward) == (0.0, 0.0)
+    assert own.failure.startswith("RuntimeError: odd (")
+
+
+def test_tool_whose_arguments_cannot_be_drawn_leaves_the_others():
+    class Odd(Sums):
+        @tool
+        def code(self, text: Literal["never"] = "never"):
+            """Enter a code."""
+            return "no"
+
+    assert policies(quality_of(Odd, samples=4))["random"].failed == 0
+
+
+def test_unknown_split_is_refused():
+    with pytest.raises(UnknownSample, match="task 'sums' has no split 'dev'; splits: train, test"):
+        quality_of(Sums, splits=("dev",))
+
+
+@pytest.mark.parametrize("name", ["household", "sql"])
+def test_starter_task_is_worth_training_on(name):
+    found = quality_of(load_target(str(ENVIRONMENTS / name)), splits=("test-2", "test-3"))
+    for split in ("test-2", "test-3"):
+        own = policies(found, split)
+        assert (own["expert"].success, own["expert"].failed) == (1.0, 0)
+        assert own["nothing"].best == 0.0
+        assert own["random"].success < 0.2
+    assert found.repeated == found.replayed == 5
+
+
+def test_load_counts_sessions_and_steps(tmp_path):
+    load = measure_load(f"{__file__}:Sums", sessions=8, seconds=0.5)
+    assert (load.sessions, load.asked) == (8, 8)
+    assert load.start_s > 0
+    assert load.steps_per_s > 0
+    assert load.episodes_per_s > 0
+    assert load.mb_per_session is None or load.mb_per_session >= 0
+    assert tree_memory(10**9) is None
+
+
+def episode(reward, *, success=None, error=None, tokens=None):
+    metrics = {} if success is None else {"success": float(success)}
+    result = StepResult(
+        session_id="s", seq=1, reward=reward, status=SessionStatus.COMPLETED, terminated=True, metrics=metrics
+    )
+    rollout = Rollout(sample=TaskSample(task="t"), opening=(Message(role="user", content="four"),))
+    rollout.turns.append(RolloutTurn(action=Message.assistant("ten"), result=result))
+    return Episode(rollout=rollout, error=error, tokens=tokens)
+
+
+def test_score_leaves_out_failures():
+    found = score([episode(1.0, tokens=4), episode(0.0, tokens=6), episode(0.0, error="it broke")])
+    assert (found.episodes, found.failed, found.failure) == (3, 1, "it broke")
+    assert (found.success, found.reward, found.best, found.tokens) == (0.5, 0.5, 1.0, 5.0)
+    empty = score([Episode(error="no server")])
+    assert (empty.success, empty.reward, empty.best, empty.failed) == (None, None, None, 1)
+
+
+def test_groups_carry_a_signal_where_their_rewards_differ():
+    broken = episode(0.0, error="it broke")
+    groups = [
+        [episode(1.0), episode(0.0), episode(0.0), episode(0.0)],
+        [episode(0.0), episode(0.0), episode(0.0), broken],
+        [episode(1.0), episode(1.0), episode(1.0), episode(1.0)],
+        [episode(0.2), episode(0.4), broken, broken],
+        [broken, broken, broken, broken],
+    ]
+    found = score_groups(groups)
+    assert (found.groups, found.size) == (4, 4)
+    assert found.pass_1 == pytest.approx((0.25 + 0 + 1 + 0) / 4)
+    assert (found.pass_k, found.signal) == (0.5, 0.5)
+    assert score_groups([]).signal is None
+
+
+class Endpoint(BaseHTTPRequestHandler):
+    """Chat completions: the right sum in every second episode of even samples, else a wrong one."""
+
+    requests: list
+    statuses: list
+    attempts: Counter
+    lock = threading.Lock()
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        with self.lock:
+            self.requests.append((self.path, self.headers.get("authorization"), body))
+            status = self.statuses.pop() if self.statuses else 200
+            question = body["messages"][0]["content"]
+            if status == 200:
+                self.attempts[question] += 1
+            right = self.attempts[question] % 2
+        one, other = (int(word) for word in question.rstrip("?").split() if word.isdigit())
+        total = one + other if right and one % 2 == 0 else -1
+        call = ToolCall.of("answer", total=total).model_dump()
+        message = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None}
+        answer = {"choices": [{"message": message}], "usage": {"completion_tokens": 11}}
+        data = json.dumps(answer if status == 200 else {"error": {"message": "later"}}).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+@contextmanager
+def endpoint(*statuses):
+    """Serve chat completions, the first ones with these statuses; yield the base URL and the requests."""
+    state = {"requests": [], "statuses": list(statuses), "attempts": Counter()}
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Scripted", (Endpoint,), state))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1", state["requests"]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_model_is_scored_in_groups(monkeypatch):
+    monkeypatch.setattr(chat_model, "PAUSE_S", 0.0)
+    with endpoint(429, 503) as (url, requests):
+        found = quality_of(Sums, samples=6, model=ChatModel(url, "small", key="secret"))
+    own, groups = policies(found)["model"], found.splits["train"].groups
+    even = sum(index % 2 == 0 for index in even_or_odd(6)) / 6
+    assert (own.episodes, own.failed, own.tokens) == (48, 0, 11.0)
+    assert (groups.groups, groups.size) == (6, 8)
+    assert groups.pass_1 == own.success == pytest.approx(even / 2)
+    assert groups.pass_k == groups.signal == pytest.approx(even)
+    assert len(requests) == 48 + 2
+    path, authorization, body = requests[-1]
+    assert (path, authorization, body["model"]) == ("/v1/chat/completions", "Bearer secret", "small")
+    assert body["tools"][0]["function"]["name"] == "answer"
+    assert body["messages"][0]["role"] == "user"
+
+
+def even_or_odd(count):
+    """Return the indices that are played of the 500 samples of Sums."""
+    return random.Random(0).sample(range(500), count)
+
+
+def test_failures_of_the_model_are_no_rewards_of_zero():
+    with endpoint(*[401] * 16) as (url, _):
+        found = quality_of(Sums, samples=2, model=ChatModel(url, "small"))
+    own = policies(found)["model"]
+    assert (own.episodes, own.failed, own.success) == (16, 16, None)
+    assert found.splits["train"].groups.signal is None
+    assert "/v1/chat/completions answered 401: " in own.failure
+    assert any("16 of 16 episodes of model failed: ModelFailed" in text for text in found.findings)
+
+
+def test_endpoint_that_is_none_is_named(monkeypatch):
+    monkeypatch.setattr(chat_model, "PAUSE_S", 0.0)
+    found = quality_of(Sums, samples=1, model=ChatModel("http://127.0.0.1:9/v1", "small"))
+    assert "http://127.0.0.1:9/v1/chat/completions did not answer" in policies(found)["model"].failure
+
+
+def test_table_has_a_row_for_each_task_and_split(capsys):
+    from rich.console import Console
+
+    with ServerThread(Guess, oracle=True) as server:
+        (guess,) = run_quality(lambda: EnvClient.connect(server.url), samples=3)
+    with endpoint() as (url, _):
+        sums = quality_of(Sums, samples=2, model=ChatModel(url, "small"))
+    Console(width=200).print(quality_table([guess, sums]))
+    lines = capsys.readouterr().out.splitlines()
+    header = next(line for line in lines if line.startswith(" task"))
+    assert header.split()[:6] == ["task", "nothing", "random", "repeat", "expert", "best"]
+    assert "pass@1" in header
+    assert "signal" in header
+    assert [line.split()[0] for line in lines[4:] if line.strip()] == ["guess", "train", "test", "sums"]
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys, tmp_path):
+    """Run ``check``; return (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["agentrl-env", "check", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        output = capsys.readouterr()
+        return ended.value.code or 0, output.out, output.err
+
+    return run
+
+
+def test_command_measures_several_tasks_at_once(cli):
+    files = [ENVIRONMENTS / name for name in ("README.md", "household", "sql")]
+    options = ["--quality", "--samples", 3, "--split", "test-2", "--hold", 4]
+    code, out, err = cli(*files, *options)
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines() if line.startswith((" household", " sql"))]
+    assert [row[0] for row in rows] == ["household", "sql"]
+    assert all(row[-1] == "4/4" for row in rows)
+
+
+def test_command_prints_quality_as_json(cli, monkeypatch):
+    monkeypatch.setenv("ENDPOINT_KEY", "secret")
+    with endpoint() as (url, requests):
+        code, out, err = cli(
+            f"{__file__}:Sums", "no_such_folder", "--quality", "--json", "--samples", 2, "--split", "train",
+            "--hold", 0, "--model-url", url, "--model", "small", "--api-key-env", "ENDPOINT_KEY",
+        )  # fmt: skip
+    assert code == 1
+    found = json.loads(out)
+    assert found["ok"] is False
+    assert [error["target"] for error in found["errors"]] == ["no_such_folder"]
+    assert "error: no_such_folder: no such folder" in err
+    (task,) = found["quality"]
+    assert (task["task"], task["load"]) == ("sums", None)
+    assert task["splits"]["train"]["groups"]["groups"] == 2
+    assert requests[0][1] == "Bearer secret"
+
+
+def test_command_measures_a_server(cli):
+    with ServerThread(Guess, oracle=True) as server:
+        code, out, _ = cli(server.url, "--quality", "--samples", 2, "--json")
+    assert code == 0
+    (task,) = json.loads(out)["quality"]
+    assert set(task["splits"]["train"]["policies"]) == {"nothing", "random", "repeat", "expert"}
+    assert task["load"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--model", "small"], "--model-url and --model belong together"),
+        (["--api-key-env", "X"], "--api-key-env needs --model-url and --model"),
+        (["--model", "m", "--model-url", "u", "--api-key-env", "NO_KEY"], "NO_KEY is empty or not set"),
+        (["--split", "dev"], "task 'sums' has no split 'dev'; splits: train, test"),
+    ],
+)
+def test_command_explains_options_that_do_not_fit(cli, options, sentence):
+    code, _, err = cli(f"{__file__}:Sums", "--quality", "--hold", 0, *options)
+    assert code == 1
+    assert sentence in err
+    assert "Traceback" not in err
