@@ -1,7 +1,7 @@
 """Dbbench: answer a question about a database or change its rows, with SQL, as in AgentBench.
 
-The database is SQLite in memory, or one of its own on a MariaDB or MySQL server that ``DBBENCH_URL`` names. The
-problems are generated; ``DBBENCH_DATA`` adds those of AgentBench's files.
+The database is SQLite in memory, or one of its own on a MariaDB or MySQL server that ``DBBENCH_URL`` names.
+The problems are generated; ``DBBENCH_DATA`` adds those of AgentBench's files.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Dbbench(Environment):
 
     @classmethod
     def samples(cls, split):
-        """Return the problems of "train", "validation" or "test" (level 1), "train-2" and so on, or of a file."""
+        """Return the problems of "train", "validation", "test" (level 1), "train-2" and so on, or a file's."""
         if split in FILES:
             return _records(split)
         level, name = LEVELS[split]
@@ -100,7 +100,9 @@ class Dbbench(Environment):
             return f"{max(changed, 0)} rows changed"
         if not rows:
             return "no rows"
-        lines = [" | ".join("NULL" if v is None else str(v) for v in row) for row in (names, *rows[:MAX_ROWS])]
+        lines = [
+            " | ".join("NULL" if v is None else str(v) for v in row) for row in (names, *rows[:MAX_ROWS])
+        ]
         text = "\n".join(lines + ["(more rows left out)"] * (len(rows) > MAX_ROWS))
         return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}\n(cut off)"
 

@@ -1,7 +1,7 @@
 """Generated problems: tables of goods, people or places, and questions about them with gold SQL.
 
-A problem follows from its level and number alone. The gold SQL runs on SQLite, MariaDB and MySQL alike. A draw
-whose answer is not unique, or whose change changes nothing, is drawn again.
+A problem follows from its level and number alone. The gold SQL runs on SQLite, MariaDB and MySQL alike. A
+draw whose answer is not unique, or whose change changes nothing, is drawn again.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ FIRST = {"train": 0, "validation": 1_000_000, "test": 2_000_000}
 """Number of the first problem of a split."""
 COUNT = {"train": 10_000, "validation": 1_000, "test": 1_000}
 ADJECTIVES = (
-    "amber azure black brass broad coral cream dusty faded green ivory light misty plain proud quiet "
-    "royal rusty sandy sharp short silver small solid steel stone sunny swift white young"
-).split()
+    "amber", "azure", "black", "brass", "broad", "coral", "cream", "dusty", "faded", "green", "ivory", "light",
+    "misty", "plain", "proud", "quiet", "royal", "rusty", "sandy", "sharp", "short", "silver", "small", "solid",
+    "steel", "stone", "sunny", "swift", "white", "young",
+)  # fmt: skip
 MAX_ANSWERS = 8
 
 
@@ -41,20 +42,23 @@ class Theme:
 
 
 THEMES = [
-    Theme("goods", "lamp chair table shelf mirror clock carpet vase".split(), "room",
-          "kitchen hall office bedroom".split(), "stock", "weight", "price"),
-    Theme("boats", "ferry canoe yacht barge tugboat cutter".split(), "harbour",
-          "Malo Vigo Kiel Bergen".split(), "crew", "length", "speed"),
-    Theme("plants", "fern rose tulip cactus orchid lily poppy".split(), "garden",
-          "north south east west".split(), "height", "leaves", "water"),
-    Theme("books", "atlas novel diary almanac primer manual".split(), "shelf",
-          "history science travel poetry".split(), "pages", "copies", "cost"),
-    Theme("players", "falcon badger otter heron lynx marten".split(), "team",
-          "reds blues greens whites".split(), "goals", "games", "rating"),
-    Theme("towns", "bridge haven field wood ford mill".split(), "region",
-          "coast hills plain marsh".split(), "people", "schools", "rainfall"),
+    Theme(table, nouns.split(), group, groups.split(), first, second, decimal)
+    for table, nouns, group, groups, first, second, decimal in (
+        ("goods", "lamp chair table shelf mirror clock carpet vase", "room",
+         "kitchen hall office bedroom", "stock", "weight", "price"),
+        ("boats", "ferry canoe yacht barge tugboat cutter", "harbour",
+         "Malo Vigo Kiel Bergen", "crew", "length", "speed"),
+        ("plants", "fern rose tulip cactus orchid lily poppy", "garden",
+         "north south east west", "height", "leaves", "water"),
+        ("books", "atlas novel diary almanac primer manual", "shelf",
+         "history science travel poetry", "pages", "copies", "cost"),
+        ("players", "falcon badger otter heron lynx marten", "team",
+         "reds blues greens whites", "goals", "games", "rating"),
+        ("towns", "bridge haven field wood ford mill", "region",
+         "coast hills plain marsh", "people", "schools", "rainfall"),
+    )
 ]  # fmt: skip
-PEOPLE = "Ann Bob Cleo Dan Eve Finn Gus Hana Ivo June".split()
+PEOPLE = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ivo", "June")
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +230,7 @@ def never_ordered(d: Draw) -> tuple[str, str]:
 def share(d: Draw) -> tuple[str, str]:
     column, t, bound = d.number(), d.theme, d.bound()
     return (
-        f"What percentage of the orders is for {t.table} with a {column} above {bound}? Round to two decimals.",
+        f"What percentage of the orders is for {t.table} with a {column} above {bound}? Give two decimals.",
         f"SELECT ROUND(100.0 * SUM(CASE WHEN t.{column} > {bound} THEN 1 ELSE 0 END) / COUNT(*), 2) "
         f"FROM orders o JOIN {t.table} t ON t.name = o.item",
     )
@@ -315,7 +319,9 @@ def _draw(level: int, template: Template, rng: np.random.Generator) -> Problem:
             (str(rng.choice(PEOPLE)), names[int(rng.integers(len(names)))], int(rng.integers(1, 9)))
             for _ in range(int(rng.integers(20, 40)))
         ]
-        tables.append(Table("orders", [("customer", "TEXT"), ("item", "TEXT"), ("amount", "INTEGER")], orders))
+        tables.append(
+            Table("orders", [("customer", "TEXT"), ("item", "TEXT"), ("amount", "INTEGER")], orders)
+        )
     question, gold = template(Draw(theme, rows, rng))
     return Problem(
         question=question,

@@ -1,4 +1,4 @@
-"""Problems of AgentBench's ``dbbench/*.jsonl``, read as they are; what cannot be used is named with its reason."""
+"""Problems of AgentBench's ``dbbench/*.jsonl``, read as they are; what is unusable is named with its reason."""
 
 from __future__ import annotations
 
@@ -159,4 +159,3 @@ def _verified(found: Problem) -> Problem:
     if found.gold is None and found.label is None and found.table_hash is None:
         raise Unusable(f"{reason}, and nothing else tells what is right")
     return found
-

@@ -1,2 +1,4 @@
-"""stub"""
+"""Stub."""
+
+
 class Server: ...

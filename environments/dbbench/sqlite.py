@@ -11,7 +11,7 @@ from agentrl_env import ToolError
 from .problems import Contents, Rows, Table
 
 MAX_INSTRUCTIONS = 300_000
-"""Maximum virtual-machine instructions of a statement: a count instead of a time, so that replays are equal."""
+"""Maximum virtual-machine instructions of a statement: a count and not a time, so that replays are equal."""
 MAX_BYTES = 2000
 """Maximum length of a value, unless a table has longer ones."""
 MAX_SQL = 20_000
@@ -58,7 +58,7 @@ class SqliteDatabase:
         self._database.set_authorizer(self._authorize)
 
     def run(self, sql: str, limit: int) -> tuple[list[str], Rows, int]:
-        """Run one statement: the names of its columns, at most ``limit`` rows, and the number of rows changed.
+        """Run one statement; return its columns' names, at most ``limit`` rows, and the number of rows changed.
 
         Raises ToolError if it fails; nothing of it is then kept.
         """
@@ -114,7 +114,10 @@ class SqliteDatabase:
 
     def _authorize(self, action: int, first: str | None, second: str | None, *_: object) -> int:
         allowed = (
-            (action in READS and (action != sqlite3.SQLITE_FUNCTION or bool(FUNCTIONS.fullmatch(second or ""))))
+            (
+                action in READS
+                and (action != sqlite3.SQLITE_FUNCTION or bool(FUNCTIONS.fullmatch(second or "")))
+            )
             or (action in WRITES and (first or "").lower() in self._known)
             or (action == sqlite3.SQLITE_PRAGMA and (first or "").lower() in PRAGMAS)
         )
