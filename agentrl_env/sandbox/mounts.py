@@ -103,7 +103,7 @@ def _option(path: Path) -> str:
 
 def _host_view(limits: SandboxLimits, prefix: str | None) -> list[str]:
     """Return the mounts that make the host's programs visible, and nothing else of the host."""
-    view = ["--bind", f"{_MOUNT}/layers/root", "/"]
+    view = ["--bind", f"{_MOUNT}/layers/root", "/", "--perms", "0755", "--dir", "/usr"]
     if Path("/usr/local").is_dir():
         view += ["--bind", f"{_MOUNT}/merged", "/usr/local"]
     programs = sorted(path for path in Path("/usr").iterdir() if path.name != "local")

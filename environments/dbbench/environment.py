@@ -70,7 +70,7 @@ class Dbbench(Environment):
 
     @classmethod
     def samples(cls, split):
-        """Return the problems of "train", "validation", "test" (level 1), "train-2" and so on, or a file's."""
+        """Return the problems of "train", "validation", "test" (level 1), "train-2" and so on, or a file."""
         if split in FILES:
             return _records(split)
         level, name = LEVELS[split]

@@ -21,9 +21,9 @@ FIRST = {"train": 0, "validation": 1_000_000, "test": 2_000_000}
 """Number of the first problem of a split."""
 COUNT = {"train": 10_000, "validation": 1_000, "test": 1_000}
 ADJECTIVES = (
-    "amber", "azure", "black", "brass", "broad", "coral", "cream", "dusty", "faded", "green", "ivory", "light",
-    "misty", "plain", "proud", "quiet", "royal", "rusty", "sandy", "sharp", "short", "silver", "small", "solid",
-    "steel", "stone", "sunny", "swift", "white", "young",
+    "amber", "azure", "black", "brass", "broad", "coral", "cream", "dusty", "faded", "green",
+    "ivory", "light", "misty", "plain", "proud", "quiet", "royal", "rusty", "sandy", "sharp",
+    "short", "silver", "small", "solid", "steel", "stone", "sunny", "swift", "white", "young",
 )  # fmt: skip
 MAX_ANSWERS = 8
 

@@ -58,7 +58,7 @@ class SqliteDatabase:
         self._database.set_authorizer(self._authorize)
 
     def run(self, sql: str, limit: int) -> tuple[list[str], Rows, int]:
-        """Run one statement; return its columns' names, at most ``limit`` rows, and the number of rows changed.
+        """Run a statement; return its columns' names, at most ``limit`` rows, and the number of rows changed.
 
         Raises ToolError if it fails; nothing of it is then kept.
         """

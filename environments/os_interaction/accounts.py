@@ -11,6 +11,10 @@ import shutil
 import subprocess
 import sys
 
+SHORT = {
+    "groups": "G", "home-dir": "d", "shell": "s", "create-home": "m", "append": "a", "uid": "u", "gid": "g",
+    "remove": "r",
+}  # fmt: skip
 PASSWD, GROUP = pathlib.Path("/etc/passwd"), pathlib.Path("/etc/group")
 
 
@@ -33,8 +37,7 @@ def parse(arguments, with_value):
         word = rest.pop(0)
         if word.startswith("--"):
             name, _, value = word[2:].partition("=")
-            options[{"groups": "G", "home-dir": "d", "shell": "s", "create-home": "m", "append": "a", "uid": "u",
-                     "gid": "g", "remove": "r"}.get(name, name)] = value  # fmt: skip
+            options[SHORT.get(name, name)] = value
         elif word.startswith("-") and len(word) > 1:
             for i, letter in enumerate(word[1:], 2):
                 options[letter] = ""
@@ -145,9 +148,11 @@ def passwd(_):
     sys.stdin.read()
 
 
-COMMANDS = {"useradd": useradd, "adduser": useradd, "groupadd": groupadd, "addgroup": groupadd, "usermod": usermod,
-            "userdel": userdel, "groupdel": groupdel, "chown": chown, "chgrp": chown, "su": su, "sudo": sudo,
-            "passwd": passwd, "chpasswd": passwd}  # fmt: skip
+COMMANDS = {
+    "useradd": useradd, "adduser": useradd, "groupadd": groupadd, "addgroup": groupadd, "usermod": usermod,
+    "userdel": userdel, "groupdel": groupdel, "chown": chown, "chgrp": chown, "su": su, "sudo": sudo,
+    "passwd": passwd, "chpasswd": passwd,
+}  # fmt: skip
 if __name__ == "__main__":
     try:
         COMMANDS[os.path.basename(sys.argv[0])](sys.argv[1:])

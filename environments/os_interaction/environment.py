@@ -22,7 +22,7 @@ from .problems import COMMANDS, Problem
 
 logger = logging.getLogger("agentrl_env")
 IMAGE = os.environ.get("OS_INTERACTION_IMAGE") or None
-"""Container image of the machines of generated problems; by default bubblewrap with this machine's programs."""
+"""Container image of the machines of generated problems; by default this machine's programs are used."""
 FILES = official.files(os.environ.get("OS_INTERACTION_DATA", ""))
 """AgentBench's file, or its folder; each file is a split."""
 LEVELS = {f"{split}{suffix}": (level, split) for level, suffix in ((1, ""), (2, "-2"), (3, "-3"))
@@ -43,24 +43,25 @@ ROOT = {
 """How commands of AgentBench's problems run."""
 CLEAN_PATH = "/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/sbin:/usr/local/bin"
 """In a check, programs of the machine come before those that the agent may have written."""
-SYSTEM_USERS = (
-    "daemon bin sys sync games man lp mail news uucp proxy www-data backup list irc _apt nobody".split()
-)
-SYSTEM_GROUPS = [
-    *SYSTEM_USERS,
-    *"adm tty disk sudo audio video staff users shadow utmp plugdev nogroup".split(),
-]
+USERS = {
+    "daemon": 1, "bin": 2, "sys": 3, "sync": 4, "games": 5, "man": 6, "lp": 7, "mail": 8, "news": 9, "uucp": 10,
+    "proxy": 13, "www-data": 33, "backup": 34, "list": 38, "irc": 39, "nobody": 65534,
+}  # fmt: skip
+GROUPS = {
+    "daemon": 1, "bin": 2, "sys": 3, "adm": 4, "tty": 5, "disk": 6, "lp": 7, "mail": 8, "news": 9, "uucp": 10,
+    "man": 12, "proxy": 13, "cdrom": 24, "sudo": 27, "audio": 29, "www-data": 33, "backup": 34, "list": 38,
+    "irc": 39, "shadow": 42, "utmp": 43, "video": 44, "plugdev": 46, "staff": 50, "games": 60, "users": 100,
+    "nogroup": 65534,
+}  # fmt: skip
+"""The accounts of Debian."""
 LIMITS = {"memory": "128m", "disk": "32m", "pids": 48, "timeout": 15.0, "max_output": 4000}
 
 
 @cache
 def _accounts() -> dict[str, str]:
     """Return the files of the usual accounts, and the commands that change them."""
-    users = "".join(
-        f"{name}:x:{uid}:{uid}:{name}:/nonexistent:/usr/sbin/nologin\n"
-        for uid, name in enumerate(SYSTEM_USERS, 1)
-    )
-    groups = "".join(f"{name}:x:{gid}:\n" for gid, name in enumerate(SYSTEM_GROUPS, 1))
+    users = "".join(f"{name}:x:{i}:{i}:{name}:/nonexistent:/usr/sbin/nologin\n" for name, i in USERS.items())
+    groups = "".join(f"{name}:x:{i}:\n" for name, i in GROUPS.items())
     return {
         "/etc/passwd": f"root:x:0:0:root:/root:/bin/bash\n{users}",
         "/etc/group": f"root:x:0:\n{groups}",
@@ -92,7 +93,7 @@ class OsInteraction(Environment):
 
     @classmethod
     def samples(cls, split):
-        """Return the problems of "train", "validation", "test" (level 1), "train-2" and so on, or a file's."""
+        """Return the problems of "train", "validation", "test" (level 1), "train-2" and so on, or a file."""
         if split in FILES:
             return _records(split)
         level, name = LEVELS[split]
@@ -177,11 +178,8 @@ class OsInteraction(Environment):
             right = answer is not None and same_answer(problem.answer, answer)
         elif problem.pattern is not None:
             right = answer is not None and bool(re.match(problem.pattern, answer[:MAX_ANSWER].strip()))
-        elif not self.box.alive:
-            right = False
         else:
-            with self._after() as machine:
-                right = self._outputs(machine) if problem.outputs else self._checks(machine, answer or "")
+            right = self._state_is_right(answer or "")
         return Done("Well done." if right else "That is not right.", reward=float(right))
 
     def _open(self):
@@ -197,7 +195,9 @@ class OsInteraction(Environment):
         try:
             box.write_all({**(_accounts() if self.problem.official else {}), **self.problem.files})
             if self.problem.official:
-                self._script(box, ("bash", LINK_COMMANDS), "accounts")
+                done = box.run(LINK_COMMANDS)
+                if done.code != 0:
+                    raise SandboxFailed(f"the commands of accounts cannot be installed: {done.text}")
         except BaseException:
             box.close()
             raise
@@ -224,24 +224,34 @@ class OsInteraction(Environment):
             self._start(twin)
             return self._script(twin, self.problem.gold, "example")
 
-    def _after(self):
-        """Return a clean machine with the agent's files and none of its processes; of generated problems only
-        the files at home, so that the programs are the machine's."""
-        state = self.box.snapshot()
-        self.box.close()
-        machine = self._open()
+    def _state_is_right(self, answer):
+        """Check a clean machine with the agent's files and none of its processes.
+
+        Of generated problems only the files at home are taken, so that the programs are the machine's.
+        """
         try:
+            state = self.box.snapshot() if self.box.alive else None
+        except SandboxFailed:
+            if not self.box.alive:
+                raise
+            state = None  # the agent has made files that cannot be read
+        self.box.close()
+        if state is None:
+            return False
+        with self._open() as machine:
             machine.restore(state if self.problem.official else _home(state))
-        except BaseException:
-            machine.close()
-            raise
-        return machine
+            return self._outputs(machine) if self.problem.outputs else self._checks(machine, answer)
 
     def _outputs(self, machine):
         return all(machine.run(code).stdout == wanted for code, wanted in self.problem.outputs)
 
     def _checks(self, machine, answer):
-        """Run the checks as AgentBench does: each gets the answer and what the ones before printed."""
+        """Run the checks as AgentBench does: each gets the answer and what the ones before printed.
+
+        What the example printed is a right answer even where the check fails to read it.
+        """
+        if None in self.problem.checks and answer.strip() and answer.strip() == self.example.strip():
+            return True
         given = [answer[:MAX_ANSWER].replace("\0", "")]
         for number, check in enumerate(self.problem.checks):
             if check is None:

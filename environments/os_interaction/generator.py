@@ -1,7 +1,7 @@
 """Generated problems: files, and questions about them or changes to make, with gold commands.
 
-A problem follows from its level and number alone. Its answer, or what its check should print, is computed here,
-in Python, and never by the gold command, which proves that the problem can be solved.
+A problem follows from its level and number alone. Its answer, or what its check should print, is computed
+here, in Python, and never by the gold command, which proves that the problem can be solved.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ FIRST = {"train": 0, "validation": 1_000_000, "test": 2_000_000}
 """Number of the first problem of a split."""
 COUNT = {"train": 10_000, "validation": 1_000, "test": 1_000}
 WORDS = (
-    "amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "islet", "jolly", "koala", "lemon",
-    "maple", "night", "olive", "pearl", "quartz", "river", "stone", "tulip", "umber", "viola", "wheat", "yeast",
+    "amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "islet", "jolly", "koala",
+    "lemon", "maple", "night", "olive", "pearl", "quartz", "river", "stone", "tulip", "umber", "viola",
+    "wheat", "yeast",
 )  # fmt: skip
 FOLDERS = ("notes", "letters", "drafts", "reports", "music", "photos")
 ENDINGS = ("txt", "csv", "log", "cfg", "md")
@@ -283,8 +284,8 @@ def select_rows(rng: Rng) -> Problem:
     rows = [(pick(rng, WORDS), number) for number in numbers]
     wanted = sorted((row for row in rows if row[1] > bound), key=lambda row: row[1])
     return Problem(
-        question=f"Write the rows of prices.csv whose second column is above {bound} to high.csv, sorted by the "
-        "second column, the smallest first. There is no line of column names.",
+        question=f"Write the rows of prices.csv whose second column is above {bound} to high.csv, sorted by "
+        "the second column, the smallest first. There is no line of column names.",
         files={"prices.csv": "".join(f"{name},{n}\n" for name, n in rows)},
         gold=("bash", f"awk -F, '$2 > {bound}' prices.csv | sort -t, -k2 -n > high.csv"),
         outputs=[("cat high.csv", "".join(f"{name},{n}\n" for name, n in wanted))],
@@ -339,8 +340,8 @@ def program(rng: Rng) -> Problem:
     cases = [[int(n) for n in rng.integers(1, 100, size=int(size))] for size in rng.integers(1, 6, size=8)]
     return Problem(
         question=f"Write an executable program {name}.sh for bash, which prints {word}, a space, and "
-        f"{factor} times the sum of its arguments plus {start}. For example, with the arguments 1 2 it prints "
-        f"{word} {factor * 3 + start}.",
+        f"{factor} times the sum of its arguments plus {start}. For example, with the arguments 1 2 it "
+        f"prints {word} {factor * 3 + start}.",
         gold=("bash", f"printf '%s\\n' '#!/bin/bash' 's=0; for n in \"$@\"; do s=$((s + n)); done' "
               f"'echo {word} $((s * {factor} + {start}))' > {name}.sh; chmod +x {name}.sh"),
         outputs=[
@@ -368,9 +369,7 @@ def generate(level: int, number: int) -> Problem:
     families = FAMILIES[level]
     while True:
         problem = families[int(rng.integers(len(families)))](rng)
-        if not any(
-            problem.files and wanted == _before(problem, code) for code, wanted in problem.outputs or []
-        ):
+        if all(wanted not in ("", _before(problem, code)) for code, wanted in problem.outputs or []):
             return problem
 
 

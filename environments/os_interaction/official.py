@@ -1,4 +1,4 @@
-"""Problems of AgentBench's ``os_interaction``, read as they are; what is unusable is named with its reason."""
+"""Problems of AgentBench's ``os_interaction``, read as they are; the unusable are named with the reason."""
 
 from __future__ import annotations
 
