@@ -16,7 +16,7 @@ from agentrl_env import Done, Environment, Message, ToolCall, tool
 from . import generator, official
 from .grading import flat, same_answers, same_contents
 from .server import Server
-from .sqlite import SqliteDatabase
+from .sqlite import SqliteDatabase, solve
 
 logger = logging.getLogger("agentrl_env")
 URL = os.environ.get("DBBENCH_URL", "")
@@ -82,7 +82,7 @@ class Dbbench(Environment):
         self._open()
         self.right, self.target = self.problem.label, None
         if self.problem.gold and (self.problem.writes or self.right is None):
-            rows, self.target = self.database.trial(self.problem.gold)
+            rows, self.target = solve(self.problem)
             self.right = flat(rows)
         tables = "\n".join(map(str, self.problem.tables))
         return f"{self.problem.question}\n{tables} ({self.database.dialect})"

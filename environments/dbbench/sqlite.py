@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from agentrl_env import ToolError
 
-from .problems import Contents, Rows, Table
+from .problems import Contents, Problem, Rows, Table
 
 MAX_INSTRUCTIONS = 300_000
 """Maximum virtual-machine instructions of a statement: a count and not a time, so that replays are equal."""
@@ -122,6 +122,15 @@ class SqliteDatabase:
             or (action == sqlite3.SQLITE_PRAGMA and (first or "").lower() in PRAGMAS)
         )
         return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
+
+
+def solve(problem: Problem) -> tuple[Rows, Contents]:
+    """Return the rows that a problem's gold SQL finds, and the tables after it, in a database of its own."""
+    database = SqliteDatabase(problem.tables)
+    try:
+        return database.trial(problem.gold or "")
+    finally:
+        database.close()
 
 
 def quoted(name: str) -> str:

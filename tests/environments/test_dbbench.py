@@ -47,7 +47,7 @@ async def play(client, **which):
 async def test_expert_always_succeeds_and_plays_the_same_twice(level):
     async with EnvClient.local(Dbbench) as client:
         for split in ("train", "validation", "test"):
-            for index in range(40):
+            for index in range(20):
                 told, won, turns = await play(client, split=split + level, index=index, seed=index)
                 assert (won, turns) == (1.0, 2)
                 assert (told, won, turns) == await play(client, split=split + level, index=index, seed=index)
@@ -55,7 +55,7 @@ async def test_expert_always_succeeds_and_plays_the_same_twice(level):
 
 @every_level
 def test_doing_nothing_and_guessing_fail(level):
-    for number in generator.numbers("test")[:100]:
+    for number in generator.numbers("test")[:40]:
         for answers in ([], ["done"], ["1"], ["none"]):
             environment = started(level=int(level[1:] or 1), number=number)
             won = reward(environment, answers)
@@ -63,7 +63,7 @@ def test_doing_nothing_and_guessing_fail(level):
             environment.close()
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [100, pytest.param(None, marks=pytest.mark.slow)])
 @every_level
 def test_problems_are_distinct_and_splits_share_none(level, count):
     level = int(level[1:] or 1)
@@ -279,7 +279,7 @@ HOSTILE = [
     "SELECT 1; SELECT 2",
     "SELECT '\ud800'",
     "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT COUNT(*) FROM n",
-    "INSERT INTO {table} (name) WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n",
+    "INSERT INTO {table} (name) WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i FROM n) SELECT i FROM n",
 ]
 
 

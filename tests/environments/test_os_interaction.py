@@ -49,10 +49,10 @@ def of_family(family):
     """Return level and number of a test problem of a family."""
     level = next(level for level, families in generator.FAMILIES.items() if family in families)
     asked = family(np.random.default_rng(0)).question.split()[:2]
-    numbers = [
+    found = (
         n for n in generator.numbers("test") if generator.generate(level, n).question.split()[:2] == asked
-    ]
-    return {"level": level, "number": numbers[place]}
+    )
+    return {"level": level, "number": next(found)}
 
 
 async def play(client, **which):
@@ -127,7 +127,12 @@ def test_development_problems_load():
     assert (len(usable), unusable) == (26, [])
 
 
-@pytest.mark.parametrize("number", range(26))
+QUICK = {0, 3, 8, 15, 18, 25}
+
+
+@pytest.mark.parametrize(
+    "number", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in range(26)]
+)
 def test_development_problem_runs_with_its_own_check_or_match(start, number):
     data = {"problem": official.read(dev() / "data" / "dev.json")[0][number]}
     environment = start(**data)
@@ -243,9 +248,7 @@ def test_replaced_programs_do_not_pass_an_official_check(start):
 def test_example_is_not_run_where_the_agent_acts(start):
     environment = start(problem=official.problem({**RECORD, "evaluation": CHECKED}, None))
     assert environment.example == "5\n"
-    environment.bash_action(
-        "echo 6 > a; mkdir -p /usr/local/bin; printf '#!/bin/sh\\necho 6' > /usr/local/bin/cat"
-    )
+    environment.bash_action("echo 6 > a; printf '#!/bin/sh\\necho 6' > /usr/local/bin/cat")
     assert environment.answer_action("6").reward == 0.0
 
 
