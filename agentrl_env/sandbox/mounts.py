@@ -103,11 +103,11 @@ def _option(path: Path) -> str:
 
 def _host_view(limits: SandboxLimits, prefix: str | None) -> list[str]:
     """Return the mounts that make the host's programs visible, and nothing else of the host."""
-    view = ["--bind", f"{_MOUNT}/layers/root", "/", "--perms", "0755", "--dir", "/usr"]
+    view = ["--bind", f"{_MOUNT}/layers/root", "/", "--ro-bind", "/usr", "/usr"]
     if Path("/usr/local").is_dir():
         view += ["--bind", f"{_MOUNT}/merged", "/usr/local"]
-    programs = sorted(path for path in Path("/usr").iterdir() if path.name != "local")
-    for folder in (*programs, *(Path("/", name) for name in _SYSTEM)):
+    for name in _SYSTEM:
+        folder = Path("/", name)
         if folder.is_symlink():
             view += ["--symlink", os.readlink(folder), str(folder)]
         elif folder.is_dir():

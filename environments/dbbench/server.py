@@ -61,6 +61,7 @@ class Server:
             try:
                 self._keeper.ping(reconnect=False)
             except self._pymysql.Error:  # the server was restarted
+                self._keeper.close()
                 self._keeper = self._marked()
         return ServerDatabase(self, f"{self._mark}_{secrets.token_hex(4)}", tables)
 

@@ -16,6 +16,8 @@ LANGUAGES = {
     "python": "python",
     "python3": "python",
 }
+READ_ONLY = re.compile(r"/usr/(?!(bin|sbin|lib\w*|local|share|include|src|games|etc)\b)(?=[\w.-])")
+"""A path directly below /usr, where a sandbox has nothing writable; it is moved to /usr/local."""
 Load = Callable[[str], str]
 
 
@@ -61,7 +63,7 @@ def problem(record: Any, load: Load) -> dict[str, Any]:
     evaluation = evaluation if isinstance(evaluation, dict) else {}
     start = _script(record.get("start", create.get("start")), load)
     found: dict[str, Any] = {
-        "question": question.strip(),
+        "question": READ_ONLY.sub("/usr/local/", question.strip()),
         "init": _script(create.get("init"), load),
         "start": start[1] if start else None,
         "gold": _script(evaluation.get("example", record.get("example")), load),
@@ -92,7 +94,7 @@ def _script(value: Any, load: Load) -> list[str] | None:
     if value is None or value == "":
         return None
     if isinstance(value, str):
-        return ["bash", value]
+        return ["bash", READ_ONLY.sub("/usr/local/", value)]
     if not isinstance(value, dict):
         raise Unusable(f"a script is neither text nor an object: {str(value)[:80]}")
     name = value.get("file")
@@ -103,7 +105,7 @@ def _script(value: Any, load: Load) -> list[str] | None:
     spoken = str(value.get("language") or guessed).lower()
     if spoken not in LANGUAGES:
         raise Unusable(f"a script is in {spoken}; bash and python are known")
-    return [LANGUAGES[spoken], code]
+    return [LANGUAGES[spoken], READ_ONLY.sub("/usr/local/", code)]
 
 
 def _script_file(path: Path, name: str) -> str:

@@ -1,11 +1,13 @@
 """The dbbench task on a MariaDB server that the tests start."""
 
+import asyncio
 import os
 import re
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import numpy as np
@@ -70,12 +72,15 @@ async def play(client, **which):
 
 @pytest.mark.parametrize("level", ["", "-2", "-3"])
 async def test_expert_succeeds_and_nothing_is_left(mariadb, client, level):
-    for index in range(30):
+    for index in range(15):
         told, reward = await play(client, split=f"test{level}", index=index)
         assert "(MariaDB)" in told[0]
         assert reward == 1.0
     assert (told, reward) == await play(client, split=f"test{level}", index=index)
-    assert mariadb.leftovers() == []
+    deadline = time.monotonic() + 60
+    while mariadb.leftovers():  # an episode is closed in the background
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
 
 
 def test_every_development_record_is_graded_by_its_label_or_gold_sql(start):
@@ -160,9 +165,8 @@ def test_endless_or_huge_statement_ends_and_is_undone(start, monkeypatch):
     environment = start(level=1, number=0)
     table = environment.problem.tables[0].name
     before = environment.database.contents()
-    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 1e9)"
     for query in (
-        f"{endless} SELECT MAX(a.i * b.i) FROM n a JOIN n b",
+        "SELECT COUNT(*) FROM seq_1_to_1000000000 a JOIN seq_1_to_1000 b",
         "SELECT BENCHMARK(1000000000000, MD5('x'))",
         f"INSERT INTO {table} (name) SELECT 'x' FROM seq_1_to_6000",
         f"INSERT INTO {table} (name) SELECT REPEAT('x', 60000) FROM seq_1_to_200",
@@ -227,7 +231,7 @@ def test_leftovers_of_a_killed_process_are_swept_and_those_of_a_living_one_are_k
     assert mariadb.leftovers() == []
 
 
-async def test_server_that_dies_fails_its_episodes_and_serves_new_ones_after_a_restart(tmp_path, monkeypatch):
+async def test_server_that_dies_fails_its_episodes_and_serves_new_ones_later(tmp_path, monkeypatch):
     own = MariaDbServer(tmp_path)
     own.start()
     monkeypatch.setattr(module, "URL", own.url)

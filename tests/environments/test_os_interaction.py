@@ -248,7 +248,7 @@ def test_replaced_programs_do_not_pass_an_official_check(start):
 def test_example_is_not_run_where_the_agent_acts(start):
     environment = start(problem=official.problem({**RECORD, "evaluation": CHECKED}, None))
     assert environment.example == "5\n"
-    environment.bash_action("echo 6 > a; printf '#!/bin/sh\\necho 6' > /usr/local/bin/cat")
+    environment.bash_action("echo 6 > a; printf 'echo 6' > /usr/local/bin/cat")
     assert environment.answer_action("6").reward == 0.0
 
 
