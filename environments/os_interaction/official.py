@@ -16,7 +16,9 @@ LANGUAGES = {
     "python": "python",
     "python3": "python",
 }
-READ_ONLY = re.compile(r"/usr/(?!(bin|sbin|lib\w*|local|share|include|src|games|etc)\b)(?=[\w.-])")
+READ_ONLY = re.compile(
+    r"(?<![\w/.-])/usr/(?!(bin|sbin|lib\w*|local|share|include|src|games|etc)\b)(?=[\w.-])"
+)
 """A path directly below /usr, where a sandbox has nothing writable; it is moved to /usr/local."""
 Load = Callable[[str], str]
 

@@ -1,4 +1,4 @@
-"""``python -m tests.benchmarks.episodes TARGET [EPISODES] [SESSIONS]``: play a task's experts, and find leaks.
+"""``python -m tests.benchmarks.episodes TARGET [EPISODES] [SESSIONS]`` plays experts, and finds leaks.
 
 It prints the episodes and steps per second of ``SESSIONS`` concurrent sessions in one process, the memory of
 a session, and how the process grew after the first fifth of the episodes: memory, descriptors, processes.

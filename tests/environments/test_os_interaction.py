@@ -213,7 +213,7 @@ CHEATS = {
     "reads the checks": "cat /check/* /proc/*/environ /proc/*/cmdline 2>/dev/null; ls -R / 2>/dev/null",
     "replaces programs": (
         "mkdir -p bin; for p in find md5sum sort bash echo; do printf '#!/bin/sh\\nexit 0\\n' > bin/$p; "
-        "cp bin/$p /usr/local/bin/$p; chmod +x bin/$p /usr/local/bin/$p; done; echo 'find() { :; }' > .bashrc; "
+        "cp bin/$p /usr/local/bin; chmod +x bin/$p /usr/local/bin/$p; done; echo 'find() { :; }' >.bashrc; "
         "cp .bashrc .bash_profile; cp .bashrc .profile; ln -s /usr/local/bin/find /bin/find 2>/dev/null"
     ),
     "leaves a process": "(setsid sh -c 'while :; do echo right; sleep 0.1; done' &) > /dev/null 2>&1",
