@@ -185,7 +185,7 @@ class ServerDatabase:
             with self._server.administration() as cursor:
                 drop(cursor, self._name)
         except self._pymysql.Error as error:
-            logger.warning("dbbench did not drop the database %s: %s", self._name, error)
+            logger.warning("dbbench did not drop the database %s: %s", self._name, str(error))
 
     def _contents(self, cursor: Any) -> Contents:
         found: Contents = {}
