@@ -1,0 +1,292 @@
+"""OS interaction: do something with a shell on a Linux machine of its own, as in AgentBench.
+
+The problems are generated; ``OS_INTERACTION_DATA`` adds those of AgentBench's files.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import tarfile
+from functools import cache
+from pathlib import Path
+
+from agentrl_env import Done, Environment, Message, ToolCall, tool
+from agentrl_env.errors import SandboxFailed
+from agentrl_env.sandbox import open_sandbox
+
+from . import generator, official
+from .problems import COMMANDS, Problem
+
+logger = logging.getLogger("agentrl_env")
+IMAGE = os.environ.get("OS_INTERACTION_IMAGE") or None
+"""Container image of the machines of generated problems; by default this machine's programs are used."""
+FILES = official.files(os.environ.get("OS_INTERACTION_DATA", ""))
+"""AgentBench's file, or its folder; each file is a split."""
+LEVELS = {f"{split}{suffix}": (level, split) for level, suffix in ((1, ""), (2, "-2"), (3, "-3"))
+          for split in generator.COUNT}  # fmt: skip
+MAX_CHARS = 800
+"""Maximum length of an output that is shown, as in AgentBench."""
+MAX_ANSWER = 4000
+HOME = "/home/agent"
+CHECKS = "/check"
+ROOT = {
+    "cwd": "/root",
+    "env": {
+        "HOME": "/root",
+        "USER": "root",
+        "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    },
+}
+"""How commands of AgentBench's problems run."""
+CLEAN_PATH = "/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/sbin:/usr/local/bin"
+"""In a check, programs of the machine come before those that the agent may have written."""
+USERS = {
+    "daemon": 1, "bin": 2, "sys": 3, "sync": 4, "games": 5, "man": 6, "lp": 7, "mail": 8, "news": 9,
+    "uucp": 10, "proxy": 13, "www-data": 33, "backup": 34, "list": 38, "irc": 39, "nobody": 65534,
+}  # fmt: skip
+GROUPS = {
+    "daemon": 1, "bin": 2, "sys": 3, "adm": 4, "tty": 5, "disk": 6, "lp": 7, "mail": 8, "news": 9, "uucp": 10,
+    "man": 12, "proxy": 13, "cdrom": 24, "sudo": 27, "audio": 29, "www-data": 33, "backup": 34, "list": 38,
+    "irc": 39, "shadow": 42, "utmp": 43, "video": 44, "plugdev": 46, "staff": 50, "games": 60, "users": 100,
+    "nogroup": 65534,
+}  # fmt: skip
+"""The accounts of Debian."""
+LIMITS = {"memory": "128m", "disk": "32m", "pids": 48, "timeout": 15.0, "max_output": 4000}
+
+
+@cache
+def _accounts() -> dict[str, str]:
+    """Return the files of the usual accounts, and the commands that change them."""
+    users = "".join(f"{name}:x:{i}:{i}:{name}:/nonexistent:/usr/sbin/nologin\n" for name, i in USERS.items())
+    groups = "".join(f"{name}:x:{i}:\n" for name, i in GROUPS.items())
+    return {
+        "/etc/passwd": f"root:x:0:0:root:/root:/bin/bash\n{users}",
+        "/etc/group": f"root:x:0:\n{groups}",
+        "/usr/local/sbin/accounts": Path(__file__).with_name("accounts.py").read_text(),
+    }
+
+
+LINK_COMMANDS = (
+    "cd /usr/local/sbin && chmod 755 accounts && for c in useradd adduser groupadd addgroup usermod userdel "
+    "groupdel chown chgrp su sudo passwd chpasswd; do ln -s accounts $c; done; mkdir -p /root"
+)
+
+
+@cache
+def _records(split: str) -> list[dict[str, object]]:
+    usable, unusable = official.read(FILES[split])
+    for reason in unusable:
+        logger.warning("os_interaction leaves a record out: %s", reason)
+    return [{"problem": record} for record in usable]
+
+
+class OsInteraction(Environment):
+    """Do something with a shell on a Linux machine, or answer a question about it."""
+
+    name = "os_interaction"
+    splits = (*LEVELS, *FILES)
+    max_turns = 8
+    box = None
+
+    @classmethod
+    def samples(cls, split):
+        """Return the problems of "train", "validation", "test" (level 1), "train-2" and so on, or a file."""
+        if split in FILES:
+            return _records(split)
+        level, name = LEVELS[split]
+        return [{"level": level, "number": number} for number in generator.numbers(name)]
+
+    def reset(self, sample, rng):
+        self.data = sample.data
+        self.problem = _problem(sample.data)
+        self.example = self.seen = None
+        self.box = self._machine()
+        self._script(self.box, self.problem.init, "init")
+        if any(check is None for check in self.problem.checks or [self.problem]):
+            self.example = self._example()
+        self._start(self.box)
+        return self.problem.question
+
+    @tool
+    def bash_action(self, script: str):
+        """Run a bash script and see its output. Files stay between scripts.
+
+        Args:
+            script: What to run, such as "ls" or "grep -c apple notes.txt".
+        """
+        done = self.box.run(script, **self._manner)
+        self.seen = done.stdout.strip()
+        if not self.box.alive:
+            return Done(f"{done.text}\nThe machine has died of it.")
+        text = done.text
+        return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}\n(cut off)"
+
+    @tool
+    def finish_action(self, thought: str):
+        """End the task when what was asked for is done. A question needs answer_action instead.
+
+        Args:
+            thought: Why the task is done.
+        """
+        return self._graded(None)
+
+    @tool
+    def answer_action(self, answer: str):
+        """Answer the question and end the task, so be sure.
+
+        Args:
+            answer: The answer alone: a number, a name or a word.
+        """
+        return self._graded(answer)
+
+    def close(self):
+        if self.box:
+            self.box.close()
+
+    def snapshot(self):
+        state = {name: value for name, value in vars(self).items() if name not in ("box", "problem")}
+        return {**state, "machine": self.box.snapshot()}
+
+    def restore(self, state):
+        machine = state.pop("machine")
+        vars(self).update(state)
+        self.problem = _problem(self.data)
+        self.box = self._open()
+        self.box.restore(machine)
+        self._start(self.box)
+
+    def expert(self, rng):
+        problem = self.problem
+        asked = problem.answer is not None or problem.pattern is not None or None in (problem.checks or [])
+        if self.seen is None and problem.gold:
+            return Message.assistant("Let me see.", ToolCall.of("bash_action", script=problem.gold[1]))
+        if not asked:
+            return Message.assistant("It is done.", ToolCall.of("finish_action", thought="It is done."))
+        text = (self.example or self.seen or problem.answer or "").strip()
+        return Message.assistant(f"It is {text}.", ToolCall.of("answer_action", answer=text))
+
+    @property
+    def _manner(self):
+        return ROOT if self.problem.official else {}
+
+    def _graded(self, answer):
+        problem = self.problem
+        if problem.answer is not None:
+            right = answer is not None and same_answer(problem.answer, answer)
+        elif problem.pattern is not None:
+            right = answer is not None and bool(re.match(problem.pattern, answer[:MAX_ANSWER].strip()))
+        else:
+            right = self._state_is_right(answer or "")
+        return Done("Well done." if right else "That is not right.", reward=float(right))
+
+    def _open(self):
+        return open_sandbox(
+            image=None if self.problem.official else IMAGE,
+            background=self.problem.start is not None,
+            **LIMITS,
+        )
+
+    def _machine(self):
+        """Open the problem's machine, with its files."""
+        box = self._open()
+        try:
+            box.write_all({**(_accounts() if self.problem.official else {}), **self.problem.files})
+            if self.problem.official:
+                done = box.run(LINK_COMMANDS)
+                if done.code != 0:
+                    raise SandboxFailed(f"the commands of accounts cannot be installed: {done.text}")
+        except BaseException:
+            box.close()
+            raise
+        return box
+
+    def _script(self, box, script, name):
+        """Run code of the task itself; a failure is the task's and not the agent's."""
+        if script is None:
+            return ""
+        language, code = script
+        done = box.run([*COMMANDS[language], *(["-c", code])], **self._manner)
+        if done.killed_by:
+            raise SandboxFailed(f"the {name} script of the problem was {done.note}")
+        return done.stdout
+
+    def _start(self, box):
+        if self.problem.start:
+            self._script(box, ("bash", self.problem.start), "start")
+
+    def _example(self):
+        """Return what the gold command prints on a second machine like the agent's."""
+        with self._open() as twin:
+            twin.restore(self.box.snapshot())
+            self._start(twin)
+            return self._script(twin, self.problem.gold, "example")
+
+    def _state_is_right(self, answer):
+        """Check a clean machine with the agent's files and none of its processes.
+
+        Of generated problems only the files at home are taken, so that the programs are the machine's.
+        """
+        try:
+            state = self.box.snapshot() if self.box.alive else None
+        except SandboxFailed:
+            if not self.box.alive:
+                raise
+            state = None  # the agent has made files that cannot be read
+        self.box.close()
+        if state is None:
+            return False
+        with self._open() as machine:
+            machine.restore(state if self.problem.official else _home(state))
+            return self._outputs(machine) if self.problem.outputs else self._checks(machine, answer)
+
+    def _outputs(self, machine):
+        return all(machine.run(code).stdout == wanted for code, wanted in self.problem.outputs)
+
+    def _checks(self, machine, answer):
+        """Run the checks as AgentBench does: each gets the answer and what the ones before printed.
+
+        What the example printed is a right answer even where the check fails to read it.
+        """
+        if None in self.problem.checks and answer.strip() and answer.strip() == self.example.strip():
+            return True
+        given = [answer[:MAX_ANSWER].replace("\0", "")]
+        for number, check in enumerate(self.problem.checks):
+            if check is None:
+                given.append(self.example)
+                continue
+            language, code = check
+            path = f"{CHECKS}/{number}"
+            machine.write(path, code)
+            env = {**ROOT["env"], "PATH": CLEAN_PATH}
+            done = machine.run([*COMMANDS[language], path, *given], cwd=ROOT["cwd"], env=env)
+            if done.code != 0:
+                return False
+            given.append(done.stdout)
+        return True
+
+
+def same_answer(right: str, given: str) -> bool:
+    """Return whether a given answer is the right one: the same text or number, of a path the last part."""
+    given, right = (text.strip().strip("'\"`").rstrip(".").strip() for text in (given[:MAX_ANSWER], right))
+    if re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", right):
+        return bool(re.fullmatch(r"-?[0-9]{1,30}(\.[0-9]{1,30})?", given)) and float(given) == float(right)
+    return right in (given, given.rsplit("/", 1)[-1])
+
+
+def _problem(data):
+    if "problem" in data:
+        return Problem(**data["problem"])
+    return generator.generate(data["level"], data["number"])
+
+
+def _home(state: bytes) -> bytes:
+    """Return the part of a snapshot that lies in the agent's home."""
+    kept = io.BytesIO()
+    with tarfile.open(fileobj=io.BytesIO(state)) as old, tarfile.open(fileobj=kept, mode="w") as new:
+        for entry in old:
+            if f"/{entry.name.removeprefix('root/')}/".startswith(f"{HOME}/"):
+                new.addfile(entry, old.extractfile(entry) if entry.isreg() else None)
+    return kept.getvalue()

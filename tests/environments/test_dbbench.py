@@ -1,0 +1,328 @@
+"""The dbbench task: generated problems, AgentBench's records, grading, and hostile SQL, on SQLite."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agentrl_env import EnvClient, TaskSample, ToolCall, ToolError
+from agentrl_env.server.loader import load_target
+
+sys.path.insert(0, str(Path(__file__).parent))
+import agentbench
+
+Dbbench = load_target(str(Path(__file__).parents[2] / "environments" / "dbbench"))
+PACKAGE = Dbbench.__module__.rpartition(".")[0]
+generator, grading, official, problems = (
+    sys.modules[f"{PACKAGE}.{name}"] for name in ("generator", "grading", "official", "problems")
+)
+LEVELS = ("", "-2", "-3")
+every_level = pytest.mark.parametrize("level", LEVELS)
+
+
+def started(**data):
+    environment = Dbbench()
+    environment.reset(TaskSample(task="dbbench", seed=1, data=data), np.random.default_rng(1))
+    return environment
+
+
+def reward(environment, answers=("done",)):
+    return environment.commit_final_answer(list(answers)).reward
+
+
+async def play(client, **which):
+    session, told = await client.open("dbbench", **which), []
+    told += session.messages
+    while not session.status.final:
+        move = await session.expert()
+        result = await session.step(move)
+        told += [move, *result.messages]
+    return [message.model_dump_json() for message in told], result.reward, session.turn
+
+
+@every_level
+async def test_expert_always_succeeds_and_plays_the_same_twice(level):
+    async with EnvClient.local(Dbbench) as client:
+        for split in ("train", "validation", "test"):
+            for index in range(20):
+                told, won, turns = await play(client, split=split + level, index=index, seed=index)
+                assert (won, turns) == (1.0, 2)
+                assert (told, won, turns) == await play(client, split=split + level, index=index, seed=index)
+
+
+@every_level
+def test_doing_nothing_and_guessing_fail(level):
+    for number in generator.numbers("test")[:40]:
+        for answers in ([], ["done"], ["1"], ["none"]):
+            environment = started(level=int(level[1:] or 1), number=number)
+            won = reward(environment, answers)
+            assert won == 0.0 or environment.right == [1]
+            environment.close()
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(None, marks=pytest.mark.slow)])
+@every_level
+def test_problems_are_distinct_and_splits_share_none(level, count):
+    level = int(level[1:] or 1)
+    seen = {
+        split: [repr(generator.generate(level, n)) for n in generator.numbers(split)[:count]]
+        for split in generator.COUNT
+    }
+    assert all(len(set(found)) == len(found) for found in seen.values())
+    assert len({problem for found in seen.values() for problem in found}) == sum(map(len, seen.values()))
+
+
+@pytest.mark.parametrize(
+    ("right", "given"),
+    [
+        (["26"], ["26"]),
+        (["26"], ["26.0"]),
+        ([26], ["'26'"]),
+        (["62,129"], ["62129"]),
+        (["45%"], ["45"]),
+        ([33.333333], ["33.33"]),
+        (["none"], []),
+        ([None], ["NULL"]),
+        (["Checco D'Angelo"], ["checco  d'angelo"]),
+        (["a", "b"], ["b", "a"]),
+        (["a", "b"], ['["a", "b"]']),
+        (["a", "b"], ["[('a',), ('b',)]"]),
+    ],
+)
+def test_right_answers_are_right(right, given):
+    assert grading.same_answers(right=right, given=given)
+
+
+@pytest.mark.parametrize(
+    ("right", "given"),
+    [
+        (["26"], ["27"]),
+        (["26"], ["26", "27"]),
+        (["26"], ["26", "26"]),
+        (["26"], []),
+        ([0], ["none"]),
+        (["none"], ["0"]),
+        ([33.333333], ["33.3"]),
+        ([26], ["26.004"]),
+        (["1–0", "2–0"], ["1–0"]),
+        (["True"], ["1"]),
+        (["a"], ["__import__('os').system('true')"]),
+        (["a"], ["[" * 5000]),
+        (["1e999"], ["1e998"]),
+        ([1.0], ["inf"]),
+        ([1], ["٢"]),
+    ],
+)
+def test_wrong_answers_are_wrong(right, given):
+    assert not grading.same_answers(right=right, given=given)
+
+
+def test_order_and_repetition_count_where_they_are_asked_for():
+    assert not grading.same_answers(["b", "a"], ["a", "b"], ordered=True)
+    assert grading.same_answers(["a", "a"], ["a"], as_set=True)
+    assert not grading.same_answers(["a", "b"], ["a"], as_set=True)
+
+
+def test_tables_are_compared_by_type_and_without_order():
+    same = grading.same_contents
+    assert same({"t": [(1, "a"), (2, None)]}, {"t": [(2.0, None), (1, "a")]})
+    for other in ([(1, "a")], [(1, "a"), (1, "a")], [("1", "a"), (2, None)], [(1, "a"), (2, "")]):
+        assert not same({"t": [(1, "a"), (2, None)]}, {"t": other})
+
+
+def dev_records():
+    return agentbench.folder("dbbench") / "dev.jsonl"
+
+
+def corrupted(record):
+    """Return answers or SQL like a record's own, with one value changed."""
+    wrong = record["label"][0]
+    if not official.WRITE.match(wrong):
+        return [f"{wrong}7" if wrong != "none" else "7", *record["label"][1:]]
+    last = list(re.finditer(r"'[^']*'", wrong))[-1 if wrong.startswith("INSERT") else 0]
+    return [wrong[: last.start()] + "'corrupted'" + wrong[last.end() :]]
+
+
+def test_every_development_record_is_graded_by_its_label_or_gold_sql():
+    usable, unusable = official.read(dev_records())
+    assert (len(usable), unusable) == (60, [])
+    for number, record in enumerate(usable):
+        for answers, expected in ((record["label"], 1.0), (corrupted(record), 0.0), ([], 0.0)):
+            environment = started(record=record)
+            if environment.problem.writes and answers:
+                environment.execute_sql(answers[0])
+            hopeless = not answers and record["label"] == ["none"]
+            assert reward(environment, answers) == (1.0 if hopeless else expected), (number, answers)
+            environment.close()
+
+
+def test_development_records_have_the_hash_of_their_gold_sql():
+    writes = [r for r in official.read(dev_records())[0] if r.get("answer_md5")]
+    assert len(writes) == 40
+    for record in writes:
+        unlabelled = started(record={**record, "label": None})
+        assert (unlabelled.problem.gold, unlabelled.target) == (None, None)
+        unlabelled.execute_sql(record["label"][0])
+        assert reward(unlabelled) == 1.0
+
+
+async def test_file_of_agentbench_becomes_a_split_which_the_expert_solves(monkeypatch):
+    path = dev_records()
+    module = sys.modules[Dbbench.__module__]
+    monkeypatch.setitem(module.FILES, "dev", path)
+    task = type("Dbbench", (Dbbench,), {"splits": (*Dbbench.splits, "dev")})
+    async with EnvClient.local(task) as client:
+        for index in range(60):
+            assert (await play(client, split="dev", index=index))[1] == 1.0
+
+
+RECORD = {
+    "description": "How many?",
+    "label": ["2"],
+    "type": ["counting"],
+    "table": {
+        "table_name": "t",
+        "table_info": {
+            "columns": [{"name": "a", "type": "INT"}, {"name": "b"}],
+            "rows": [["1", "x"], ["2", "y"]],
+        },
+    },
+}
+
+
+def changed(path="", **fields):
+    record = json.loads(json.dumps(RECORD))
+    target = record
+    for name in path.split():
+        target = target[name]
+    target.update(fields)
+    return record
+
+
+@pytest.mark.parametrize(
+    ("record", "answers"),
+    [
+        (RECORD, ["2"]),
+        (changed(label="2", type="other"), ["2"]),
+        (changed(label=2, type=None), ["2"]),
+        (changed(label=[["x", 1], ["y", 2]]), ["y", "2", "x", "1"]),
+        (changed(label=None, sql="SELECT COUNT(*) FROM t;"), ["2"]),
+        (changed("table table_info", columns=["a", "A"]), ["2"]),
+        (changed("table table_info", columns=["", " "]), ["2"]),
+        (changed("table table_info", rows=[["1"], [None, 2], []]), ["2"]),
+        (changed("table table_info", rows=[{"a": 1, "b": 2.5}]), ["2"]),
+        (changed("table", table_name='odd "name`; DROP'), ["2"]),
+    ],
+)
+def test_dirty_records_load(record, answers):
+    environment = started(record=record)
+    assert reward(environment, answers) == 1.0
+
+
+def test_unusable_records_are_named_with_the_reason(tmp_path):
+    write = {"type": ["UPDATE"], "label": ["UPDATE missing SET a = 1"]}
+    lines = [
+        json.dumps(RECORD),
+        "",
+        "{nonsense",
+        "[1]",
+        json.dumps(changed(description="")),
+        json.dumps(changed(table=None)),
+        json.dumps(changed("table table_info", rows=[["1", "2", "3"]])),
+        json.dumps(changed(label=None)),
+        json.dumps(changed(**write)),
+        json.dumps(changed(**write, answer_md5="[('09aa8fbf72f39362970f95a1276b957c',)]")),
+    ]
+    (tmp_path / "std.jsonl").write_text("\ufeff" + "\n".join(lines))
+    usable, unusable = official.read(tmp_path / "std.jsonl")
+    assert len(usable) == 2
+    reasons = (
+        "JSON",
+        "no JSON object",
+        "no description",
+        "table_info",
+        "row 1",
+        "neither a label",
+        "no such table",
+    )
+    assert len(unusable) == len(reasons)
+    for sentence, number, reason in zip(unusable, (3, 4, 5, 6, 7, 8, 9), reasons, strict=True):
+        assert f"std.jsonl, line {number}:" in sentence
+        assert reason in sentence
+
+
+HOSTILE = [
+    "SELECT load_extension('x')",
+    "ATTACH DATABASE '/tmp/agentrl-x.db' AS x",
+    "VACUUM INTO '/tmp/agentrl-x.db'",
+    "SELECT readfile('/proc/self/environ')",
+    "SELECT writefile('/tmp/agentrl-x', 'x')",
+    "SELECT * FROM pragma_database_list",
+    "PRAGMA database_list",
+    "PRAGMA max_page_count = 1000000000",
+    "PRAGMA writable_schema = ON",
+    "UPDATE sqlite_master SET sql = ''",
+    "CREATE TABLE x (y)",
+    "CREATE TRIGGER x AFTER INSERT ON goods BEGIN SELECT 1; END",
+    "DROP TABLE {table}",
+    "ALTER TABLE {table} RENAME TO x",
+    "BEGIN",
+    "SAVEPOINT x",
+    "SELECT random()",
+    "SELECT CURRENT_TIMESTAMP",
+    "SELECT hex(zeroblob(100000000))",
+    "SELECT fts5('x')",
+    "SELECT * FROM sqlite_dbpage",
+    "SELECT 1; SELECT 2",
+    "SELECT '\ud800'",
+    "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT COUNT(*) FROM n",
+    "INSERT INTO {table} (name) WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i FROM n) SELECT i FROM n",
+]
+
+
+@pytest.mark.parametrize("query", HOSTILE)
+def test_hostile_statement_is_refused_and_changes_nothing(query):
+    environment = started(level=3, number=1)
+    before = environment.database.contents()
+    with pytest.raises(ToolError, match="SQL error"):
+        environment.execute_sql(query.format(table=environment.problem.tables[0].name))
+    assert environment.database.contents() == before
+    assert not Path("/tmp/agentrl-x.db").exists()
+    environment.close()
+
+
+def test_catalogue_tells_nothing_of_the_answer():
+    environment = started(level=1, number=0)
+    text = environment.execute_sql("SELECT * FROM sqlite_master")
+    assert "CREATE TABLE" in text
+    gold = environment.problem.gold
+    assert gold not in text
+    assert not {"gold", "label", "answer"} & set(re.findall(r"\w+", text))
+
+
+def test_database_does_not_fill_the_memory():
+    environment = started(level=1, number=0)
+    table = environment.problem.tables[0].name
+    refusals = ""
+    for _ in range(30):
+        try:
+            environment.execute_sql(f"INSERT INTO {table} SELECT * FROM {table}")
+        except ToolError as error:
+            refusals += str(error)
+    assert "interrupted" in refusals or "full" in refusals
+    assert len(environment.database.contents()[table]) < 100_000
+    assert reward(environment) == 0.0
+
+
+async def test_crash_of_one_episode_leaves_the_others_alone():
+    async with EnvClient.local(Dbbench) as client:
+        one, other = [await client.open("dbbench", split="train", index=i) for i in (0, 1)]
+        for _ in range(3):
+            await one.step(ToolCall.of("execute_sql", query="SELECT " + "(" * 9000))
+        while not other.status.final:
+            result = await other.step(await other.expert())
+        assert result.reward == 1.0
+        assert not one.status.final

@@ -1,0 +1,275 @@
+"""The os_interaction task: generated problems, AgentBench's, and policies that cheat, in real sandboxes."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agentrl_env import EnvClient, SessionStatus, TaskSample, ToolCall
+from agentrl_env.errors import SandboxUnavailable
+from agentrl_env.sandbox.bubblewrap import check_available
+from agentrl_env.server.loader import load_target
+
+sys.path.insert(0, str(Path(__file__).parent))
+import agentbench
+
+OsInteraction = load_target(str(Path(__file__).parents[2] / "environments" / "os_interaction"))
+PACKAGE = OsInteraction.__module__.rpartition(".")[0]
+environment_module = sys.modules[OsInteraction.__module__]
+generator, official = sys.modules[f"{PACKAGE}.generator"], sys.modules[f"{PACKAGE}.official"]
+try:
+    check_available()
+except SandboxUnavailable as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+every_level = pytest.mark.parametrize("level", [1, 2, 3])
+FAMILIES = [(level, family) for level, families in generator.FAMILIES.items() for family in families]
+
+
+@pytest.fixture
+def start():
+    """Start an episode of a problem; close it when the test ends."""
+    opened = []
+
+    def started(**data):
+        environment = OsInteraction()
+        opened.append(environment)
+        environment.reset(TaskSample(task="os_interaction", seed=1, data=data), np.random.default_rng(1))
+        return environment
+
+    yield started
+    for environment in opened:
+        environment.close()
+
+
+def of_family(family):
+    """Return level and number of a test problem of a family."""
+    level = next(level for level, families in generator.FAMILIES.items() if family in families)
+    asked = family(np.random.default_rng(0)).question.split()[:2]
+    found = (
+        n for n in generator.numbers("test") if generator.generate(level, n).question.split()[:2] == asked
+    )
+    return {"level": level, "number": next(found)}
+
+
+async def play(client, **which):
+    session, told = await client.open("os_interaction", **which), []
+    told += session.messages
+    while not session.status.final:
+        move = await session.expert()
+        result = await session.step(move)
+        told += [move, *result.messages]
+    return [message.model_dump_json() for message in told], result.reward
+
+
+@pytest.mark.parametrize(("level", "family"), FAMILIES, ids=lambda value: getattr(value, "__name__", value))
+def test_gold_solves_and_doing_nothing_does_not(start, level, family):
+    which = of_family(family)
+    environment = start(**which)
+    gold = environment.expert(None).tool_calls[0]
+    environment.bash_action(**json.loads(gold.function.arguments))
+    answer = environment.problem.answer
+    assert answer is None or environment.seen == answer
+    done = (
+        environment.finish_action("done") if answer is None else environment.answer_action(environment.seen)
+    )
+    assert done.reward == 1.0
+    for answer in (None, "", "done"):
+        idle = start(**which)
+        assert (idle.finish_action("done") if answer is None else idle.answer_action(answer)).reward == 0.0
+
+
+@pytest.mark.slow
+@every_level
+async def test_expert_always_succeeds(level):
+    suffix = f"-{level}" if level > 1 else ""
+    async with EnvClient.local(OsInteraction) as client:
+        for split in ("train", "validation", "test"):
+            for index in range(70):
+                assert (await play(client, split=split + suffix, index=index))[1] == 1.0
+
+
+@pytest.mark.parametrize("suffix", ["", "-2", "-3"])
+async def test_same_seed_plays_the_same_twice(suffix):
+    async with EnvClient.local(OsInteraction) as client:
+        first, again = [await play(client, split=f"test{suffix}", index=5, seed=3) for _ in range(2)]
+        assert first == again
+        assert first[1] == 1.0
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(None, marks=pytest.mark.slow)])
+@every_level
+def test_problems_are_distinct_and_splits_share_none(level, count):
+    seen = [
+        {repr(generator.generate(level, n)) for n in generator.numbers(split)[:count]}
+        for split in generator.COUNT
+    ]
+    assert [len(found) for found in seen] == [count or c for c in generator.COUNT.values()]
+    assert len(set.union(*seen)) == sum(map(len, seen))
+
+
+def test_there_are_many_families_and_every_test_split_has_all_of_its_level():
+    assert len(FAMILIES) >= 8
+    for _, family in FAMILIES:
+        assert of_family(family)
+
+
+def dev():
+    return agentbench.folder("os_interaction")
+
+
+def test_development_problems_load():
+    assert list(official.files(str(dev()))) == ["dev"]
+    usable, unusable = official.read(dev() / "data" / "dev.json")
+    assert (len(usable), unusable) == (26, [])
+
+
+QUICK = {0, 3, 8, 15, 18, 25}
+
+
+@pytest.mark.parametrize(
+    "number", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in range(26)]
+)
+def test_development_problem_runs_with_its_own_check_or_match(start, number):
+    data = {"problem": official.read(dev() / "data" / "dev.json")[0][number]}
+    environment = start(**data)
+    gold, checks = environment.problem.gold, environment.problem.checks
+    if checks and None not in checks:
+        environment.bash_action(gold[1])
+    answer = (environment.example or environment.problem.answer or "").strip()
+    assert answer or (checks and None not in checks)
+    assert environment.answer_action(answer).reward == 1.0
+    for wrong in [f"{answer}7", None] if number % 5 == 3 else [f"{answer}7"]:
+        other = start(**data)
+        assert (other.finish_action("") if wrong is None else other.answer_action(wrong)).reward == 0.0
+
+
+RECORD = {"description": "What is in a?", "create": {"init": "echo 5 > a"}, "evaluation": {"match": "5"}}
+CHECKED = {"check": [None, {"language": "python", "code": "import sys; sys.exit(sys.argv[1] != '5')"}],
+           "example": "cat a"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        RECORD,
+        {**RECORD, "create": {"init": {"code": "echo 5 > a"}}},
+        {**RECORD, "create": {"init": {"language": "python", "code": "print(5, file=open('a', 'w'))"}}},
+        {**RECORD, "evaluation": {"match": 5}},
+        {**RECORD, "evaluation": {"match": {"regex": "[45]$"}}},
+        {**RECORD, "evaluation": CHECKED},
+        {**RECORD, "evaluation": CHECKED, "start": "sleep 100 &"},
+        {**RECORD, "evaluation": {"check": CHECKED["check"]}, "example": {"code": "cat a"}},
+        {**RECORD, "evaluation": {"check": "[ $(cat a) = $1 ]"}, "labels": None},
+        {"description": "?", "create": [None], "evaluation": {"match": "5"}},
+    ],
+)
+def test_dirty_records_load_and_are_graded(start, record):
+    data = {"problem": json.loads(json.dumps(official.problem(record, None)))}
+    for answer, reward in (("5", 1.0), ("6", 0.0)):
+        assert start(**data).answer_action(answer).reward == reward
+
+
+def test_unusable_records_are_named_with_the_reason(tmp_path):
+    records = [
+        RECORD,
+        7,
+        {**RECORD, "description": None},
+        {**RECORD, "evaluation": None},
+        {**RECORD, "evaluation": {"check": [None, "true"]}},
+        {**RECORD, "evaluation": {"check": {"file": "../../etc/passwd"}}},
+        {**RECORD, "evaluation": {"check": {"language": "c++", "code": "int main() {}"}}},
+        {**RECORD, "evaluation": {"match": {"regex": "("}}},
+        {**RECORD, "start": 7},
+    ]
+    (tmp_path / "std.json").write_text(json.dumps(records))
+    usable, unusable = official.read(tmp_path / "std.json")
+    assert len(usable) == 1
+    reasons = (
+        "no JSON object",
+        "no description",
+        "neither a match",
+        "an example",
+        "passwd",
+        "c++",
+        "regular",
+        "7",
+    )
+    for number, (sentence, reason) in enumerate(zip(unusable, reasons, strict=True), 2):
+        assert f"std.json, record {number}:" in sentence
+        assert reason in sentence
+    (tmp_path / "std.json").write_text("[{")
+    assert official.read(tmp_path / "std.json")[1][0].startswith("std.json is not JSON")
+
+
+def state_problem():
+    return of_family(generator.move)
+
+
+CHEATS = {
+    "reads the checks": "cat /check/* /proc/*/environ /proc/*/cmdline 2>/dev/null; ls -R / 2>/dev/null",
+    "replaces programs": (
+        "mkdir -p bin; for p in find md5sum sort bash echo; do printf '#!/bin/sh\\nexit 0\\n' > bin/$p; "
+        "cp bin/$p /usr/local/bin; chmod +x bin/$p /usr/local/bin/$p; done; echo 'find() { :; }' >.bashrc; "
+        "cp .bashrc .bash_profile; cp .bashrc .profile; ln -s /usr/local/bin/find /bin/find 2>/dev/null"
+    ),
+    "leaves a process": "(setsid sh -c 'while :; do echo right; sleep 0.1; done' &) > /dev/null 2>&1",
+    "makes files unreadable": "chmod 000 *; chmod 000 .",
+    "fills the disk": "head -c 60m /dev/zero > full; cat full full > more",
+    "forks": "f() { f | f & }; f",
+    "writes outside": "echo x > /usr/bin/find; mkdir /check; echo 'exit 0' > /check/0; rm -rf /usr/share/*",
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_cheating_on_a_state_gains_nothing(start, cheat):
+    environment = start(**state_problem())
+    told = environment.bash_action(CHEATS[cheat])
+    expected = [wanted for _, wanted in environment.problem.outputs]
+    assert all(wanted not in str(told) for wanted in expected)
+    if environment.box.alive:
+        assert environment.finish_action("All checks passed.").reward == 0.0
+
+
+def test_replaced_programs_do_not_pass_an_official_check(start):
+    record = {**RECORD, "evaluation": {"check": {"language": "python", "code": "raise SystemExit(1)"}}}
+    environment = start(problem=official.problem(record, None))
+    environment.bash_action(
+        "for p in python3 env bash; do printf '#!/bin/sh\\nexit 0\\n' > /usr/local/bin/$p; "
+        "chmod +x /usr/local/bin/$p; cp /usr/local/bin/$p /usr/local/sbin/; done; mkdir -p /check; "
+        "echo > /check/sitecustomize.py; echo 'raise SystemExit(0)' > site.py; cp site.py os.py"
+    )
+    assert environment.answer_action("5").reward == 0.0
+
+
+def test_example_is_not_run_where_the_agent_acts(start):
+    environment = start(problem=official.problem({**RECORD, "evaluation": CHECKED}, None))
+    assert environment.example == "5\n"
+    environment.bash_action("echo 6 > a; printf 'echo 6' > /usr/local/bin/cat")
+    assert environment.answer_action("6").reward == 0.0
+
+
+async def test_machine_that_dies_takes_down_its_episode_alone():
+    async with EnvClient.local(OsInteraction) as client:
+        one, other = [await client.open("os_interaction", split="test", index=index) for index in (0, 1)]
+        for code in ("kill -9 -1; tail /dev/zero", "f() { f | f & }; f"):
+            if not one.status.final:
+                await one.step(ToolCall.of("bash_action", script=code))
+        while not other.status.final:
+            result = await other.step(await other.expert())
+        assert (result.reward, other.status) == (1.0, SessionStatus.COMPLETED)
+        await one.close()
+
+
+async def test_episodes_leave_no_process_or_folder_behind():
+    def groups():
+        return sorted(p for p in Path("/sys/fs/cgroup").glob(f"**/*agentrl*{os.getpid()}*") if p.is_dir())
+
+    before = groups()
+    async with EnvClient.local(OsInteraction) as client:
+        for index in range(6):
+            assert (await play(client, split="test-3", index=index))[1] == 1.0
+    assert groups() == before
