@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import socket
 import sys
+from copy import deepcopy
+from functools import cache
 
 try:
     import textworld
     from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
     from generator import make_game
     from textworld.envs import PddlEnv
-    from textworld.envs.pddl import logic
+    from textworld.envs.pddl import logic, textgen
 except ImportError as error:
     missing: ImportError | None = error
 else:
@@ -31,6 +34,8 @@ else:
 SECONDS = 240
 """Seconds of the clock that one request may take; the kernel then ends the child."""
 MEMORY = 2 << 30
+TASK = re.compile(r'"rhs": "Your task is to: (?:[^"\\]|\\.)*"')
+"""The rule of a game's grammar that words its task."""
 LONGEST_PLAN = 16
 """Steps of the planner's solution that a generated game may need."""
 ATTEMPTS = 40
@@ -104,6 +109,29 @@ class Game:
         }
 
 
+def remember_parsed_texts() -> None:
+    """Parse each text of the grammar once: parsing is most of a game's start, and of a step.
+
+    The document of all texts differs between games in the words of the task alone.
+    """
+    texts, documents = cache(textgen._parse_and_convert), cache(logic._parse_and_convert)
+
+    def parse_document(document: str, rule_name: str) -> tuple[dict, textgen.ContextSensitiveGrammar]:
+        actions, rules = documents(TASK.sub('"rhs": ""', document, count=1), rule_name=rule_name)
+        grammar = textgen.ContextSensitiveGrammar()
+        grammar.update(rules)
+        if words := TASK.search(document):
+            task = textgen.ContextSensitiveGrammar.parse(f'{{"task": [{{{words[0]}}}]}}')
+            grammar._rules["task"] = task._rules["task"]
+        return actions, grammar
+
+    # Deriving a text changes its symbols.
+    textgen._parse_and_convert = lambda text, rule_name, trace=False: deepcopy(texts(text, rule_name=rule_name))
+    logic._parse_and_convert = parse_document
+    game = make_game("train", 1, 0)
+    logic.GameLogic(game["pddl_domain"], game["grammar"])
+
+
 def play(connection: socket.socket, cpu_seconds: float) -> None:
     """Answer the requests of one session until it closes its end."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
@@ -127,10 +155,10 @@ def play(connection: socket.socket, cpu_seconds: float) -> None:
 
 def main() -> None:
     control = socket.socket(fileno=0)
-    sys.stdin = open(os.devnull)
     if missing is not None:
         control.sendall(json.dumps({"error": str(missing)}).encode() + b"\n")
         return
+    remember_parsed_texts()
     control.sendall(b"{}\n")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     while True:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,7 +55,7 @@ SPLITS = {
 """Split -> floor plans. Test has the floor plans that ALFWorld holds out."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def _inventory(scene: int) -> tuple[frozenset[str], tuple[str, ...]]:
     """Return the types in a floor plan, and the type of each receptacle there that opens."""
     plan = LAYOUTS / f"FloorPlan{scene}"
@@ -169,9 +169,10 @@ class _Draw:
     def _name(self, kind: str, taken: set[str]) -> str:
         """Return an identifier as AI2-THOR makes them, of the kind and a position."""
         while True:
+            signs, numbers = self.rng.choices(["plus", "minus"], k=3), self.rng.choices(range(100), k=6)
             axes = [
-                f"{self.rng.choice(['plus', 'minus'])}_{self.rng.randint(0, 4):02d}_dot_{self.rng.randint(0, 99):02d}"
-                for _ in range(3)
+                f"{sign}_{whole % 5:02d}_dot_{part:02d}"
+                for sign, whole, part in zip(signs, numbers[:3], numbers[3:], strict=True)
             ]
             # The engine adds "basin" to the names of Sink and Bathtub, as AI2-THOR's basins are their parts.
             part = f"_bar_{kind}" if kind.endswith("Basin") else ""
@@ -246,6 +247,6 @@ class _Draw:
         }
 
 
-@lru_cache(maxsize=None)
+@cache
 def _text(path: str) -> str:
     return Path(path).read_text()

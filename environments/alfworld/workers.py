@@ -77,7 +77,7 @@ class Engine:
         if "error" in started:
             self.close()
             raise EngineFailed(
-                f"the ALFWorld engine cannot start ({started['error']}): pip install 'agentrl-kit[alfworld]', "
+                f"the ALFWorld engine cannot start ({started['error']}): pip install 'agentrl-kit[alfworld]' "
                 "or set ALFWORLD_PYTHON to the interpreter of an environment that has alfworld"
             )
 

@@ -21,11 +21,13 @@ from .world import NUM_QUESTIONS, SHAPES, Questions, world
 
 FINAL = re.compile(r"final answer:\s*#?\s*(\d+)", re.IGNORECASE)
 MAX_VARIABLES = 64
-INSTRUCTIONS = """\
-Answer the question with the tools, which query a knowledge base. The results of get_neighbors, intersection, \
-argmax, argmin and count are variables: #0 is the first, #1 the second, and so on. Call get_relations before \
-get_neighbors, and get_attributes before argmax and argmin, to see the names that can be used. When a variable \
-is the answer, write 'Final Answer: #id' with its number, as text, without a tool call."""
+INSTRUCTIONS = (
+    "Answer the question with the tools, which query a knowledge base. The results of get_neighbors, "
+    "intersection, argmax, argmin and count are variables: #0 is the first, #1 the second, and so on. Call "
+    "get_relations before get_neighbors, and get_attributes before argmax and argmin, to see the names that "
+    "can be used. When a variable is the answer, write 'Final Answer: #id' with its number, as text, without "
+    "a tool call."
+)
 
 
 def _splits() -> tuple[str, ...]:

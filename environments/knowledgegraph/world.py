@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -194,8 +194,9 @@ NOUNS += "Prince Promise Queen Rain River Road Rose Sailor Season Shadow Ship Si
 NOUNS += (
     "Stone Storm Stranger Summer Thief Tiger Tower Traveller Valley Village Voyage Wall Water Window Wolf"
 )
-ONSETS = "b br c ch d dr f fl g gr h j k kl l m n p pr qu r s sh st t tr v w z".split()
-VOWELS = "a e i o u ai ea io ou".split()
+ONSETS = ("b", "br", "c", "ch", "d", "dr", "f", "fl", "g", "gr", "h", "j", "k", "kl", "l", "m", "n")
+ONSETS += ("p", "pr", "qu", "r", "s", "sh", "st", "t", "tr", "v", "w", "z")
+VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "io", "ou")
 CODAS = ["", "", "l", "m", "n", "r", "s", "th", "nd", "rt"]
 
 
@@ -303,7 +304,7 @@ class Questions:
         return _questions(self.split, self.level)[index]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _questions(split: str, level: int) -> list[dict]:
     place, rng = world(), random.Random(stable_seed("knowledgegraph", split, level))
     asked: dict[str, dict] = {}

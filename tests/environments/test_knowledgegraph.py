@@ -208,11 +208,13 @@ def test_variables_that_would_take_long_are_not_made():
     environment = opened(next(q for i in range(1000) if len((q := question(1, i))["answer"]) > 1))
     for action in environment.gold:
         getattr(environment, action[0])(*action[1])
+    for latest in ("#0", "#1", "#2"):
+        environment.intersection(latest, latest)
     with pytest.raises(ToolError, match="too complex"):
-        for _ in range(10):
-            latest = f"#{len(environment.variables) - 1}"
-            environment.intersection(latest, latest)
-    assert len(environment.variables) < 8
+        environment.intersection("#3", "#3")
+    with pytest.raises(ToolError, match="too complex"):
+        environment.intersection("#3", "#2")
+    assert len(environment.variables) == 4
 
 
 async def test_text_that_is_no_final_answer_goes_on(client):
