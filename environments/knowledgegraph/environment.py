@@ -41,6 +41,7 @@ class Knowledgegraph(Environment):
 
     splits = _splits()
     max_turns = 15
+    reset_timeout = 300.0
     lock = Lock()
     stores: dict = {}  # noqa: RUF012
 
