@@ -126,7 +126,7 @@ def remember_parsed_texts() -> None:
         return actions, grammar
 
     # Deriving a text changes its symbols.
-    textgen._parse_and_convert = lambda text, rule_name, trace=False: deepcopy(texts(text, rule_name=rule_name))
+    textgen._parse_and_convert = lambda text, rule_name, **_: deepcopy(texts(text, rule_name=rule_name))
     logic._parse_and_convert = parse_document
     game = make_game("train", 1, 0)
     logic.GameLogic(game["pddl_domain"], game["grammar"])

@@ -51,6 +51,7 @@ class Engine:
         """End the engine; children end when their sessions do."""
         if self.process is not None:
             self.control.close()
+            self.process.kill()
             self.process.wait()
             self.process = None
 
