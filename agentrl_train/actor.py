@@ -16,6 +16,7 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -112,7 +113,8 @@ class Actor:
         clients: Mapping[str, EnvClient],
         sampling: EngineSection,
         rollout: RolloutSection,
-        slots: asyncio.Semaphore,
+        slots: AbstractAsyncContextManager[None],
+        policy: str = "current",
         trace: Trace = UNTRACED,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -124,6 +126,7 @@ class Actor:
         self._sampling = sampling
         self._rollout = rollout
         self._slots = slots
+        self._policy = policy
         self._trace = trace
         self._clock = clock
         self._limit_s = rollout.episode_limit_s(max_context=sampling.max_context)
@@ -209,6 +212,7 @@ class Actor:
                 sampling=self._sampling,
                 rollout=self._rollout,
                 draw_seed=draw_seed,
+                policy=self._policy,
                 trace=self._trace,
                 track=track,
                 facts=facts,
@@ -239,6 +243,7 @@ class _Attempt:
         sampling: EngineSection,
         rollout: RolloutSection,
         draw_seed: tuple[int, ...],
+        policy: str,
         trace: Trace,
         track: str,
         facts: dict[str, Any],
@@ -254,6 +259,7 @@ class _Attempt:
         self._client = client
         self._sampling = sampling
         self._rollout = rollout
+        self._policy = policy
         self._trace = trace
         self._track = track
         self._facts = facts
@@ -365,7 +371,7 @@ class _Attempt:
 
     async def _complete(self, context: Sequence[int], *, room: int) -> Completion:
         """Sample a turn; the last one may be shorter, with the tokens that a longer one would begin with."""
-        policy = "stale" if self._draws.random() < self._rollout.stale_fraction else "current"
+        policy = "stale" if self._draws.random() < self._rollout.stale_fraction else self._policy
         own = self._sampling
         sampling = SamplingParams(
             max_new_tokens=min(own.max_new_tokens, room),

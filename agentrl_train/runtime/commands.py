@@ -88,8 +88,9 @@ def evaluate_policy(config: RunConfig, *, model: str | None) -> int:
 
 
 async def _evaluate(config: RunConfig, *, path: str) -> dict[str, Evaluation]:
-    with make_launcher(config) as launcher, launcher.single():
-        return await _evaluate_on(config, path=path, launcher=launcher)
+    alone = config.without_training
+    with make_launcher(alone) as launcher, launcher.single():
+        return await _evaluate_on(alone, path=path, launcher=launcher)
 
 
 async def _evaluate_on(config: RunConfig, *, path: str, launcher: Launcher) -> dict[str, Evaluation]:

@@ -74,7 +74,7 @@ def make_engine(
     return TorchEngine(
         {name: copy_of(model, dtype=engine.dtype, device=device) for name in config.policies},
         stop_token_ids=stop_token_ids,
-        max_sequences=engine.max_sessions,
+        max_sequences=config.sessions,
         max_context=engine.max_context,
         deadline_s=engine.completion_deadline_s,
         threads=threads,

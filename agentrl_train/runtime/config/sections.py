@@ -44,6 +44,8 @@ class VllmSection(Section):
     """Engines of the current policy."""
     stale_replicas: Count | None = None
     """Engines of the stale policy; left out, as many as its share of the turns needs, at least one."""
+    evaluation_replicas: Count = 1
+    """Engines that hold the weights of a concurrent evaluation (``eval.concurrent``)."""
     push: Literal["in_flight", "drained"] = "in_flight"
     """Update weights in the middle of completions, or after active ones have finished."""
     transfer: Literal["memory", "nccl"] = "memory"
@@ -456,7 +458,7 @@ class CheckpointSection(Section):
 
 
 class EvalSection(Section):
-    """Held-out evaluation at the start and the end."""
+    """Held-out evaluation at the start, the end and between."""
 
     samples: CountOrOff = 200
     """Held-out samples per task; 0 is off."""
@@ -466,6 +468,17 @@ class EvalSection(Section):
     """Steps between two evaluations; 0 is only at the start and the end."""
     temperature: NonNegative | None = None
     """Temperature of evaluations, 0 is greedy; left out, that of training with its truncation."""
+    concurrent: bool = False
+    """Train on while an evaluation plays: a second set of weights holds the checkpoint that it evaluates. The
+    evaluation at the end has nothing beside it."""
+    max_sessions: Count | None = None
+    """Episodes of a concurrent evaluation at a time; left out, a quarter of ``engine.max_sessions``."""
+
+    def problems(self) -> list[str]:
+        """Return violated constraints between the fields of this section, one sentence each."""
+        if self.max_sessions is not None and not self.concurrent:
+            return ["max_sessions needs concurrent = true: without it an evaluation has all sessions"]
+        return []
 
 
 class MetricsSection(Section):

@@ -24,6 +24,16 @@ CONFIG = Path(__file__).parents[3] / "examples/quickstart/train.toml"
             "attention = 'flash_attention_2' has no effect with sequence_parallel = 2",
         ),
         (["engine.kind=vllm", "engine.vllm.pull=x"], "engine.vllm.pull"),
+        (["eval.max_sessions=4"], "max_sessions needs concurrent = true"),
+        (["eval.concurrent=true", "eval.max_sessions=200"], "leaves no session to training: set it below"),
+        (
+            ["eval.concurrent=true", "placement.layout=colocated", "rollout.max_staleness=0"],
+            "eval.concurrent needs engines that are never asleep",
+        ),
+        (
+            ["eval.concurrent=true", "engine.kind=vllm", "engine.device=cuda", "engine.vllm.transfer=nccl"],
+            "set engine.vllm.transfer = 'memory', or eval.concurrent = false",
+        ),
     ],
 )
 def test_conflicting_settings_are_rejected(overrides: list[str], sentence: str) -> None:
@@ -40,6 +50,8 @@ def test_conflicting_settings_are_rejected(overrides: list[str], sentence: str) 
         (["rollout.stale_fraction=0.25"], {"current": 4, "stale": 2}),
         (["rollout.stale_fraction=1"], {"current": 4, "stale": 4}),
         (["rollout.stale_fraction=0.1", "engine.vllm.stale_replicas=3"], {"current": 4, "stale": 3}),
+        (["rollout.stale_fraction=0", "eval.concurrent=true"], {"current": 4, "evaluation": 1}),
+        (["rollout.stale_fraction=0", "eval.concurrent=true", "eval.samples=0"], {"current": 4}),
     ],
 )
 def test_stale_policy_has_engines_for_its_share_of_the_turns(
@@ -49,6 +61,13 @@ def test_stale_policy_has_engines_for_its_share_of_the_turns(
     config = load_config(CONFIG, [*chosen, "engine.device=cuda", *overrides])
     assert config.replicas == engines
     assert config.engine_gpus == 2 * sum(engines.values())
+
+
+def test_evaluation_by_itself_needs_the_current_policy_only() -> None:
+    options = ["eval.concurrent=true", "rollout.stale_fraction=0.1", "engine.max_sessions=64"]
+    config = load_config(CONFIG, options)
+    assert config.sessions == {"current": 64, "stale": 64, "evaluation": 16}
+    assert config.without_training.policies == ("current",)
 
 
 def test_vllm_configuration_round_trips(tmp_path: Path) -> None:
