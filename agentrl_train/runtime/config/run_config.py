@@ -151,6 +151,15 @@ class RunConfig(Section):
                 "engine.deterministic excludes the stale policy, whose weights are not in checkpoints: set "
                 "rollout.stale_fraction to 0"
             )
+        if self.train.sequence_parallel > 1 and self.model.attention != "sdpa":
+            found.append(
+                f"model.attention = {self.model.attention!r} has no effect with train.sequence_parallel = "
+                f"{self.train.sequence_parallel}, which uses PyTorch's attention: set it to 'sdpa'"
+            )
+        if self.train.constant_tokens is not None and self.train.aggregation != "constant":
+            found.append(
+                "train.constant_tokens needs train.aggregation = 'constant': set it, or leave it out"
+            )
         if "evaluation" in self.policies:
             found += self._problems_of_concurrent_evaluation()
         if self.engine.truncates and self.train.importance_cap is None:
