@@ -320,12 +320,8 @@ class _Attempt:
         end_s = self._clock() + self._limit_s
         new_ids = self._render(lambda: self._chat.opening(session.messages, session.tools), session.messages)
         context = list(new_ids)
-        if (needed := len(context) + self._sampling.max_new_tokens) > self._sampling.max_context:
-            raise EngineError(
-                f"the opening of {self._episode.task} takes {len(context)} tokens and a turn up to "
-                f"engine.max_new_tokens = {self._sampling.max_new_tokens}: raise engine.max_context from "
-                f"{self._sampling.max_context} to at least {needed}"
-            )
+        if problem := self._sampling.opening_problem(self._episode.task, tokens=len(context)):
+            raise EngineError(problem)
         while (room := self._sampling.max_context - len(context)) > 0:
             number = len(self._turns) + 1
             with self._trace.span(self._track, f"turn {number}"):

@@ -132,7 +132,7 @@ async def _loaded(
         path, device=device, dtype=config.model.dtype, revision=config.model.revision
     )
     chat = chat_format(config.model, model=model, tokenizer=tokenizer)
-    await check_sessions(chat, served.clients, sources=served.sources)
+    await check_sessions(chat, served.clients, sources=served.sources, sampling=config.engine)
     engine = make_engine(
         config,
         model=model,

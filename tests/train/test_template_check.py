@@ -117,6 +117,14 @@ async def test_unreachable_task_is_left_to_the_run() -> None:
         await check_sessions(format_of(WITHOUT_TOOLS), {"countdown": client}, sources=SOURCES)
 
 
+async def test_context_without_room_for_a_turn_is_refused_before_the_run() -> None:
+    chat, sampling = format_of(CHAT_TEMPLATE), EngineSection(max_context=64, max_new_tokens=40)
+    async with Countdown.local() as client:
+        with pytest.raises(ConfigError, match=r"raise engine\.max_context from 64 to at least \d+$"):
+            await check_sessions(chat, {"countdown": client}, sources=SOURCES, sampling=sampling)
+        await check_sessions(chat, {"countdown": client}, sources=SOURCES, sampling=EngineSection())
+
+
 class Listening(Environment):
     """Say the word, aloud."""
 

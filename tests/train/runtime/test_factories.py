@@ -29,6 +29,7 @@ CONFIG = Path(__file__).parents[3] / "examples/quickstart/train.toml"
         ),
         (["engine.kind=vllm", "engine.vllm.pull=x"], "engine.vllm.pull"),
         (["train.constant_tokens=100"], "train.constant_tokens needs train.aggregation = 'constant'"),
+        (["model.template_kwargs={tools='x'}"], "template_kwargs sets 'tools', which a run sets itself"),
         (["eval.max_sessions=4"], "max_sessions needs concurrent = true"),
         (["eval.concurrent=true", "eval.max_sessions=200"], "leaves no session to training: set it below"),
         (
