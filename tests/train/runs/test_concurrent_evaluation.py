@@ -70,7 +70,7 @@ def test_steps_are_trained_while_an_evaluation_plays(tmp_path: Path, released: P
     assert evaluations(run) == []
     assert (run / "checkpoints" / "step_000000").exists()
     released.touch()
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=600)
     assert process.returncode == 0, output + errors
     require_whole(run, {"before": 0, "step 5": 5, "after": STEPS})
     assert not (run / "checkpoints" / "step_000000").exists()
@@ -87,7 +87,7 @@ def test_evaluation_that_was_stopped_is_repeated_with_its_own_weights(
         kill(process)
     else:
         process.send_signal(end)
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=600)
         assert "--resume" in output, output + errors
     assert evaluations(run) == []
     released.touch()
