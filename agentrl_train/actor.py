@@ -320,8 +320,7 @@ class _Attempt:
         end_s = self._clock() + self._limit_s
         new_ids = self._render(lambda: self._chat.opening(session.messages, session.tools), session.messages)
         context = list(new_ids)
-        if problem := self._sampling.opening_problem(self._episode.task, tokens=len(context)):
-            raise EngineError(problem)
+        require_room(self._episode.task, tokens=len(context), sampling=self._sampling)
         while (room := self._sampling.max_context - len(context)) > 0:
             number = len(self._turns) + 1
             with self._trace.span(self._track, f"turn {number}"):
@@ -392,6 +391,16 @@ class _Attempt:
                 )
         except TimeoutError:
             raise EngineError(f"the engine returned no completion within {limit_s:g} s") from None
+
+
+def require_room(task: str, *, tokens: int, sampling: EngineSection) -> None:
+    """Raise ``EngineError`` if an opening of this many tokens leaves no room for a turn."""
+    if (needed := tokens + sampling.max_new_tokens) > sampling.max_context:
+        raise EngineError(
+            f"the opening of {task} takes {tokens} tokens and a turn up to engine.max_new_tokens = "
+            f"{sampling.max_new_tokens}: raise engine.max_context from {sampling.max_context} to at least "
+            f"{needed}"
+        )
 
 
 async def _close(session: ClientSession) -> None:

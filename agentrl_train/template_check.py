@@ -16,6 +16,7 @@ from typing import Any
 from agentrl_env.client import EnvClient
 from agentrl_env.errors import AgentRLError
 from agentrl_env.types import FunctionCall, Message, ToolCall, ToolSpec
+from agentrl_train.actor import require_room
 from agentrl_train.chat import REFUSALS, THOUGHT_BEGINS, ChatFormat
 from agentrl_train.errors import ConfigError
 from agentrl_train.runtime.admission import TaskSource
@@ -46,7 +47,8 @@ async def check_sessions(
     ``sampling`` of a run, the opening must leave room for a turn.
 
     Raises:
-        ConfigError: the format loses something of a session, or the context is too short.
+        ConfigError: the format loses something of a session.
+        EngineError: the context has no room for a turn.
     """
     for source in sources:
         task = source.task
@@ -59,8 +61,8 @@ async def check_sessions(
             continue
         check_format(chat, task=task, opening=session.messages, tools=session.tools)
         tokens = len(chat.opening(session.messages, session.tools))
-        if sampling is not None and (problem := sampling.opening_problem(task, tokens=tokens)):
-            raise ConfigError(problem)
+        if sampling is not None:
+            require_room(task, tokens=tokens, sampling=sampling)
 
 
 def check_format(

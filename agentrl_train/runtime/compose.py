@@ -231,9 +231,7 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
             log=log,
             failures=failures,
             evaluate=make_evaluator(config, served=served, policy=ready, slots=slots, trace=trace),
-            evaluate_checkpoint=make_checkpoint_evaluator(
-                config, served=served, policy=ready, slots=slots, trace=trace
-            ),
+            evaluate_saved=saved_evaluator(config, served=served, policy=ready, slots=slots, trace=trace),
             tolerance=tolerance(config),
             checkpoint=checkpoint,
             throughput=Throughput(
@@ -297,7 +295,7 @@ def make_evaluator(
     )
 
 
-def make_checkpoint_evaluator(
+def saved_evaluator(
     config: RunConfig, *, served: Served, policy: ServedPolicy, slots: asyncio.Semaphore, trace: Trace
 ) -> CheckpointEvaluator | None:
     """Return the held-out evaluation of checkpoints beside training, or None if it is disabled."""

@@ -125,7 +125,7 @@ class Run:
         log: MetricsLog,
         failures: FailureLog,
         evaluate: Evaluator | None,
-        evaluate_checkpoint: CheckpointEvaluator | None,
+        evaluate_saved: CheckpointEvaluator | None,
         tolerance: Drift,
         checkpoint: Checkpoint | None,
         throughput: Throughput,
@@ -140,7 +140,7 @@ class Run:
         self._log = log
         self._failures = failures
         self._evaluate_held_out = evaluate
-        self._evaluate_checkpoint = evaluate_checkpoint
+        self._evaluate_saved = evaluate_saved
         self._evaluating: asyncio.Task[None] | None = None
         self._unevaluated: set[int] = set()
         """Steps of checkpoints whose evaluation is not recorded yet."""
@@ -325,13 +325,13 @@ class Run:
 
     async def _evaluate_step(self, step: int) -> bool:
         """Evaluate at a step boundary, or begin to beside training; return False if interrupted."""
-        if self._evaluate_checkpoint is None:
+        if self._evaluate_saved is None:
             return await self._evaluate(_evaluation_name(step))
         self._unevaluated.add(step)
         await self._checkpoint(step=step)
         if not await self._evaluated():  # one at a time
             return False
-        self._begin_evaluating(self._evaluate_checkpoint)
+        self._begin_evaluating(self._evaluate_saved)
         return True
 
     def _begin_evaluating(self, evaluate: CheckpointEvaluator) -> None:
@@ -359,14 +359,14 @@ class Run:
         folder, every = self._folder / "checkpoints", self._config.eval.every
         missing = [
             one
-            for one in ([step] if self._evaluate_checkpoint is None else checkpoint_steps(folder))
+            for one in ([step] if self._evaluate_saved is None else checkpoint_steps(folder))
             if one <= step
             and (one == 0 or self._due(one, every))
             and not self._log.has_evaluation(_evaluation_name(one))
         ]
-        if self._evaluate_checkpoint is not None:
+        if self._evaluate_saved is not None:
             self._unevaluated = {one for one in missing if is_intact(folder, one)}
-            self._begin_evaluating(self._evaluate_checkpoint)
+            self._begin_evaluating(self._evaluate_saved)
         elif missing:
             await self._evaluate(_evaluation_name(step))
 

@@ -111,15 +111,6 @@ class EngineSection(Section):
         """Return ``completion_timeout_s``, or its default."""
         return self.completion_timeout_s or SLACK_S + self.max_new_tokens / SLOWEST_TOKENS_PER_S
 
-    def opening_problem(self, task: str, *, tokens: int) -> str | None:
-        """Return why an opening of this many tokens leaves no room for a turn, or None if it does."""
-        if (needed := tokens + self.max_new_tokens) <= self.max_context:
-            return None
-        return (
-            f"the opening of {task} takes {tokens} tokens and a turn up to engine.max_new_tokens = "
-            f"{self.max_new_tokens}: raise engine.max_context from {self.max_context} to at least {needed}"
-        )
-
     def problems(self) -> list[str]:
         """Return violated constraints between the fields of this section, one sentence each."""
         found = []
