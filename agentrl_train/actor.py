@@ -16,6 +16,7 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -112,7 +113,8 @@ class Actor:
         clients: Mapping[str, EnvClient],
         sampling: EngineSection,
         rollout: RolloutSection,
-        slots: asyncio.Semaphore,
+        slots: AbstractAsyncContextManager[None],
+        policy: str = "current",
         trace: Trace = UNTRACED,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -124,6 +126,7 @@ class Actor:
         self._sampling = sampling
         self._rollout = rollout
         self._slots = slots
+        self._policy = policy
         self._trace = trace
         self._clock = clock
         self._limit_s = rollout.episode_limit_s(max_context=sampling.max_context)
@@ -209,6 +212,7 @@ class Actor:
                 sampling=self._sampling,
                 rollout=self._rollout,
                 draw_seed=draw_seed,
+                policy=self._policy,
                 trace=self._trace,
                 track=track,
                 facts=facts,
@@ -239,6 +243,7 @@ class _Attempt:
         sampling: EngineSection,
         rollout: RolloutSection,
         draw_seed: tuple[int, ...],
+        policy: str,
         trace: Trace,
         track: str,
         facts: dict[str, Any],
@@ -254,6 +259,7 @@ class _Attempt:
         self._client = client
         self._sampling = sampling
         self._rollout = rollout
+        self._policy = policy
         self._trace = trace
         self._track = track
         self._facts = facts
@@ -314,12 +320,7 @@ class _Attempt:
         end_s = self._clock() + self._limit_s
         new_ids = self._render(lambda: self._chat.opening(session.messages, session.tools), session.messages)
         context = list(new_ids)
-        if (needed := len(context) + self._sampling.max_new_tokens) > self._sampling.max_context:
-            raise EngineError(
-                f"the opening of {self._episode.task} takes {len(context)} tokens and a turn up to "
-                f"engine.max_new_tokens = {self._sampling.max_new_tokens}: raise engine.max_context from "
-                f"{self._sampling.max_context} to at least {needed}"
-            )
+        require_room(self._episode.task, tokens=len(context), sampling=self._sampling)
         while (room := self._sampling.max_context - len(context)) > 0:
             number = len(self._turns) + 1
             with self._trace.span(self._track, f"turn {number}"):
@@ -365,7 +366,7 @@ class _Attempt:
 
     async def _complete(self, context: Sequence[int], *, room: int) -> Completion:
         """Sample a turn; the last one may be shorter, with the tokens that a longer one would begin with."""
-        policy = "stale" if self._draws.random() < self._rollout.stale_fraction else "current"
+        policy = "stale" if self._draws.random() < self._rollout.stale_fraction else self._policy
         own = self._sampling
         sampling = SamplingParams(
             max_new_tokens=min(own.max_new_tokens, room),
@@ -390,6 +391,16 @@ class _Attempt:
                 )
         except TimeoutError:
             raise EngineError(f"the engine returned no completion within {limit_s:g} s") from None
+
+
+def require_room(task: str, *, tokens: int, sampling: EngineSection) -> None:
+    """Raise ``EngineError`` if an opening of this many tokens leaves no room for a turn."""
+    if (needed := tokens + sampling.max_new_tokens) > sampling.max_context:
+        raise EngineError(
+            f"the opening of {task} takes {tokens} tokens and a turn up to engine.max_new_tokens = "
+            f"{sampling.max_new_tokens}: raise engine.max_context from {sampling.max_context} to at least "
+            f"{needed}"
+        )
 
 
 async def _close(session: ClientSession) -> None:

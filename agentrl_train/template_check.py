@@ -16,9 +16,11 @@ from typing import Any
 from agentrl_env.client import EnvClient
 from agentrl_env.errors import AgentRLError
 from agentrl_env.types import FunctionCall, Message, ToolCall, ToolSpec
+from agentrl_train.actor import require_room
 from agentrl_train.chat import REFUSALS, THOUGHT_BEGINS, ChatFormat
 from agentrl_train.errors import ConfigError
 from agentrl_train.runtime.admission import TaskSource
+from agentrl_train.runtime.config import EngineSection
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +35,20 @@ _TEMPLATE = "model.chat_template to a template that does"
 
 
 async def check_sessions(
-    chat: ChatFormat, clients: Mapping[str, EnvClient], *, sources: Iterable[TaskSource]
+    chat: ChatFormat,
+    clients: Mapping[str, EnvClient],
+    *,
+    sources: Iterable[TaskSource],
+    sampling: EngineSection | None = None,
 ) -> None:
     """Open one session of every task and check the format with its opening and its tools.
 
-    A task whose session cannot be opened now is left to the run, which waits for environments.
+    A task whose session cannot be opened now is left to the run, which waits for environments. With the
+    ``sampling`` of a run, the opening must leave room for a turn.
 
     Raises:
         ConfigError: the format loses something of a session.
+        EngineError: the context has no room for a turn.
     """
     for source in sources:
         task = source.task
@@ -52,6 +60,9 @@ async def check_sessions(
             logger.warning("the chat format is not checked with task %s: %s", task, error or "no answer")
             continue
         check_format(chat, task=task, opening=session.messages, tools=session.tools)
+        tokens = len(chat.opening(session.messages, session.tools))
+        if sampling is not None:
+            require_room(task, tokens=tokens, sampling=sampling)
 
 
 def check_format(

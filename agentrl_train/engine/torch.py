@@ -42,7 +42,8 @@ class TorchEngine:
     Args:
         models: policy name -> model; the engine owns these copies. "current" must be among them.
         stop_token_ids: tokens that end a completion; they are part of it.
-        max_sequences: rows of the cache of each policy: sequences decoding or parked between turns.
+        max_sequences: rows of the cache of each policy, or of each one: sequences decoding or parked between
+            turns.
         max_context: maximum number of tokens of one sequence.
         deadline_s: deadline of one completion or weight update.
         threads: CPU threads, shared with others that compute; None keeps the default of PyTorch.
@@ -60,7 +61,7 @@ class TorchEngine:
         models: Mapping[str, PreTrainedModel],
         *,
         stop_token_ids: Sequence[int],
-        max_sequences: int,
+        max_sequences: int | Mapping[str, int],
         max_context: int,
         deadline_s: float = 600.0,
         threads: Threads | None = None,
@@ -75,12 +76,13 @@ class TorchEngine:
         self._threads = threads or Threads()
         self._trace = trace
         drafts = Drafts(stop_token_ids)
+        rows = dict.fromkeys(models, max_sequences) if isinstance(max_sequences, int) else max_sequences
         self._replicas = {
             name: Scheduler(
                 model,
                 name=name,
                 stop_token_ids=stop_token_ids,
-                num_slots=max_sequences,
+                num_slots=rows[name],
                 max_context=max_context,
                 policy_version=policy_version,
                 fixed_rows=independent_rows(model) if deterministic else 0,

@@ -180,9 +180,9 @@ class Learner:
     tokens by the truncated importance ratio of those to the sampler's (decoupled PPO, arXiv 2110.00641).
     ``activation_checkpointing`` saves memory at the cost of a second forward pass, ``offload_optimizer``
     keeps the optimizer in host memory, ``lora`` trains adapters only; ``attention`` is "sdpa", PyTorch's for
-    one sequence after another, or the name of a flash-attn that transformers supports; ``max_logits`` bounds
-    the entries of a chunk of logits. An update is rejected if its gradient norm exceeds ``spike_factor``
-    times the recent median; 0 is off.
+    one sequence after another, "eager", with one sequence in a row, or the name of a flash-attn that
+    transformers supports; ``max_logits`` bounds the entries of a chunk of logits. An update is rejected if
+    its gradient norm exceeds ``spike_factor`` times the recent median; 0 is off.
     ``packs_rows`` is whether the model supports several sequences per row.
 
     ``mesh`` has the dimensions ``data`` and ``sequence``: parameters are sharded over all ranks,
@@ -234,7 +234,7 @@ class Learner:
         self._stored = stored
         self._span = partial(trace.span, TRACK)
         self._threads = threads or Threads()
-        self.packs_rows = has_masks(model)
+        self.packs_rows = has_masks(model) and attention != "eager"
         self.device = torch.device(device)
         self.objective = objective
         self.num_updates = 0

@@ -125,7 +125,9 @@ def set_attention(model: PreTrainedModel, name: str = "sdpa") -> None:
         model.set_attn_implementation(name)
     except (ImportError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"train.attention = {name!r} is not available: {reason}") from error
+        raise ValueError(
+            f"model.attention = {name!r} is not available: {reason}; set it to 'sdpa'"
+        ) from error
 
 
 def segment_attention(

@@ -24,7 +24,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,6 +92,7 @@ def save_checkpoint(
     loop: Mapping[str, Any],
     groups: Sequence[TrajectoryGroup] = (),
     keep: int = 2,
+    pinned: Collection[int] = (),
 ) -> int:
     """Write ``folder/step_<step>`` and delete all that are older than the ``keep`` newest intact ones.
 
@@ -102,6 +103,7 @@ def save_checkpoint(
         loop: state of the loop, as JSON values.
         groups: finished, untrained groups.
         keep: checkpoints to keep, this one included; damaged ones do not count.
+        pinned: steps of older checkpoints that are kept as well.
 
     Returns:
         The step of the oldest kept checkpoint, for ``journal.prune``.
@@ -121,7 +123,7 @@ def save_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
     oldest = min(_newest_intact(folder, written=step, count=keep))
     for old in steps(folder):
-        if old < oldest:
+        if old < oldest and old not in pinned:
             shutil.rmtree(folder / f"step_{old:06d}")
     return oldest
 
@@ -243,14 +245,15 @@ def _newest_intact(folder: Path, *, written: int, count: int) -> list[int]:
     for step in reversed(steps(folder)):
         if len(intact) == count:
             break
-        if step != written and _is_intact(folder / f"step_{step:06d}"):
+        if step != written and is_intact(folder, step):
             intact.append(step)
     return intact
 
 
-def _is_intact(folder: Path) -> bool:
+def is_intact(folder: Path, step: int) -> bool:
+    """Return whether the files of the checkpoint of a step match its manifest."""
     try:
-        _verify(folder)
+        _verify(folder / f"step_{step:06d}")
     except CheckpointError:
         return False
     return True

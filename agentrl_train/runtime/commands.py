@@ -87,8 +87,9 @@ def evaluate_policy(config: RunConfig, *, model: str | None) -> int:
 
 
 async def _evaluate(config: RunConfig, *, path: str) -> dict[str, Evaluation]:
-    with make_launcher(config) as launcher, launcher.single():
-        return await _evaluate_on(config, path=path, launcher=launcher)
+    alone = config.without_training
+    with make_launcher(alone) as launcher, launcher.single():
+        return await _evaluate_on(alone, path=path, launcher=launcher)
 
 
 async def _evaluate_on(config: RunConfig, *, path: str, launcher: Launcher) -> dict[str, Evaluation]:
@@ -185,14 +186,18 @@ async def _sft(config: RunConfig, *, output: Path) -> None:
         model,
         objective=sft_loss,
         learning_rate=settings.learning_rate,
-        betas=(0.9, 0.98),
+        betas=settings.betas,
         weight_decay=settings.weight_decay,
         warmup_steps=settings.warmup_steps,
         total_steps=settings.steps,
-        final_lr_fraction=0.05,
+        final_lr_fraction=settings.final_lr_fraction,
         decay_fraction=settings.decay_fraction,
-        max_grad_norm=1.0,
+        max_grad_norm=settings.max_grad_norm,
+        max_logits=config.train.max_logits,
         precision=config.train.precision,
+        activation_checkpointing=config.train.activation_checkpointing,
+        offload_optimizer=config.train.offload_optimizer,
+        attention=config.model.attention,
         device=config.engine.device,
     )
     train_sft(

@@ -28,7 +28,7 @@ from agentrl_train.runtime.checkpoint import Checkpoint, load_latest
 from agentrl_train.runtime.config import RunConfig
 from agentrl_train.runtime.distributed import LeadLearner, Ranks, release_memory
 from agentrl_train.runtime.environments import Served, environments
-from agentrl_train.runtime.evaluation import evaluate
+from agentrl_train.runtime.evaluation import Evaluation, SessionShare, evaluate
 from agentrl_train.runtime.factories import (
     join_ranks,
     make_engine,
@@ -41,14 +41,22 @@ from agentrl_train.runtime.journal import Journal
 from agentrl_train.runtime.loop import Loop
 from agentrl_train.runtime.models import chat_format, load_policy, open_policy
 from agentrl_train.runtime.placement.launcher import Launcher, make_launcher
-from agentrl_train.runtime.run import Evaluator, FailureLog, Outcome, Policy, Run, ServedPolicy
+from agentrl_train.runtime.run import (
+    CheckpointEvaluator,
+    Evaluator,
+    FailureLog,
+    Outcome,
+    Policy,
+    Run,
+    ServedPolicy,
+)
 from agentrl_train.runtime.run_dir import claim_run_dir, write_config
 from agentrl_train.runtime.telemetry.metrics import MetricsLog
 from agentrl_train.runtime.telemetry.progress import Progress
 from agentrl_train.runtime.telemetry.sinks import open_sinks, traced
 from agentrl_train.runtime.telemetry.throughput import Throughput, copy_bytes_per_s
 from agentrl_train.runtime.trainer import StepTrainer, engine_asleep
-from agentrl_train.runtime.watchdog import Watchdog
+from agentrl_train.runtime.watchdog import Watchdog, in_thread
 from agentrl_train.template_check import check_sessions
 from agentrl_train.types import UNTRACED, SamplingParams, Threads, Trace
 from agentrl_train.weights import FLOAT32, Drift
@@ -146,7 +154,7 @@ async def _loaded(
     else:
         (model, tokenizer), stored = load_policy(path, device=device, **place), None
     chat = chat_format(config.model, model=model, tokenizer=tokenizer)
-    await check_sessions(chat, served.clients, sources=served.sources)
+    await check_sessions(chat, served.clients, sources=served.sources, sampling=config.engine)
     engine = make_engine(
         config,
         model=model,
@@ -245,6 +253,7 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
             log=log,
             failures=failures,
             evaluate=make_evaluator(config, served=served, policy=ready, slots=slots, trace=trace),
+            evaluate_saved=saved_evaluator(config, served=served, policy=ready, slots=slots, trace=trace),
             tolerance=tolerance(config),
             checkpoint=checkpoint,
             throughput=Throughput(
@@ -283,20 +292,54 @@ def make_evaluator(
     *,
     served: Served,
     policy: ServedPolicy,
-    slots: asyncio.Semaphore,
+    slots: AbstractAsyncContextManager[None],
+    weights: str = "current",
     trace: Trace = UNTRACED,
 ) -> Evaluator | None:
-    """Return the held-out evaluation of the current policy, or None if it is disabled."""
+    """Return the held-out evaluation of a policy of the engine, or None if it is disabled."""
     if not config.eval.samples:
         return None
     return partial(
         evaluate,
-        make_actor(config, served=served, policy=policy, slots=slots, trace=trace, evaluation=True),
+        make_actor(
+            config,
+            served=served,
+            policy=policy,
+            slots=slots,
+            trace=trace,
+            evaluation=True,
+            weights=weights,
+        ),
         samples=held_out_samples(served.held_out, config.eval.samples),
         split={task: source.split for task, source in served.held_out.items()},
         seed=EVALUATION_SEED,
         attempts=config.eval.attempts,
     )
+
+
+def saved_evaluator(
+    config: RunConfig, *, served: Served, policy: ServedPolicy, slots: asyncio.Semaphore, trace: Trace
+) -> CheckpointEvaluator | None:
+    """Return the held-out evaluation of checkpoints beside training, or None if it is disabled."""
+    if "evaluation" not in config.policies:
+        return None
+    share = SessionShare(slots, most=config.sessions["evaluation"])
+    play = make_evaluator(
+        config, served=served, policy=policy, slots=share, weights="evaluation", trace=trace
+    )
+    assert play is not None
+
+    def publish(model_folder: Path, step: int) -> None:
+        model, _ = load_policy(str(model_folder), dtype=config.model.dtype, revision=config.model.revision)
+        weights = dict(model.named_parameters())
+        policy.engine.publish(weights, policy_version=step, policies=("evaluation",))
+
+    async def evaluate_checkpoint(model_folder: Path, step: int) -> dict[str, Evaluation]:
+        within_s, doing = config.train.step_timeout_s, f"publishing the weights to evaluate of step {step}"
+        await in_thread(partial(publish, model_folder, step), within_s=within_s, doing=doing)
+        return await play()
+
+    return evaluate_checkpoint
 
 
 def make_turn(
@@ -342,11 +385,12 @@ def make_actor(
     *,
     served: Served,
     policy: ServedPolicy,
-    slots: asyncio.Semaphore,
+    slots: AbstractAsyncContextManager[None],
     trace: Trace = UNTRACED,
     evaluation: bool = False,
+    weights: str = "current",
 ) -> Actor:
-    """Return the actor of a run; for evaluation it samples from the current policy only."""
+    """Return the actor of a run; for evaluation it samples from one policy only."""
     rollout = config.rollout.model_copy(update={"stale_fraction": 0.0}) if evaluation else config.rollout
     return Actor(
         engine=policy.engine,
@@ -355,6 +399,7 @@ def make_actor(
         sampling=config.evaluation_engine if evaluation else config.engine,
         rollout=rollout,
         slots=slots,
+        policy=weights,
         trace=trace,
     )
 

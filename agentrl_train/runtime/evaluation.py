@@ -47,6 +47,12 @@ class Evaluation:
         return sum(values) / len(values) if values else float("nan")
 
     @property
+    def versions(self) -> set[int]:
+        """Policy versions that sampled its tokens."""
+        turns = (turn for t in self.counted for turn in t.turns)
+        return {version for turn in turns for version in turn.completion.versions}
+
+    @property
     def mean_turns(self) -> float:
         """Mean number of turns of an episode."""
         return sum(len(t.turns) for t in self.counted) / len(self.counted)
@@ -56,6 +62,26 @@ class Evaluation:
         """Share of turns whose calls the environment accepted."""
         turns = [turn for t in self.counted for turn in t.turns]
         return sum(turn.invalid_calls == 0 for turn in turns) / max(1, len(turns))
+
+
+class SessionShare:
+    """The slots of an actor that has at most ``most`` of those that it shares with others."""
+
+    def __init__(self, slots: asyncio.Semaphore, *, most: int) -> None:
+        self._slots = slots
+        self._own = asyncio.Semaphore(most)
+
+    async def __aenter__(self) -> None:
+        await self._own.acquire()
+        try:
+            await self._slots.acquire()
+        except BaseException:
+            self._own.release()
+            raise
+
+    async def __aexit__(self, *error: object) -> None:
+        self._slots.release()
+        self._own.release()
 
 
 async def evaluate(

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agentrl_env.types import Message
 from agentrl_train.chat import ChatFormat
-from agentrl_train.errors import EngineError
+from agentrl_train.errors import EngineError, WeightMismatch
 from agentrl_train.learner import Learner
 from agentrl_train.runtime.admission import AdmittedGroup
 from agentrl_train.runtime.atomic_io import run_folder_errors
@@ -26,9 +26,11 @@ from agentrl_train.runtime.checkpoint import (
     Checkpoint,
     InModelFolder,
     best_success,
+    is_intact,
     keep_best,
     save_checkpoint,
 )
+from agentrl_train.runtime.checkpoint import steps as checkpoint_steps
 from agentrl_train.runtime.config import RunConfig
 from agentrl_train.runtime.evaluation import Evaluation
 from agentrl_train.runtime.loop import Loop, Step
@@ -47,6 +49,8 @@ PROBES = 3
 """Attempts to get the first completion of the engine."""
 
 Evaluator = Callable[[], Awaitable[dict[str, Evaluation]]]
+CheckpointEvaluator = Callable[[Path, int], Awaitable[dict[str, Evaluation]]]
+"""Evaluates the model in a folder, as that of a step, beside training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +125,7 @@ class Run:
         log: MetricsLog,
         failures: FailureLog,
         evaluate: Evaluator | None,
+        evaluate_saved: CheckpointEvaluator | None,
         tolerance: Drift,
         checkpoint: Checkpoint | None,
         throughput: Throughput,
@@ -135,6 +140,10 @@ class Run:
         self._log = log
         self._failures = failures
         self._evaluate_held_out = evaluate
+        self._evaluate_saved = evaluate_saved
+        self._evaluating: asyncio.Task[None] | None = None
+        self._unevaluated: set[int] = set()
+        """Steps of checkpoints whose evaluation is not recorded yet."""
         self._tolerance = tolerance
         self._fresh = checkpoint is None
         self._saved_step = checkpoint.step if checkpoint else -1
@@ -166,6 +175,9 @@ class Run:
         try:
             return await self._run()
         finally:
+            if self._evaluating is not None:
+                self._evaluating.cancel()
+                await asyncio.gather(self._evaluating, return_exceptions=True)
             # A checkpoint in progress is finished in any case.
             await asyncio.gather(self._wait_for_checkpoint(), return_exceptions=True)
             _remove_signal_handlers()
@@ -185,12 +197,11 @@ class Run:
         )
         await self._probe(version)
         if self._fresh:
-            if not await self._evaluate("before"):
+            if not await self._evaluate_step(0):
                 return Outcome(folder=self._folder, step=0, summary=None, signal=self._signal)
-            if self._saved_step != 0:
-                await self._checkpoint(step=0)
+            await self._checkpoint(step=0)
         else:
-            await self._repeat_evaluation(self._loop.window.steps)
+            await self._repeat_evaluations(self._loop.window.steps)
         self._throughput.begin()
         async with aclosing(self._loop.steps()) as steps:
             async for one in steps:
@@ -204,7 +215,7 @@ class Run:
         return Outcome(folder=self._folder, step=step, summary=summary, signal=self._signal)
 
     async def _summarize(self) -> Mapping[str, Any] | None:
-        if not await self._evaluate("after"):
+        if not (await self._evaluated() and await self._evaluate("after")):
             return None
         return self._log.write_summary(
             seconds=self._elapsed(),
@@ -216,6 +227,8 @@ class Run:
     async def _train_step(self, step: Step) -> None:
         """Train one step, log it, and run a checkpoint or evaluation if due."""
         number, started = step.number, time.monotonic()
+        if self._evaluating is not None and self._evaluating.done():
+            self._evaluating.result()
         with self._trace.span(TRACK, f"step {number}", groups=[group.group_id for group in step.groups]):
             train = partial(self._trainer.step, step.groups, policy_version=step.policy_version + 1)
             trained = await in_thread(
@@ -252,7 +265,7 @@ class Run:
                 mixer.rebalance(after=2 * interval)
             await self._checkpoint(step=number)
         if self._due(number, self._config.eval.every):
-            await self._evaluate(f"step {number}")
+            await self._evaluate_step(number)
             self._throughput.begin()
 
     def _warn_of_no_calls(self, step: Step) -> None:
@@ -261,12 +274,6 @@ class Run:
         self._steps_without_calls = self._steps_without_calls + 1 if warning else 0
         if self._steps_without_calls.bit_count() == 1:
             logger.warning("%s", warning)
-
-    async def _repeat_evaluation(self, step: int) -> None:
-        """Evaluate a resumed run where it was stopped before the evaluation of this step ended."""
-        name = f"step {step}"
-        if self._due(step, self._config.eval.every) and not self._log.has_evaluation(name):
-            await self._evaluate(name)
 
     def _due(self, step: int, every: int) -> bool:
         return every > 0 and step % every == 0 and step < self._config.run.steps
@@ -277,6 +284,8 @@ class Run:
         The state of the loop is taken right after the copy; parameters do not change meanwhile, because
         training waits.
         """
+        if step == self._saved_step:
+            return
         await self._wait_for_checkpoint()
         self._saved_step = step
         copy, doing = self._policy.learner.snapshot, f"copying the parameters of step {step}"
@@ -297,6 +306,7 @@ class Run:
             },
             groups=untrained,
             keep=self._config.checkpoint.keep,
+            pinned=frozenset(self._unevaluated),
         )
         self._writing = asyncio.create_task(self._write(write, step=step))
 
@@ -313,39 +323,101 @@ class Run:
             self._writing = None
             await writing
 
+    async def _evaluate_step(self, step: int) -> bool:
+        """Evaluate at a step boundary, or begin to beside training; return False if interrupted."""
+        if self._evaluate_saved is None:
+            return await self._evaluate(_evaluation_name(step))
+        self._unevaluated.add(step)
+        await self._checkpoint(step=step)
+        if not await self._evaluated():  # one at a time
+            return False
+        self._begin_evaluating(self._evaluate_saved)
+        return True
+
+    def _begin_evaluating(self, evaluate: CheckpointEvaluator) -> None:
+        self._evaluating = asyncio.create_task(self._evaluate_checkpoints(evaluate, written=self._writing))
+
+    async def _evaluate_checkpoints(
+        self, evaluate: CheckpointEvaluator, *, written: asyncio.Task[None] | None
+    ) -> None:
+        """Evaluate the checkpoints that are not evaluated yet, beside training, once they are ``written``."""
+        if written is not None:
+            await asyncio.shield(written)
+        for step in sorted(self._unevaluated):
+            name = _evaluation_name(step)
+            with self._trace.span("trainer/evaluations", f"evaluation {name}"):
+                results = await evaluate(self._folder / "checkpoints" / f"step_{step:06d}" / "model", step)
+            await self._record_evaluation(name, results, step=step)
+            self._unevaluated.discard(step)
+
+    async def _evaluated(self) -> bool:
+        """Wait for the evaluation beside training; return False if interrupted."""
+        return self._evaluating is None or await self._unless_interrupted(self._evaluating)
+
+    async def _repeat_evaluations(self, step: int) -> None:
+        """Evaluate what a resumed run has not: its step, or all checkpoints where that is done beside."""
+        folder, every = self._folder / "checkpoints", self._config.eval.every
+        missing = [
+            one
+            for one in ([step] if self._evaluate_saved is None else checkpoint_steps(folder))
+            if one <= step
+            and (one == 0 or self._due(one, every))
+            and not self._log.has_evaluation(_evaluation_name(one))
+        ]
+        if self._evaluate_saved is not None:
+            self._unevaluated = {one for one in missing if is_intact(folder, one)}
+            self._begin_evaluating(self._evaluate_saved)
+        elif missing:
+            await self._evaluate(_evaluation_name(step))
+
     async def _evaluate(self, name: str) -> bool:
-        """Evaluate held-out success; return False if interrupted."""
+        """Evaluate the current policy while training waits; return False if interrupted."""
         if self._evaluate_held_out is None:
             return True
         with self._trace.span(TRACK, f"evaluation {name}"):
             evaluation = asyncio.ensure_future(self._evaluate_held_out())
-            interruption = asyncio.create_task(self._interrupted.wait())
-            try:
-                await asyncio.wait((evaluation, interruption), return_when=asyncio.FIRST_COMPLETED)
-                if not evaluation.done():
-                    return False
-                results = evaluation.result()
-            finally:
-                interruption.cancel()
-                evaluation.cancel()
-                await asyncio.gather(evaluation, interruption, return_exceptions=True)
-        # Before the record: a run that is killed here evaluates again.
-        await self._keep_best(sum(result.success for result in results.values()) / len(results))
-        self._log.log_evaluation(
-            name,
-            policy_version=self._loop.policy_version,
-            results={task: result.trajectories for task, result in results.items()},
-        )
+            if not await self._unless_interrupted(evaluation):
+                return False
+        await self._record_evaluation(name, evaluation.result(), step=self._loop.window.steps)
         return True
 
-    async def _keep_best(self, success: float) -> None:
-        """Keep the model of this step, with a checkpoint if there is none, where its success is the best."""
+    async def _unless_interrupted(self, work: asyncio.Future[Any]) -> bool:
+        """Wait for work and raise its error; cancel it and return False if the run is interrupted first."""
+        interruption = asyncio.create_task(self._interrupted.wait())
+        try:
+            await asyncio.wait((work, interruption), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            return work.done()
+        finally:
+            interruption.cancel()
+            work.cancel()
+            await asyncio.gather(work, interruption, return_exceptions=True)
+
+    async def _record_evaluation(self, name: str, results: Mapping[str, Evaluation], *, step: int) -> None:
+        """Record an evaluation of the weights of a step, and keep their model if it is the best so far.
+
+        Raises:
+            WeightMismatch: other weights played it.
+        """
+        if others := set[int]().union(*(result.versions for result in results.values())) - {step}:
+            raise WeightMismatch(f"an evaluation of version {step} was sampled with version {min(others)}")
+        # Before the record: a run that is killed here evaluates again.
+        await self._keep_best(sum(result.success for result in results.values()) / len(results), step=step)
+        self._log.log_evaluation(
+            name,
+            policy_version=step,
+            results={task: result.trajectories for task, result in results.items()},
+        )
+
+    async def _keep_best(self, success: float, *, step: int) -> None:
+        """Keep the model of a step, with a checkpoint if there is none, where its success is the best."""
         if not self._config.checkpoint.best or success <= self._best:
             return
-        self._best, step = success, self._loop.window.steps
-        if self._saved_step != step:
+        self._best = success
+        if step not in self._unevaluated:
             await self._checkpoint(step=step)
-        await self._wait_for_checkpoint()
+            await self._wait_for_checkpoint()
         keep = partial(keep_best, self._folder, step=step, success=success)
         await in_thread(
             keep, within_s=self._config.checkpoint.write_timeout_s, doing="keeping the best model"
@@ -377,6 +449,10 @@ class Run:
 
     def _elapsed(self) -> float:
         return self._seconds_before + time.monotonic() - self._started
+
+
+def _evaluation_name(step: int) -> str:
+    return f"step {step}" if step else "before"
 
 
 def _remove_signal_handlers() -> None:

@@ -125,7 +125,7 @@ class StepTrainer:
                 num_minibatches=train.minibatches,
                 seed=self._seed + policy_version,
                 packed=self.learner.packs_rows,
-                constant_tokens=self._max_context,
+                constant_tokens=train.constant_tokens or self._max_context,
                 skip_zero_advantages=train.kl_coef == 0 and train.entropy_coefficient == 0,
             )
         # The learning rate follows steps: those without signal, or skipped, count as well.

@@ -11,7 +11,7 @@ from agentrl_env import Done, Environment, tool
 from agentrl_env.types import Message, ToolCall
 from agentrl_train.actor import Actor
 from agentrl_train.chat import ChatFormat
-from agentrl_train.errors import ConfigError
+from agentrl_train.errors import ConfigError, EngineError
 from agentrl_train.runtime.admission import TaskSource
 from agentrl_train.runtime.config import EngineSection, ModelSection, RolloutSection
 from agentrl_train.runtime.models import chat_format
@@ -115,6 +115,14 @@ async def test_unreachable_task_is_left_to_the_run() -> None:
     Countdown.broken_resets = 1
     async with Countdown.local() as client:
         await check_sessions(format_of(WITHOUT_TOOLS), {"countdown": client}, sources=SOURCES)
+
+
+async def test_context_without_room_for_a_turn_is_refused_before_the_run() -> None:
+    chat, sampling = format_of(CHAT_TEMPLATE), EngineSection(max_context=64, max_new_tokens=40)
+    async with Countdown.local() as client:
+        with pytest.raises(EngineError, match=r"raise engine\.max_context from 64 to at least \d+$"):
+            await check_sessions(chat, {"countdown": client}, sources=SOURCES, sampling=sampling)
+        await check_sessions(chat, {"countdown": client}, sources=SOURCES, sampling=EngineSection())
 
 
 class Listening(Environment):

@@ -123,6 +123,46 @@ def test_two_ray_engines_load_drained_weights(python: str, tmp_path: Path) -> No
     assert changed_in_the_middle(run) == 0
 
 
+def test_adapters_are_evaluated_beside_training_and_by_the_command(python: str, tmp_path: Path) -> None:
+    run, errors = tmp_path / "vllm", tmp_path / "output"
+    process = started(
+        python,
+        tmp_path,
+        errors,
+        run__steps=4,
+        environments=f"[{{serve = ['{ROOT}/environments/shop']}}]",
+        train__lora="{rank = 4, alpha = 8}",
+        train__warmup_steps=0,
+        train__learning_rate=0.01,
+        rollout__groups_per_step=3,
+        rollout__stale_fraction=0.0,
+        rollout__window=1,
+        eval__samples=12,
+        eval__every=2,
+        eval__temperature=0.0,
+        eval__concurrent=True,
+        metrics__trajectories=100,
+    )
+    try:
+        assert process.wait(480) == 0, errors.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    found = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    played = [(one["name"], one["policy_version"], one["episodes"]) for one in found]
+    assert played == [("before", 0, 12), ("step 2", 2, 12), ("after", 4, 12)]
+    assert len(records(run)) == 4
+    assert max(step["canary_drift"] for step in records(run)) < TOLERANCE
+    for name, version in (("before", 0), ("step_2", 2), ("after", 4)):
+        lines = (run / "trajectories" / f"held_out_{name}.jsonl").read_text().splitlines()
+        assert {pair for line in lines for pair in _versions(json.loads(line))} == {(version, version)}
+    # The command merges the adapters of the newest checkpoint, and greedy episodes are the same.
+    command = [sys.executable, "-m", "agentrl_train", "eval", str(run / "config.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=480, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f" {found[-1]['success']:.1%} " in done.stdout, (done.stdout, found)
+
+
 def changed_in_the_middle(run: Path) -> int:
     """Return the number of completions sampled by two versions of the weights."""
     count = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Self
 
 from agentrl_train.runtime.config.sections import (
     SLACK_S,
@@ -65,7 +66,26 @@ class RunConfig(Section):
     @property
     def policies(self) -> tuple[str, ...]:
         """Return the names of the sampling policies."""
-        return ("current", "stale") if self.rollout.stale_fraction > 0 else ("current",)
+        stale, evaluation = self.rollout.stale_fraction > 0, self.eval.concurrent and self.eval.samples > 0
+        return ("current", *["stale"] * stale, *["evaluation"] * evaluation)
+
+    @property
+    def sessions(self) -> dict[str, int]:
+        """Return the number of concurrent episodes of each sampling policy."""
+        most = self.engine.max_sessions
+        evaluation = self.eval.max_sessions or math.ceil(most / 4)
+        return {policy: evaluation if policy == "evaluation" else most for policy in self.policies}
+
+    @property
+    def without_training(self) -> Self:
+        """Return the configuration of an evaluation by itself, which needs the current policy only."""
+        alone = {"concurrent": False, "max_sessions": None}
+        return self.model_copy(
+            update={
+                "rollout": self.rollout.model_copy(update={"stale_fraction": 0.0}),
+                "eval": self.eval.model_copy(update=alone),
+            }
+        )
 
     @property
     def evaluation_engine(self) -> EngineSection:
@@ -93,7 +113,11 @@ class RunConfig(Section):
         """Return the number of engines of each sampling policy."""
         vllm, stale = self.engine.vllm, self.rollout.stale_fraction
         share = math.ceil(vllm.replicas * stale / (1.0 - stale)) if stale < 1.0 else vllm.replicas
-        chosen = {"current": vllm.replicas, "stale": vllm.stale_replicas or min(share, vllm.replicas)}
+        chosen = {
+            "current": vllm.replicas,
+            "stale": vllm.stale_replicas or min(share, vllm.replicas),
+            "evaluation": vllm.evaluation_replicas,
+        }
         return {policy: chosen[policy] for policy in self.policies}
 
     def problems(self) -> list[str]:
@@ -142,6 +166,17 @@ class RunConfig(Section):
                 "engine.deterministic excludes the stale policy, whose weights are not in checkpoints: set "
                 "rollout.stale_fraction to 0"
             )
+        if self.train.sequence_parallel > 1 and self.model.attention != "sdpa":
+            found.append(
+                f"model.attention = {self.model.attention!r} has no effect with train.sequence_parallel = "
+                f"{self.train.sequence_parallel}, which uses PyTorch's attention: set it to 'sdpa'"
+            )
+        if self.train.constant_tokens is not None and self.train.aggregation != "constant":
+            found.append(
+                "train.constant_tokens needs train.aggregation = 'constant': set it, or leave it out"
+            )
+        if "evaluation" in self.policies:
+            found += self._problems_of_concurrent_evaluation()
         if self.engine.truncates and self.train.importance_cap is None:
             found.append(
                 "engine.top_p, top_k and min_p sample from another distribution than the trained one: set "
@@ -156,6 +191,25 @@ class RunConfig(Section):
             found.append(
                 f"train.warmup_steps ({self.train.warmup_steps}) must be below run.steps "
                 f"({self.run.steps}) to reach the learning rate"
+            )
+        return found
+
+    def _problems_of_concurrent_evaluation(self) -> list[str]:
+        found = []
+        if self.sessions["evaluation"] >= self.engine.max_sessions:
+            found.append(
+                f"eval.max_sessions leaves no session to training: set it below engine.max_sessions, "
+                f"{self.engine.max_sessions}, or eval.concurrent = false"
+            )
+        if self.placement.layout == "colocated":
+            found.append(
+                "eval.concurrent needs engines that are never asleep: set placement.layout = 'separated', or "
+                "eval.concurrent = false"
+            )
+        if self.engine.vllm.transfer != "memory":
+            found.append(
+                "eval.concurrent reads weights from checkpoints: set engine.vllm.transfer = 'memory', or "
+                "eval.concurrent = false"
             )
         return found
 

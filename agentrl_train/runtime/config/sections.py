@@ -44,6 +44,8 @@ class VllmSection(Section):
     """Engines of the current policy."""
     stale_replicas: Count | None = None
     """Engines of the stale policy; left out, as many as its share of the turns needs, at least one."""
+    evaluation_replicas: Count = 1
+    """Engines that hold the weights of a concurrent evaluation (``eval.concurrent``)."""
     push: Literal["in_flight", "drained"] = "in_flight"
     """Update weights in the middle of completions, or after active ones have finished."""
     transfer: Literal["memory", "nccl"] = "memory"
@@ -227,6 +229,8 @@ class TrainSection(Section):
     """Warm-up updates of the learning rate."""
     final_lr_fraction: Fraction = 1.0
     """The learning rate decays to this share of its peak over the run."""
+    decay_fraction: Fraction = 1.0
+    """Share of the steps after the warm-up, at the end, over which the learning rate decays."""
     lr_decay: Literal["linear", "cosine"] = "linear"
     """Shape of that decay."""
     max_grad_norm: Positive = 1.0
@@ -237,6 +241,8 @@ class TrainSection(Section):
         "sequence_mean"
     )
     """Unit with equal weight in the loss: token, sequence, group, task, or a constant number of tokens."""
+    constant_tokens: Count | None = None
+    """Denominator of each sequence with ``aggregation = "constant"``; left out, ``engine.max_context``."""
     clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
     """The ratio is clipped at 1 - clip_low and 1 + clip_high."""
     clip_high: Positive = 0.28
@@ -245,6 +251,8 @@ class TrainSection(Section):
     """Upper bound of the ratio for tokens with negative advantage; 0 is off."""
     micro_batch_tokens: Count = 8192
     """Token budget of one micro-batch."""
+    max_logits: Count = 2**26
+    """Entries of the logits that are held at a time, tokens times vocabulary; more are computed in chunks."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype of the learner; parameters stay in float32."""
     entropy_coefficient: NonNegative = 0.0
@@ -260,8 +268,6 @@ class TrainSection(Section):
     none; 0 is off."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
-    attention: Literal["sdpa", "flash_attention_2", "flash_attention_3"] = "sdpa"
-    """PyTorch's attention, sequence by sequence, or flash-attn where it is installed (CUDA)."""
     offload_optimizer: bool = False
     """Keep the optimizer's moments, and a copy of the parameters that it updates, in host memory."""
     lora: LoraSection | None = None
@@ -286,11 +292,6 @@ class TrainSection(Section):
             found.append(
                 f"dual_clip ({self.dual_clip}) must be above 1 + clip_high "
                 f"({1.0 + self.clip_high:g}), or 0 to disable it"
-            )
-        if self.sequence_parallel > 1 and self.attention != "sdpa":
-            found.append(
-                f"attention = {self.attention!r} has no effect with sequence_parallel = "
-                f"{self.sequence_parallel}, which uses PyTorch's attention: set it to 'sdpa'"
             )
         if 1.0 in self.betas:
             found.append("betas must be below 1")
@@ -323,6 +324,12 @@ class SftSection(Section):
     """Warm-up updates of the learning rate."""
     decay_fraction: Fraction = 0.4
     """Share of the steps, at the end, over which the learning rate decays."""
+    final_lr_fraction: Fraction = 0.05
+    """The learning rate decays to this share of its peak."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.98)
+    """Betas of AdamW."""
+    max_grad_norm: Positive = 1.0
+    """Gradient clipping norm."""
 
 
 class RunSection(Section):
@@ -365,6 +372,14 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the learner's parameters. With ``train.lora``, "bfloat16" halves the memory of the frozen
     weights; adapters stay in float32."""
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
+    """The learner's attention: PyTorch's, where the model has it, the plain one of transformers, with one
+    sequence in a row, or flash-attn where it is installed (CUDA)."""
+
+    def problems(self) -> list[str]:
+        """Return violated constraints between the fields of this section, one sentence each."""
+        own = sorted(self.template_kwargs.keys() & {"messages", "tools", "add_generation_prompt"})
+        return [f"template_kwargs sets {name!r}, which a run sets itself: remove it" for name in own]
 
 
 class EnvironmentSection(Section):
@@ -458,7 +473,7 @@ class CheckpointSection(Section):
 
 
 class EvalSection(Section):
-    """Held-out evaluation at the start and the end."""
+    """Held-out evaluation at the start, the end and between."""
 
     samples: CountOrOff = 200
     """Held-out samples per task; 0 is off."""
@@ -468,6 +483,17 @@ class EvalSection(Section):
     """Steps between two evaluations; 0 is only at the start and the end."""
     temperature: NonNegative | None = None
     """Temperature of evaluations, 0 is greedy; left out, that of training with its truncation."""
+    concurrent: bool = False
+    """Train on while an evaluation plays: a second set of weights holds the checkpoint that it evaluates. The
+    evaluation at the end has nothing beside it."""
+    max_sessions: Count | None = None
+    """Episodes of a concurrent evaluation at a time; left out, a quarter of ``engine.max_sessions``."""
+
+    def problems(self) -> list[str]:
+        """Return violated constraints between the fields of this section, one sentence each."""
+        if self.max_sessions is not None and not self.concurrent:
+            return ["max_sessions needs concurrent = true: without it an evaluation has all sessions"]
+        return []
 
 
 class MetricsSection(Section):

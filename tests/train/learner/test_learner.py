@@ -154,9 +154,24 @@ def test_padding_free_rows_have_same_logprobs_in_same_order(model):
         assert torch.equal(select_sampled(dense.weights, dense), select_sampled(micro.weights, micro))
 
 
+def test_plain_attention_has_the_logprobs_of_the_default():
+    plain, default = learner(attention="eager"), learner()
+    assert plain.model.config._attn_implementation == "eager"
+    assert default.model.config._attn_implementation != "eager"
+    for ours, theirs in zip(plain.logprobs(made()), default.logprobs(made()), strict=True):
+        assert np.allclose(ours, theirs, atol=1e-5)
+    batches = pack(made(), packed=plain.packs_rows)
+    assert all(int(micro.segment_ids.max()) == 1 for batch in batches for micro in batch.micro_batches)
+    assert plain.step(batches)["grad_norm"] == pytest.approx(
+        default.step(pack(made()))["grad_norm"], rel=1e-4
+    )
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="flash-attn may be there")
 def test_unavailable_attention_is_rejected():
-    with pytest.raises(ValueError, match=r"^train.attention = 'flash_attention_2' is not available: "):
+    with pytest.raises(
+        ValueError, match=r"^model.attention = 'flash_attention_2' is not available: .*; set it"
+    ):
         learner(attention="flash_attention_2")
 
 

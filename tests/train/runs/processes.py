@@ -69,7 +69,7 @@ def begin(
 def finish(config: Path, *overrides: str, resume: bool = False) -> subprocess.CompletedProcess[str]:
     """Run to the end."""
     line = command(config, *overrides, resume=resume)
-    return subprocess.run(line, capture_output=True, text=True, timeout=180)
+    return subprocess.run(line, capture_output=True, text=True, timeout=600)
 
 
 def steps(run: Path) -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ def steps(run: Path) -> list[dict[str, Any]]:
 
 def until(process: subprocess.Popen[str], true: Callable[[], bool]) -> None:
     """Wait until a condition holds or the process has exited."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while process.poll() is None and time.monotonic() < deadline and not true():
         time.sleep(0.002)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
-from tests.conftest import CHAT_TEMPLATE
+from tests.conftest import CHAT_TEMPLATE, make_model
 from tests.train.runs.fragile import BROKEN, COUNT
 from tests.train.runs.processes import finish, steps, write_config
 
@@ -51,3 +53,30 @@ def test_run_is_refused_where_the_template_hides_the_tools_and_its_advice_helps(
     done = finish(config, *settings, 'model.tool_parser="prompt"', "run.name=again")
     assert done.returncode == 0, done.stderr
     assert "completions was read as a tool call in the syntax 'hermes'" in " ".join(done.stderr.split())
+
+
+def test_base_model_without_a_chat_template_is_trained_with_one_of_the_settings(tmp_path: Path) -> None:
+    config, run = write_config(tmp_path), tmp_path / "again"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.chat_template, tokenizer.eos_token = None, "<|endoftext|>"  # which ends documents, not turns
+    shutil.rmtree(tmp_path / "model")
+    model = make_model()
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    refused = finish(config, "run.steps=2")
+    assert refused.returncode != 0
+    assert "has no chat template: use an instruct model, or set model.chat_template" in refused.stderr
+    (tmp_path / "template.jinja").write_text(CHAT_TEMPLATE[CHAT_TEMPLATE.index("{%- for message") :])
+    settings = (
+        'model.chat_template="template.jinja"',
+        'model.tool_parser="prompt"',
+        "engine.max_context=1024",
+    )
+    done = finish(config, *settings, "run.steps=2", "checkpoint.every=1", "run.name=again")
+    assert done.returncode == 0, done.stderr
+    trained = steps(run)
+    assert [step["step"] for step in trained] == [1, 2]
+    assert sum(step["loss_tokens"] for step in trained) > 0
+    saved = AutoTokenizer.from_pretrained(run / "checkpoints" / "step_000002" / "model")
+    assert "<|im_end|>" in saved.chat_template  # the model of a checkpoint has the format it was trained in

@@ -1,13 +1,17 @@
 """Factories: conflicting engine settings are rejected."""
 
 import sys
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
 from agentrl_train.errors import ConfigError
+from agentrl_train.learner import Learner
+from agentrl_train.loss import policy_loss
 from agentrl_train.runtime.config import load_config
-from agentrl_train.runtime.factories import require_vllm
+from agentrl_train.runtime.factories import learner_options, require_vllm
+from tests.conftest import make_model
 
 CONFIG = Path(__file__).parents[3] / "examples/quickstart/train.toml"
 
@@ -20,10 +24,22 @@ CONFIG = Path(__file__).parents[3] / "examples/quickstart/train.toml"
         (["engine.kind=vllm", "engine.vllm.transfer=nccl"], "vllm.transfer = 'nccl' needs device = 'cuda'"),
         (["engine.kind=vllm", "engine.vllm.replicas=0"], "engine.vllm.replicas"),
         (
-            ["train.attention=flash_attention_2", "train.sequence_parallel=2"],
-            "attention = 'flash_attention_2' has no effect with sequence_parallel = 2",
+            ["model.attention=flash_attention_2", "train.sequence_parallel=2"],
+            "model.attention = 'flash_attention_2' has no effect with train.sequence_parallel = 2",
         ),
         (["engine.kind=vllm", "engine.vllm.pull=x"], "engine.vllm.pull"),
+        (["train.constant_tokens=100"], "train.constant_tokens needs train.aggregation = 'constant'"),
+        (["model.template_kwargs={tools='x'}"], "template_kwargs sets 'tools', which a run sets itself"),
+        (["eval.max_sessions=4"], "max_sessions needs concurrent = true"),
+        (["eval.concurrent=true", "eval.max_sessions=200"], "leaves no session to training: set it below"),
+        (
+            ["eval.concurrent=true", "placement.layout=colocated", "rollout.max_staleness=0"],
+            "eval.concurrent needs engines that are never asleep",
+        ),
+        (
+            ["eval.concurrent=true", "engine.kind=vllm", "engine.device=cuda", "engine.vllm.transfer=nccl"],
+            "set engine.vllm.transfer = 'memory', or eval.concurrent = false",
+        ),
     ],
 )
 def test_conflicting_settings_are_rejected(overrides: list[str], sentence: str) -> None:
@@ -40,6 +56,8 @@ def test_conflicting_settings_are_rejected(overrides: list[str], sentence: str) 
         (["rollout.stale_fraction=0.25"], {"current": 4, "stale": 2}),
         (["rollout.stale_fraction=1"], {"current": 4, "stale": 4}),
         (["rollout.stale_fraction=0.1", "engine.vllm.stale_replicas=3"], {"current": 4, "stale": 3}),
+        (["rollout.stale_fraction=0", "eval.concurrent=true"], {"current": 4, "evaluation": 1}),
+        (["rollout.stale_fraction=0", "eval.concurrent=true", "eval.samples=0"], {"current": 4}),
     ],
 )
 def test_stale_policy_has_engines_for_its_share_of_the_turns(
@@ -49,6 +67,34 @@ def test_stale_policy_has_engines_for_its_share_of_the_turns(
     config = load_config(CONFIG, [*chosen, "engine.device=cuda", *overrides])
     assert config.replicas == engines
     assert config.engine_gpus == 2 * sum(engines.values())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "argument"),
+    [
+        ("train.decay_fraction", 0.5, "decay_fraction"),
+        ("train.max_logits", 1000, "max_logits"),
+        ("model.attention", "eager", "attention"),
+    ],
+)
+def test_settings_reach_the_learner(key: str, value: object, argument: str) -> None:
+    options = learner_options(load_config(CONFIG, [f"{key}={value}"]), model=make_model())
+    assert options[argument] == value
+
+
+def test_every_option_of_learner_and_loss_has_a_setting() -> None:
+    options = learner_options(load_config(CONFIG), model=make_model())
+    placement = {"model", "device", "mesh", "storage_group", "trace"}
+    assert signature(Learner).parameters.keys() - options.keys() <= placement
+    tensors = {"logprobs", "behaviour_logprobs", "advantages", "weights"}
+    assert signature(policy_loss).parameters.keys() - options["objective"].keywords.keys() == tensors
+
+
+def test_evaluation_by_itself_needs_the_current_policy_only() -> None:
+    options = ["eval.concurrent=true", "rollout.stale_fraction=0.1", "engine.max_sessions=64"]
+    config = load_config(CONFIG, options)
+    assert config.sessions == {"current": 64, "stale": 64, "evaluation": 16}
+    assert config.without_training.policies == ("current",)
 
 
 def test_vllm_configuration_round_trips(tmp_path: Path) -> None:
