@@ -335,6 +335,7 @@ class Run:
             name,
             policy_version=self._loop.policy_version,
             results={task: result.trajectories for task, result in results.items()},
+            greedy={task: result.greedy for task, result in results.items()},
         )
         return True
 

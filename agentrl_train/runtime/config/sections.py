@@ -466,6 +466,8 @@ class EvalSection(Section):
     """Steps between two evaluations; 0 is only at the start and the end."""
     temperature: NonNegative | None = None
     """Temperature of evaluations, 0 is greedy; left out, that of training with its truncation."""
+    greedy: bool = False
+    """Play every sample once more at temperature 0, and report that success beside the other."""
 
 
 class MetricsSection(Section):
