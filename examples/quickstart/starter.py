@@ -4,8 +4,8 @@
 
 Nothing is downloaded. Noisy experts that search at random play the level-1 tasks; a tokenizer is trained on
 their messages, and a random Qwen3 model is trained to imitate them. It becomes as good as they are, and like
-them it does not know where things usually are: that is left to reinforcement learning. Takes about five minutes
-on one free core.
+them it does not know where things usually are: that is left to reinforcement learning. Takes about five
+minutes on one free core.
 """
 
 from __future__ import annotations
