@@ -1,4 +1,4 @@
-"""Differences between architectures: attention masks, logits, and the tensors of a checkpoint.
+"""Differences between architectures: attention, logits, and the tensors of a checkpoint.
 
 Learner and engines call the body and the head of a model themselves. Here is what lies between and behind
 them: the tokens that each kind of layer attends to, and the scaling and capping of the logits.
@@ -6,6 +6,7 @@ them: the tokens that each kind of layer attends to, and the scaling and capping
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from itertools import groupby
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers.core_model_loading import revert_weight_conversion
 
 if TYPE_CHECKING:
@@ -23,23 +25,23 @@ LARGE_LOGIT = 100.0
 """Size of the logits that ``check_head`` tries: capping changes large logits only."""
 
 
-def layer_types(model: PreTrainedModel) -> list[str]:
+def layer_types(config: PreTrainedConfig) -> list[str]:
     """Return the kind of each layer, such as "full_attention" and "sliding_attention".
 
     Configurations without ``layer_types`` have windows in every layer or in none.
     """
-    config = model.config.get_text_config()
+    config = config.get_text_config()
     uniform = SLIDING if getattr(config, "sliding_window", None) else FULL
     return list(getattr(config, "layer_types", None) or [uniform] * config.num_hidden_layers)
 
 
 def layer_kinds(model: PreTrainedModel) -> set[str]:
     """Return the kinds of layers that a model has."""
-    return set(layer_types(model))
+    return set(layer_types(model.config))
 
 
 def has_masks(model: PreTrainedModel) -> bool:
-    """Return whether ``attention_masks`` determines what every layer sees."""
+    """Return whether ``visible`` determines what every layer sees."""
     return layer_kinds(model) <= {FULL, SLIDING, CHUNKED}
 
 
@@ -62,26 +64,76 @@ def visible(config: PreTrainedConfig, kind: str, seen: Tensor, *, queries: Tenso
     return mask
 
 
-def attention_masks(
-    model: PreTrainedModel, seen: Tensor, *, queries: Tensor, keys: Tensor
-) -> Tensor | dict[str, Tensor]:
-    """Return the attention mask of a forward pass, or one for each kind of layer.
+def reach(config: PreTrainedConfig, kind: str) -> float:
+    """Return the length up to which a layer of this kind attends as one with full attention does."""
+    if kind == SLIDING:
+        return int(config.sliding_window)
+    return int(config.attention_chunk_size) if kind == CHUNKED else math.inf
+
+
+def hiding(
+    config: PreTrainedConfig, kind: str, *, queries: Tensor, keys: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return a mask to be added to the scores of a layer: -inf where a query does not see a key.
 
     Args:
-        model: its layers satisfy ``has_masks``.
-        seen: [rows, 1, queries, keys], true where a layer with full attention sees a token.
-        queries: positions of the queries in their sequences, [rows or 1, 1, queries, 1].
-        keys: positions of the keys in their sequences, [rows or 1, 1, 1, keys].
+        config: text configuration of the model.
+        kind: kind of the layer.
+        queries: positions of the queries in their sequences, [..., queries, 1].
+        keys: positions of the keys in their sequences, [keys].
+        dtype: dtype of the scores.
     """
-    config = model.config.get_text_config()
-    masks = {}
-    for kind in layer_kinds(model):
-        mask = visible(config, kind, seen, queries=queries, keys=keys)
-        if model.config._attn_implementation == "eager":  # added to the scores
-            lowest = torch.finfo(model.dtype).min
-            mask = torch.zeros_like(mask, dtype=model.dtype).masked_fill_(~mask, lowest)
-        masks[kind] = mask
-    return masks.popitem()[1] if len(masks) == 1 else masks
+    seen = visible(config, kind, keys <= queries, queries=queries, keys=keys)
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return the attention of some queries, [rows, heads, queries, dim].
+
+    Args:
+        query: [rows, heads, queries, dim].
+        key: [rows, heads or fewer, keys, dim].
+        value: like ``key``.
+        mask: to be added to the scores; None is no mask.
+        is_causal: whether each query sees the keys up to its own only, of as many; needs no mask.
+        scaling: factor of the scores.
+        softcap: bound of the scores (Gemma-2).
+        sinks: share of each head that attends to nothing (gpt-oss).
+    """
+    if softcap is None and sinks is None:
+        return scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=is_causal,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores + mask
+    if is_causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    if sinks is not None:
+        sink = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink.to(scores.dtype)], dim=-1)
+    shares = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
+    return shares[..., : key.shape[2]] @ value
 
 
 def read_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ A trajectory of two turns is one row of tokens that is never decoded and re-enco
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -306,3 +306,35 @@ class Untraced:
 
 
 UNTRACED = Untraced()
+
+
+class Threads:
+    """Divides CPU threads among the parts that compute at the same time; one that computes alone gets all.
+
+    Args:
+        count: number of threads; None leaves their number as it is.
+    """
+
+    def __init__(self, count: int | None = None) -> None:
+        self._count = count
+        self._working: set[object] = set()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Count the caller among those that compute, for the duration of the block."""
+        self._working.add(token := object())
+        try:
+            self.share()
+            yield
+        finally:
+            self._working.discard(token)
+
+    def share(self) -> None:
+        """Set the number of threads of the caller's operations, which PyTorch keeps for each thread."""
+        import torch  # here, because the command line starts without it
+
+        if self._count is None:
+            return
+        share = max(1, self._count // max(1, len(self._working)))
+        if share != torch.get_num_threads():
+            torch.set_num_threads(share)

@@ -21,7 +21,7 @@ from agentrl_env.errors import (
     UnknownSession,
     WireError,
 )
-from agentrl_env.fleet.registry import LOST, Registry, Routing, close_session, home
+from agentrl_env.fleet.registry import LOST, RecentNames, Registry, Routing, close_session, home
 from agentrl_env.fleet.remote_server import RemoteServer
 from agentrl_env.fleet.scheduler import Placement, ignore_errors
 from agentrl_env.fleet.store import CLAIM_S, FleetStore
@@ -168,13 +168,13 @@ class Failover(Routing):
         self._suspects: set[str] = set()
         """Sessions with one death left, until their step is done."""
         self._one_suspect = asyncio.Lock()
-        self._interrupted: set[str] = set()
+        self._interrupted = RecentNames()
         """Sessions whose server was lost during a call; the next adoption of each counts that."""
-        self._sticky: set[str] = set()
+        self._sticky = RecentNames()
         """Tasks of sessions that got their server stuck."""
         self._unproven: dict[str, str] = {}
         """Servers of other sessions of these tasks whose step was under way there, until that is done."""
-        self._explained: set[str] = set()
+        self._explained = RecentNames()
         """Servers that were lost for the steps of sessions that are known."""
         self._writes: dict[str, asyncio.Task[bool]] = {}
         """Last write of each session, until it is done; one that failed stays for ``confirm``."""
@@ -251,7 +251,7 @@ class Failover(Routing):
 
     def interrupted(self, session_ids: Iterable[str]) -> None:
         """Remember the sessions whose call may be what their server died of."""
-        self._interrupted.update(session_ids)
+        self._interrupted.add(*session_ids)
 
     async def blame(self, server_id: str, session_ids: Iterable[str]) -> None:
         """Let the session that a server was stuck in be lost, and take turns where it is one of several."""

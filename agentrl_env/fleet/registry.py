@@ -29,6 +29,8 @@ BLIND_FACTOR = 3
 """Factor on ``lost_after_s`` while the store cannot tell whether another controller hears a server."""
 PROBE_S = 2.0
 """Seconds without an answer, while there are heartbeats, after which a server is asked whether it answers."""
+MAX_REMEMBERED = 10_000
+"""Names in each set that would grow as long as the controller runs."""
 LOST_SHOWN, LOST_SHOWN_S = 100, 600.0
 """Lost servers that are listed, and seconds for which they are."""
 LOST = "the server that held the session is gone; open a new one"
@@ -37,6 +39,31 @@ LOST = "the server that held the session is gone; open a new one"
 def home(session_id: str) -> str:
     """Return the id of the server that opened a session."""
     return session_id.partition(".")[0]
+
+
+class RecentNames:
+    """A set of the names that were added last; beyond ``MAX_REMEMBERED`` it drops the oldest ones."""
+
+    def __init__(self) -> None:
+        self._names: OrderedDict[str, None] = OrderedDict()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def add(self, *names: str) -> None:
+        """Add names, as the newest ones."""
+        for name in names:
+            self._names[name] = None
+            self._names.move_to_end(name)
+            if len(self._names) > MAX_REMEMBERED:
+                self._names.popitem(last=False)
+
+    def discard(self, name: str) -> None:
+        """Remove a name, if it is there."""
+        self._names.pop(name, None)
 
 
 class Registry:
@@ -83,9 +110,9 @@ class Registry:
         self._awake = -math.inf
         """Time since when this process has not been suspended, so that it could hear servers."""
         self._joined = asyncio.Condition()
-        self._lost: set[str] = set()
+        self._lost = RecentNames()
         """Servers that this controller has declared lost, whether or not the store still knows."""
-        self._left: set[str] = set()
+        self._left = RecentNames()
         """Servers that have shut down in order."""
         self._unreported: set[str] = set()
         """Lost servers that the store could not be told of."""

@@ -31,8 +31,9 @@ logger = logging.getLogger("agentrl_env")
 
 STOP_S = 3.0
 """Seconds that a stopping controller waits for answers; then callers may ask another controller."""
-STUCK_MARGIN_S = 2.0
-"""Seconds after which a server that its watchdog has not killed is lost."""
+STARVED_FACTOR = 60
+"""Times its ``stuck_s`` for which a linked server may be silent: its watchdog does not count the time in
+which it waits for a processor, and kills it long before that."""
 ADOPTION_S = 30.0
 """Seconds that a session waits for a place on another worker, or for its own worker to restart."""
 
@@ -161,7 +162,7 @@ class WorkerServer:
         **options: Any,
     ) -> None:
         self._fleet = FleetService(
-            queue_s=0.0, adoption_s=ADOPTION_S, resume=resume, stuck_after_s=stuck_s + STUCK_MARGIN_S
+            queue_s=0.0, adoption_s=ADOPTION_S, resume=resume, stuck_after_s=STARVED_FACTOR * stuck_s
         )
         self._controller = ControllerServer(self._fleet, **options)
         self._drain_s = drain_s

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from agentrl_env.fleet.config import FleetConfig, TaskConfig
 from agentrl_env.fleet.controller import FleetService
-from agentrl_env.fleet.serve import STUCK_MARGIN_S, ControllerServer
+from agentrl_env.fleet.serve import STARVED_FACTOR, ControllerServer
 from agentrl_env.fleet.supervisor import START_S, Replica, Supervisor
 from agentrl_env.launch.docker import DockerServer
 from agentrl_env.launch.image import build_image
@@ -50,7 +50,7 @@ class LocalFleet:
         sessions = FleetService(
             queue_s=settings.queue,
             resume=settings.resume,
-            stuck_after_s=max(task.stuck_after for task in config.tasks) + STUCK_MARGIN_S,
+            stuck_after_s=STARVED_FACTOR * max(task.stuck_after for task in config.tasks),
         )
         self._controller = ControllerServer(sessions, host=settings.host, port=settings.port, token=token)
         self._link_token = link_token(token or secrets.token_urlsafe())

@@ -53,7 +53,8 @@ class Watchdog:
     On SIGQUIT it prints the stacks of all threads.
 
     Args:
-        stuck_s: seconds without the event loop after which the process is killed; 0 never kills it.
+        stuck_s: seconds without the event loop after which the process is killed; 0 never kills it. Seconds
+            in which its threads waited for a processor do not count, where the system tells them (Linux).
         log_format: ``text`` or ``json``.
     """
 
@@ -160,6 +161,32 @@ def _stat(pid: int, thread: int) -> list[str]:
     return []
 
 
+class _Look(NamedTuple):
+    """The scheduling of a thread at one moment, as Linux tells it."""
+
+    counts: str
+    """Nanoseconds on a processor, and in wait of one, until it was last on one."""
+    at: float
+    """Time of the first look at these counts."""
+    waited_s: float
+    """Seconds in which it could run, and had no processor, the wait that goes on included."""
+
+
+def _look(pid: int, thread: int, before: _Look | None, now: float) -> _Look | None:
+    """Return how long a thread has waited for a processor; None where the system does not tell it."""
+    with (
+        contextlib.suppress(OSError, ValueError, IndexError),
+        open(f"/proc/{pid}/task/{thread}/schedstat") as file,
+    ):
+        counts = file.read()
+        at, waited_s = now, int(counts.split()[1]) / 1e9
+        if before is not None and before.counts == counts:
+            at = before.at
+            waited_s += now - at if _stat(pid, thread)[:1] == ["R"] else 0.0
+        return _Look(counts, at, waited_s)
+    return None
+
+
 class _Guard:
     """The program of the watchdog's process: a child of the server that it watches."""
 
@@ -186,6 +213,8 @@ class _Guard:
         self._has_parent = drain_s is not None
         self._before: dict[_Running, float] = {}
         """CPU time of the running calls, at a moment when the event loop was stuck already."""
+        self._seen: dict[int, _Look] = {}
+        """The event loop's thread and those of running calls, at the last look."""
 
     def watch(self) -> None:
         """Return when the server has ended."""
@@ -194,9 +223,10 @@ class _Guard:
             ready, _, _ = select.select(self._inputs, [], [], TICK_S)
             now = time.monotonic()
             passed = min(now - last, 2 * TICK_S)  # without the time for which this process was suspended
-            last = now
             if self._silent_s is not None:
-                self._silent_s += passed
+                starved_s = self._starved_s(now) if self._stuck_s else 0.0
+                self._silent_s = max(0.0, self._silent_s + min(now - last - starved_s, passed))
+            last = now
             if self._beats in ready:
                 if not os.read(self._beats, 4096):
                     return
@@ -235,14 +265,33 @@ class _Guard:
         found = {call.session for call in used if call.thread == self._pid or used[call] > limit}
         return sorted(found or {call.session for call in used})
 
-    def _cpu_seconds(self) -> dict[_Running, float]:
-        """Return the CPU time of the threads of running calls; of none where the process is stopped."""
+    def _starved_s(self, now: float) -> float:
+        """Return the seconds since the last look in which the event loop waited for a processor.
+
+        Itself, or by way of a call that holds the interpreter's lock. A thread that waits for that lock
+        runs now and then; where it did not run at all, it sleeps, and waits for nothing that others use.
+        """
+        before, self._seen = self._seen, {}
+        calls = self._running() if (self._silent_s or 0) > BEAT_S else []
+        for thread in {self._pid, *(call.thread for call in calls)}:
+            if (look := _look(self._pid, thread, before.get(thread), now)) is not None:
+                self._seen[thread] = look
+        if before.get(self._pid) == self._seen.get(self._pid):
+            return 0.0
+        seen = self._seen.items()
+        return max((look.waited_s - before[one].waited_s for one, look in seen if one in before), default=0.0)
+
+    def _running(self) -> list[_Running]:
+        """Return the running calls."""
         rows = os.pread(self._calls, CALLS_BYTES, 0).decode("ascii", "replace").splitlines()
         running = [row.split() for row in rows if row[:1].strip(" \0")]
-        calls = [_Running(row[0], int(row[1])) for row in running if len(row) == 2 and row[1].isdigit()]
+        return [_Running(row[0], int(row[1])) for row in running if len(row) == 2 and row[1].isdigit()]
+
+    def _cpu_seconds(self) -> dict[_Running, float]:
+        """Return the CPU time of the threads of running calls; of none where the process is stopped."""
         if _stat(self._pid, self._pid)[:1] == ["T"]:
             return {}
-        return {call: sum(map(int, _stat(self._pid, call.thread)[11:13])) / TICKS for call in calls}
+        return {call: sum(map(int, _stat(self._pid, call.thread)[11:13])) / TICKS for call in self._running()}
 
     def _tell_parent(self, sessions: list[str]) -> None:
         """Write the sessions to standard input, where that is the parent's socket (``ServerProcess``)."""

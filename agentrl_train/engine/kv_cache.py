@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import AttentionInterface
 
-from agentrl_train.architecture import layer_types, visible
+from agentrl_train.architecture import attend, hiding, layer_types
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -87,9 +86,8 @@ class Group:
             # Padding stands beyond the columns, where a window would be empty.
             queries = queries.clamp(max=self.length - 1).view(len(self.slots), 1, self.width, 1)
             keys = torch.arange(self.length, device=positions.device)
-            seen = visible(config, kind, keys <= queries, queries=queries, keys=keys)
-            hidden = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
-            self.masks[kind] = None if bool(seen.all()) else hidden
+            mask = hiding(config, kind, queries=queries, keys=keys, dtype=dtype)
+            self.masks[kind] = mask if bool(mask.any()) else None
         return self.masks[kind]
 
 
@@ -118,7 +116,7 @@ class SlotCache(Cache):
         self.layer_class_to_replicate = None
         self.num_slots = num_slots
         self.max_context = max_context
-        self.kinds = layer_types(model)
+        self.kinds = layer_types(model.config)
         self.config = model.config.get_text_config()
         self.groups: Sequence[Group] = ()
         self.positions = torch.empty(0)
@@ -209,39 +207,10 @@ def slot_attention(
         asked = asked.view(-1, size, width, flat.shape[-1]).transpose(0, 1)
         mask = group.mask(cache.config, kind, cache.positions[part], query.dtype)
         keys, values = key[group.keys_at, :, : group.length], value[group.keys_at, :, : group.length]
-        if softcap is None and s_aux is None:
-            seen = F.scaled_dot_product_attention(
-                asked, keys, values, attn_mask=mask, scale=scaling, enable_gqa=asked.shape[1] != keys.shape[1]
-            )
-        else:
-            seen = _explicit_attention(asked, keys, values, mask, scaling, softcap, s_aux)
+        seen = attend(asked, keys, values, mask=mask, scaling=scaling, softcap=softcap, sinks=s_aux)
         seen = seen.transpose(1, 2).reshape(size * width, -1, value.shape[-1])
         result[part] = seen if group.unpadded is None else seen.index_select(0, group.unpadded)
     return result[None], None
-
-
-def _explicit_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Return attention whose scores are bounded, or that may attend to nothing."""
-    repeats = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
-        scores = scores + mask
-    if sinks is not None:
-        sink = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, sink.to(scores.dtype)], dim=-1)
-    shares = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
-    return shares[..., : key.shape[2]] @ value
 
 
 AttentionInterface.register(ATTENTION, slot_attention)

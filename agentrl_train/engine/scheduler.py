@@ -159,6 +159,7 @@ class Scheduler:
     then been sampled as without guesses (speculative decoding, but with the same draws).
 
     Sequences between two requests keep their slot until another needs it, least recently used first.
+    Schedulers may share ``drafts``, since policies of one run say much the same.
 
     With ``fixed_rows`` a completion depends, bit for bit, only on the weights and its request: no prefix is
     shared or kept, nothing is guessed, each context is prefilled alone, and every decode pass has that many
@@ -175,6 +176,7 @@ class Scheduler:
         max_context: int,
         policy_version: int = 0,
         fixed_rows: int = 0,
+        drafts: Drafts | None = None,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.model.set_attn_implementation(ATTENTION)
@@ -194,7 +196,7 @@ class Scheduler:
         self._active: dict[int, _Sequence] = {}
         """Sequences with a request, by slot."""
         self._prefixes: PrefixIndex[_Sequence] = PrefixIndex()
-        self._drafts = Drafts(self._stop)
+        self._drafts = drafts or Drafts(self._stop)
         self._reached: dict[str, int] = {}
         """Largest number of cached tokens per session: prefilling up to there again counts as reprefilled."""
         self._waiting: deque[Request] = deque()
@@ -248,6 +250,7 @@ class Scheduler:
             max_context=self._max_context,
             policy_version=self.policy_version,
             fixed_rows=self._fixed_rows,
+            drafts=self._drafts,
         )
         fresh.num_sampled, fresh.num_prefilled = self.num_sampled, self.num_prefilled
         fresh.num_completed = self.num_completed

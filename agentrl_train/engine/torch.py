@@ -21,9 +21,10 @@ import torch
 from transformers import PreTrainedModel
 
 from agentrl_train.architecture import has_masks, layer_kinds
+from agentrl_train.engine.reuse import Drafts
 from agentrl_train.engine.scheduler import Request, Scheduler, independent_rows
 from agentrl_train.errors import EngineBroken, EngineError, EngineOutOfMemory, ran_out_of_memory
-from agentrl_train.types import UNTRACED, Completion, SamplingParams, Trace
+from agentrl_train.types import UNTRACED, Completion, SamplingParams, Threads, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class TorchEngine:
         max_sequences: rows of the cache of each policy: sequences decoding or parked between turns.
         max_context: maximum number of tokens of one sequence.
         deadline_s: deadline of one completion or weight update.
-        threads: OpenMP threads of the engine; None keeps the default of PyTorch.
+        threads: CPU threads, shared with others that compute; None keeps the default of PyTorch.
         deterministic: completions depend, bit for bit, only on the weights and the request, on one machine
             and number of threads. Slower: no prefix caching, padded shapes.
 
@@ -62,7 +63,7 @@ class TorchEngine:
         max_sequences: int,
         max_context: int,
         deadline_s: float = 600.0,
-        threads: int | None = None,
+        threads: Threads | None = None,
         policy_version: int = 0,
         deterministic: bool = False,
         trace: Trace = UNTRACED,
@@ -71,8 +72,9 @@ class TorchEngine:
             _require_supported(model, max_context)
         self.max_context = max_context
         self._deadline_s = deadline_s
-        self._threads = threads
+        self._threads = threads or Threads()
         self._trace = trace
+        drafts = Drafts(stop_token_ids)
         self._replicas = {
             name: Scheduler(
                 model,
@@ -82,6 +84,7 @@ class TorchEngine:
                 max_context=max_context,
                 policy_version=policy_version,
                 fixed_rows=independent_rows(model) if deterministic else 0,
+                drafts=drafts,
             )
             for name, model in models.items()
         }
@@ -245,22 +248,26 @@ class TorchEngine:
             replica.abandon(session_key)
 
     def _run(self) -> None:
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
         try:
             with torch.inference_mode():
                 while self._take_commands():
-                    started = time.perf_counter()
-                    for name, replica in self._replicas.items():
-                        if replica.busy and not self._asleep:
-                            self._step(name, replica)
-                    self._busy_s += time.perf_counter() - started
+                    if self._has_work():
+                        self._run_passes()
             self._fail_waiting(EngineError("the engine was closed"))
         except EngineError as error:
             self._fail(error)
         except BaseException as error:  # thread boundary: waiting callers must get the error
             logger.exception("the engine thread failed")
             self._fail(EngineBroken(f"the engine failed: {error}"))
+
+    def _run_passes(self) -> None:
+        """Run one step of each policy that has work."""
+        started = time.perf_counter()
+        with self._threads.working():
+            for name, replica in list(self._replicas.items()):
+                if replica.busy:
+                    self._step(name, replica)
+        self._busy_s += time.perf_counter() - started
 
     def _step(self, name: str, replica: Scheduler) -> None:
         """Run one step; after an error, rebuild the scheduler and restart its requests."""

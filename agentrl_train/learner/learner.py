@@ -29,12 +29,12 @@ from agentrl_train.learner.logprobs import (
     WHOLE,
     Part,
     Scorer,
+    attends_to_segments,
     one_row,
     padding_free,
     select_sampled,
+    set_attention,
     shared_rows,
-    use_flash,
-    uses_flash,
 )
 from agentrl_train.learner.lora import Lora, adapters_off, add_adapters, is_adapter, merged
 from agentrl_train.learner.sequence_parallel import use_sequence_parallel
@@ -48,7 +48,7 @@ from agentrl_train.learner.state import (
     read_weights,
 )
 from agentrl_train.loss import Objective, entropy_bonus, importance_weights, kl_penalty, policy_loss
-from agentrl_train.types import UNTRACED, Batch, FloatArray, MicroBatch, TokenSequence, Trace
+from agentrl_train.types import UNTRACED, Batch, FloatArray, MicroBatch, Threads, TokenSequence, Trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -178,16 +178,17 @@ class Learner:
     ``importance_cap`` clips against log-probabilities recomputed at the start of ``step`` and weights
     tokens by the truncated importance ratio of those to the sampler's (decoupled PPO, arXiv 2110.00641).
     ``activation_checkpointing`` saves memory at the cost of a second forward pass, ``offload_optimizer``
-    keeps the optimizer in host memory,
-    ``lora`` trains adapters only; ``attention`` is "sdpa" or the name of a flash-attn that transformers
-    supports, which packs without padding; ``max_logits`` bounds the entries of a chunk of logits. An update
-    is rejected if its gradient norm exceeds ``spike_factor`` times the recent median; 0 is off.
+    keeps the optimizer in host memory, ``lora`` trains adapters only; ``attention`` is "sdpa", PyTorch's for
+    one sequence after another, or the name of a flash-attn that transformers supports; ``max_logits`` bounds
+    the entries of a chunk of logits. An update is rejected if its gradient norm exceeds ``spike_factor``
+    times the recent median; 0 is off.
     ``packs_rows`` is whether the model supports several sequences per row.
 
     ``mesh`` has the dimensions ``data`` and ``sequence``: parameters are sharded over all ranks,
     micro-batches over ``data``, the tokens of each row over ``sequence``. ``storage_group`` is a
-    CPU process group of the same ranks, for writing snapshots in the background. ``trace`` records forward,
-    backward and optimizer; on a GPU, the time they were queued.
+    CPU process group of the same ranks, for writing snapshots in the background. ``threads`` are CPU
+    threads, shared with others that compute. ``trace`` records forward, backward and optimizer; on a GPU,
+    the time they were queued.
 
     Raises ``ValueError`` for a model whose logits are not those of ``read_logits``, or that cannot be
     sharded over the mesh.
@@ -223,10 +224,12 @@ class Learner:
         max_logits: int = 2**26,
         mesh: DeviceMesh | None = None,
         storage_group: dist.ProcessGroup | None = None,
+        threads: Threads | None = None,
         trace: Trace = UNTRACED,
     ) -> None:
         self.model = model
         self._span = partial(trace.span, TRACK)
+        self._threads = threads or Threads()
         self.packs_rows = has_masks(model)
         self.device = torch.device(device)
         self.objective = objective
@@ -270,15 +273,15 @@ class Learner:
 
         Raises ``BadUpdate`` instead of applying an update that would corrupt the parameters.
         """
-        started = time.perf_counter()
+        started, sums = time.perf_counter(), MetricSums()
         shares = [deal(batch.micro_batches, *self._data) for batch in batches]
-        if uses_flash(self.model):
+        if attends_to_segments(self.model):
             shares = [[padding_free(micro) for micro in share] for share in shares]
-        anchors = [[self._anchor(micro) for micro in share] for share in shares]
-        self.model.train(self._activation_checkpointing)
-        sums = MetricSums()
-        for share, anchor in zip(shares, anchors, strict=True):
-            self._update(share, anchor, sums)
+        with self._threads.working():
+            anchors = [[self._anchor(micro) for micro in share] for share in shares]
+            self.model.train(self._activation_checkpointing)
+            for share, anchor in zip(shares, anchors, strict=True):
+                self._update(share, anchor, sums)
         return sums.metrics(self._reduce) | _sizes(batches) | {"seconds": time.perf_counter() - started}
 
     @torch.no_grad()
@@ -295,7 +298,8 @@ class Learner:
         scored = torch.zeros(sum(lengths))
         places = torch.arange(sum(lengths)).split(lengths)
         for turn, micro in enumerate(deal(micros, index, count)):
-            scores = self._forward(self._scorer, micro)[0].float().cpu()
+            with self._threads.working():
+                scores = self._forward(self._scorer, micro)[0].float().cpu()
             if (number := turn * count + index) < len(rows):
                 place = torch.cat([places[one] for one in rows[number]])
                 scored[select_sampled(place[None], micro, self._part)] = scores
@@ -439,6 +443,7 @@ class Learner:
         return self._forward(self._scorer, micro)[0]
 
     def _forward(self, scorer: Scorer, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        self._threads.share()
         # A sharded model is gathered in bfloat16 already.
         lowered = self._precision == "bfloat16" and self._mesh is None
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=lowered):
@@ -454,8 +459,8 @@ class Learner:
         check_head(model)
         if self._part != WHOLE and self._mesh is not None:
             use_sequence_parallel(model, self._mesh.get_group("sequence"))
-        elif self._attention != "sdpa":
-            use_flash(model, self._attention)
+        else:
+            set_attention(model, self._attention)
         scorer = Scorer(model, temperature=self._temperature, max_logits=self._max_logits, part=self._part)
         if self._mesh is not None:
             shard(scorer, model, self._mesh, precision=self._precision)

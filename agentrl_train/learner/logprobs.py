@@ -1,20 +1,23 @@
 """Packed rows -> log-probabilities of the sampled tokens.
 
-The head and the softmax run only at sampled tokens, in chunks, so that no [tokens, vocabulary] tensor is
+Attention is computed for one sequence after another, so that its cost is that of the sequences alone. The
+head and the softmax run only at sampled tokens, in chunks, so that no [tokens, vocabulary] tensor is
 materialized.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
 
-from agentrl_train.architecture import attention_masks, has_masks, read_logits
+from agentrl_train.architecture import attend, has_masks, hiding, layer_types, reach, read_logits
 from agentrl_train.types import MicroBatch, TokenSequence
 
 if TYPE_CHECKING:
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 Part = tuple[int, int]
 """Slice of every row that a rank holds, as (index, count); ``(0, 1)`` is the whole row."""
 WHOLE: Part = (0, 1)
+ATTENTION = "agentrl_segments"
+"""Name of ``segment_attention`` among the attention implementations of transformers."""
 
 
 class Scorer(nn.Module):
@@ -66,6 +71,8 @@ def sampled_logprobs(
     in it.
     """
     device = next(model.parameters()).device
+    if attends_to_segments(model) and part == WHOLE:
+        micro = padding_free(micro)
     inputs = _inputs(model, micro, part, device=device)
     hidden = model.base_model(use_cache=False, **inputs)[0]
     predicts = (_next(micro.loss_mask, part) > 0).to(device)
@@ -105,8 +112,15 @@ def padding_free(micro: MicroBatch) -> MicroBatch:
     return MicroBatch(**fields | {"segment_ids": begins.cumsum(0)[None]})
 
 
-def use_flash(model: PreTrainedModel, name: str) -> None:
-    """Switch a model to flash-attn; raises ``ValueError`` if it is not available."""
+def set_attention(model: PreTrainedModel, name: str = "sdpa") -> None:
+    """Make a model attend within the sequences of packed rows, by PyTorch ("sdpa") or by flash-attn.
+
+    Layers without attention stay as they are. Raises ``ValueError`` if flash-attn is not available.
+    """
+    if name == "sdpa":
+        if has_masks(model):
+            model.set_attn_implementation(ATTENTION)
+        return
     try:
         model.set_attn_implementation(name)
     except (ImportError, ValueError) as error:
@@ -114,9 +128,71 @@ def use_flash(model: PreTrainedModel, name: str) -> None:
         raise ValueError(f"train.attention = {name!r} is not available: {reason}") from error
 
 
-def uses_flash(model: PreTrainedModel) -> bool:
-    """Return whether the model uses flash-attn, which supports packed rows of variable length."""
-    return str(model.config._attn_implementation).startswith("flash_attention")
+def segment_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    segments: Sequence[int] | None = None,
+    position_ids: Tensor | None = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Return the attention within the sequences of a row, [rows, tokens, heads, dim].
+
+    Args:
+        module: attention module of the layer.
+        query: [rows, heads, tokens, dim].
+        key: [rows, heads or fewer, tokens, dim].
+        value: like ``key``.
+        attention_mask: unused; a token sees those before it in its sequence.
+        segments: lengths of the sequences; a model that does not pass them on passes ``position_ids``.
+        position_ids: positions of the tokens in their sequences.
+        scaling: factor of the scores.
+        softcap: bound of the scores (Gemma-2).
+        s_aux: attention sinks of each head (gpt-oss).
+    """
+    config: Any = module.config
+    kind = layer_types(config)[int(module.layer_idx)]  # type: ignore[arg-type]
+    window = reach(config, kind)
+    lengths = list(_segments(position_ids, query.shape[2]) if segments is None else segments)
+    score = partial(attend, scaling=scaling, softcap=softcap, sinks=s_aux)
+    found: list[Tensor] = []
+    for asked, keys, values in zip(*(one.split(lengths, dim=2) for one in (query, key, value)), strict=True):
+        length = asked.shape[2]
+        if length <= window:
+            found.append(score(asked, keys, values, is_causal=True))
+            continue
+        places = torch.arange(length, device=query.device)
+        for begin in range(0, length, int(window)):
+            end, first = min(begin + int(window), length), max(0, begin + 1 - int(window))
+            queries, nearby = places[begin:end, None], places[first:end]
+            mask = hiding(config, kind, queries=queries, keys=nearby, dtype=query.dtype)
+            near = slice(first, end)
+            found.append(score(asked[:, :, begin:end], keys[:, :, near], values[:, :, near], mask=mask))
+    return torch.cat([one.transpose(1, 2) for one in found], dim=1), None
+
+
+AttentionInterface.register(ATTENTION, segment_attention)
+
+
+def _segments(position_ids: Tensor | None, tokens: int) -> list[int]:
+    """Return the lengths of the sequences of a row, each of which begins at position 0."""
+    if position_ids is None or position_ids.shape[1] != tokens:
+        return [tokens]
+    begins = (position_ids[0] == 0).nonzero()[:, 0].tolist()
+    return [end - begin for begin, end in zip(begins, [*begins[1:], tokens], strict=True)]
+
+
+def attends_to_segments(model: PreTrainedModel) -> bool:
+    """Return whether a model separates the sequences of a row; it takes one row without padding."""
+    return has_masks(model) and str(model.config._attn_implementation).startswith(
+        (ATTENTION, "flash_attention")
+    )
 
 
 def one_row(*sequences: TokenSequence) -> MicroBatch:
@@ -152,38 +228,22 @@ def shared_rows(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _inputs(model: PreTrainedModel, micro: MicroBatch, part: Part, *, device: torch.device) -> dict[str, Any]:
-    """Return the inputs of the model body: tokens and, where needed, positions and mask.
+    """Return the inputs of the model body: tokens and, where it needs them, the boundaries of sequences.
 
-    Packed rows get masks [rows, 1, row length, row length] over whole rows, also where a rank holds a slice
-    of them. Flash attention derives the boundaries from the positions and needs no mask.
+    Rows of one sequence need none: causal attention ignores padding behind a sequence. Raises ``ValueError``
+    if sequences share a row and the model does not separate them.
     """
-    packed = _is_packed(micro, model)
     inputs: dict[str, Any] = {"input_ids": _cut(micro.token_ids, part).to(device)}
-    if packed or part != WHOLE:
+    if attends_to_segments(model):
         inputs["position_ids"] = _cut(micro.position_ids, part).to(device)
-    if packed and not uses_flash(model):
-        segments = _padded(micro.segment_ids, part).to(device)
-        same = segments[:, None, :, None] == segments[:, None, None, :]
-        places = _padded(micro.position_ids, part).to(device)[:, None]
-        inputs["attention_mask"] = attention_masks(
-            model, same.tril(), queries=places[..., None], keys=places[..., None, :]
+        positions = _padded(micro.position_ids, part)
+        inputs["segments"] = _segments(positions, positions.shape[1])
+    elif int(micro.segment_ids.max()) > 1:
+        raise ValueError(
+            "this model does not separate packed sequences: it has layers without attention, or "
+            "set_attention was not called; pack with packed=False, one sequence per row."
         )
     return inputs
-
-
-def _is_packed(micro: MicroBatch, model: PreTrainedModel) -> bool:
-    """Return whether sequences share a row and need a mask.
-
-    Rows of one sequence need none: causal attention ignores padding behind a sequence, and faster kernels run
-    without a mask. Raises ``ValueError`` if the model does not support packed rows.
-    """
-    packed = int(micro.segment_ids.max()) > 1
-    if packed and not has_masks(model):
-        raise ValueError(
-            "this model has layers without attention, which do not separate packed sequences; "
-            "pack with packed=False, one sequence per row."
-        )
-    return packed
 
 
 def _next(values: Tensor, part: Part) -> Tensor:

@@ -8,20 +8,21 @@ computes all tokens of some heads, then the exchange is reversed::
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from agentrl_train.architecture import FULL, layer_kinds
+from agentrl_train.learner.logprobs import ATTENTION, segment_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NAME = "ulysses"
+NAME = f"{ATTENTION}_ulysses"
 
 
 def use_sequence_parallel(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
@@ -49,20 +50,27 @@ def use_sequence_parallel(model: PreTrainedModel, group: dist.ProcessGroup) -> N
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
+        segments: Sequence[int] | None = None,
         scaling: float | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        return _attend(query, key, value, attention_mask, scaling=scaling, group=group), None
+        if segments is None:
+            raise ValueError(
+                f"train.sequence_parallel does not support {type(module).__name__}, which is not told where "
+                "sequences begin; set it to 1."
+            )
+        return _attend(module, query, key, value, segments, scaling=scaling, group=group), None
 
     AttentionInterface.register(NAME, attend)
     model.set_attn_implementation(NAME)
 
 
 def _attend(
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    segments: Sequence[int],
     *,
     scaling: float | None,
     group: dist.ProcessGroup,
@@ -72,17 +80,9 @@ def _attend(
         times = query.shape[1] // key.shape[1]
         key, value = (tensor.repeat_interleave(times, dim=1) for tensor in (key, value))
     query, key, value = (_Exchange.apply(tensor, 1, 2, group) for tensor in (query, key, value))
-    seen = scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    back: Tensor = _Exchange.apply(seen, 2, 1, group)
-    return back.transpose(1, 2).contiguous()
+    seen, _ = segment_attention(module, query, key, value, segments=segments, scaling=scaling)
+    back: Tensor = _Exchange.apply(seen, 1, 2, group)
+    return back
 
 
 class _Exchange(torch.autograd.Function):

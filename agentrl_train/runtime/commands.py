@@ -23,14 +23,13 @@ from agentrl_train.runtime.compose import (
     make_evaluator,
     served_environments,
     served_policy,
-    threads_each,
     train,
 )
 from agentrl_train.runtime.config import RunConfig
 from agentrl_train.runtime.distributed import rank
 from agentrl_train.runtime.environments import environments
 from agentrl_train.runtime.evaluation import Evaluation
-from agentrl_train.runtime.factories import run_follower
+from agentrl_train.runtime.factories import run_follower, threads_each
 from agentrl_train.runtime.models import DTYPES, chat_format, load_policy
 from agentrl_train.runtime.placement.launcher import Launcher, follower_devices, make_launcher
 from agentrl_train.runtime.sft import expert_sequences, train_sft

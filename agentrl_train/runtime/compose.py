@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
@@ -29,7 +28,14 @@ from agentrl_train.runtime.config import RunConfig
 from agentrl_train.runtime.distributed import LeadLearner, Ranks, release_memory
 from agentrl_train.runtime.environments import Served, environments
 from agentrl_train.runtime.evaluation import evaluate
-from agentrl_train.runtime.factories import join_ranks, make_engine, make_learner, make_publisher
+from agentrl_train.runtime.factories import (
+    join_ranks,
+    make_engine,
+    make_learner,
+    make_publisher,
+    make_threads,
+    threads_each,
+)
 from agentrl_train.runtime.journal import Journal
 from agentrl_train.runtime.loop import Loop
 from agentrl_train.runtime.models import chat_format, load_policy
@@ -43,19 +49,13 @@ from agentrl_train.runtime.telemetry.throughput import Throughput, copy_bytes_pe
 from agentrl_train.runtime.trainer import StepTrainer, engine_asleep
 from agentrl_train.runtime.watchdog import Watchdog
 from agentrl_train.template_check import check_sessions
-from agentrl_train.types import UNTRACED, Trace
+from agentrl_train.types import UNTRACED, Threads, Trace
 from agentrl_train.weights import FLOAT32, Drift
 
 SHUTDOWN_TIMEOUT_S = 30.0
 """Time for a run to end after a rank is lost."""
 EVALUATION_SEED = 1_000_003
 """Seed of held-out draws, independent of the run's seed, so that runs are comparable."""
-
-
-def threads_each(config: RunConfig) -> int:
-    """Return the thread count of engine and learner each: half of all if both run concurrently."""
-    threads = config.run.threads or os.cpu_count() or 1
-    return threads if config.rollout.max_staleness == 0 else max(1, threads // 2)
 
 
 def served_environments(config: RunConfig) -> AbstractAsyncContextManager[Served]:
@@ -81,9 +81,12 @@ async def policy(
     """Load the policy in ``path`` and start its engine and learner; stop the engine on leaving."""
     # Sharding moves one block after the other to the device, which need not hold the whole model.
     device = config.engine.device if ranks is None else "cpu"
-    loading = _loaded(config, path=path, device=device, launcher=launcher, served=served, trace=trace)
+    serving, training = make_threads(config, launcher=launcher)
+    loading = _loaded(
+        config, path=path, device=device, launcher=launcher, served=served, threads=serving, trace=trace
+    )
     async with loading as (model, ready):
-        with make_learner(config, model=model, ranks=ranks, trace=trace) as learner:
+        with make_learner(config, model=model, ranks=ranks, threads=training, trace=trace) as learner:
             publisher = make_publisher(
                 config,
                 ready.engine,
@@ -105,7 +108,9 @@ async def served_policy(
     config: RunConfig, *, path: str, launcher: Launcher, served: Served
 ) -> AsyncIterator[ServedPolicy]:
     """Load the policy in ``path`` and start its engine, without a learner; stop the engine on leaving."""
-    async with _loaded(config, path=path, device="cpu", launcher=launcher, served=served) as (model, ready):
+    threads, _ = make_threads(config, launcher=launcher)
+    loading = _loaded(config, path=path, device="cpu", launcher=launcher, served=served, threads=threads)
+    async with loading as (model, ready):
         if adapter_base(Path(path)) is not None:
             weights = dict(model.named_parameters())
             await asyncio.to_thread(ready.engine.publish, weights, policy_version=0, policies=config.policies)
@@ -115,11 +120,17 @@ async def served_policy(
 
 @asynccontextmanager
 async def _loaded(
-    config: RunConfig, *, path: str, device: str, launcher: Launcher, served: Served, trace: Trace = UNTRACED
+    config: RunConfig,
+    *,
+    path: str,
+    device: str,
+    launcher: Launcher,
+    served: Served,
+    threads: Threads,
+    trace: Trace = UNTRACED,
 ) -> AsyncIterator[tuple[PreTrainedModel, ServedPolicy]]:
     """Load a policy, check that its chat format carries the tasks, and start its engine."""
-    threads = threads_each(config)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(threads_each(config))
     model, tokenizer = load_policy(
         path, device=device, dtype=config.model.dtype, revision=config.model.revision
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -33,11 +34,31 @@ from agentrl_train.runtime.distributed import (
 )
 from agentrl_train.runtime.models import copy_of, load_policy
 from agentrl_train.runtime.placement.launcher import Launcher
-from agentrl_train.types import UNTRACED, RunningEngine, Trace
+from agentrl_train.types import UNTRACED, RunningEngine, Threads, Trace
 from agentrl_train.weights import Canary, Drift, LogProbs, Publisher
 
 CPU_KV_GIB = 1.0
 TORCH_SERVING = "agentrl_train.runtime.placement.serving"
+
+
+def threads_each(config: RunConfig) -> int:
+    """Return the thread count of engine and learner each: half of all if both run concurrently."""
+    threads = config.run.threads or os.cpu_count() or 1
+    return threads if config.rollout.max_staleness == 0 else max(1, threads // 2)
+
+
+def make_threads(config: RunConfig, *, launcher: Launcher) -> tuple[Threads, Threads]:
+    """Return the CPU threads of the engine and those of the learner.
+
+    They are the same, so that one takes all while the other waits, unless the engine is in other processes.
+    In a synchronous run, which is reproducible, neither changes.
+    """
+    apart = config.engine.kind == "vllm" or launcher.separate_engines
+    if apart or config.rollout.max_staleness == 0:
+        each = threads_each(config)
+        return Threads(each), Threads(each)
+    shared = Threads(config.run.threads or os.cpu_count() or 1)
+    return shared, shared
 
 
 def make_engine(
@@ -46,7 +67,7 @@ def make_engine(
     model: PreTrainedModel,
     path: str,
     stop_token_ids: Sequence[int],
-    threads: int,
+    threads: Threads,
     trace: Trace,
     launcher: Launcher,
 ) -> TorchEngine | EnginePool:
@@ -58,7 +79,7 @@ def make_engine(
         path: source of ``model``: a folder or a hub name. Of a folder with an adapter, engines in other
             processes start with the base model until weights are published.
         stop_token_ids: tokens that end a completion.
-        threads: CPU threads of the engine.
+        threads: CPU threads of an engine in this process.
         trace: trace of the run.
         launcher: starts the engine processes on its devices.
 
@@ -67,9 +88,7 @@ def make_engine(
     """
     engine = config.engine
     if engine.kind == "vllm" or launcher.separate_engines:
-        return _engine_pool(
-            config, model=model, path=path, stop_token_ids=stop_token_ids, threads=threads, launcher=launcher
-        )
+        return _engine_pool(config, model=model, path=path, stop_token_ids=stop_token_ids, launcher=launcher)
     device = launcher.devices.torch_engine_device or engine.device
     return TorchEngine(
         {name: copy_of(model, dtype=engine.dtype, device=device) for name in config.policies},
@@ -89,7 +108,6 @@ def _engine_pool(
     model: PreTrainedModel,
     path: str,
     stop_token_ids: Sequence[int],
-    threads: int,
     launcher: Launcher,
 ) -> EnginePool:
     """Return engines in separate processes."""
@@ -122,7 +140,7 @@ def _engine_pool(
                 "install agentrl-kit[vllm] there, or set it to 'memory'"
             )
     else:
-        options = replace(options, module=TORCH_SERVING, threads=threads)
+        options = replace(options, module=TORCH_SERVING, threads=threads_each(config))
     return EnginePool(
         options,
         policies=config.policies,
@@ -205,14 +223,19 @@ def join_ranks(config: RunConfig) -> Iterator[Ranks | None]:
 
 @contextmanager
 def make_learner(
-    config: RunConfig, *, model: PreTrainedModel, ranks: Ranks | None, trace: Trace = UNTRACED
+    config: RunConfig,
+    *,
+    model: PreTrainedModel,
+    ranks: Ranks | None,
+    threads: Threads | None = None,
+    trace: Trace = UNTRACED,
 ) -> Iterator[Learner]:
     """Yield the learner of a run, which trains ``model``; the other ranks stop on exit.
 
     Raises:
         ConfigError: the model does not support the configuration.
     """
-    options = learner_options(config, model=model) | {"trace": trace}
+    options = learner_options(config, model=model) | {"threads": threads, "trace": trace}
     if ranks is None:
         with _as_config_errors():
             learner = Learner(model, device=config.engine.device, **options)

@@ -21,7 +21,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl_train.engine.kv_cache import ATTENTION, Group, Pass, SlotCache
 from agentrl_train.engine.torch import TorchEngine
-from agentrl_train.types import SamplingParams
+from agentrl_train.types import SamplingParams, Threads
 
 PROMPT, NEW, REPLY, TURNS, VOCABULARY = 60, 28, 12, 5, 512
 
@@ -71,7 +71,7 @@ def ours(sessions: int, *, turns: int, said: np.ndarray) -> float:
             stop_token_ids=[],
             max_sequences=sessions,
             max_context=512,
-            threads=torch.get_num_threads(),
+            threads=Threads(torch.get_num_threads()),
         )
         await asyncio.gather(*(session(engine, n, 0) for n in range(sessions)))
         started = time.perf_counter()

@@ -15,7 +15,9 @@ from tests.hostile.site import Site
 from tests.hostile.tasks import PRIVATE
 
 PATIENCE_S = 45.0
-"""Seconds for which a neighbour waits for one call, retries included."""
+"""Seconds for which a neighbour waits for one call, retries included (``Site.within``)."""
+CALL_S = 900.0
+"""Timeout of the clients, which count by the wall clock."""
 EVERY = ("tally", "thread_tally", "agent", "socket")
 KINDS = {"single": EVERY, "workers": EVERY, "fleet": EVERY, "threads": ("tally", "agent", "socket")}
 """Kinds of neighbours on each layout; a shell among them elsewhere."""
@@ -61,7 +63,7 @@ class Neighbours:
     async def _play(self, kind: str, rng: Random) -> None:
         urls = ",".join(self._site.urls)
         address = urls.replace("http://", "ws://") if kind == "socket" else urls
-        async with EnvClient.connect(address, token=self._site.token, timeout=PATIENCE_S) as client:
+        async with EnvClient.connect(address, token=self._site.token, timeout=CALL_S) as client:
             while not self._over.is_set():
                 try:
                     await self._episode(client, kind, rng)
@@ -77,7 +79,7 @@ class Neighbours:
         session = await self._open(client, task, secret)
         if kind == "agent":
             urls = ",".join(self._site.urls)
-            async with EnvClient.connect(urls, token=session.agent_token, timeout=PATIENCE_S) as agent:
+            async with EnvClient.connect(urls, token=session.agent_token, timeout=CALL_S) as agent:
                 await self._steps(await agent.resume(session.session_id), rng)
         elif kind == "shell":
             await self._commands(session, secret, rng)
@@ -85,14 +87,17 @@ class Neighbours:
             await self._steps(session, rng)
 
     async def _open(self, client: EnvClient, task: str, secret: str) -> ClientSession:
-        begin = time.monotonic()
-        while True:
-            try:
-                return await client.open(task, sample={"secret": secret}, wait=5.0)
-            except BUSY as error:
-                if time.monotonic() - begin > PATIENCE_S:
-                    raise Lost(f"no session opened in {PATIENCE_S:g} s: {error}") from error
-                await asyncio.sleep(0.5)
+        refused = None
+        try:
+            async with self._site.within(PATIENCE_S):
+                while True:
+                    try:
+                        return await client.open(task, sample={"secret": secret}, wait=5.0)
+                    except BUSY as error:
+                        refused = error
+                        await asyncio.sleep(0.5)
+        except TimeoutError:
+            raise Lost(f"no session opened in {PATIENCE_S:g} s: {refused}") from refused
 
     async def _steps(self, session: ClientSession, rng: Random) -> None:
         total = 0
@@ -116,7 +121,7 @@ class Neighbours:
         await asyncio.sleep(rng.uniform(0, THINK_S))
         begin = time.monotonic()
         try:
-            async with asyncio.timeout(PATIENCE_S + 15):
+            async with self._site.within(PATIENCE_S):
                 while True:
                     try:
                         result = await session.step(call)
@@ -124,7 +129,7 @@ class Neighbours:
                     except StateUnavailable:
                         await asyncio.sleep(0.5)
         except TimeoutError:
-            raise Lost("a step was not answered") from None
+            raise Lost(f"a step was not answered within {PATIENCE_S:g} s") from None
         finally:
             self.slowest_s = max(self.slowest_s, time.monotonic() - begin)
         status = SessionStatus.COMPLETED if call.function.name == "finish" else SessionStatus.RUNNING

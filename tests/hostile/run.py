@@ -168,7 +168,7 @@ async def _one(kind: Kind, name: str, ground: Ground, account: Account) -> None:
     attack: Attack = kind.attacks[name]
     begin = time.monotonic()
     try:
-        async with asyncio.timeout(ATTACK_S):
+        async with site.within(ATTACK_S):
             await attack(ground)
     except Skipped as error:
         account.skip(f"{kind.name}/{name}", str(error))

@@ -32,6 +32,7 @@ ANSWER_S = 25.0
 """Seconds until an answer or a refusal; later it hangs."""
 LIMITS = ("head_s=2", "body_s=2", "idle_s=3")
 """Short timeouts, so that what must be cut off is cut off during the run."""
+LOOK_S = 0.5
 END_S = 10.0
 """Seconds in which the processes of a stopped site end."""
 
@@ -68,6 +69,36 @@ class Site:
         self.closing: list[Callable[[], object]] = []
         """Called after all processes have ended."""
         self._read: dict[str, int] = {}
+        self._limits: set[asyncio.Timeout] = set()
+        self._waits: dict[Path, float] = {}
+        """Seconds that each thread of the site has waited for a processor, at the last look."""
+        self._looking: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def within(self, seconds: float) -> AsyncIterator[None]:
+        """Raise TimeoutError after so many seconds in which the site's processes had a processor.
+
+        On a machine with more to do than it has processors, nothing can promise an answer by the wall clock.
+        """
+        async with asyncio.timeout(seconds) as limit:
+            self._limits.add(limit)
+            try:
+                yield
+            finally:
+                self._limits.discard(limit)
+
+    async def _look(self) -> None:
+        """Extend the limits by the time for which the most starved thread has waited."""
+        loop = asyncio.get_running_loop()
+        last = loop.time()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            before, self._waits = self._waits, await asyncio.to_thread(_waits, self.mark)
+            passed, last = loop.time() - last, loop.time()
+            starved_s = max((now - before.get(one, now) for one, now in self._waits.items()), default=0.0)
+            for limit in self._limits:
+                with suppress(RuntimeError):  # it expires now
+                    limit.reschedule((limit.when() or last) + min(starved_s, passed))
 
     def add(self, name: str, command: list[str], ready: str, **environment: str) -> Part:
         """Add a process; it starts with the site."""
@@ -96,9 +127,12 @@ class Site:
             if part.name == "redis":
                 await part.until_ready()
         await asyncio.gather(*(part.until_ready() for part in self.parts))
+        self._looking = asyncio.create_task(self._look())
 
     async def stop(self) -> list[int]:
         """Stop all processes; return those that outlived the ones that started them, and kill them."""
+        if self._looking is not None:
+            self._looking.cancel()
         await asyncio.gather(*(part.stop() for part in reversed(self.parts)))
         end = time.monotonic() + END_S
         while (left := left_processes(self.mark)) and time.monotonic() < end:  # noqa: ASYNC110
@@ -131,6 +165,16 @@ class Site:
         for part in self.parts:
             part.ended_badly = 0
         return names
+
+
+def _waits(mark: str) -> dict[Path, float]:
+    """Return the seconds that each thread of marked processes has waited for a processor."""
+    found = {}
+    for pid in left_processes(mark):
+        for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            with suppress(OSError, ValueError, IndexError):
+                found[file] = int(file.read_text().split()[1]) / 1e9
+    return found
 
 
 def _serve(*options: str, tasks: tuple[str, ...] = ("Tally", "ThreadTally", "Vault", "Trap")) -> list[str]:

@@ -20,7 +20,7 @@ from tests.hostile.site import ANSWER_S, END_S, TASKS_FILE, Attack, Ground, Kind
 from tests.hostile.tasks import HANG_S
 
 STUCK_S = 45.0
-"""Seconds until a call that gets its process stuck is answered: the process was replaced."""
+"""Seconds (``Site.within``) until a call that gets its process stuck is answered: it was replaced."""
 HANGING = 64
 
 
@@ -28,24 +28,25 @@ async def step_into(ground: Ground, task: str, message: dict[str, object], what:
     """Open a session of a trap and play one message; it is answered or refused in time."""
     async with httpx.AsyncClient(
         base_url=ground.url,
-        timeout=STUCK_S,
+        timeout=None,
         trust_env=False,
         headers={"authorization": f"Bearer {ground.site.token}"},
     ) as http:
         session = ""
         try:
-            opened = await http.post("/v1/sessions", json={"task": task, "wait_s": ANSWER_S})
-            ground.check(opened.content, f"open {task}")
-            if opened.status_code != 201:
-                return
-            session = opened.json()["session_id"]
-            body = {"seq": 1, "message": message}
-            answer = await http.post(f"/v1/sessions/{session}/step", json=body)
-            ground.check(answer.content, what)
-            if answer.status_code == 200 and answer.json()["reward"] == 0 and answer.json()["terminated"]:
-                ground.find("breaches", f"{what}: a failure became a reward of zero")
-        except httpx.TimeoutException:
-            ground.find("hung", f"{what} was not answered in {STUCK_S:g} s")
+            async with ground.site.within(ANSWER_S + STUCK_S):
+                opened = await http.post("/v1/sessions", json={"task": task, "wait_s": ANSWER_S})
+                ground.check(opened.content, f"open {task}")
+                if opened.status_code != 201:
+                    return
+                session = opened.json()["session_id"]
+                body = {"seq": 1, "message": message}
+                answer = await http.post(f"/v1/sessions/{session}/step", json=body)
+                ground.check(answer.content, what)
+                if answer.status_code == 200 and answer.json()["reward"] == 0 and answer.json()["terminated"]:
+                    ground.find("breaches", f"{what}: a failure became a reward of zero")
+        except TimeoutError:
+            ground.find("hung", f"{what} was not answered in time")
         except httpx.TransportError as error:
             ground.find("hung", f"{what}: the server closed the connection: {error!r}")
         finally:
@@ -66,13 +67,14 @@ def trap(*tools: str, tasks: tuple[str, ...] = ("trap", "thread_trap"), **argume
 
 async def _both_serve(ground: Ground, when: str) -> None:
     """Count a breach where the number of workers that are heard does not become two again."""
-    end = time.monotonic() + ANSWER_S
-    while time.monotonic() < end:
-        answer = await ground.ask("GET", "/v1/fleet", token=ground.site.token)
-        servers = answer.json().get("servers", []) if answer is not None else []
-        if sum(server["heard_s"] < 3 for server in servers) >= 2:
-            return
-        await asyncio.sleep(0.5)
+    with suppress(TimeoutError):
+        async with ground.site.within(ANSWER_S):
+            while True:
+                answer = await ground.ask("GET", "/v1/fleet", token=ground.site.token)
+                servers = answer.json().get("servers", []) if answer is not None else []
+                if sum(server["heard_s"] < 3 for server in servers) >= 2:
+                    return
+                await asyncio.sleep(0.5)
     ground.find("breaches", f"after {when} a stuck or dead worker is not replaced")
     await ground.site.restart()
 

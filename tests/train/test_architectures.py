@@ -19,8 +19,8 @@ from agentrl_train.architecture import CheckpointNames, check_head
 from agentrl_train.batch import pack
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.errors import EngineError, WeightMismatch
-from agentrl_train.learner import Learner, Lora
-from agentrl_train.learner.logprobs import one_row, sampled_logprobs
+from agentrl_train.learner import Learner, Lora, logprobs
+from agentrl_train.learner.logprobs import one_row, sampled_logprobs, set_attention
 from agentrl_train.runtime.models import load_policy
 from agentrl_train.types import SamplingParams, TokenSequence
 from agentrl_train.weights import FLOAT32, drift, probe_sequence, require_agreement
@@ -121,12 +121,47 @@ def test_torch_engine_refuses_layers_without_attention(name: str) -> None:
 @pytest.mark.parametrize("name", MASKED)
 def test_packed_rows_have_logprobs_of_single_sequences(name: str) -> None:
     model, sequences = tiny(name), made()
+    set_attention(model)
     (batch,) = pack(sequences, max_tokens=200, row_tokens=4 * WINDOW + 8)
     assert any(int(micro.segment_ids.max()) > 1 for micro in batch.micro_batches)
     with torch.no_grad():
         packed = torch.cat([sampled_logprobs(model, micro)[0] for micro in batch.micro_batches])
         alone = torch.cat([sampled_logprobs(model, one_row(one))[0] for one in sequences])
     assert torch.allclose(packed.sort()[0], alone.sort()[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_gradient_of_packed_rows_is_that_of_single_sequences(name: str) -> None:
+    model, sequences = tiny(name), made()
+    set_attention(model)
+    gradients = []
+    for micros in ([one_row(*sequences)], [one_row(one) for one in sequences]):
+        model.zero_grad()
+        torch.cat([sampled_logprobs(model, micro)[0] for micro in micros]).sum().backward()
+        gradients.append([value.grad for value in model.parameters() if value.grad is not None])
+    for packed, alone in zip(*gradients, strict=True):
+        assert torch.allclose(packed, alone, rtol=1e-3, atol=1e-4 * float(alone.abs().max()) + 1e-7)
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_attention_of_a_packed_row_costs_that_of_its_sequences(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores are computed within sequences, and in layers with windows for about two windows of keys."""
+    computed: list[int] = []
+
+    def attend(query: torch.Tensor, key: torch.Tensor, *others: object, **options: object) -> torch.Tensor:
+        computed.append(query.shape[2] * key.shape[2])
+        return architecture.attend(query, key, *others, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(logprobs, "attend", attend)
+    model, lengths = tiny(name), (6 * WINDOW, 5, 2 * WINDOW, 9)
+    set_attention(model)
+    sampled_logprobs(model, one_row(*made(lengths)))
+    whole = sum(length**2 for length in lengths)
+    near = sum(min(length, 2 * WINDOW) * length for length in lengths)
+    windowed = architecture.layer_types(model.config).count("sliding_attention")
+    assert sum(computed) <= windowed * near + (2 - windowed) * whole
 
 
 @each(HYBRID)
@@ -226,6 +261,6 @@ def test_drift_check_covers_packed_rows(name: str, monkeypatch: pytest.MonkeyPat
     for one, row in zip(sequences, alone, strict=True):
         one.logprobs[:] = row
     agree(learner, sequences)
-    monkeypatch.setattr(architecture, "layer_kinds", lambda model: {"full_attention"})
+    monkeypatch.setattr(logprobs, "layer_types", lambda config: ["full_attention"] * 2)
     with pytest.raises(WeightMismatch):
         agree(learner, sequences)

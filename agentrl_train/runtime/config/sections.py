@@ -259,7 +259,7 @@ class TrainSection(Section):
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     attention: Literal["sdpa", "flash_attention_2", "flash_attention_3"] = "sdpa"
-    """PyTorch's attention, or flash-attn where it is installed (CUDA): rows without padding or mask."""
+    """PyTorch's attention, sequence by sequence, or flash-attn where it is installed (CUDA)."""
     offload_optimizer: bool = False
     """Keep the optimizer's moments, and a copy of the parameters that it updates, in host memory."""
     lora: LoraSection | None = None
@@ -337,7 +337,7 @@ class RunSection(Section):
     run_timeout_s: Positive | None = None
     """Time limit of the run: it stops cleanly after the current step, resumable, whatever ``steps`` says."""
     threads: Count | None = None
-    """CPU threads of PyTorch; left out, its default."""
+    """CPU threads of PyTorch, shared by engine and learner; left out, one for each core."""
     idle_report_timeout_s: Positive = 60.0
     """Seconds without progress after which the watchdog prints the state of every slot."""
 

@@ -19,7 +19,7 @@ from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.engine.transfer import fingerprint, mismatch
 from agentrl_train.errors import EngineBroken, EngineError, EngineOutOfMemory
 from agentrl_train.runtime.models import copy_of, load_policy
-from agentrl_train.types import SamplingParams
+from agentrl_train.types import SamplingParams, Threads
 
 
 class Server:
@@ -35,7 +35,7 @@ class Server:
             max_sequences=options.max_sessions,
             max_context=options.max_context,
             deadline_s=options.deadline_s,
-            threads=options.threads,
+            threads=Threads(options.threads),
             policy_version=options.policy_version,
             deterministic=options.deterministic,
         )

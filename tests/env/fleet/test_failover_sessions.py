@@ -27,7 +27,7 @@ from agentrl_env.errors import (
     StateUnavailable,
     StepPending,
 )
-from agentrl_env.fleet import failover
+from agentrl_env.fleet import failover, registry
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.failover import Failover
 from agentrl_env.fleet.redis_store import RedisStore
@@ -572,6 +572,20 @@ async def test_no_death_counts_for_a_session_that_only_shared_the_stuck_server()
             await fleet.fleet.registry.lose(server.pool.server_id, "the test says so")
         Walk.gate.set()
         assert [plain(await under_way)] == await undisturbed(4, 1)
+
+
+async def test_what_a_controller_remembers_of_lost_servers_is_bounded(monkeypatch):
+    monkeypatch.setattr(registry, "MAX_REMEMBERED", 3)
+    async with site() as fleet:
+        known = fleet.fleet.registry
+        for number in range(10):
+            await known.routing.blame(f"server{number}", [f"server{number}.session"])
+            await known.lose(f"server{number}", "the test says so")
+            known.routing.interrupted([f"server{number}.session"])
+        sets = [each for part in (known, known.routing) for each in vars(part).values()]
+        sizes = [len(each) for each in sets if isinstance(each, set | registry.RecentNames)]
+        assert max(sizes) == 3
+        assert await known.is_lost("server9")
 
 
 async def test_steps_of_a_task_that_got_a_server_stuck_are_spread_over_the_servers():

@@ -52,6 +52,22 @@ class Sticks(Environment):
         time.sleep(seconds)  # noqa: ASYNC251
         return str(os.getpid())
 
+    @tool(timeout=3600)
+    async def compute(self, seconds: float):
+        """Use so much CPU time on the event loop, where another process takes ten times as much."""
+        processor = {min(os.sched_getaffinity(0))}
+        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:  # noqa: ASYNC220
+            try:
+                os.sched_setaffinity(busy.pid, processor)
+                os.sched_setaffinity(0, processor)
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # of this thread only
+                begin, wall = time.thread_time(), time.monotonic()
+                while time.thread_time() - begin < seconds:
+                    pass
+                return f"{os.getpid()} {time.monotonic() - wall:.1f}"
+            finally:
+                busy.kill()
+
 
 class Kept(Sticks):
     """Its sessions survive their server."""
@@ -80,12 +96,10 @@ TARGET = f"{__file__}:Sticks"
 
 
 @contextlib.contextmanager
-def serving(*options, task="Sticks"):
+def serving(*options, task="Sticks", log=subprocess.PIPE):
     target = f"{__file__}:{task}"
     command = [sys.executable, "-m", "agentrl_env", "serve", target, "--port", "0", "--drain", "0", *options]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
     try:
         line = process.stdout.readline()
         assert line.startswith(f"serving {task.lower()} at http://"), process.stderr.read()
@@ -99,23 +113,30 @@ async def by_worker(client, number):
     """Open sessions until every worker has one; return one for each, by process id."""
     found = {}
     while len(found) < number:
-        session = await client.open("sticks", wait=20)
+        session = await client.open("sticks", wait=60)
         found[await ask(session)] = session
     return found
 
 
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory):
+    """Two workers that several tests get stuck, and their log."""
+    log = tmp_path_factory.mktemp("workers") / "log"
+    with log.open("wb") as output, serving("--workers", "2", "--stuck-after", "1", log=output) as (_, url):
+        yield url, log
+
+
 @pytest.mark.parametrize("call", STICKING, ids=lambda call: call.function.name)
-async def test_stuck_worker_is_killed_and_replaced_and_its_neighbours_stay(call):
-    with serving("--workers", "2", "--stuck-after", "1") as (process, url):
-        async with EnvClient.connect(url, timeout=60) as client:
-            (stuck, lost), (alive, kept) = (await by_worker(client, 2)).items()
-            with pytest.raises(SessionLost):
-                await lost.step(call)
-            until_dead(stuck)
-            assert await ask(kept) == alive
-            assert stuck not in await by_worker(client, 2)
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=30)
+async def test_stuck_worker_is_killed_and_replaced_and_its_neighbours_stay(workers, call):
+    url, log = workers
+    async with EnvClient.connect(url, timeout=180) as client:
+        (stuck, lost), (alive, kept) = (await by_worker(client, 2)).items()
+        with pytest.raises(SessionLost):
+            await lost.step(call)
+        until_dead(stuck)
+        assert await ask(kept) == alive
+        assert stuck not in await by_worker(client, 2)
+    errors = log.read_text()
     assert "ERROR killed by its watchdog: its event loop has not run for 1 s (--stuck-after); " in errors
     assert f"pid={stuck}" in errors
     assert f"in {call.function.name}" in errors  # its stack
@@ -241,15 +262,28 @@ async def test_busy_worker_is_not_lost():
             assert await ask(session) == pid
 
 
-async def test_stopped_process_counts_as_stuck():
-    with serving("--workers", "2", "--stuck-after", "1") as (_, url):
-        async with EnvClient.connect(url, timeout=60) as client:
-            (stopped, session), _ = (await by_worker(client, 2)).items()
-            os.kill(stopped, signal.SIGSTOP)
-            with pytest.raises(SessionLost):
-                await session.step(ToolCall.of("ask"))
-            until_dead(stopped)
-            assert stopped not in await by_worker(client, 2)
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="the system does not tell it")
+async def test_worker_that_waits_for_a_processor_is_not_stuck(workers):
+    async with EnvClient.connect(workers[0], timeout=180) as client:
+        session = await client.open("sticks", wait=60)
+        pid = await ask(session)
+        result = await session.step(ToolCall.of("compute", seconds=0.3))
+        answer, wall_s = result.messages[0].content.split()
+        assert float(wall_s) > 2  # as long as --stuck-after, twice
+        assert int(answer) == pid
+        with pytest.raises(SessionLost):
+            await session.step(ToolCall.of("compute", seconds=3600.0))
+        until_dead(int(pid))
+
+
+async def test_stopped_process_counts_as_stuck(workers):
+    async with EnvClient.connect(workers[0], timeout=180) as client:
+        (stopped, session), _ = (await by_worker(client, 2)).items()
+        os.kill(stopped, signal.SIGSTOP)
+        with pytest.raises(SessionLost):
+            await session.step(ToolCall.of("ask"))
+        until_dead(stopped)
+        assert stopped not in await by_worker(client, 2)
 
 
 async def test_frozen_server_keeps_sessions_whose_steps_wait():

@@ -3,11 +3,12 @@
 import random
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_train.engine.reuse import BLOCK, CAPACITY, CONTEXT, MOST, Drafts, PrefixIndex
@@ -75,6 +76,90 @@ def test_guesses_change_no_token_and_no_logprob(monkeypatch: pytest.MonkeyPatch,
     for at, completion in plain.items():
         assert guessed[at].token_ids == completion.token_ids
         assert np.abs(np.array(guessed[at].logprobs) - np.array(completion.logprobs)).max() < 1e-4
+
+
+SAMPLING = st.builds(
+    SamplingParams,
+    max_new_tokens=st.integers(1, 12),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 3]),
+    top_p=st.sampled_from([1.0, 0.7]),
+    seed=st.integers(0, 2**32),
+)
+REQUESTS = st.lists(
+    st.tuples(st.lists(st.integers(3, 6), min_size=CONTEXT, max_size=20), SAMPLING), min_size=1, max_size=5
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(requests=REQUESTS, learned=st.lists(st.lists(st.integers(2, 6), max_size=20), max_size=4))
+def test_no_guess_changes_a_sample(
+    requests: Sequence[tuple[list[int], SamplingParams]], learned: Sequence[Sequence[int]]
+) -> None:
+    """Whatever the table guesses, right or wrong, tokens and log-probabilities are those without guesses."""
+    outcomes: list[dict[int, Completion]] = []
+    for guesses in (False, True):
+        drafts = Drafts([2])
+        if guesses:
+            for tokens in learned:
+                drafts.learn([], tokens)
+        else:
+            drafts.guess = lambda *context, most: []  # type: ignore[method-assign]
+        scheduler = Scheduler(
+            REPEATING, name="current", stop_token_ids=[2], num_slots=3, max_context=64, drafts=drafts
+        )
+        done: dict[int, Completion] = {}
+        outcomes.append(done)
+        with torch.inference_mode():
+            for number, (context, sampling) in enumerate(requests):
+                scheduler.submit(
+                    Request(
+                        session_key=str(number),
+                        context=context,
+                        sampling=sampling,
+                        done=partial(done.__setitem__, number),
+                    )
+                )
+            while scheduler.busy:
+                scheduler.step()
+    without, with_guesses = outcomes
+    assert without.keys() == with_guesses.keys() == set(range(len(requests)))
+    for number, plain in without.items():
+        guessed = with_guesses[number]
+        assert guessed.token_ids == plain.token_ids
+        assert guessed.finish_reason == plain.finish_reason
+        assert np.allclose(guessed.logprobs, plain.logprobs, atol=1e-4)
+
+
+def repeating() -> torch.nn.Module:
+    """Return a model that prefers tokens 2 to 6, so that guesses of them are right now and then."""
+    model = tiny("Qwen3", tie_word_embeddings=False)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[7:] *= 0.01
+    return model
+
+
+REPEATING = repeating()
+
+
+def test_stale_policy_learns_from_completions_of_the_current_one() -> None:
+    engine = Drafts([2])
+    current, stale = (
+        Scheduler(make_model(), name=name, stop_token_ids=[2], num_slots=1, max_context=128, drafts=engine)
+        for name in ("current", "stale")
+    )
+    passes = []
+    with torch.inference_mode():
+        for scheduler in (current, stale):
+            sampling = SamplingParams(max_new_tokens=40, temperature=0.0)
+            scheduler.submit(
+                Request(session_key="a", context=[5, 6, 7, 8, 9], sampling=sampling, done=lambda _: None)
+            )
+            passes.append(0)
+            while scheduler.busy:
+                scheduler.step()
+                passes[-1] += 1
+    assert passes[1] < 0.8 * passes[0]
 
 
 def test_prefix_is_shared_with_the_session_that_has_the_longest_one() -> None:

@@ -22,7 +22,7 @@ from transformers import (
 from agentrl_train.batch import pack
 from agentrl_train.errors import LossNotFinite
 from agentrl_train.learner import Learner, lr_fraction, sampled_logprobs, select_sampled
-from agentrl_train.learner.logprobs import padding_free
+from agentrl_train.learner.logprobs import padding_free, set_attention
 from agentrl_train.loss import policy_loss, sft_loss
 from agentrl_train.runtime.config import load_config
 from agentrl_train.runtime.factories import learner_options
@@ -140,14 +140,18 @@ def test_packed_rows_have_logprobs_of_single_sequences(model, row_tokens):
 
 
 def test_padding_free_rows_have_same_logprobs_in_same_order(model):
-    (batch,) = pack(made(12), max_tokens=200, row_tokens=64)
-    for micro in batch.micro_batches:
+    (packed,) = pack(made(12), max_tokens=200, row_tokens=64)
+    (padded,) = pack(made(12), max_tokens=200, packed=False)
+    with torch.no_grad():
+        left = [sampled_logprobs(model, micro)[0] for micro in padded.micro_batches]
+    set_attention(model)
+    for micro, expected in zip(padded.micro_batches, left, strict=True):
+        with torch.no_grad():
+            assert torch.allclose(sampled_logprobs(model, padding_free(micro))[0], expected, atol=1e-5)
+    for micro in packed.micro_batches:
         dense = padding_free(micro)
         assert dense.token_ids.shape == (1, int((micro.segment_ids > 0).sum()))
         assert torch.equal(select_sampled(dense.weights, dense), select_sampled(micro.weights, micro))
-        with torch.no_grad():
-            left, right = (sampled_logprobs(model, one)[0] for one in (micro, dense))
-        assert torch.allclose(left, right, atol=1e-5)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="flash-attn may be there")
@@ -159,6 +163,7 @@ def test_unavailable_attention_is_rejected():
 def test_chunked_logits_change_neither_logprobs_nor_gradient(model):
     (batch,) = pack(made(), max_tokens=1000)
     (micro,) = batch.micro_batches
+    set_attention(model)
     results = []
     for max_logits in (10**9, 5 * VOCABULARY, 1):
         scores, entropy = sampled_logprobs(model, micro, max_logits=max_logits, entropy_gradient=True)

@@ -16,7 +16,7 @@ from agentrl_train.runtime.config import load_config
 from agentrl_train.runtime.environments import Served
 from agentrl_train.runtime.models import copy_of, load_policy
 from agentrl_train.runtime.placement.launcher import Local, make_launcher
-from agentrl_train.types import UNTRACED, SamplingParams
+from agentrl_train.types import UNTRACED, SamplingParams, Threads
 from tests.conftest import make_model, make_tokenizer
 
 CONFIG = Path(__file__).parents[3] / "examples/quickstart/train.toml"
@@ -141,7 +141,7 @@ def test_engine_process_starts_with_base_of_adapter(adapter: Path, monkeypatch: 
             model=make_model(),
             path=str(adapter),
             stop_token_ids=[2],
-            threads=1,
+            threads=Threads(1),
             trace=UNTRACED,
             launcher=launcher,
         )

@@ -1,0 +1,147 @@
+"""A visit to the shop: its pages, and what a search or a click leads to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from agentrl_env import ToolError
+
+from .catalogue import Product
+from .store import Store
+
+PAGE_SIZE = 10
+MAX_KEYWORDS = 300
+"""Characters of a search that are read, and shown on the page of results."""
+BACK, PREVIOUS, NEXT, BUY = "Back to Search", "< Prev", "Next >", "Buy Now"
+SUBPAGES = ("Description", "Features", "Reviews")
+
+
+@dataclass
+class Visit:
+    """Where a customer is, and what was chosen so far."""
+
+    keywords: str | None = None
+    found: list[str] = field(default_factory=list)
+    """Identifiers of the products that the search found."""
+    number: int = 0
+    """Page of the results, from 0."""
+    asin: str | None = None
+    """Product whose page is open."""
+    chosen: dict[str, str] = field(default_factory=dict)
+    """Name of an option of this product -> chosen value."""
+    subpage: str | None = None
+    bought: bool = False
+
+
+@dataclass(frozen=True)
+class Page:
+    """What the customer sees, as text or as HTML."""
+
+    title: str
+    lines: tuple[str, ...] = ()
+    has_search: bool = False
+    navigation: tuple[str, ...] = ()
+    offers: tuple[Product, ...] = ()
+    options: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    chosen: dict[str, str] = field(default_factory=dict)
+    actions: tuple[str, ...] = ()
+
+    def buttons(self) -> list[str]:
+        """Return the names of all that can be clicked."""
+        values = [value for values in self.options.values() for value in values]
+        return [*self.navigation, *(offer.asin for offer in self.offers), *values, *self.actions]
+
+
+def page_of(visit: Visit, store: Store) -> Page:
+    """Return the page that the customer is on."""
+    product = store.get(visit.asin) if visit.asin else None
+    if product is not None and visit.subpage:
+        return Page(product.title, lines=_subpage(product, visit.subpage), navigation=(BACK, PREVIOUS))
+    if product is not None:
+        rating = "no rating" if product.rating is None else f"{product.rating:.1f} of 5 stars"
+        return Page(
+            product.title,
+            lines=(f"Price: ${product.price:.2f}", f"Rating: {rating}"),
+            navigation=(BACK, PREVIOUS),
+            options=product.options,
+            chosen=dict(visit.chosen),
+            actions=(*SUBPAGES, BUY),
+        )
+    if visit.keywords is None:
+        return Page("Search the shop.", has_search=True)
+    pages = max(1, math.ceil(len(visit.found) / PAGE_SIZE))
+    shown = visit.found[visit.number * PAGE_SIZE :][:PAGE_SIZE]
+    turns = [PREVIOUS] if visit.number else []
+    turns += [NEXT] if visit.number + 1 < pages else []
+    return Page(
+        f"Results for {visit.keywords!r}: page {visit.number + 1} of {pages}, {len(visit.found)} products.",
+        navigation=(BACK, *turns),
+        offers=tuple(offer for asin in shown if (offer := store.get(asin))),
+    )
+
+
+def search(visit: Visit, keywords: str, store: Store) -> None:
+    """Search the shop. Raises ToolError where the page has no search bar."""
+    if not page_of(visit, store).has_search:
+        raise ToolError(f"This page has no search bar; click {BACK!r} first.")
+    visit.keywords, visit.number = " ".join(keywords.split())[:MAX_KEYWORDS], 0
+    visit.found = list(store.search(visit.keywords))
+
+
+def click(visit: Visit, value: str, store: Store) -> None:
+    """Click a button, a product or a value of an option. Raises ToolError where the page does not have it."""
+    page = page_of(visit, store)
+    names = {name.lower(): name for name in reversed(page.buttons())}
+    wanted = " ".join(value.lower().split())
+    if wanted not in names:
+        raise ToolError(
+            f"This page has no {value!r} to click; it has {', '.join(page.buttons()) or 'a search bar'}."
+        )
+    name = names[wanted]
+    if name == BACK:
+        vars(visit).update(vars(Visit()))
+    elif name == PREVIOUS and visit.subpage:
+        visit.subpage = None
+    elif name == PREVIOUS and visit.asin:
+        visit.asin, visit.chosen = None, {}
+    elif name in (PREVIOUS, NEXT):
+        visit.number += 1 if name == NEXT else -1
+    elif visit.asin is None:
+        visit.asin = name
+    elif name in SUBPAGES:
+        visit.subpage = name
+    elif name == BUY:
+        visit.bought = True
+    else:
+        option = next(option for option, values in page.options.items() if name in values)
+        visit.chosen[option] = name
+
+
+def as_text(page: Page, instruction: str) -> str:
+    """Return a page as text; what can be clicked is in brackets, chosen values have a star."""
+    lines = [f"Instruction: {instruction}", "", page.title]
+    if page.has_search:
+        lines.append("This page has a search bar.")
+    if page.navigation:
+        lines.insert(1, " ".join(f"[{name}]" for name in page.navigation))
+    lines += page.lines
+    lines += [f"[{offer.asin}] {offer.title}, ${offer.price:.2f}" for offer in page.offers]
+    for option, values in page.options.items():
+        marks = (f"[{value}]" + "*" * (page.chosen.get(option) == value) for value in values)
+        lines.append(f"{option}: {' '.join(marks)}")
+    if page.actions:
+        lines.append(" ".join(f"[{name}]" for name in page.actions))
+    return "\n".join(lines)
+
+
+def _subpage(product: Product, name: str) -> tuple[str, ...]:
+    if name == "Description":
+        return (product.description or "This product has no description.",)
+    if name == "Features":
+        return product.features or ("This product has no list of features.",)
+    return (
+        ("No customer has written a review.",)
+        if product.rating is None
+        else (f"{product.rating:.1f} of 5 stars.",)
+    )

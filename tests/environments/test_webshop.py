@@ -1,0 +1,412 @@
+"""The web shop: solvable, graded by the formula, the same as text and as pages; official files load."""
+
+import asyncio
+import json
+import shutil
+from importlib import import_module
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+from playwright.async_api import async_playwright, expect
+
+from agentrl_env import EnvClient, Message, SessionStatus, ToolCall
+from agentrl_env.server.loader import load_target
+
+FOLDER = Path(__file__).parents[2] / "environments" / "webshop"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SPLITS = [f"{name}{level}" for level in ("", "-2", "-3") for name in ("train", "validation", "test")]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    """The task with a small catalogue, in a folder of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEBSHOP_PRODUCTS", "3000")
+        yield load_target(str(shutil.copytree(FOLDER, tmp_path_factory.mktemp("tasks") / "webshop")))
+
+
+@pytest.fixture
+async def client(task):
+    async with EnvClient.local(task) as client:
+        yield client
+
+
+@pytest.fixture
+def module(task):
+    """Return a function that imports a module of the task."""
+    package = task.__module__.rpartition(".")[0]
+    return lambda name: import_module(f"{package}.{name}")
+
+
+async def call(session, name, **arguments):
+    return await session.step(Message.assistant(None, ToolCall.of(name, **arguments)))
+
+
+async def click(session, value):
+    return await call(session, "click_action", value=value)
+
+
+async def play_by_expert(session):
+    """Return the conversation and the total reward."""
+    conversation, reward = [message.content for message in session.messages], 0.0
+    while not session.status.final:
+        move = await session.expert()
+        result = await session.step(move)
+        conversation += [move.tool_calls[0].function, *(message.content for message in result.messages)]
+        reward += result.reward
+    return conversation, reward
+
+
+@pytest.mark.parametrize("split", SPLITS)
+async def test_expert_always_buys_what_fits(client, split):
+    for index in range(15):
+        session = await client.open("webshop", split=split, index=index)
+        conversation, reward = await play_by_expert(session)
+        assert reward == 1.0
+        again = await client.open("webshop", split=split, index=index)
+        assert (conversation, reward) == await play_by_expert(again)
+
+
+@pytest.mark.parametrize(("level", "count"), [(1, 30_000), (2, 11_000), (3, 11_000)])
+def test_splits_share_no_wish_and_hold_out_a_thousand_problems(module, level, count):
+    goals = module("catalogue").generate_goals(level, count)
+    wishes = [
+        {
+            json.dumps([goal[key] for key in ("kind", "attributes", "options", "price_upper")])
+            for goal in split
+        }
+        for split in (goals["train"], goals["validation"], goals["test"])
+    ]
+    assert [len(split) for split in wishes] == [len(goals[name]) for name in ("train", "validation", "test")]
+    assert min(map(len, wishes)) >= 1000
+    assert len(set.union(*wishes)) == sum(map(len, wishes))
+
+
+async def test_pages_lead_where_their_buttons_say(client):
+    session = await client.open("webshop", split="test-2", index=0)
+    found = await call(session, "search_action", keywords="hair dryer")
+    assert "page 1 of 5, 50 products" in found.messages[0].content
+    second = (await click(session, "next >")).messages[0].content
+    assert "page 2 of 5" in second
+    assert (await click(session, "< Prev")).messages[0].content == found.messages[0].content
+    await click(session, "Next >")
+    asin = second.split("[B0")[1].split("]")[0]
+    product = (await click(session, f"b0{asin.lower()}")).messages[0].content
+    color = product.split("color: [")[1].split("]")[0]
+    assert f"[{color}]*" in (await click(session, color.upper())).messages[0].content
+    features = (await click(session, "Features")).messages[0].content
+    assert "Buy Now" not in features
+    assert f"[{color}]*" in (await click(session, "< Prev")).messages[0].content
+    assert (await click(session, "< Prev")).messages[0].content == second
+    assert "search bar" in (await click(session, "Back to Search")).messages[0].content
+
+
+async def test_what_a_page_does_not_have_is_refused_in_a_sentence(client):
+    session = await client.open("webshop", split="test", index=0)
+    assert "it has a search bar" in (await click(session, "Buy Now")).messages[0].content
+    await call(session, "search_action", keywords="lamp")
+    assert "click 'Back to Search' first" in (
+        (await call(session, "search_action", keywords="lamp")).messages[0].content
+    )
+    refused = await click(session, "B0ZZZZZZZZ")
+    assert "no 'B0ZZZZZZZZ' to click; it has Back to Search, Next >, B0" in refused.messages[0].content
+    assert refused.reward == 0.0
+    assert refused.status is SessionStatus.RUNNING
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        "",
+        "  ",
+        '"',
+        "lamp OR title:*",
+        "lamp'); DROP TABLE products; --",
+        "NEAR(a b) AND NOT",
+        "灯 💡",
+        "\x00",
+        "the a of",
+        "lamp " * 20_000,
+    ],
+)
+async def test_search_takes_any_text(client, keywords):
+    session = await client.open("webshop", split="test", index=0)
+    result = await call(session, "search_action", keywords=keywords)
+    assert "Results for" in result.messages[0].content
+    _, reward = await play_by_expert(session)
+    assert reward == 1.0
+
+
+async def test_pages_tell_nothing_of_the_goal(client):
+    """The target's identifier and the list of attributes that the grader compares are never shown as such."""
+    session = await client.open("webshop", split="test-3", index=1)
+    goal = session.info.sample.data if session.info.sample else {}
+    conversation, _ = await play_by_expert(session)
+    assert goal["asin"] not in conversation[0]
+    assert "attributes" not in str(conversation).lower()
+
+
+async def test_forked_visit_goes_on_where_it_was(client):
+    session = await client.open("webshop", split="test-3", index=2)
+    for _ in range(2):
+        await session.step(await session.expert())
+    (copy,) = await session.fork(1)
+    assert (await play_by_expert(copy))[1] == (await play_by_expert(session))[1] == 1.0
+
+
+def product(module, **fields):
+    about = {
+        "asin": "B000000001",
+        "title": "Velmo Camera Tripod, foldable",
+        "category": "Electronics › Camera Tripod",
+        "query": "camera tripod",
+        "price": 40.0,
+        "attributes": ("foldable", "heavy duty"),
+        "options": {"color": ("black", "navy"), "size": ("x-large", "large")},
+    }
+    return module("catalogue").Product(**{**about, **fields})
+
+
+GOAL = {"attributes": ["foldable", "heavy duty"], "options": {"color": "navy"}, "price_upper": 50.0}
+
+
+@pytest.mark.parametrize(
+    ("bought", "chosen", "total"),
+    [
+        ({}, {"color": "navy"}, 1.0),
+        ({}, {"color": "black"}, 3 / 4),
+        ({"price": 50.01}, {"color": "navy"}, 3 / 4),
+        ({"attributes": ("foldable",)}, {"color": "navy"}, 3 / 4),
+        ({"attributes": (), "title": "Ixul Camera Tripod"}, {}, 1 / 4),
+        ({"attributes": (), "features": ("Heavy duty: tested",)}, {"color": "navy"}, 1.0),
+        # Another kind of article: a third of the title's words agree, none do, and the category alone.
+        ({"query": "camera", "category": "", "title": "Ixul Camera Bag"}, {"color": "navy"}, 1.0),
+        ({"query": "lamp", "category": "Home › Lamp", "title": "Ixul Lamp"}, {"color": "navy"}, 0.0),
+        ({"query": "lamp", "title": "Ixul Lamp"}, {"color": "navy"}, 1.0),
+    ],
+)
+def test_reward_is_that_of_the_formula(module, bought, chosen, total):
+    target = product(module)
+    reward = module("reward").grade(product(module, **bought), chosen, GOAL, target)
+    assert reward.total == pytest.approx(total)
+
+
+def test_kind_counts_half_or_a_tenth_by_the_share_of_the_title(module):
+    words = "one two three four five six seven eight nine ten eleven twelve"
+    target = product(module, title=words, attributes=(), category="a", query="a")
+    kinds = [
+        module("reward").same_kind(product(module, title=title, category="b", query="b"), target)
+        for title in ("one two three", "one two", "one", "zero")
+    ]
+    assert kinds == [1.0, 0.5, 0.1, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "given", "equal"),
+    [
+        ("navy", "Navy", True),
+        ("navy", "navy blue", True),
+        ("x-large", "X Large", True),
+        ("large", "x-large", False),
+        ("x-large", "xx-large", False),
+        ("pack of 1", "pack of 12", False),
+        ("pack", "pack of 12", False),
+        ("", "navy", False),
+        ("navy", "", False),
+    ],
+)
+def test_phrases_are_the_same_up_to_more_words_but_no_numbers(module, wanted, given, equal):
+    assert module("reward").same(wanted, given) is equal
+
+
+async def test_forms_of_the_site_buy_in_the_same_shop(task, module):
+    site = module("pages").site()
+    async with (
+        site.router.lifespan_context(site),
+        httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=site), base_url="http://shop", follow_redirects=True
+        ) as browser,
+        EnvClient.local(task) as client,
+    ):
+        session = await client.open("webshop", split="test-2", index=5)
+        page = await browser.get("/", params={"split": "test-2", "index": 5})
+        assert session.messages[0].content.split("\n")[0].removeprefix("Instruction: ") in page.text
+        while not session.status.final:
+            move = await session.expert()
+            function = move.tool_calls[0].function
+            assert ('name="keywords"' in page.text) == (function.name == "search_action")
+            await session.step(move)
+            address = page.url.join(function.name.removesuffix("_action"))
+            page = await browser.post(address, data=json.loads(function.arguments))
+        assert "Reward: 1" in page.text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; .ci/system-packages chromium installs it")
+async def test_chromium_buys_in_the_same_shop(task, module):
+    server = uvicorn.Server(uvicorn.Config(module("pages").site(), port=0, log_level="warning"))
+    serving = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110 - a server has no event for it
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    async with EnvClient.local(task) as client, async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = await browser.new_page()
+        await page.goto(f"http://127.0.0.1:{port}/?split=train-3&index=4")
+        session = await client.open("webshop", split="train-3", index=4)
+        while not session.status.final:
+            move = await session.expert()
+            result = await session.step(move)
+            (argument,) = json.loads(move.tool_calls[0].function.arguments).values()
+            if move.tool_calls[0].function.name == "search_action":
+                await page.get_by_label("Keywords").fill(argument)
+                await page.get_by_role("button", name="Search", exact=True).click()
+            else:
+                await page.get_by_role("button", name=argument, exact=True).click()
+        await expect(page.locator("#reward")).to_have_text(f"Reward: {result.reward:g}")
+        await browser.close()
+    server.should_exit = True
+    await serving
+
+
+async def test_unknown_visits_and_samples_are_not_found(module):
+    site = module("pages").site()
+    async with (
+        site.router.lifespan_context(site),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app=site), base_url="http://shop") as browser,
+    ):
+        assert (await browser.get("/", params={"split": "nothing"})).status_code == 404
+        assert (await browser.get("/unknown/")).status_code == 404
+        assert (await browser.post("/unknown/click")).status_code == 404
+
+
+RECORDS = [
+    {
+        "asin": "b000000001",
+        "name": "Velmo Camera  Tripod",
+        "query": "Camera Tripod",
+        "product_category": "Electronics › Camera › Tripods",
+        "pricing": "$10.00$20.00",
+        "full_description": "Stands still.",
+        "small_description": ["Foldable", None, ""],
+        "customization_options": {
+            "Color": [{"value": "Navy/Blue "}, {"value": "Red"}, {"image": "x"}],
+            "Size": None,
+        },
+        "average_rating": "4.4 out of 5",
+    },
+    {"asin": "B000000001", "name": "Twice"},
+    {"asin": "nan", "name": "No identifier"},
+    {"asin": "B000000002", "name": None},
+    "dirt",
+    {
+        "asin": "B000000003",
+        "name": "Lamp",
+        "pricing": None,
+        "customization_options": "",
+        "small_description": "Bright.",
+    },
+    {"asin": "B000000004", "name": "Rug", "pricing": "$1,299.50", "customization_options": {"": []}},
+]
+DESCRIBED = {
+    "B000000001": {
+        "attributes": ["foldable"],
+        "instruction": "a tripod",
+        "instruction_attributes": ["foldable"],
+    },
+    "B000000003": {"attributes": ["bright"], "instruction": "a lamp", "instruction_attributes": []},
+    "B000000004": {"attributes": ["soft"], "instruction": "a rug.", "instruction_attributes": ["soft"]},
+}
+PEOPLE = {
+    "B000000001": [
+        {
+            "instruction": "i want a tripod, navy.",
+            "instruction_attributes": ["foldable"],
+            "instruction_options": ["navy | blue"],
+        },
+        {"instruction": "", "instruction_attributes": ["foldable"]},
+        {
+            "instruction": "a red one",
+            "instruction_attributes": ["foldable"],
+            "instruction_options": {"Color": "red"},
+        },
+        None,
+    ],
+    "B000000004": {
+        "instruction": "a soft rug",
+        "instruction_attributes": ["soft"],
+        "instruction_options": [],
+    },
+}
+
+
+def write_official(folder, people=PEOPLE):
+    folder.mkdir(exist_ok=True)
+    (folder / "items_shuffle_1000.json").write_text(json.dumps(RECORDS, indent=1))
+    (folder / "items_ins_v2_1000.json").write_text(json.dumps(DESCRIBED))
+    if people:
+        (folder / "items_human_ins.json").write_text(json.dumps(people))
+    return folder
+
+
+def test_official_products_are_read_with_their_dirt(module, tmp_path, caplog):
+    store = module("official").open_official(write_official(tmp_path))
+    assert "4 of 7 products were left out" in caplog.text
+    assert store.count("products") == 3
+    tripod, lamp, rug = (store.get(f"B00000000{i}") for i in (1, 3, 4))
+    assert tripod.title == "Velmo Camera Tripod"
+    assert tripod.query == "camera tripod"
+    assert tripod.options == {"color": ("navy | blue", "red")}
+    assert tripod.features == ("Foldable",)
+    assert 10 <= tripod.price <= 20
+    assert (tripod.rating, lamp.price, rug.price) == (4.4, 100.0, 1299.5)
+    assert store.search("bright lamp") == ("B000000003",)
+    assert [path.name for path in tmp_path.iterdir() if "sqlite" in path.name] == ["catalogue.sqlite"]
+
+
+def test_official_goals_are_those_of_people_or_else_the_generated_ones(module, tmp_path):
+    texts = []
+    for name, people in (("people", PEOPLE), ("generated", None)):
+        store = module("official").open_official(write_official(tmp_path / name, people))
+        texts.append({goal["instruction"].partition(", and price")[0] for goal in store.goals(range(10))})
+    assert texts == [{"i want a tripod, navy", "a red one", "a soft rug"}, {"a tripod", "a rug"}]
+
+
+async def test_official_data_is_played(tmp_path, monkeypatch):
+    monkeypatch.setenv("WEBSHOP_DATA", str(write_official(tmp_path / "data")))
+    task = load_target(str(shutil.copytree(FOLDER, tmp_path / "webshop")))
+    async with EnvClient.local(task) as client:
+        assert list((await client.tasks())["webshop"].splits) == ["train", "validation", "test"]
+        for index in range(3):
+            session = await client.open("webshop", split="test", index=index)
+            assert (await play_by_expert(session))[1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "the file ends before"),
+        ("{}", "a JSON array is expected"),
+        ("[{}, ", "the file ends"),
+        ("[1, {", "ends within an element"),
+    ],
+)
+def test_broken_official_file_is_named(module, tmp_path, text, sentence):
+    (tmp_path / "items_shuffle.json").write_text(text)
+    (tmp_path / "items_ins_v2.json").write_text("{}")
+    with pytest.raises(ValueError, match=sentence):
+        module("official").open_official(tmp_path)
+    assert not [path.name for path in tmp_path.iterdir() if "sqlite" in path.name]
+
+
+def test_missing_official_file_is_named(module, tmp_path):
+    with pytest.raises(ValueError, match=r"there is no items_shuffle\.json"):
+        module("official").open_official(tmp_path)
+
+
+def test_arrays_are_read_across_chunks(module, tmp_path, monkeypatch):
+    monkeypatch.setattr(module("official"), "CHUNK", 7)
+    path = tmp_path / "array.json"
+    path.write_text(json.dumps(RECORDS, indent=2, ensure_ascii=False), encoding="utf-8")
+    assert list(module("official").read_array(path)) == RECORDS

@@ -1,0 +1,102 @@
+"""CPU threads follow the work: who computes alone has all of them."""
+
+import asyncio
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from agentrl_train.batch import pack
+from agentrl_train.engine.torch import TorchEngine
+from agentrl_train.learner import Learner
+from agentrl_train.runtime.config import load_config
+from agentrl_train.runtime.factories import make_threads
+from agentrl_train.runtime.placement.launcher import make_launcher
+from agentrl_train.types import SamplingParams, Threads
+from tests.conftest import make_model
+from tests.train.test_architectures import made
+
+CONFIG = "examples/quickstart/train.toml"
+
+
+class Counted:
+    """Records the number of threads in each forward pass of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.threads: set[int] = set()
+        model.register_forward_pre_hook(self._record)
+
+    def _record(self, *_: Any) -> None:
+        self.threads.add(torch.get_num_threads())
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Any:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("others", "expected"), [(0, 4), (1, 2)])
+async def test_engine_shares_threads_with_others_that_compute(others: int, expected: int) -> None:
+    threads, model = Threads(4), make_model()
+    counted = Counted(model.base_model)
+    engine = TorchEngine(
+        {"current": model}, stop_token_ids=[], max_sequences=2, max_context=64, threads=threads
+    )
+    try:
+        with threads.working() if others else nullcontext():
+            await engine.generate([5, 6, 7], sampling=SamplingParams(max_new_tokens=4), session_key="a")
+    finally:
+        await engine.close()
+    assert counted.threads == {expected}
+
+
+@pytest.mark.parametrize(("others", "expected"), [(0, 4), (1, 2)])
+async def test_learner_shares_threads_with_others_that_compute(others: int, expected: int) -> None:
+    threads, model = Threads(4), make_model()
+    learner, counted = Learner(model, learning_rate=1e-3, threads=threads), Counted(model.base_model)
+    with threads.working() if others else nullcontext():
+        await asyncio.to_thread(learner.step, pack(made()))
+        await asyncio.to_thread(learner.logprobs, made())
+    assert counted.threads == {expected}
+
+
+def test_learner_takes_the_threads_of_others_within_a_step() -> None:
+    threads, seen, others = Threads(4), list[int](), ExitStack()
+    learner = Learner(make_model(), learning_rate=1e-3, threads=threads)
+
+    def record(*_: Any) -> None:
+        seen.append(torch.get_num_threads())
+        others.close()
+
+    learner.model.base_model.register_forward_pre_hook(record)
+    others.enter_context(threads.working())
+    learner.step(pack(made(), max_tokens=30))
+    assert len(seen) > 1
+    assert seen == [2] + [4] * (len(seen) - 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_shared"),
+    [
+        ([], True),
+        (["rollout.max_staleness=0"], False),
+        (["engine.kind=vllm"], False),
+    ],
+)
+def test_engine_and_learner_of_an_asynchronous_run_share_threads(
+    overrides: list[str], is_shared: bool
+) -> None:
+    config = load_config(CONFIG, ["run.threads=4", *overrides])
+    with make_launcher(config) as launcher:
+        engine, learner = make_threads(config, launcher=launcher)
+    assert (engine is learner) == is_shared
+
+
+def test_unset_number_of_threads_is_left_alone() -> None:
+    torch.set_num_threads(3)
+    with Threads().working():
+        assert torch.get_num_threads() == 3
