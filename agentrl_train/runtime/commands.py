@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -58,25 +59,34 @@ def run(config: RunConfig, *, resume: bool) -> int:
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
-    """Return a table of success before and after training, one row per task."""
-    table = Table(title=f"success on held-out samples, {summary['seconds']:.0f} s")
-    for heading in ("task", "before", "after", "change", "episodes"):
-        table.add_column(heading, justify="left" if heading == "task" else "right")
+    """Return a table of success before and after training, one row per task; greedy too if measured."""
     tasks: Mapping[str, Mapping[str, Any]] = summary["tasks"]
+    pairs = [("before", "after")]
+    if any(row.get("after_greedy") is not None for row in tasks.values()):
+        pairs.append(("before_greedy", "after_greedy"))
+    table = Table(title=f"success on held-out samples, {summary['seconds']:.0f} s")
+    table.add_column("task")
+    for heading in ("before", "after", "change", "greedy before", "after", "change")[: 3 * len(pairs)]:
+        table.add_column(heading, justify="right")
+    table.add_column("episodes", justify="right")
     for name, row in tasks.items():
-        _add_row(table, name, row["before"], row["after"], f"{row['episodes']:.0f}")
-    known = [row for row in tasks.values() if row["before"] is not None and row["after"] is not None]
-    if len(known) > 1:
-        before, after = (sum(row[key] for row in known) / len(known) for key in ("before", "after"))
+        table.add_row(name, *_changes(row, pairs), f"{row['episodes']:.0f}")
+    if len(tasks) > 1:
+        mean = {key: _mean([row[key] for row in tasks.values()]) for pair in pairs for key in pair}
         table.add_section()
-        _add_row(table, "mean", before, after, "")
+        table.add_row("mean", *_changes(mean, pairs), "")
     return table
 
 
-def _add_row(table: Table, name: str, before: float | None, after: float | None, episodes: str) -> None:
-    shares = ["-" if share is None else f"{share:.1%}" for share in (before, after)]
-    change = "-" if before is None or after is None else f"{100 * (after - before):+.1f}"
-    table.add_row(name, *shares, change, episodes)
+def _changes(row: Mapping[str, float | None], pairs: Sequence[tuple[str, str]]) -> Iterator[str]:
+    for before, after in ((row[first], row[last]) for first, last in pairs):
+        yield from ("-" if share is None else f"{share:.1%}" for share in (before, after))
+        yield "-" if before is None or after is None else f"{100 * (after - before):+.1f}"
+
+
+def _mean(shares: Sequence[float | None]) -> float | None:
+    known = [share for share in shares if share is not None]
+    return fmean(known) if len(known) == len(shares) else None
 
 
 def evaluate_policy(config: RunConfig, *, model: str | None) -> int:
@@ -114,15 +124,18 @@ def evaluation_table(results: Mapping[str, Evaluation]) -> Table:
     attempts = next(iter(results.values())).attempts
     table = Table(title="held-out samples")
     headings = ["task", "episodes", "success", "95 % interval", "valid calls", "turns"]
-    if attempts > 1:
-        headings.append(f"pass@{attempts}")
+    headings += [f"pass@{attempts}"] * (attempts > 1)
+    greedy = all(result.greedy for result in results.values())
+    headings += ["greedy"] * greedy
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "task" else "right")
     for task, result in results.items():
         low, high = result.interval
         cells = [task, str(len(result.counted)), f"{result.success:.1%}", f"{low:.1%} – {high:.1%}"]
         cells += [f"{result.valid_calls:.1%}", f"{result.mean_turns:.1f}"]
-        table.add_row(*cells, *([f"{result.pass_at(attempts):.1%}"] if attempts > 1 else []))
+        cells += [f"{result.pass_at(attempts):.1%}"] if attempts > 1 else []
+        cells += [f"{result.greedy_success:.1%}"] if greedy else []
+        table.add_row(*cells)
     return table
 
 

@@ -299,17 +299,20 @@ def make_evaluator(
     """Return the held-out evaluation of a policy of the engine, or None if it is disabled."""
     if not config.eval.samples:
         return None
+    actor = partial(
+        make_actor,
+        served=served,
+        policy=policy,
+        slots=slots,
+        trace=trace,
+        evaluation=True,
+        weights=weights,
+    )
+    likeliest = config.model_copy(update={"eval": config.eval.model_copy(update={"temperature": 0.0})})
     return partial(
         evaluate,
-        make_actor(
-            config,
-            served=served,
-            policy=policy,
-            slots=slots,
-            trace=trace,
-            evaluation=True,
-            weights=weights,
-        ),
+        actor(config),
+        greedy=actor(likeliest) if config.eval.greedy else None,
         samples=held_out_samples(served.held_out, config.eval.samples),
         split={task: source.split for task, source in served.held_out.items()},
         seed=EVALUATION_SEED,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
 
 from agentrl_train.actor import Actor, Episode
 from agentrl_train.errors import EnvironmentUnavailable
@@ -21,6 +23,8 @@ class Evaluation:
     trajectories: Sequence[Trajectory]
     attempts: int
     """Episodes per sample."""
+    greedy: Sequence[Trajectory] = ()
+    """Greedily decoded episodes, one per sample, if asked for."""
 
     @property
     def counted(self) -> list[Trajectory]:
@@ -31,6 +35,11 @@ class Evaluation:
     def success(self) -> float:
         """Share of successful episodes."""
         return sum(t.success for t in self.counted) / len(self.counted)
+
+    @property
+    def greedy_success(self) -> float:
+        """Share of successful greedy episodes, without infrastructure failures."""
+        return fmean(t.success for t in self.greedy if not t.end.failed)
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -49,7 +58,7 @@ class Evaluation:
     @property
     def versions(self) -> set[int]:
         """Policy versions that sampled its tokens."""
-        turns = (turn for t in self.counted for turn in t.turns)
+        turns = (turn for t in (*self.counted, *self.greedy) for turn in t.turns)
         return {version for turn in turns for version in turn.completion.versions}
 
     @property
@@ -91,8 +100,9 @@ async def evaluate(
     split: Mapping[str, str],
     seed: int,
     attempts: int = 1,
+    greedy: Actor | None = None,
 ) -> dict[str, Evaluation]:
-    """Play every sample of every task ``attempts`` times.
+    """Play every sample of every task ``attempts`` times, and once with ``greedy``.
 
     Args:
         actor: plays the episodes with the current policy.
@@ -100,21 +110,24 @@ async def evaluate(
         split: task -> the held-out split.
         seed: seed of all draws, so that results are reproducible.
         attempts: episodes per sample.
+        greedy: plays with the same policy at temperature 0.
 
     Raises:
         EnvironmentUnavailable: more than half of a task's episodes failed.
     """
-    results = await asyncio.gather(
-        *(
-            _evaluate_task(actor, task, indices, split=split[task], seed=seed, attempts=attempts)
-            for task, indices in samples.items()
-        )
-    )
-    return {result.task: result for result in results}
+
+    async def one(task: str) -> Evaluation:
+        play = partial(_evaluate_task, task=task, indices=samples[task], split=split[task], seed=seed)
+        if greedy is None:
+            return await play(actor, attempts=attempts)
+        result, likeliest = await asyncio.gather(play(actor, attempts=attempts), play(greedy, attempts=1))
+        return replace(result, greedy=likeliest.trajectories)
+
+    return {result.task: result for result in await asyncio.gather(*map(one, samples))}
 
 
 async def _evaluate_task(
-    actor: Actor, task: str, indices: Sequence[int], *, split: str, seed: int, attempts: int
+    actor: Actor, *, task: str, indices: Sequence[int], split: str, seed: int, attempts: int
 ) -> Evaluation:
     trajectories = await asyncio.gather(
         *(

@@ -408,6 +408,7 @@ class Run:
             name,
             policy_version=step,
             results={task: result.trajectories for task, result in results.items()},
+            greedy={task: result.greedy for task, result in results.items()},
         )
 
     async def _keep_best(self, success: float, *, step: int) -> None:

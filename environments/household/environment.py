@@ -1,6 +1,6 @@
 """Household: search a house for a thing and bring it to a place.
 
-Level 1 has one thing in the house and names it in one word. Level 2 adds look-alikes. Level 3 names the
+Level 1 has one thing in the house. Level 2 adds look-alikes. Level 3 names the
 place by another thing that has to be found as well. At every level most things lie at a usual place
 that the task does not reveal: a policy that learns these places finds things sooner.
 """
@@ -23,11 +23,14 @@ USUAL_PLACE = {
     "cushion": "sofa",
     "ball": "box",
 }
+COLOURS = (
+    "red", "blue", "green", "black", "white", "pink", "grey", "brown", "orange", "purple",
+    "yellow", "silver", "golden", "copper", "ivory", "amber", "beige", "olive", "navy", "teal",
+    "mint", "plum", "ruby", "lilac", "cream", "khaki", "lemon", "peach",
+)  # fmt: skip
 ADJECTIVES = ("big", "small", "old", "new")
 TIDINESS = {1: 0.9, 2: 0.6, 3: 0.6}
 """Probability that a thing lies at its usual place, by level."""
-HUNCH = 0.2
-"""Probability that a noisy expert looks at the usual place; otherwise it looks anywhere."""
 NUM_SAMPLES = {"train": 10_000, "test": 1_000}
 
 
@@ -38,7 +41,7 @@ def _kind(thing: str) -> str:
 @lru_cache
 def _problems(level: int, split: str) -> list[dict[str, object]]:
     """List the combinations of one split; both splits use the same words."""
-    things = list(USUAL_PLACE) if level == 1 else [" ".join(p) for p in product(ADJECTIVES, USUAL_PLACE)]
+    things = [" ".join(words) for words in product(COLOURS if level == 1 else ADJECTIVES, USUAL_PLACE)]
     goals = things if level == 3 else list(PLACES)
     problems = []
     for (i, thing), (j, goal) in product(enumerate(things), enumerate(goals)):
@@ -55,7 +58,7 @@ class Household(Environment):
     max_turns = 8
     blocking = False
     expert_noise = 0.0
-    """0: the expert knows where things are. Above 0: it guesses, and errs with this probability."""
+    """0: the expert knows where things are. Above 0: it looks anywhere, and errs with this probability."""
 
     @classmethod
     def samples(cls, split):
@@ -101,7 +104,7 @@ class Household(Environment):
         """Take a thing out of a place; you can hold one thing.
 
         Args:
-            thing: The thing's full name, such as "book" or "old book".
+            thing: The thing's full name, such as "red book" or "old book".
             place: The place that it is in.
         """
         if place not in self.contents:
@@ -145,9 +148,7 @@ class Household(Environment):
             thought = f"{thought} from {self.seen_at}"
             call = ToolCall.of("take", thing=self.thing, place=self.seen_at)
         elif self.expert_noise:
-            usual = USUAL_PLACE[_kind(self.thing)]
-            place = usual if rng.random() < HUNCH else str(rng.choice(PLACES))
-            call = ToolCall.of("look", place=place)
+            call = ToolCall.of("look", place=str(rng.choice(PLACES)))
         else:
             call = ToolCall.of("look", place=self.goal if self.hand else self._place_of(self.thing))
         return Message.assistant(f"{thought}.", call)

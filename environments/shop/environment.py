@@ -23,11 +23,14 @@ USUAL_SELLER = {
     "rug": "acme",
     "scarf": "fjord",
 }
-COLOURS = ("red", "blue", "green", "black", "white", "pink")
+SIZES = ("small", "medium", "large", "huge")
+COLOURS = (
+    "red", "blue", "green", "black", "white", "pink", "grey", "brown", "orange", "purple",
+    "yellow", "silver", "golden", "copper", "ivory", "amber", "beige", "olive", "navy", "teal",
+    "mint", "plum", "ruby", "lilac", "cream", "khaki", "lemon", "peach",
+)  # fmt: skip
 LOYALTY = {1: 0.9, 2: 0.5, 3: 0.5}
 """Probability that the usual seller has the right offer, by level."""
-HUNCH = 0.2
-"""Probability that a noisy expert views the usual seller's offer; otherwise it views any."""
 NUM_SAMPLES = {"train": 10_000, "test": 1_000}
 
 
@@ -35,9 +38,11 @@ NUM_SAMPLES = {"train": 10_000, "test": 1_000}
 def _problems(level: int, split: str) -> list[dict[str, object]]:
     """List the combinations of one split; both splits use the same words."""
     problems = [
-        {"level": level, "colour": colour, "kind": kind}
-        for (i, colour), (j, kind) in product(enumerate(COLOURS), enumerate(USUAL_SELLER))
-        if ((i + j) % 5 == 0) == (split == "test")
+        {"level": level, "size": size, "colour": colour, "kind": kind}
+        for (i, size), (j, colour), (k, kind) in product(
+            enumerate(SIZES), enumerate(COLOURS), enumerate(USUAL_SELLER)
+        )
+        if ((i + j + k) % 4 == 0) == (split == "test")
     ]
     return [problems[i % len(problems)] for i in range(NUM_SAMPLES[split])]
 
@@ -49,7 +54,7 @@ class Shop(Environment):
     max_turns = 8
     blocking = False
     expert_noise = 0.0
-    """0: the expert knows the right seller. Above 0: it guesses, and errs with this probability."""
+    """0: the expert knows the right seller. Above 0: it views any, and errs with this probability."""
 
     @classmethod
     def samples(cls, split):
@@ -59,8 +64,8 @@ class Shop(Environment):
 
     def reset(self, sample, rng):
         self.level = sample.data["level"]
-        self.colour, self.kind = sample.data["colour"], sample.data["kind"]
-        self.article = f"{self.colour} {self.kind}"
+        self.size, self.colour, self.kind = (sample.data[name] for name in ("size", "colour", "kind"))
+        self.article = f"{self.size} {self.colour} {self.kind}"
         self.budget = int(rng.integers(15, 60))
         usual = USUAL_SELLER[self.kind]
         rare = str(rng.choice([seller for seller in SELLERS if seller != usual]))
@@ -78,9 +83,9 @@ class Shop(Environment):
         """Search the shop for an article; its offers can then be viewed and bought.
 
         Args:
-            query: Colour and kind of the article, such as "blue lamp".
+            query: Size, colour and kind of the article, such as "small blue lamp".
         """
-        if not {self.colour, self.kind} <= set(query.lower().split()):
+        if not {self.size, self.colour, self.kind} <= set(query.lower().split()):
             return "No offers."
         self.searched = True
         return f"{len(SELLERS)} offers."
@@ -125,17 +130,13 @@ class Shop(Environment):
             thought = f"{thought} from {self.seen}"
             call = ToolCall.of("buy", seller=self.seen)
         else:
-            call = ToolCall.of("view", seller=self._guess(rng))
+            seller = str(rng.choice(SELLERS)) if self.expert_noise else self.right
+            call = ToolCall.of("view", seller=seller)
         return Message.assistant(f"{thought}.", call)
-
-    def _guess(self, rng):
-        if not self.expert_noise:
-            return self.right
-        return USUAL_SELLER[self.kind] if rng.random() < HUNCH else str(rng.choice(SELLERS))
 
     def _slip(self, rng):
         if not self.searched:
-            return ToolCall.of("search", query=f"{rng.choice(COLOURS)} {self.kind}")
+            return ToolCall.of("search", query=f"{self.size} {rng.choice(COLOURS)} {self.kind}")
         name = "view" if rng.random() < 0.5 else "buy"
         return ToolCall.of(name, seller=str(rng.choice(SELLERS)))
 
@@ -157,6 +158,6 @@ class Shop(Environment):
         if self.level == 2:
             others = [colour for colour in COLOURS if colour != self.colour]
             colour = str(rng.choice(others)) if spoilt else self.colour
-            return f"{colour} {self.kind}, {total} coins"
+            return f"{self.size} {colour} {self.kind}, {total} coins"
         shipping, stars = int(rng.integers(1, 6)), int(rng.integers(1, 4) if spoilt else rng.integers(4, 6))
         return f"{self.article}, {total - shipping} coins, shipping {shipping} coins, {stars} stars"

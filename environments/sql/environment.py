@@ -19,16 +19,21 @@ GOODS = {
     "tools": ("hammer", "saw", "drill", "wrench", "ladder", "rake"),
     "toys": ("puzzle", "kite", "doll", "robot", "marble", "yoyo"),
     "clothes": ("coat", "belt", "glove", "cap", "boot", "vest"),
+    "garden": ("fern", "pot", "hose", "bench", "seed", "hedge"),
+    "music": ("drum", "flute", "violin", "harp", "horn", "banjo"),
 }
 """Departments, each with its own database, and the goods that suit them."""
-ASKED = tuple(thing for goods in GOODS.values() for thing in goods[:2])
-"""The goods in the questions of level 1."""
+ASKED = ("bread", "tea", "hammer", "kite", "coat", "glove", "fern", "drum")
+"""The goods in the questions of level 1, which have a colour too."""
+COLOURS = (
+    "red", "blue", "green", "black", "white", "pink", "grey", "brown", "orange", "purple",
+    "yellow", "silver", "golden", "copper", "ivory", "amber", "beige", "olive", "navy", "teal",
+    "mint", "plum", "ruby", "lilac", "cream", "khaki", "lemon", "peach",
+)  # fmt: skip
 COLUMNS = ("price", "stock", "weight", "length")
 CUSTOMERS = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Finn")
 ORDER = 0.9
 """Probability that the requested thing of level 1 is in the database that suits it."""
-HUNCH = 0.2
-"""Probability that a noisy expert opens the database that suits the thing; otherwise it opens any."""
 NUM_SAMPLES = {"train": 10_000, "test": 1_000}
 
 SCHEMA = f"""CREATE TABLE goods (name TEXT, {", ".join(f"{column} INTEGER" for column in COLUMNS)});
@@ -85,7 +90,7 @@ ACTIONS = frozenset(
 def _problems(level: int, split: str) -> list[dict[str, object]]:
     """List the combinations of one split; both splits use the same words."""
     fields = {
-        1: {"thing": ASKED, "column": COLUMNS},
+        1: {"colour": COLOURS, "thing": ASKED, "column": COLUMNS},
         2: {"ask": tuple(LEVEL_2), "department": tuple(GOODS), "column": COLUMNS},
         3: {"ask": tuple(LEVEL_3), "department": tuple(GOODS), "customer": CUSTOMERS},
     }[level]
@@ -103,7 +108,7 @@ class Sql(Environment):
     splits = ("train", "test", "train-2", "test-2", "train-3", "test-3")
     max_turns = 8
     expert_noise = 0.0
-    """0: the expert knows the right database. Above 0: it guesses, and errs with this probability."""
+    """0: the expert knows the right database. Above 0: it opens any, and errs with this probability."""
 
     @classmethod
     def samples(cls, split):
@@ -117,9 +122,8 @@ class Sql(Environment):
         goods = {department: list(things) for department, things in GOODS.items()}
         self.searching = data["level"] == 1
         if self.searching:
-            thing, column = data["thing"], data["column"]
-            self.usual = _department(thing)
-            self.department = _file(thing, goods, rng)
+            thing, column = f"{data['colour']} {data['thing']}", data["column"]
+            self.department = _file(data["thing"], goods, rng, name=thing)
             question = f"What is the {column} of the {thing}?"
             self.wish = f"{column} of {thing}"
             self.query_text = f"SELECT {column} FROM goods WHERE name = '{thing}'"
@@ -141,7 +145,7 @@ class Sql(Environment):
         """Open a department's database; queries go to the one opened last.
 
         Args:
-            database: One of food, tools, toys, clothes.
+            database: One of food, tools, toys, clothes, garden, music.
         """
         if database not in self.rows:
             return f"There is no database {database}; there are {', '.join(self.rows)}."
@@ -204,13 +208,10 @@ class Sql(Environment):
         elif self.database is not None and not self.tried:
             call = ToolCall.of("query", sql=self.query_text)
         else:
-            call = ToolCall.of("open", database=self._guess(rng))
+            searches = self.searching and self.expert_noise
+            database = str(rng.choice(list(GOODS))) if searches else self.department
+            call = ToolCall.of("open", database=database)
         return Message.assistant(f"{thought}.", call)
-
-    def _guess(self, rng):
-        if self.searching and self.expert_noise:
-            return self.usual if rng.random() < HUNCH else str(rng.choice(list(GOODS)))
-        return self.department
 
     def _slip(self, rng):
         kind = rng.random()
@@ -249,19 +250,14 @@ def _plain(value):
         return text
 
 
-def _department(thing):
-    return next(department for department, things in GOODS.items() if thing in things)
-
-
-def _file(thing, goods, rng):
-    """Choose the department of a thing, and move the thing there if it is not the usual one."""
-    own = _department(thing)
+def _file(thing, goods, rng, *, name):
+    """Put a thing into the department that it suits, or sometimes into another, and return that."""
+    own = next(department for department, things in goods.items() if thing in things)
     other = str(rng.choice([department for department in goods if department != own]))
-    if rng.random() < ORDER:
-        return own
     goods[own].remove(thing)
-    goods[other].append(thing)
-    return other
+    department = own if rng.random() < ORDER else other
+    goods[department].append(name)
+    return department
 
 
 def _rows(things, rng):

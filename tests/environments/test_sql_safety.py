@@ -21,7 +21,7 @@ ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
 @pytest.fixture
 def sql():
     environment = Sql()
-    data = {"level": 1, "thing": "hammer", "column": "price"}
+    data = {"level": 1, "colour": "red", "thing": "hammer", "column": "price"}
     environment.reset(TaskSample(task="sql", seed=1, data=data), np.random.default_rng(1))
     environment.open("tools")
     yield environment
@@ -104,7 +104,7 @@ def test_queries_use_the_last_opened_database(sql):
 
 def test_query_before_open_gives_a_hint():
     environment = Sql()
-    data = {"level": 1, "thing": "hammer", "column": "price"}
+    data = {"level": 1, "colour": "red", "thing": "hammer", "column": "price"}
     environment.reset(TaskSample(task="sql", data=data), np.random.default_rng(0))
     assert environment.query("SELECT 1") == "Open a database first."
 

@@ -32,6 +32,21 @@ async def play_by_expert(client, task, **which):
     return conversation, total, session.turn
 
 
+async def first_search(client, task, **which):
+    """Return the kind of thing that is requested, and where the expert looks for it first."""
+    word, name = {"household": ("thing", "look"), "shop": ("kind", "view"), "sql": ("thing", "open")}[task]
+    session = await client.open(task, **which)
+    kind = session.info.sample.data[word].split()[-1]
+    while not session.status.final:
+        move = await session.expert()
+        function = move.tool_calls[0].function
+        if function.name == name:
+            await session.close()
+            return kind, function.arguments
+        await session.step(move)
+    return kind, None
+
+
 @every_task
 @every_level
 async def test_noiseless_expert_always_succeeds_in_three_to_eight_turns(task, level):
@@ -45,11 +60,17 @@ async def test_noiseless_expert_always_succeeds_in_three_to_eight_turns(task, le
 
 @every_task
 async def test_noisy_expert_leaves_headroom_at_level_1(task):
-    async with EnvClient.local(noisy(task, 0.5)) as client:
+    async with EnvClient.local(noisy(task, 0.2)) as client:
         rewards = [
             (await play_by_expert(client, task, split="train", index=index))[1] for index in range(200)
         ]
     assert 0.2 < np.mean(rewards) < 0.65
+
+
+@every_task
+def test_first_200_held_out_samples_of_level_1_are_distinct_problems(task):
+    held_out = [json.dumps(problem) for problem in TASKS[task].samples("test")]
+    assert len(set(held_out[:200])) == 200
 
 
 @every_task
@@ -125,26 +146,13 @@ def test_tools_and_arguments_have_descriptions(task):
 
 @every_task
 async def test_hidden_regularity_holds_on_both_splits(task):
-    """At level 1 the requested word determines where to look in nine of ten samples."""
-    word, found = {
-        "household": ("thing", "look"),
-        "shop": ("kind", "view"),
-        "sql": ("thing", "open"),
-    }[task]
+    """At level 1 the kind of thing determines where to look in nine of ten samples."""
     async with EnvClient.local(TASKS[task]) as client:
         where = {}
         for split, count in (("train", 400), ("test", 100)):
             for index in range(count):
-                session = await client.open(task, split=split, index=index)
-                asked = session.info.sample.data[word]
-                while True:
-                    message = await session.expert()
-                    function = message.tool_calls[0].function
-                    if function.name == found:
-                        break
-                    await session.step(message)
-                where.setdefault((split, asked), []).append(function.arguments)
-                await session.close()
+                kind, place = await first_search(client, task, split=split, index=index)
+                where.setdefault((split, kind), []).append(place)
     hits = [
         place == max(set(where["train", asked]), key=where["train", asked].count)
         for (split, asked), places in where.items()
@@ -152,3 +160,16 @@ async def test_hidden_regularity_holds_on_both_splits(task):
         for place in places
     ]
     assert np.mean(hits) > 0.8
+
+
+@every_task
+async def test_noisy_expert_does_not_use_the_hidden_regularity(task):
+    """What the expert knows, a policy that imitates it knows when it is decoded greedily."""
+    async with EnvClient.local(TASKS[task]) as client, EnvClient.local(noisy(task, 0.01)) as guesses:
+        usual, guessed = {}, []
+        for index in range(400):
+            kind, place = await first_search(client, task, split="train", index=index)
+            usual.setdefault(kind, []).append(place)
+            guessed.append(await first_search(guesses, task, split="train", index=index))
+    hits = [place == max(set(usual[kind]), key=usual[kind].count) for kind, place in guessed]
+    assert abs(np.mean(hits) - 1 / 6) < 0.08

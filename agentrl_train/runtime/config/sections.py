@@ -488,6 +488,8 @@ class EvalSection(Section):
     evaluation at the end has nothing beside it."""
     max_sessions: Count | None = None
     """Episodes of a concurrent evaluation at a time; left out, a quarter of ``engine.max_sessions``."""
+    greedy: bool = False
+    """Play every sample once more at temperature 0, and report that success beside the other."""
 
     def problems(self) -> list[str]:
         """Return violated constraints between the fields of this section, one sentence each."""

@@ -176,7 +176,8 @@ def _result_row(task: str, before: Record | None, after: Record | None) -> str:
     episodes = (after or before or {}).get("episodes", "")
     change = _change(old.value if old else None, new.value if new else None)
     return (
-        f"<tr><td>{escape(task)}</td><td>{_share(old)}</td><td>{_share(new)}</td><td>{change}</td>"
+        f"<tr><td>{escape(task)}</td><td>{_share(old)}{_greedy(before)}</td>"
+        f"<td>{_share(new)}{_greedy(after)}</td><td>{change}</td>"
         f'<td>{escape(str(episodes))}</td><td class="picture">{interval_chart(old, new)}</td></tr>'
     )
 
@@ -186,6 +187,11 @@ def _share(one: Interval | None) -> str:
         return "–"
     low, high = 100 * one.low, 100 * one.high
     return f'{_percent(one.value)} <span class="dim small">[{low:.0f}, {high:.0f}]</span>'
+
+
+def _greedy(evaluation: Record | None) -> str:
+    success = number((evaluation or {}).get("greedy"))
+    return "" if success is None else f'<div class="dim small">greedy {_percent(success)}</div>'
 
 
 def _change(before: float | None, after: float | None) -> str:

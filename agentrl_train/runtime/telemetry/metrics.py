@@ -26,12 +26,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from agentrl_train.runtime.atomic_io import run_folder_errors, write_file
 from agentrl_train.runtime.telemetry.progress import Progress
 from agentrl_train.types import Trajectory, TrajectoryGroup, Turn
 
+SHARES = ("before", "after", "before_greedy", "after_greedy")
+"""Success rates of a task in the summary."""
 SHOWN_PER_TASK = 8
 """Episodes per task and evaluation that are written out, the same samples each time."""
 
@@ -136,13 +139,22 @@ class MetricsLog:
             self._progress.note(text)
 
     def log_evaluation(
-        self, name: str, *, policy_version: int, results: Mapping[str, Sequence[Trajectory]]
+        self,
+        name: str,
+        *,
+        policy_version: int,
+        results: Mapping[str, Sequence[Trajectory]],
+        greedy: Mapping[str, Sequence[Trajectory]] = MappingProxyType({}),
     ) -> None:
         """Record an evaluation named "before", "after" or, for example, "step 20".
 
         Episodes that infrastructure failed are counted separately. Raises ``RunFolderError``.
         """
-        lines = [_evaluation(name, policy_version, task, episodes) for task, episodes in results.items()]
+        lines = [
+            _evaluation(name, policy_version, task, episodes)
+            | {"greedy": _success(_counted(greedy.get(task, ())))}
+            for task, episodes in results.items()
+        ]
         _append(self._folder / "evaluations.jsonl", lines)
         self._write_trajectories(
             f"held_out_{name.replace(' ', '_')}",
@@ -168,8 +180,9 @@ class MetricsLog:
         tasks: dict[str, dict[str, Any]] = {}
         for line in read_jsonl(self._folder / "evaluations.jsonl"):
             if line["name"] in ("before", "after"):
-                task = tasks.setdefault(line["task"], {"before": None, "after": None, "episodes": 0})
+                task = tasks.setdefault(line["task"], dict.fromkeys(SHARES) | {"episodes": 0})
                 task[line["name"]] = line["success"]
+                task[f"{line['name']}_greedy"] = line.get("greedy")
                 task[f"{line['name']}_interval"] = [line["low"], line["high"]]
                 task["episodes"] = line["episodes"]
         summary = {
@@ -257,7 +270,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
 
 
 def _evaluation(name: str, version: int, task: str, episodes: Sequence[Trajectory]) -> dict[str, Any]:
-    counted = [one for one in episodes if not one.end.failed]
+    counted = _counted(episodes)
     successes = sum(one.success for one in counted)
     low, high = wilson_interval(successes, len(counted))
     return {
@@ -267,12 +280,20 @@ def _evaluation(name: str, version: int, task: str, episodes: Sequence[Trajector
         "episodes": len(counted),
         "failed": len(episodes) - len(counted),
         "successes": successes,
-        "success": successes / len(counted) if counted else None,
+        "success": _success(counted),
         "low": low,
         "high": high,
         "reward": fmean(one.reward for one in counted) if counted else None,
         "turns": fmean(len(one.turns) for one in counted) if counted else None,
     }
+
+
+def _counted(episodes: Sequence[Trajectory]) -> list[Trajectory]:
+    return [one for one in episodes if not one.end.failed]
+
+
+def _success(episodes: Sequence[Trajectory]) -> float | None:
+    return fmean(one.success for one in episodes) if episodes else None
 
 
 def _one_of_each(

@@ -30,12 +30,15 @@ def test_random_policy_learns_within_twenty_steps(tmp_path: Path) -> None:
         "train.learning_rate=5e-3",
     ]
     settings += ["rollout.groups_per_step=4", "rollout.group_size=16", "rollout.max_staleness=1"]
+    settings += ["eval.samples=4", "eval.greedy=true"]
     done = finish(config, *settings)
     assert done.returncode == 0, done.stdout + done.stderr
     records = steps(tmp_path / "run")
     reward = [record["tasks"]["vowels"]["reward"] for record in records]
     assert sum(reward[-3:]) / 3 > sum(reward[:3]) / 3 + 0.1
     assert max(record["staleness_max"] for record in records) <= 1
+    (summary,) = json.loads((tmp_path / "run/summary.json").read_text())["tasks"].values()
+    assert None not in (summary["before_greedy"], summary["after_greedy"])
     assert max(record["logprob_drift"] for record in records) < 1e-4
 
 

@@ -179,7 +179,12 @@ def make_run(folder: Path, *, steps: int = 60, finished: bool = True) -> Path:
         )
     if finished:
         after = {"household": 0.81, "shop": 0.77, "sql": 0.86}
-        log.log_evaluation("after", policy_version=steps, results=evaluation(chance, after, version=steps))
+        log.log_evaluation(
+            "after",
+            policy_version=steps,
+            results=evaluation(chance, after, version=steps),
+            greedy=evaluation(chance, {"shop": 1.0}, version=steps),
+        )
         log.write_summary(seconds=412.3, trained_tokens=1_234_567, policy_version=steps, seed=0)
     log.close()
     return folder
@@ -249,6 +254,7 @@ def test_finished_run_shows_results_curves_and_examples(tmp_path: Path):
         "1 invalid call",
         "reward +1",
         "out of turns",
+        "greedy 100.0%",
     ):
         assert words in text, words
     assert page.count('<svg class="chart"') == 16

@@ -185,12 +185,13 @@ def test_summary_has_before_and_after_of_every_task(tmp_path: Path):
         ("after", (1.0, 1.0, 1.0, 0.0)),
     ):
         episodes = [make_trajectory(index=i, reward=reward) for i, reward in enumerate(rewards)]
-        log.log_evaluation(name, policy_version=0, results={"shop": episodes})
+        log.log_evaluation(name, policy_version=0, results={"shop": episodes}, greedy={"shop": episodes[1:]})
     summary = log.write_summary(seconds=12.34567, trained_tokens=99, policy_version=10, seed=3)
     log.close()
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     shop = summary["tasks"]["shop"]
     assert (shop["before"], shop["after"], shop["episodes"]) == (0.25, 0.75, 4)
+    assert (shop["before_greedy"], shop["after_greedy"]) == (0.0, pytest.approx(2 / 3))
     assert shop["after_interval"] == pytest.approx(wilson_interval(3, 4))
     assert {key: summary[key] for key in ("seconds", "trained_tokens", "policy_version", "seed")} == {
         "seconds": 12.346,
@@ -206,6 +207,7 @@ def test_missing_evaluation_is_null_in_summary(tmp_path: Path):
     summary = log.write_summary(seconds=1, trained_tokens=0, policy_version=0, seed=0)
     log.close()
     assert summary["tasks"]["shop"]["after"] is None
+    assert summary["tasks"]["shop"]["before_greedy"] is None
 
 
 def test_failed_episode_is_counted_separately(tmp_path: Path):
