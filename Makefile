@@ -12,7 +12,7 @@ TEST_PROCESSES ?= 2
 # The first of quickstart, quickstart-2, quickstart-3 ... that is not taken.
 NAME ?= $(shell name=quickstart; i=2; while [ -e runs/$$name ]; do name=quickstart-$$i; i=$$((i+1)); done; echo $$name)
 
-.PHONY: setup train test slow docker vllm gpu ray faults fuzz hostile chaos soak lint bench docs clean
+.PHONY: setup train test slow environments docker vllm gpu ray faults fuzz hostile chaos soak lint bench docs clean
 
 setup: $(VENV)/.train $(VENV)/.dev  ## install everything that development needs
 
@@ -34,11 +34,19 @@ train: $(VENV)/.train  ## train the starter policy on three tasks; SEED=1 NAME=a
 		$(if $(SEED),--set run.seed=$(SEED)) $(ARGS)
 
 test: $(VENV)/.dev  ## all quick tests that need no Docker, in TEST_PROCESSES=2 processes
-	-@.ci/system-packages chromium redis-server bubblewrap mariadb-server
+	-@.ci/system-packages chromium redis-server bubblewrap
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
 slow: $(VENV)/.dev  ## tests from end to end that take more than ten seconds each
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m 'slow and not environments' $(ARGS)
+
+environments: $(VENV)/.environments  ## the tasks on their real engines: MariaDB, TextWorld, RDF, Chromium, sandboxes
+	-@.ci/system-packages chromium bubblewrap mariadb-server
+	$(BIN)/python -m pytest -m 'environments and not slow' -n $(TEST_PROCESSES) --dist loadfile tests/environments $(ARGS)
+
+$(VENV)/.environments: $(VENV)/.dev
+	$(PIP) install -c constraints.txt -e '.[train,dev,dbbench,knowledgegraph,alfworld]'
+	touch $@
 
 docker: $(VENV)/.dev  ## tests in containers; starts a Docker daemon of its own (root, on Debian)
 	-@.ci/system-packages docker.io docker-compose iproute2 python3-venv python3-pip debian-archive-keyring

@@ -13,9 +13,9 @@ import pytest
 
 from agentrl_env import EnvClient, Message, ToolCall
 from agentrl_env.server.loader import load_target
+from tests.environments import agentbench
 
-sys.path.insert(0, str(Path(__file__).parent))
-import agentbench
+pytestmark = pytest.mark.environments
 
 if not importlib.util.find_spec("textworld"):
     pytest.skip("needs the extra alfworld", allow_module_level=True)

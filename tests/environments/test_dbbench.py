@@ -10,9 +10,9 @@ import pytest
 
 from agentrl_env import EnvClient, TaskSample, ToolCall, ToolError
 from agentrl_env.server.loader import load_target
+from tests.environments import agentbench
 
-sys.path.insert(0, str(Path(__file__).parent))
-import agentbench
+pytestmark = pytest.mark.environments
 
 Dbbench = load_target(str(Path(__file__).parents[2] / "environments" / "dbbench"))
 PACKAGE = Dbbench.__module__.rpartition(".")[0]

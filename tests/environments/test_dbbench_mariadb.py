@@ -16,10 +16,10 @@ import pytest
 
 from agentrl_env import EnvClient, SessionStatus, TaskSample, ToolCall, ToolError
 from agentrl_env.server.loader import load_target
+from tests.environments import agentbench
+from tests.environments.mariadb_server import MariaDbServer
 
-sys.path.insert(0, str(Path(__file__).parent))
-import agentbench
-from mariadb_server import MariaDbServer
+pytestmark = pytest.mark.environments
 
 FOLDER = Path(__file__).parents[2] / "environments" / "dbbench"
 Dbbench = load_target(str(FOLDER))

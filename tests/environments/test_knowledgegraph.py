@@ -13,8 +13,9 @@ import pytest
 from agentrl_env import EnvClient, Message, TaskSample, ToolCall, ToolError
 from agentrl_env.server.loader import load_target
 
+pytestmark = pytest.mark.environments
+
 pyoxigraph = pytest.importorskip("pyoxigraph", reason="needs the extra knowledgegraph")
-sys.path.insert(0, str(Path(__file__).parent))
 import agentbench  # noqa: E402
 
 KG = load_target(str(Path(__file__).parents[2] / "environments" / "knowledgegraph"))

@@ -12,9 +12,9 @@ from agentrl_env import EnvClient, SessionStatus, TaskSample, ToolCall
 from agentrl_env.errors import SandboxUnavailable
 from agentrl_env.sandbox.bubblewrap import check_available
 from agentrl_env.server.loader import load_target
+from tests.environments import agentbench
 
-sys.path.insert(0, str(Path(__file__).parent))
-import agentbench
+pytestmark = pytest.mark.environments
 
 OsInteraction = load_target(str(Path(__file__).parents[2] / "environments" / "os_interaction"))
 PACKAGE = OsInteraction.__module__.rpartition(".")[0]

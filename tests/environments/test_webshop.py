@@ -14,6 +14,8 @@ from playwright.async_api import async_playwright, expect
 from agentrl_env import EnvClient, Message, SessionStatus, ToolCall
 from agentrl_env.server.loader import load_target
 
+pytestmark = pytest.mark.environments
+
 FOLDER = Path(__file__).parents[2] / "environments" / "webshop"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SPLITS = [f"{name}{level}" for level in ("", "-2", "-3") for name in ("train", "validation", "test")]
