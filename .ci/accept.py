@@ -19,9 +19,9 @@ print(
     f"mean held-out success {mean['before']:.1%} -> {mean['after']:.1%}, "
     f"greedy {mean['before_greedy']:.1%} -> {mean['after_greedy']:.1%}, in {summary['seconds']:.0f} s"
 )
-risen = mean["after"] - mean["before"] >= 0.25 and mean["after_greedy"] - mean["before_greedy"] >= 0.25
-if mean["after"] < 0.6 or not risen or worse:
+risen = mean["after"] - mean["before"] >= 0.3 and mean["after_greedy"] - mean["before_greedy"] >= 0.3
+if mean["after"] < 0.7 or not risen or worse:
     sys.exit(
-        "the quick start must end at 60 % or more, and rise by 25 points, sampled and greedy; "
+        "the quick start must end at 70 % or more, and rise by 30 points, sampled and greedy; "
         f"worse: {', '.join(worse) or 'none'}"
     )

@@ -31,6 +31,8 @@ COLOURS = (
 ADJECTIVES = ("big", "small", "old", "new")
 TIDINESS = {1: 0.9, 2: 0.6, 3: 0.6}
 """Probability that a thing lies at its usual place, by level."""
+HABIT, HUNCH = 0.3, 0.2
+"""Probabilities that a noisy expert looks at the first place, or the usual one; else it looks anywhere."""
 NUM_SAMPLES = {"train": 10_000, "test": 1_000}
 
 
@@ -58,7 +60,7 @@ class Household(Environment):
     max_turns = 8
     blocking = False
     expert_noise = 0.0
-    """0: the expert knows where things are. Above 0: it looks anywhere, and errs with this probability."""
+    """0: the expert knows where things are. Above 0: it guesses by habit, and errs with this probability."""
 
     @classmethod
     def samples(cls, split):
@@ -148,10 +150,14 @@ class Household(Environment):
             thought = f"{thought} from {self.seen_at}"
             call = ToolCall.of("take", thing=self.thing, place=self.seen_at)
         elif self.expert_noise:
-            call = ToolCall.of("look", place=str(rng.choice(PLACES)))
+            call = ToolCall.of("look", place=self._guess(rng))
         else:
             call = ToolCall.of("look", place=self.goal if self.hand else self._place_of(self.thing))
         return Message.assistant(f"{thought}.", call)
+
+    def _guess(self, rng):
+        drawn, usual = rng.random(), USUAL_PLACE[_kind(self.thing)]
+        return PLACES[0] if drawn < HABIT else usual if drawn < HABIT + HUNCH else str(rng.choice(PLACES))
 
     def _slip(self, rng):
         place, kind = str(rng.choice(PLACES)), rng.random()

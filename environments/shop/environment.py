@@ -31,6 +31,8 @@ COLOURS = (
 )  # fmt: skip
 LOYALTY = {1: 0.9, 2: 0.5, 3: 0.5}
 """Probability that the usual seller has the right offer, by level."""
+HABIT, HUNCH = 0.3, 0.2
+"""Probabilities that a noisy expert views the first seller, and the usual one; else it views any."""
 NUM_SAMPLES = {"train": 10_000, "test": 1_000}
 
 
@@ -54,7 +56,7 @@ class Shop(Environment):
     max_turns = 8
     blocking = False
     expert_noise = 0.0
-    """0: the expert knows the right seller. Above 0: it views any, and errs with this probability."""
+    """0: the expert knows the right seller. Above 0: it guesses by habit, and errs with this probability."""
 
     @classmethod
     def samples(cls, split):
@@ -130,9 +132,12 @@ class Shop(Environment):
             thought = f"{thought} from {self.seen}"
             call = ToolCall.of("buy", seller=self.seen)
         else:
-            seller = str(rng.choice(SELLERS)) if self.expert_noise else self.right
-            call = ToolCall.of("view", seller=seller)
+            call = ToolCall.of("view", seller=self._guess(rng) if self.expert_noise else self.right)
         return Message.assistant(f"{thought}.", call)
+
+    def _guess(self, rng):
+        drawn, usual = rng.random(), USUAL_SELLER[self.kind]
+        return SELLERS[0] if drawn < HABIT else usual if drawn < HABIT + HUNCH else str(rng.choice(SELLERS))
 
     def _slip(self, rng):
         if not self.searched:

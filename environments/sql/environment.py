@@ -34,6 +34,8 @@ COLUMNS = ("price", "stock", "weight", "length")
 CUSTOMERS = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Finn")
 ORDER = 0.9
 """Probability that the requested thing of level 1 is in the database that suits it."""
+HABIT, HUNCH = 0.3, 0.2
+"""Probabilities that a noisy expert opens the first database, and the one that suits; else it opens any."""
 NUM_SAMPLES = {"train": 10_000, "test": 1_000}
 
 SCHEMA = f"""CREATE TABLE goods (name TEXT, {", ".join(f"{column} INTEGER" for column in COLUMNS)});
@@ -108,7 +110,7 @@ class Sql(Environment):
     splits = ("train", "test", "train-2", "test-2", "train-3", "test-3")
     max_turns = 8
     expert_noise = 0.0
-    """0: the expert knows the right database. Above 0: it opens any, and errs with this probability."""
+    """0: the expert knows the database. Above 0: it guesses by habit, and errs with this probability."""
 
     @classmethod
     def samples(cls, split):
@@ -123,6 +125,7 @@ class Sql(Environment):
         self.searching = data["level"] == 1
         if self.searching:
             thing, column = f"{data['colour']} {data['thing']}", data["column"]
+            self.usual = _department(data["thing"])
             self.department = _file(data["thing"], goods, rng, name=thing)
             question = f"What is the {column} of the {thing}?"
             self.wish = f"{column} of {thing}"
@@ -209,9 +212,14 @@ class Sql(Environment):
             call = ToolCall.of("query", sql=self.query_text)
         else:
             searches = self.searching and self.expert_noise
-            database = str(rng.choice(list(GOODS))) if searches else self.department
-            call = ToolCall.of("open", database=database)
+            call = ToolCall.of("open", database=self._guess(rng) if searches else self.department)
         return Message.assistant(f"{thought}.", call)
+
+    def _guess(self, rng):
+        drawn, departments = rng.random(), list(GOODS)
+        if drawn < HABIT:
+            return departments[0]
+        return self.usual if drawn < HABIT + HUNCH else str(rng.choice(departments))
 
     def _slip(self, rng):
         kind = rng.random()
@@ -250,9 +258,13 @@ def _plain(value):
         return text
 
 
+def _department(thing):
+    return next(department for department, things in GOODS.items() if thing in things)
+
+
 def _file(thing, goods, rng, *, name):
     """Put a thing into the department that it suits, or sometimes into another, and return that."""
-    own = next(department for department, things in goods.items() if thing in things)
+    own = _department(thing)
     other = str(rng.choice([department for department in goods if department != own]))
     goods[own].remove(thing)
     department = own if rng.random() < ORDER else other

@@ -2,10 +2,9 @@
 
     python examples/quickstart/starter.py --output examples/quickstart/starter
 
-Nothing is downloaded. Noisy experts that search at random play the level-1 tasks; a tokenizer is trained on
-their messages, and a random Qwen3 model is trained to imitate them. It becomes as good as they are, and like
-them it does not know where things usually are: that is left to reinforcement learning. Takes about five
-minutes on one free core.
+Nothing is downloaded. Noisy experts play the level-1 tasks; a tokenizer is trained on their messages, and a
+random Qwen3 model is trained to imitate them. It becomes as good as they are, with their wrong habit of
+where to look first: what is better is left to reinforcement learning. Takes about five minutes on one core.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from agentrl_train.runtime.sft import expert_sequences, train_sft
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[1] / "environments"
-EXPERT_NOISE = {"household": 0.45, "shop": 0.3, "sql": 0.15}
+EXPERT_NOISE = {"household": 0.55, "shop": 0.45, "sql": 0.35}
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 
 def clumsy(name: str) -> type[Environment]:
-    """Return a starter task with a noisy expert, which does not know the usual locations."""
+    """Return a starter task with a noisy expert, which looks for things by a wrong habit."""
     task = load_target(str(ENVIRONMENTS / name))
     return type(task.__name__, (task,), {"name": name, "expert_noise": EXPERT_NOISE[name]})
 

@@ -12,11 +12,11 @@ import pytest
 
 from agentrl_env import EnvClient, Message, TaskSample, ToolCall, ToolError
 from agentrl_env.server.loader import load_target
+from tests.environments import agentbench
 
 pytestmark = pytest.mark.environments
 
 pyoxigraph = pytest.importorskip("pyoxigraph", reason="needs the extra knowledgegraph")
-import agentbench  # noqa: E402
 
 KG = load_target(str(Path(__file__).parents[2] / "environments" / "knowledgegraph"))
 PACKAGE = KG.__module__.rpartition(".")[0]

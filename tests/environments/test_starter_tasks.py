@@ -60,7 +60,7 @@ async def test_noiseless_expert_always_succeeds_in_three_to_eight_turns(task, le
 
 @every_task
 async def test_noisy_expert_leaves_headroom_at_level_1(task):
-    async with EnvClient.local(noisy(task, 0.2)) as client:
+    async with EnvClient.local(noisy(task, 0.5)) as client:
         rewards = [
             (await play_by_expert(client, task, split="train", index=index))[1] for index in range(200)
         ]
@@ -163,13 +163,19 @@ async def test_hidden_regularity_holds_on_both_splits(task):
 
 
 @every_task
-async def test_noisy_expert_does_not_use_the_hidden_regularity(task):
-    """What the expert knows, a policy that imitates it knows when it is decoded greedily."""
+async def test_noisy_expert_prefers_a_wrong_place_and_knows_the_usual_one_a_little(task):
+    """A policy that imitates it can find the usual place by sampling, and does not by greedy decoding."""
     async with EnvClient.local(TASKS[task]) as client, EnvClient.local(noisy(task, 0.01)) as guesses:
         usual, guessed = {}, []
         for index in range(400):
             kind, place = await first_search(client, task, split="train", index=index)
             usual.setdefault(kind, []).append(place)
             guessed.append(await first_search(guesses, task, split="train", index=index))
-    hits = [place == max(set(usual[kind]), key=usual[kind].count) for kind, place in guessed]
-    assert abs(np.mean(hits) - 1 / 6) < 0.08
+    habit = max((place for _, place in guessed), key=[place for _, place in guessed].count)
+    elsewhere = [
+        (place, best)
+        for kind, place in guessed
+        if (best := max(set(usual[kind]), key=usual[kind].count)) != habit
+    ]
+    assert 0.3 < np.mean([place == habit for place, _ in elsewhere]) < 0.5
+    assert 0.2 < np.mean([place == best for place, best in elsewhere]) < 0.37
