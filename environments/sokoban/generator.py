@@ -28,7 +28,7 @@ class Level:
 
 
 LEVELS = {
-    1: Level(side=5, walls=5, boxes=1, pulls=6, least=2),
+    1: Level(side=6, walls=8, boxes=1, pulls=6, least=2),
     2: Level(side=6, walls=8, boxes=2, pulls=20, least=5),
     3: Level(side=7, walls=11, boxes=3, pulls=40, least=9),
 }
