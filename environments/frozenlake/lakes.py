@@ -30,7 +30,7 @@ class Level:
 
 LEVELS = {
     1: Level(side=6, frozen=0.7, slippery=False, least=1.0),
-    2: Level(side=7, frozen=0.85, slippery=True, least=0.4),
+    2: Level(side=7, frozen=0.8, slippery=True, least=0.4),
     3: Level(side=8, frozen=0.82, slippery=True, least=0.3),
 }
 
