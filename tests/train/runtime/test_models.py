@@ -49,7 +49,7 @@ def test_file_that_is_cut_off_is_reported(load: Callable[..., object], tmp_path:
     make_model().save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     os.truncate(tmp_path / "model.safetensors", 5000)
-    with pytest.raises(ConfigError, match="cannot be loaded: .*header"):
+    with pytest.raises(ConfigError, match=r"cannot be loaded: .*header"):
         load(str(tmp_path))
 
 
