@@ -93,7 +93,7 @@ def test_node_without_engine_uses_all_gpus_for_ranks(config_file: Path) -> None:
             "the engine needs 2 GPUs, but the placement gives it 1",
         ),
         (
-            [CUDA, VLLM, SHARED, HALF, "eval.concurrent=true"],
+            [CUDA, VLLM, SHARED, HALF, "eval.concurrent=true", "eval.every=2", "eval.samples=4"],
             1,
             1,
             "or set eval.concurrent = false",
