@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from agentrl_train.architecture import check_head, has_masks, persistent_buffers
+from agentrl_train.architecture import check_head, persistent_buffers
 from agentrl_train.errors import BadUpdate, GradientSpike, LossNotFinite
 from agentrl_train.learner.logprobs import (
     WHOLE,
@@ -234,7 +234,6 @@ class Learner:
         self._stored = stored
         self._span = partial(trace.span, TRACK)
         self._threads = threads or Threads()
-        self.packs_rows = has_masks(model) and attention != "eager"
         self.device = torch.device(device)
         self.objective = objective
         self.num_updates = 0
@@ -261,6 +260,7 @@ class Learner:
             add_adapters(model, lora)
         disable_dropout(model)
         self._scorer = self._prepare(model)
+        self.packs_rows = attends_to_segments(model)
         self._reference = None if reference is None else self._prepare(reference)
         self._updated = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._host = HostCopies(self._updated) if offload_optimizer else None

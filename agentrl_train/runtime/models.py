@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -81,7 +82,7 @@ def open_policy(
 def _as_config_errors(path: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[
             :MAX_REASON
         ]  # the link to a gated model is not in its first line

@@ -41,8 +41,12 @@ ROOT = {
     },
 }
 """How commands of AgentBench's problems run."""
-CLEAN_PATH = "/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/sbin:/usr/local/bin"
-"""In a check, programs of the machine come before those that the agent may have written."""
+CHECK_ENV = {
+    **ROOT["env"],
+    "PATH": "/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/sbin:/usr/local/bin",
+    "PYTHONNOUSERSITE": "1",
+}
+"""In a check, what the machine has comes before programs and modules that the agent may have written."""
 USERS = {
     "daemon": 1, "bin": 2, "sys": 3, "sync": 4, "games": 5, "man": 6, "lp": 7, "mail": 8, "news": 9,
     "uucp": 10, "proxy": 13, "www-data": 33, "backup": 34, "list": 38, "irc": 39, "nobody": 65534,
@@ -239,7 +243,7 @@ class OsInteraction(Environment):
         if state is None:
             return False
         with self._open() as machine:
-            machine.restore(state if self.problem.official else _home(state))
+            machine.restore(_kept(state, official=self.problem.official))
             return self._outputs(machine) if self.problem.outputs else self._checks(machine, answer)
 
     def _outputs(self, machine):
@@ -260,8 +264,8 @@ class OsInteraction(Environment):
             language, code = check
             path = f"{CHECKS}/{number}"
             machine.write(path, code)
-            env = {**ROOT["env"], "PATH": CLEAN_PATH}
-            done = machine.run([*COMMANDS[language], path, *given], cwd=ROOT["cwd"], env=env)
+            alone = ["-I", "-S"] if language == "python" else []
+            done = machine.run([*COMMANDS[language], *alone, path, *given], cwd=ROOT["cwd"], env=CHECK_ENV)
             if done.code != 0:
                 return False
             given.append(done.stdout)
@@ -282,11 +286,15 @@ def _problem(data):
     return generator.generate(data["level"], data["number"])
 
 
-def _home(state: bytes) -> bytes:
-    """Return the part of a snapshot that lies in the agent's home."""
+def _kept(state: bytes, *, official: bool) -> bytes:
+    """Return a snapshot of the agent's home; of an official problem, of all that programs do not load first.
+
+    A library that ``/etc/ld.so.preload`` names would be part of every program that checks.
+    """
     kept = io.BytesIO()
     with tarfile.open(fileobj=io.BytesIO(state)) as old, tarfile.open(fileobj=kept, mode="w") as new:
         for entry in old:
-            if f"/{entry.name.removeprefix('root/')}/".startswith(f"{HOME}/"):
+            path = f"/{entry.name.removeprefix('root/')}/"
+            if not path.startswith("/etc/ld.so.") if official else path.startswith(f"{HOME}/"):
                 new.addfile(entry, old.extractfile(entry) if entry.isreg() else None)
     return kept.getvalue()

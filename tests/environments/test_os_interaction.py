@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -234,14 +235,28 @@ def test_cheating_on_a_state_gains_nothing(start, cheat):
         assert environment.finish_action("All checks passed.").reward == 0.0
 
 
-def test_replaced_programs_do_not_pass_an_official_check(start):
-    record = {**RECORD, "evaluation": {"check": {"language": "python", "code": "raise SystemExit(1)"}}}
-    environment = start(problem=official.problem(record, None))
+@pytest.mark.parametrize("check", [{"language": "python", "code": "raise SystemExit(1)"}, "python3 -c 1/0"])
+def test_replaced_programs_do_not_pass_an_official_check(start, check):
+    environment = start(problem=official.problem({**RECORD, "evaluation": {"check": check}}, None))
     environment.bash_action(
+        "modules=$(python3 -c 'import site; print(site.getusersitepackages())'); mkdir -p $modules; "
+        "echo 'import os; os._exit(0)' > $modules/usercustomize.py; "
         "for p in python3 env bash; do printf '#!/bin/sh\\nexit 0\\n' > /usr/local/bin/$p; "
         "chmod +x /usr/local/bin/$p; cp /usr/local/bin/$p /usr/local/sbin/; done; mkdir -p /check; "
         "echo > /check/sitecustomize.py; echo 'raise SystemExit(0)' > site.py; cp site.py os.py"
     )
+    assert environment.answer_action("5").reward == 0.0
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
+def test_preloaded_library_does_not_pass_an_official_check(start):
+    record = {**RECORD, "evaluation": {"check": {"language": "python", "code": "raise SystemExit(1)"}}}
+    environment = start(problem=official.problem(record, None))
+    environment.bash_action(
+        "echo '#include <unistd.h>\n__attribute__((constructor)) void f(void) { _exit(0); }' | "
+        "sed 's/\\\\n/\\n/' | gcc -x c -shared -fPIC -o /root/x.so - && echo /root/x.so > /etc/ld.so.preload"
+    )
+    assert "/root/x.so" in environment.box.read("/etc/ld.so.preload").decode()
     assert environment.answer_action("5").reward == 0.0
 
 

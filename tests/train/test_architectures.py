@@ -174,6 +174,15 @@ def test_layers_without_attention_are_trained_one_sequence_per_row(name: str) ->
     assert learner.step(pack(made(), packed=False))["grad_norm"] > 0
 
 
+def test_model_with_an_attention_of_its_own_is_trained_one_sequence_per_row() -> None:
+    config = AutoConfig.for_model("gptj", vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=4, rotary_dim=8)
+    learner = Learner(auto_class(config).from_config(config), learning_rate=1e-2)
+    together = learner.logprobs(made())
+    apart = [learner.logprobs([one])[0] for one in made()]
+    assert all(np.allclose(ours, theirs, atol=1e-5) for ours, theirs in zip(together, apart, strict=True))
+    assert learner.step(pack(made(), packed=learner.packs_rows))["grad_norm"] > 0
+
+
 @every
 def test_checkpoint_is_complete(name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     learner = trained(tiny(name))

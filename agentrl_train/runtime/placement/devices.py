@@ -71,6 +71,7 @@ def assign(config: RunConfig, *, gpus: Sequence[str], ranks: int, with_engine: b
         raise ConfigError(
             f"the engine needs {_gpus(needed)}, but the placement gives it {len(engine)}: change "
             "placement.engine, engine.vllm.replicas or engine.vllm.tensor_parallel"
+            + (", or set eval.concurrent = false, which has replicas of its own" * config.eval.concurrent)
         )
     if max(*learner, *engine) >= len(gpus):
         raise ConfigError(

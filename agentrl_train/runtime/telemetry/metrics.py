@@ -161,6 +161,7 @@ class MetricsLog:
             [(None, one) for episodes in results.values() for one in episodes[:SHOWN_PER_TASK]],
         )
         shares = {f"held_out_success/{line['task']}": line["success"] for line in lines}
+        shares |= {f"held_out_greedy_success/{line['task']}": line["greedy"] for line in lines}
         known = {name: share for name, share in shares.items() if share is not None}
         self._write_scalars(known, step=policy_version)
         if self._progress is not None:

@@ -95,6 +95,8 @@ class WandbWriter:
                 f"W&B rejected the run ({error}): run `wandb login`, set WANDB_MODE=offline, or leave out "
                 "metrics.wandb"
             ) from error
+        # W&B ignores values of a step that is before its own; an evaluation beside training has such values.
+        self._run.define_metric("*", step_metric="step")
         self._error: type[Exception] = wandb.errors.Error
 
     def write(self, scalars: Mapping[str, float], *, step: int) -> None:
@@ -102,7 +104,7 @@ class WandbWriter:
         if self._run is None:
             return
         try:
-            self._run.log({key: v for key, v in scalars.items() if math.isfinite(v)}, step=step)
+            self._run.log({key: v for key, v in scalars.items() if math.isfinite(v)} | {"step": step})
         except self._error as error:
             logger.warning("step %d was not logged to W&B: %s", step, error)
 

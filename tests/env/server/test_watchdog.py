@@ -111,10 +111,13 @@ def serving(*options, task="Sticks", log=subprocess.PIPE):
 
 async def by_worker(client, number):
     """Open sessions until every worker has one; return one for each, by process id."""
-    found = {}
+    found, others = {}, []
     while len(found) < number:
         session = await client.open("sticks", wait=60)
-        found[await ask(session)] = session
+        if found.setdefault(await ask(session), session) is not session:
+            others.append(session)  # closed, it would leave its worker the least loaded one
+            await asyncio.sleep(0.05)  # another worker is starting
+    await asyncio.gather(*(session.close() for session in others))
     return found
 
 

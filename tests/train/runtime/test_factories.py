@@ -84,7 +84,7 @@ def test_settings_reach_the_learner(key: str, value: object, argument: str) -> N
 
 def test_every_option_of_learner_and_loss_has_a_setting() -> None:
     options = learner_options(load_config(CONFIG), model=make_model())
-    placement = {"model", "device", "mesh", "storage_group", "trace"}
+    placement = {"model", "stored", "device", "threads", "mesh", "storage_group", "trace"}
     assert signature(Learner).parameters.keys() - options.keys() <= placement
     tensors = {"logprobs", "behaviour_logprobs", "advantages", "weights"}
     assert signature(policy_loss).parameters.keys() - options["objective"].keywords.keys() == tensors

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from agentrl_train.runtime import compose, factories
 from agentrl_train.runtime.compose import served_policy
 from agentrl_train.runtime.config import load_config
 from agentrl_train.runtime.environments import Served
-from agentrl_train.runtime.models import copy_of, load_policy
+from agentrl_train.runtime.models import copy_of, load_policy, open_policy
 from agentrl_train.runtime.placement.launcher import Local, make_launcher
 from agentrl_train.types import UNTRACED, SamplingParams, Threads
 from tests.conftest import make_model, make_tokenizer
@@ -41,6 +42,15 @@ def test_bfloat16_copy_keeps_rotary_frequencies_and_tied_weights() -> None:
 def test_missing_model_folder_is_reported(path: str) -> None:
     with pytest.raises(ConfigError, match="is not a model folder"):
         load_policy(path)
+
+
+@pytest.mark.parametrize("load", [load_policy, open_policy])
+def test_file_that_is_cut_off_is_reported(load: Callable[..., object], tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    os.truncate(tmp_path / "model.safetensors", 5000)
+    with pytest.raises(ConfigError, match=r"cannot be loaded: .*header"):
+        load(str(tmp_path))
 
 
 def test_missing_device_is_reported(tmp_path: Path) -> None:

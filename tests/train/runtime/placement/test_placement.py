@@ -92,6 +92,12 @@ def test_node_without_engine_uses_all_gpus_for_ranks(config_file: Path) -> None:
             1,
             "the engine needs 2 GPUs, but the placement gives it 1",
         ),
+        (
+            [CUDA, VLLM, SHARED, HALF, "eval.concurrent=true", "eval.every=2", "eval.samples=4"],
+            1,
+            1,
+            "or set eval.concurrent = false",
+        ),
     ],
 )
 def test_placement_that_does_not_fit_is_rejected(

@@ -101,6 +101,7 @@ for first in (1, 3):  # a run, and the same one resumed
     writer = WandbWriter(folder, project="tests", name="one", config={"run": {"seed": 3}})
     for step in (first, first + 1):
         writer.write({"loss": 1.0 / step, "kl": float("nan"), "success/shop": 0.5}, step=step)
+    writer.write({"held_out_success/shop": 0.25}, step=first)
     writer.close()
     writer.close()
 """
@@ -121,9 +122,11 @@ def test_wandb_writes_all_values_to_run_folder(tmp_path: Path) -> None:
     name = (tmp_path / "wandb-id").read_text()
     assert [path.stem for path in runs] == [f"run-{name}"] * 2
     records = [record for path in runs for record in history(path)]
-    assert [(one["_step"], one["loss"], one["success/shop"]) for one in records] == [
+    assert [(one["step"], one["loss"], one["success/shop"]) for one in records if "loss" in one] == [
         (step, 1.0 / step, 0.5) for step in (1, 2, 3, 4)
     ]
+    earlier = [(one["step"], one["held_out_success/shop"]) for one in records if "loss" not in one]
+    assert earlier == [(1, 0.25), (3, 0.25)]
     assert not any("kl" in one for one in records)
 
 
