@@ -1,0 +1,105 @@
+"""Numbers and targets of every level, and the search for an expression."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import combinations
+
+from agentrl_env.dataset import stable_seed
+
+NUM_SAMPLES = {"train": 10_000, "validation": 1_000, "test": 1_000}
+SHARES = {"test": range(1), "validation": range(1, 2), "train": range(2, 10)}
+"""Tenths of all problems that a split has, by a hash of the sorted numbers and the target."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """How many numbers a problem has, and the highest of them and of the targets."""
+
+    numbers: int
+    highest: int
+    target: int
+
+
+LEVELS = {1: Level(3, 25, 100), 2: Level(4, 50, 200), 3: Level(5, 100, 999)}
+
+
+class Problems:
+    """The problems of a split and a level; drawn when the first one is read."""
+
+    def __init__(self, split: str, level: int) -> None:
+        self.split, self.level = split, level
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES[self.split]
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        return _problems(self.split, self.level)[index]
+
+
+@cache
+def _problems(split: str, name: int) -> list[dict[str, object]]:
+    rng, level = random.Random(stable_seed("countdown", split, name)), LEVELS[name]
+    drawn: dict[tuple[int, ...], dict[str, object]] = {}
+    while len(drawn) < NUM_SAMPLES[split]:
+        numbers = rng.sample(range(1, level.highest + 1), level.numbers)
+        target = _combine(numbers, rng)
+        fits = 10 <= target <= level.target and target not in numbers
+        if fits and tenth(numbers, target) in SHARES[split]:
+            problem = {"level": name, "numbers": numbers, "target": target}
+            drawn.setdefault((*sorted(numbers), target), problem)
+    return list(drawn.values())
+
+
+def tenth(numbers: list[int], target: int) -> int:
+    """Return which tenth of all problems a problem is in; see SHARES."""
+    return stable_seed("countdown", sorted(numbers), target) % 10
+
+
+def _results(one: int, other: int) -> Iterator[tuple[str, int]]:
+    """Return the operations on two numbers whose results are whole and positive; the first is the larger."""
+    yield "+", one + other
+    yield "*", one * other
+    if one > other:
+        yield "-", one - other
+    if one % other == 0:
+        yield "/", one // other
+
+
+def _combine(numbers: list[int], rng: random.Random) -> int:
+    """Return what becomes of the numbers when random pairs are combined until one is left."""
+    values = list(numbers)
+    while len(values) > 1:
+        rng.shuffle(values)
+        one, other = sorted((values.pop(), values.pop()), reverse=True)
+        values.append(rng.choice(list(_results(one, other)))[1])
+    return values[0]
+
+
+@lru_cache(4096)
+def solve(numbers: tuple[int, ...], target: int) -> str | None:
+    """Return an expression with the value of the target; None if whole positive steps reach it nowhere."""
+    seen = set()
+
+    def search(terms: list[tuple[int, str]]) -> str | None:
+        key = tuple(sorted(value for value, _ in terms))
+        if key in seen:
+            return None
+        seen.add(key)
+        for value, text in terms:
+            if value == target:
+                return text
+        for i, j in combinations(range(len(terms)), 2):
+            (one, left), (other, right) = sorted((terms[i], terms[j]), reverse=True)
+            rest = [term for k, term in enumerate(terms) if k not in (i, j)]
+            for sign, value in _results(one, other):
+                found = search([*rest, (value, f"({left} {sign} {right})")])
+                if found is not None:
+                    return found
+        return None
+
+    found = search([(number, str(number)) for number in numbers])
+    return found[1:-1] if found is not None and found.startswith("(") else found
