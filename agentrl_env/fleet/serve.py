@@ -34,7 +34,7 @@ STOP_S = 3.0
 STARVED_FACTOR = 60
 """Times its ``stuck_s`` for which a linked server may be silent: its watchdog does not count the time in
 which it waits for a processor, and kills it long before that."""
-ADOPTION_S = 30.0
+ADOPTION_S = 90.0
 """Seconds that a session waits for a place on another worker, or for its own worker to restart."""
 
 

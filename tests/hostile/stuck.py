@@ -165,6 +165,7 @@ async def _others_served(ground: Ground) -> None:
     """Count a loss where other sessions are not served although ``/ready`` says so."""
     headers = {"authorization": f"Bearer {ground.site.token}"}
     options: dict[str, Any] = {"timeout": ANSWER_S, "headers": headers, "trust_env": False}
+    options["limits"] = httpx.Limits(max_keepalive_connections=0)  # the server closes them after 3 s
     async with httpx.AsyncClient(base_url=ground.url, **options) as http:
         try:
             opened = await http.post("/v1/sessions", json={"task": "thread_tally"})
