@@ -151,9 +151,11 @@ class FleetService:
     async def aclose(self) -> None:
         """Disconnect; the servers and their sessions go on."""
         self.draining = True
-        self.registry.stop()
-        for playing in self._playing:
-            playing.cancel()
+        await self.registry.stop()
+        playing = list(self._playing)
+        for step in playing:
+            step.cancel()
+        await asyncio.gather(*playing, return_exceptions=True)
         await self._routing.aclose()
         await self.store.aclose()
 

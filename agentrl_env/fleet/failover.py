@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -283,7 +284,8 @@ class Failover(Routing):
 
     async def aclose(self) -> None:
         """Cancel adoptions, which another controller may repeat, and finish writing."""
-        for task in (*self._adoptions.values(), *self._closing):
+        cancelled: list[asyncio.Task[Any]] = [*self._adoptions.values(), *self._closing]
+        for task in cancelled:
             task.cancel()
         for server_id, session_id in list(self._ended):
             self._forget(server_id, session_id)
@@ -291,6 +293,9 @@ class Failover(Routing):
             _, late = await asyncio.wait(self._writes.values(), timeout=CONFIRM_S)
             for write in late:
                 write.cancel()
+            cancelled += late
+        # A cancelled call gives its connection to the store back before the store is closed.
+        await asyncio.gather(*cancelled, return_exceptions=True)
 
     def _holder(self, session_id: str) -> RemoteServer | None:
         """Return the server of a session, as far as this controller has heard."""

@@ -127,12 +127,12 @@ class Registry:
         self._started = self._clock()
         self._watching = asyncio.create_task(self._watch())
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         """Stop watching."""
-        if self._watching is not None:
-            self._watching.cancel()
-        for probe in self._probes.values():
-            probe.cancel()
+        tasks = [*self._probes.values(), *([] if self._watching is None else [self._watching])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def join(self, hello: Hello, outbox: Outbox) -> bool:
         """Accept the link of a server; return False where its sessions were declared lost before."""

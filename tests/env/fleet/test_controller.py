@@ -181,7 +181,7 @@ async def test_full_fleet_rejects_opening_without_wait():
 async def test_sessions_of_a_dead_server_are_lost():
     clock = Clock()
     async with Site(clock=clock) as site:
-        site.fleet.registry.stop()  # the watch must not look before ``alive`` has connected again
+        await site.fleet.registry.stop()  # the watch must not look before ``alive`` has connected again
         dead, alive = await site.serve(Slow), await site.serve(Slow)
         sessions = [await site.client.open("slow") for _ in range(2)]
         held = next(s for s in sessions if s.session_id.startswith(dead.pool.server_id))

@@ -884,7 +884,7 @@ async def test_answers_of_a_server_after_its_loss_are_discarded(redis):
         await session.step(WALK)
         given_up, other = pair.server_of(session), pair.fleets[1]
         (there,) = (s for s in pair.servers if s is not given_up)
-        other.registry.stop()  # it does not notice
+        await other.registry.stop()  # it does not notice
         under_way = asyncio.create_task(
             pair.clients[1].backend.step(session.session_id, 2, Message.assistant(None, ToolCall.of("wait")))
         )
