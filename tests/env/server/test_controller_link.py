@@ -227,7 +227,7 @@ async def test_controller_detects_its_suspension(monkeypatch):
     await asyncio.sleep(0)
     time.sleep(0.2)  # noqa: ASYNC251  -- like a suspended process
     await until(lambda: watching._awake > begin)
-    watching.stop()
+    await watching.stop()
 
 
 async def test_server_links_to_a_named_controller_that_starts_later(controller, monkeypatch):
