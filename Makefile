@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
+MCP2 := .venv-mcp2
+AGENTRL := .venv-agentrl
+HARBOR := .venv-harbor
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 ARGS ?=
@@ -12,7 +15,7 @@ TEST_PROCESSES ?= 2
 # The first of quickstart, quickstart-2, quickstart-3 ... that is not taken.
 NAME ?= $(shell name=quickstart; i=2; while [ -e runs/$$name ]; do name=quickstart-$$i; i=$$((i+1)); done; echo $$name)
 
-.PHONY: setup train test slow environments docker vllm gpu ray faults fuzz hostile chaos soak lint bench docs clean
+.PHONY: setup train test slow environments bridges docker vllm gpu ray faults fuzz hostile chaos soak lint bench paper docs clean
 
 setup: $(VENV)/.train $(VENV)/.dev  ## install everything that development needs
 
@@ -40,17 +43,39 @@ test: $(VENV)/.dev  ## all quick tests that need no Docker, in TEST_PROCESSES=2 
 slow: $(VENV)/.dev  ## tests from end to end that take more than ten seconds each
 	$(BIN)/python -m pytest -m 'slow and not environments' $(ARGS)
 
-environments: $(VENV)/.environments  ## the tasks on their real engines: MariaDB, TextWorld, RDF, Chromium, sandboxes
-	-@.ci/system-packages chromium bubblewrap mariadb-server
+environments: $(VENV)/.environments  ## the tasks on their real engines: MariaDB, TextWorld, Java, RDF, Chromium, sandboxes
+	-@.ci/system-packages chromium bubblewrap mariadb-server default-jre-headless
 	$(BIN)/python -m pytest -m 'environments and not slow' -n $(TEST_PROCESSES) --dist loadfile tests/environments $(ARGS)
 
 $(VENV)/.environments: $(VENV)/.dev
-	$(PIP) install -c constraints.txt -e '.[train,dev,dbbench,knowledgegraph,alfworld]'
+	$(PIP) install -c constraints.txt -e '.[train,dev,dbbench,knowledgegraph,alfworld,swe_repair,textworld,scienceworld,babyai,miniwob]'
 	touch $@
 
 docker: $(VENV)/.dev  ## tests in containers; starts a Docker daemon of its own (root, on Debian)
 	-@.ci/system-packages docker.io docker-compose iproute2 python3-venv python3-pip debian-archive-keyring
 	$(BIN)/python -m pytest -m docker tests/docker $(ARGS)
+
+bridges: $(VENV)/.bridges $(AGENTRL)/.installed $(MCP2)/.installed $(HARBOR)/.installed  ## the real peers of other protocols: AgentRL, OpenEnv, MCP, TRL, Harbor, agents' SDKs
+	$(BIN)/python -m pytest -m bridges tests $(ARGS)
+
+$(VENV)/.bridges: $(VENV)/.dev
+	$(PIP) install -c constraints.txt -e '.[train,dev,bench,agentrl,agents]'
+	touch $@
+
+$(AGENTRL)/.installed: constraints-agentrl.txt
+	test -x $(AGENTRL)/bin/python || $(PYTHON) -m venv $(AGENTRL)
+	$(AGENTRL)/bin/python -m pip --disable-pip-version-check --quiet install -r constraints-agentrl.txt
+	touch $@
+
+$(MCP2)/.installed:  # OpenEnv needs the first version of the SDK
+	test -x $(MCP2)/bin/python || $(PYTHON) -m venv $(MCP2)
+	$(MCP2)/bin/python -m pip --disable-pip-version-check --quiet install 'mcp>=2.3,<3'
+	touch $@
+
+$(HARBOR)/.installed:  # Harbor needs Python 3.12; where it cannot be installed its test is skipped
+	for python in python3.13 python3.12; do $$python -m venv $(HARBOR) 2>/dev/null && break; done; \
+		test ! -x $(HARBOR)/bin/python || $(HARBOR)/bin/python -m pip --disable-pip-version-check --quiet install 'harbor>=0.23,<1' || rm -rf $(HARBOR)
+	mkdir -p $(HARBOR) && touch $@
 
 vllm: $(VENV)/.dev $(VLLM)/.installed  ## real vLLM, on the CPU, in a venv of its own: its tests, and a training run on it
 	$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
@@ -101,6 +126,9 @@ lint: $(VENV)/.dev  ## style and types
 bench: $(VENV)/.bench  ## figures, each beside a peer's and its ceiling
 	$(BIN)/python -m tests.benchmarks $(ARGS)
 
+paper: $(VENV)/.dev  ## the sweeps behind docs/evidence.md and their figures; resumable; ARGS=presets for one
+	$(BIN)/python -m tests.benchmarks.paper $(ARGS)
+
 docs: $(VENV)/.docs  ## the documentation, into site/; a broken link or a missing docstring fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
@@ -109,4 +137,4 @@ $(VENV)/.docs: $(VENV)/.dev
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM) site
+	rm -rf $(VENV) $(VLLM) $(AGENTRL) $(MCP2) $(HARBOR) site

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from agentrl_env import __version__
-from agentrl_env.cli import author, check, operator
+from agentrl_env.cli import author, check, evaluate, operator
 from agentrl_env.errors import AgentRLError
 
 app = typer.Typer(
@@ -24,7 +24,10 @@ _COMMANDS: tuple[Callable[..., None], ...] = (
     author.new,
     check.check,
     author.play,
+    evaluate.eval_,
+    evaluate.compare,
     author.build,
+    author.export,
     operator.serve,
     operator.controller,
     operator.up,
@@ -49,7 +52,7 @@ def options(
 
 
 for command in _COMMANDS:
-    app.command()(command)
+    app.command(command.__name__.strip("_"))(command)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import os
 import secrets
 from codecs import BOM_UTF8
 from collections.abc import Mapping, Sized
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 MAX_DEPTH = 100
 """Levels of nesting that a sample's data may have."""
+MAX_IDS = 20_000
+"""Samples of a split whose names its description lists."""
 _json_decoder = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -107,8 +110,8 @@ class Dataset:
         return self._splits[name]
 
     def info(self) -> dict[str, SplitInfo]:
-        """Return the size of every split; None for an endless one."""
-        return {name: SplitInfo(num_samples=_length(self.split(name))) for name in self._environment.splits}
+        """Return the size of every split, None for an endless one, and the names of its samples."""
+        return {name: _describe(self.split(name)) for name in self._environment.splits}
 
     def sample(
         self,
@@ -121,7 +124,8 @@ class Dataset:
 
         Args:
             split: Split of the dataset.
-            index: Index of the sample; by default the seed picks one, at random without a seed.
+            index: Index of the sample; by default the seed picks one, at random without a seed. Where samples
+                have names, a number is the position of one.
             seed: Seed of the episode; by default a hash of (task, split, index), so that siblings have the
                 same problem.
             data: Data to use instead of the dataset's.
@@ -137,6 +141,8 @@ class Dataset:
         else:
             if index is None:
                 index = _pick(samples, secrets.randbits(31) if seed is None else seed, split)
+            elif isinstance(index, int) and isinstance(samples, Mapping) and 0 <= index < len(samples):
+                index = index if index in samples else str(next(islice(samples, index, None)))
             chosen = self._data(samples, split, index)
             key = index
         if seed is None:
@@ -209,6 +215,11 @@ def _not_json(value: Any, path: str = "", depth: int = 0) -> str:
 
 def _length(samples: Samples) -> int | None:
     return len(samples) if isinstance(samples, Sized) else None
+
+
+def _describe(samples: Samples) -> SplitInfo:
+    named = isinstance(samples, Mapping) and len(samples) <= MAX_IDS
+    return SplitInfo(num_samples=_length(samples), ids=tuple(map(str, samples)) if named else None)  # type: ignore[call-overload]
 
 
 def empty_split(split: str) -> str:

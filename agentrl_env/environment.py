@@ -6,7 +6,7 @@ import difflib
 import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,9 +15,10 @@ import numpy as np
 from agentrl_env.dataset import EndlessSamples, Samples
 from agentrl_env.errors import DefinitionError, NotSupported
 from agentrl_env.tools import Reply, is_seconds, is_tool, toolset
-from agentrl_env.types import TaskSample, ToolSpec
+from agentrl_env.types import Message, TaskSample, ToolSpec
 
 if TYPE_CHECKING:
+    from agentrl_env.bridges.trl import TrlEpisode
     from agentrl_env.client.client import EnvClient
     from agentrl_env.client.sync import SyncClientSession
     from agentrl_env.gym.env import GymEnv
@@ -67,6 +68,18 @@ class Environment(ABC):
         """Answer an assistant turn without a tool call; same return values as a tool."""
         names = toolset(type(self)).names
         return Reply(f"Call one of the tools: {names}.", metrics={"invalid_calls": 1.0})
+
+    def answer_message(self, message: Message) -> Any:
+        """Answer a whole assistant message, tool calls included; same return values as a tool.
+
+        For tasks that are played elsewhere. A task that overrides it has no ``@tool`` methods of its own:
+        neither they nor ``respond`` are called.
+        """
+        raise NotSupported(f"task {self.name!r} answers by its tools")
+
+    def session_tools(self) -> Sequence[ToolSpec]:
+        """Return the tools of this session, after ``reset``; by default those of the task."""
+        return self.tool_specs()
 
     def close(self) -> Any:
         """Release the resources of the session; called exactly once."""
@@ -199,6 +212,17 @@ class Environment(ABC):
 
         return GymVectorEnv(n, client=cls.local, **options)
 
+    @classmethod
+    def trl(cls, **options: Any) -> type[TrlEpisode]:
+        """Return this task, in this process, as a class for the ``environment_factory`` of TRL.
+
+        Args:
+            options: Options of ``trl_environment``, such as ``split``.
+        """
+        from agentrl_env.bridges.trl import trl_environment
+
+        return trl_environment(client=cls.local, **options)
+
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
@@ -222,7 +246,8 @@ _SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 """The class attributes that configure a task: what each may be, in code and in words."""
 _HOOKS = (
-    "reset", "respond", "close", "score", "expert", "snapshot", "restore", "samples", "startup", "shutdown",
+    "reset", "respond", "answer_message", "session_tools",
+    "close", "score", "expert", "snapshot", "restore", "samples", "startup", "shutdown",
     "description",
 )  # fmt: skip
 """The methods that a task overrides."""

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic_core import PydanticSerializationError
 
 from agentrl_env.errors import DefinitionError, ToolError, describe
-from agentrl_env.fast_wire import AnyToolCall, AssistantMessage, ToolAnswer, encode_result
+from agentrl_env.fast_wire import AnyToolCall, AssistantMessage, ToolAnswer, encode, encode_result
 from agentrl_env.schema import ArgumentError, Arguments, echo
 from agentrl_env.types import FunctionSpec, Message, SessionStatus, ToolCall, ToolSpec
 
@@ -35,17 +35,26 @@ _MARK = "__agentrl_tool__"
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A tool's answer with a reward for this step, and metrics."""
+    """A tool's answer with a reward for this step, metrics, and ``info`` for callers other than the model."""
 
     content: Content
     _: KW_ONLY
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Done(Reply):
-    """A tool's last answer: the task has ended (``terminated``), with success or without."""
+    """A tool's last answer: the task has ended (``terminated``), with success or without.
+
+    Attributes:
+        truncated: True where a limit of the task's own, such as one of steps, ended the episode and not the
+            task itself; the session is then ``truncated_turns``.
+    """
+
+    _: KW_ONLY
+    truncated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +118,9 @@ class Toolset:
             function = inspect.getattr_static(environment, attribute)
             if is_tool(function):
                 self._add(environment, attribute, function)
+        overrides = getattr(environment, "overrides", None)
+        self.answers = overrides is not None and overrides("answer_message")
+        """True if the task answers whole messages itself."""
         self.specs = tuple(tool.spec for tool in self.tools.values())
         self.names = ", ".join(self.tools) or "none"
 
@@ -170,7 +182,9 @@ class StepBuilder:
         begin: time of its arrival, by the session's clock.
     """
 
-    __slots__ = ("begin", "calling", "done", "info", "message", "messages", "metrics", "reward", "room")
+    __slots__ = (
+        "begin", "calling", "done", "info", "message", "messages", "metrics", "reward", "room", "truncated",
+    )  # fmt: skip
 
     def __init__(self, message: AssistantMessage, begin: float) -> None:
         self.message = message
@@ -178,7 +192,7 @@ class StepBuilder:
         self.messages: list[Message | ToolAnswer] = []
         self.reward = 0.0
         self.metrics: dict[str, float] = {"invalid_calls": 0.0}
-        self.done = False
+        self.done = self.truncated = False
         self.info: dict[str, Any] = {}
         self.room = 0
         """Characters that the answers may still have."""
@@ -193,6 +207,12 @@ class StepBuilder:
         calls: Sequence[AnyToolCall] = self.message.tool_calls or ()
         tools = toolset(type(environment))
         self.room = environment.max_output_chars
+        if tools.answers:
+            self.calling = environment.answer_message
+            message = Message.model_validate_json(encode(self.message))
+            value = await invoke("answer_message", partial(environment.answer_message, message), None)
+            self.messages += as_messages(self._take(value), "answer_message()")
+            return
         if not calls:
             self.calling = environment.respond
             try:
@@ -264,7 +284,9 @@ class StepBuilder:
             self.reward += _finite(value.reward, "reward")
             for name, number in _numbers(value.metrics).items():
                 self.metrics[name] = self.metrics.get(name, 0.0) + number
-            self.done = self.done or isinstance(value, Done)
+            self.info.update(value.info)
+            if isinstance(value, Done):
+                self.done, self.truncated = True, value.truncated
             value = value.content
         if not isinstance(value, str):
             value, self.room = bounded(value, self.room)

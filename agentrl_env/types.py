@@ -102,6 +102,8 @@ class SplitInfo(_Frozen):
     """Number of samples in a split; null if it is endless."""
 
     num_samples: int | None = None
+    ids: tuple[str, ...] | None = Field(default=None, exclude_if=_absent)
+    """Names of the samples, in order, where they have names and are not too many; numbers select them too."""
 
 
 class TaskInfo(_Frozen):

@@ -273,6 +273,8 @@ class ServerSummary(_Model):
     waiting: int = 0
     """Number of openings that wait for capacity."""
     draining: bool = False
+    stale: bool = False
+    """True where the operator wants no new sessions here."""
     heard_s: float = 0.0
     """Seconds since the last heartbeat."""
     version: str = ""

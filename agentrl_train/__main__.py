@@ -1,4 +1,4 @@
-"""The command line: ``agentrl-train run | sft | eval | merge | report | settings``.
+"""The command line: ``agentrl-train run | sweep | sft | eval | gateway | merge | report | settings``.
 
 The configuration is validated before PyTorch is imported, so ``--help`` and errors are fast.
 """
@@ -10,13 +10,13 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from agentrl_env.errors import AgentRLError, install_extra
 from agentrl_train.errors import TrainError
-from agentrl_train.runtime.config import RunConfig, load_config
+from agentrl_train.runtime.config import RunConfig, gateway_config, load_config
 
 EXTRA_MODULES = ("torch", "transformers", "safetensors", "tokenizers", "jinja2", "tensorboardX")
 """Modules that the extra ``[train]`` installs."""
@@ -48,6 +48,30 @@ def run_command(
     raise typer.Exit(run(loaded, resume=resume))
 
 
+@app.command("sweep")
+def sweep_command(
+    file: Annotated[Path, typer.Argument(metavar="SWEEP.toml", help="Presets, variants and seeds.")],
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            "--processes", min=1, show_default="the file's, or one for each core", help="Runs at a time."
+        ),
+    ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Run those again that were begun with other settings.")
+    ] = False,
+) -> None:
+    """Compare presets and variants over seeds on the processor: one report with curves and a ranking.
+
+    Finished runs are kept, interrupted ones go on from their checkpoints, and a failed one does not stop the
+    rest.
+    """
+    from agentrl_train.runtime.sweep.command import sweep
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    raise typer.Exit(sweep(file, cores=cores, processes=processes, replace=replace))
+
+
 @app.command("sft")
 def sft_command(
     config: ConfigPath,
@@ -77,23 +101,70 @@ def eval_command(
     raise typer.Exit(evaluate_policy(loaded, model=model))
 
 
+@app.command("gateway")
+def gateway_command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a model on the hub.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="File that the rollouts are appended to.")
+    ] = Path("rollouts.jsonl"),
+    host: Annotated[str, typer.Option("--host", help="Address to bind.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port to bind; 0 picks a free one.")] = 8000,
+    idle_timeout: Annotated[
+        float, typer.Option("--idle-timeout", help="Seconds after which a session without calls ends.")
+    ] = 3600.0,
+    ignore_sampling: Annotated[
+        bool, typer.Option("--ignore-sampling", help="Ignore temperature, top_p... of requests.")
+    ] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Serve a model to agent programs by OpenAI's API, and record their rollouts as JSON lines."""
+    config = gateway_config(model, overrides or [])
+    _quiet_threads(config)
+    from agentrl_train.runtime.commands import record_rollouts
+
+    options = {"host": host, "port": port, "idle_timeout_s": idle_timeout, "ignore_sampling": ignore_sampling}
+    raise typer.Exit(record_rollouts(config, output=output, **options))
+
+
 @app.command("merge")
 def merge_command(
-    source: Annotated[
-        Path,
+    sources: Annotated[
+        list[Path],
         typer.Argument(
-            metavar="RUN|CHECKPOINT", help="A run folder (its newest checkpoint) or a checkpoint."
+            metavar="RUN|CHECKPOINT|MODEL...",
+            help="Run folders (their newest checkpoints), checkpoints or model folders.",
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the model.")],
-    dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        typer.Option("--dtype", show_default="float32; of several sources, as they are"),
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option("--base", help="The model that several sources were trained from.")
+    ] = None,
+    method: Annotated[
+        Literal["ram", "ram-plus", "ram-plus-tl", "average", "ties", "dare"],
+        typer.Option("--method", help="How several sources become one."),
+    ] = "ram-plus",
+    scale: Annotated[float, typer.Option("--scale", help="ram-plus: R.")] = 1.2,
+    density: Annotated[float, typer.Option("--density", help="ties: the share that is kept.")] = 0.2,
+    drop: Annotated[float, typer.Option("--drop", help="dare: the probability of a drop.")] = 0.9,
+    seed: Annotated[int, typer.Option("--seed", help="dare: the seed.")] = 0,
 ) -> None:
-    """Write a checkpoint's policy as a Hugging Face folder, LoRA adapters merged."""
-    if dtype not in ("float32", "bfloat16"):
-        raise typer.BadParameter("use float32 or bfloat16", param_hint="--dtype")
-    from agentrl_train.runtime.commands import merge
+    """Write a checkpoint's policy as a Hugging Face folder, or merge several policies into one.
 
-    raise typer.Exit(merge(source, output=output, dtype=dtype))
+    LoRA adapters of a single source are merged into its weights.
+    """
+    from agentrl_train.runtime import commands
+    from agentrl_train.runtime.merging import MergeOptions
+
+    if len(sources) == 1 and base is None:
+        raise typer.Exit(commands.merge(sources[0], output=output, dtype=dtype or "float32"))
+    options = MergeOptions(ram_plus_scale=scale, density=density, drop=drop, seed=seed)
+    raise typer.Exit(
+        commands.merge_several(sources, base=base, output=output, method=method, options=options, dtype=dtype)
+    )
 
 
 @app.command("report")

@@ -7,6 +7,8 @@ apart:
   retried in a fresh session, then left out of its group; it never gets a reward.
 - *The episode is long*, and every call is answered: a truncation. The turn in progress ends, and the episode
   keeps its turns and its reward. It is never replayed, because replays would favour short episodes.
+
+A call of a sub-agent (``sub_agent.py``) opens a segment with a context of its own, in the same session.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -36,21 +39,30 @@ from agentrl_env.errors import (
     StateUnavailable,
     UnknownSession,
 )
-from agentrl_env.types import Message, SessionStatus, StepResult, TaskSample
+from agentrl_env.types import Message, SessionStatus, StepResult, TaskSample, ToolSpec
+from agentrl_train import sub_agent
 from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import EngineError
 from agentrl_train.runtime.config import EngineSection, RolloutSection
 from agentrl_train.types import (
+    ROOT,
     UNTRACED,
     Completion,
     Engine,
+    Episode,
     EpisodeEnd,
+    Program,
     SamplingParams,
+    Segment,
     Trace,
     Trajectory,
     TrajectoryGroup,
     Turn,
+    succeeded,
 )
+
+if TYPE_CHECKING:
+    from agentrl_train.reward import Rewards
 
 _ENDS = {
     SessionStatus.COMPLETED: EpisodeEnd.TERMINATED,
@@ -87,22 +99,14 @@ MAX_VALUE = 1e12
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Episode:
-    """One episode to play: its sample, and the seed of all its draws."""
-
-    task: str
-    split: str
-    index: int | str | None
-    seed: int | None
-    draw_seed: tuple[int, ...]
-
-
 class Actor:
     """Plays episodes concurrently, one per slot, in the order of their requests.
 
     ``rollout.stale_fraction`` is the probability that the stale policy samples a turn (cross-policy sampling,
-    AgentRL section 3.1); it is drawn for every turn and recorded with the completion.
+    AgentRL section 3.1); it is drawn for every turn and recorded with the completion. With ``greedy``,
+    another actor, every group has one more episode, played by that one. ``rewards`` score every episode once
+    it is played, outside of its slot. ``programs`` play the tasks of their names in place of the actor's
+    own conversation.
     """
 
     def __init__(
@@ -115,6 +119,9 @@ class Actor:
         rollout: RolloutSection,
         slots: AbstractAsyncContextManager[None],
         policy: str = "current",
+        greedy: Actor | None = None,
+        rewards: Rewards | None = None,
+        programs: Mapping[str, Program] | None = None,
         trace: Trace = UNTRACED,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -127,6 +134,9 @@ class Actor:
         self._rollout = rollout
         self._slots = slots
         self._policy = policy
+        self._greedy = greedy
+        self._rewards = rewards
+        self._programs = programs or {}
         self._trace = trace
         self._clock = clock
         self._limit_s = rollout.episode_limit_s(max_context=sampling.max_context)
@@ -136,23 +146,46 @@ class Actor:
     async def group(
         self, episode: Episode, *, size: int, group_id: int, admitted_version: int
     ) -> tuple[TrajectoryGroup, list[Trajectory]]:
-        """Play ``size`` siblings; return the group and the episodes that failed every attempt."""
+        """Play ``size`` siblings; return the group and the episodes that failed every attempt.
+
+        A group whose greedy episode failed has no trajectories.
+        """
+        episode = replace(episode, version=admitted_version)
         async with asyncio.TaskGroup() as playing:
             tasks = [playing.create_task(self.sibling(episode, number=number)) for number in range(size)]
+            if self._greedy is not None:
+                tasks.append(playing.create_task(self._greedy.sibling(episode, number=size)))
         siblings = [task.result() for task in tasks]
+        greedy = siblings.pop() if self._greedy is not None else None
+        failed = [t for t in siblings if t.end.failed]
+        if greedy is not None and greedy.end.failed:
+            self.discarded_tokens += sum(t.num_sampled_tokens for t in siblings if not t.end.failed)
+            siblings, failed, greedy = [], [*failed, greedy], None
+        played = [t for t in siblings if not t.end.failed]
+        if self._rewards is not None:
+            beside = [] if greedy is None else [greedy]
+            scored = self._rewards.combined([*played, *beside], version=admitted_version)
+            played, greedy = scored[: len(played)], scored[-1] if beside else None
         group = TrajectoryGroup(
             group_id=group_id,
             task=episode.task,
-            trajectories=[t for t in siblings if not t.end.failed],
+            trajectories=played,
             admitted_version=admitted_version,
+            greedy=greedy,
         )
-        return group, [t for t in siblings if t.end.failed]
+        return group, failed
 
     async def sibling(self, episode: Episode, *, number: int = 0) -> Trajectory:
         """Play one episode; retry it in a fresh session after infrastructure failures."""
         async with self._slots:
             with self._trace.lane("slots") as track:
-                return await self._until_played(episode, number=number, track=track)
+                trajectory = await self._until_played(episode, number=number, track=track)
+        if self._rewards is None or trajectory.end.failed:
+            return trajectory
+        scored = await self._rewards.score(trajectory)
+        if scored.end.failed:
+            self.discarded_tokens += scored.num_sampled_tokens
+        return scored
 
     async def _until_played(self, episode: Episode, *, number: int, track: str) -> Trajectory:
         """Play until an attempt succeeds or all attempts are used.
@@ -202,18 +235,21 @@ class Actor:
         self, episode: Episode, *, draw_seed: tuple[int, ...], track: str, attempt: int
     ) -> tuple[Trajectory, Exception | None]:
         """Play once; return the trajectory and the exception that failed it, if any."""
+        program = self._programs.get(episode.task)
         labels = {"index": episode.index, "sibling": draw_seed[-2], "attempt": attempt}
         with self._trace.span(track, episode.task, **labels) as facts:
             one = _Attempt(
                 episode,
                 engine=self._engine,
                 chat=self._chat,
-                client=self._clients[episode.task],
+                client=None if program else self._clients[episode.task],
+                program=program,
                 sampling=self._sampling,
                 rollout=self._rollout,
                 draw_seed=draw_seed,
                 policy=self._policy,
-                trace=self._trace,
+                # The calls of a program may overlap, which the spans of one track may not.
+                trace=self._trace if program is None else UNTRACED,
                 track=track,
                 facts=facts,
                 clock=self._clock,
@@ -239,7 +275,8 @@ class _Attempt:
         *,
         engine: Engine,
         chat: ChatFormat,
-        client: EnvClient,
+        client: EnvClient | None,
+        program: Program | None,
         sampling: EngineSection,
         rollout: RolloutSection,
         draw_seed: tuple[int, ...],
@@ -253,11 +290,13 @@ class _Attempt:
     ) -> None:
         self.cause: Exception | None = None
         """The exception that failed the attempt."""
+        self.sampling = sampling
+        """Limits and sampling parameters of a turn."""
         self._episode = episode
         self._engine = engine
         self._chat = chat
         self._client = client
-        self._sampling = sampling
+        self._program = program
         self._rollout = rollout
         self._policy = policy
         self._trace = trace
@@ -270,6 +309,10 @@ class _Attempt:
         # Unique in the process: episodes with the same key would share a row of the engine's cache.
         self._key = f"{episode.task}-{next(_numbers)}"
         self._turns: list[Turn] = []
+        self._segments: list[Segment] = []
+        self._contexts = 1
+        helper = rollout.sub_agent
+        self._sub_agent = helper if helper is not None and helper.serves(episode.task) else None
         self._opening: Sequence[Message] = ()
         self._sample = TaskSample(task=episode.task, split=episode.split, index=episode.index)
         self._metrics: dict[str, float] = {}
@@ -278,6 +321,11 @@ class _Attempt:
         started = self._clock()
         error: str | None = None
         try:
+            if self._program is not None:
+                trajectory, self.cause = await self._program.play(
+                    self._episode, chat=self._chat, sampler=self, limit_s=self._limit_s
+                )
+                return trajectory
             end = await self._play_session()
         except EngineError as failure:
             end, error, self.cause = EpisodeEnd.FAILED_ENGINE, str(failure), failure
@@ -285,7 +333,8 @@ class _Attempt:
             end, error = EpisodeEnd.FAILED_ENVIRONMENT, f"{type(failure).__name__}: {failure}"
             self.cause = failure
         finally:
-            self._engine.release(self._key)
+            for number in range(self._contexts):
+                self._engine.release(self._segment_key(number))
         reward = sum(turn.reward for turn in self._turns)
         return Trajectory(
             sample=self._sample,
@@ -293,17 +342,19 @@ class _Attempt:
             turns=self._turns,
             end=end,
             reward=reward,
-            success=self._metrics.get("success", float(reward >= 1.0)) >= 0.5,
+            success=succeeded(self._metrics, reward),
             metrics=self._metrics,
             error=error,
             seconds=self._clock() - started,
+            segments=tuple(self._segments) or (ROOT,),
         )
 
     async def _play_session(self) -> EpisodeEnd:
-        episode = self._episode
+        episode, client = self._episode, self._client
+        assert client is not None
         with self._trace.span(self._track, "open"):
             wait_s = self._rollout.environment_timeout_s
-            opening = self._client.open(
+            opening = client.open(
                 episode.task, split=episode.split, index=episode.index, seed=episode.seed, wait=wait_s
             )
             session = await self._answered(opening, wait_s=wait_s)
@@ -317,30 +368,118 @@ class _Attempt:
                 await _close(session)
 
     async def _converse(self, session: ClientSession) -> EpisodeEnd:
-        end_s = self._clock() + self._limit_s
-        new_ids = self._render(lambda: self._chat.opening(session.messages, session.tools), session.messages)
+        self._end_s = self._clock() + self._limit_s
+        tools: Sequence[ToolSpec] = session.tools
+        if self._sub_agent is not None:
+            tools = sub_agent.planner_tools(self._sub_agent, tools)
+        end = await self._extend(session, ROOT, tools)
+        assert isinstance(end, EpisodeEnd), "the first segment has nobody to report to"
+        return end
+
+    async def _extend(
+        self, session: ClientSession, segment: Segment, tools: Sequence[ToolSpec]
+    ) -> EpisodeEnd | str:
+        """Play the turns of a new segment until the episode ends; return its end, or a worker's report."""
+        number = len(self._segments)
+        self._segments.append(segment)
+        opening, turns_left = segment.opening or session.messages, math.inf
+        new_ids = self._render(lambda: self._chat.opening(opening, tools), opening)
         context = list(new_ids)
-        require_room(self._episode.task, tokens=len(context), sampling=self._sampling)
-        while (room := self._sampling.max_context - len(context)) > 0:
-            number = len(self._turns) + 1
-            with self._trace.span(self._track, f"turn {number}"):
-                completion = await self._complete(context, room=room)
-                message, thought = self._chat.parse(completion.token_ids, turn=number, tools=session.tools)
-                with self._trace.span(self._track, "environment"):
-                    result = _valid(await self._answered(session.step(message)))
-            self._turns.append(_turn(new_ids, completion, message, thought, result))
-            if result.final:
-                self._metrics = dict(result.metrics)
-                return episode_end(result)
-            if self._clock() >= end_s:
-                return EpisodeEnd.TRUNCATED_TIME
-            if number == self._rollout.max_turns.get(self._episode.task):
-                return EpisodeEnd.TRUNCATED_TURNS
+        if number and self._sub_agent is not None:
+            turns_left = self._sub_agent.max_turns
+        else:
+            require_room(self._episode.task, tokens=len(context), sampling=self.sampling)
+        while len(context) < self.sampling.max_context:
+            turns_left -= 1
+            count = len(self._turns) + 1
+            with self._trace.span(self._track, f"turn {count}"):
+                completion = await self.complete(context, segment=number)
+                message, thought = self._chat.parse(completion.token_ids, turn=count, tools=tools)
+                turn = partial(
+                    Turn,
+                    prompt_ids=new_ids,
+                    completion=completion,
+                    message=message,
+                    thought=thought,
+                    segment=number,
+                )
+                if number and not (message.tool_calls and turns_left):
+                    self._turns.append(turn(reply=(), reward=0.0))
+                    return sub_agent.report(message)
+                answer = self._answer if self._sub_agent is None else self._answer_calls
+                reply = await answer(session, message, turn, tools)
+            if isinstance(reply, EpisodeEnd):
+                return reply
+            if (end := self._limit_reached()) is not None:
+                return end
+            if turns_left == 1:
+                reply = (*reply, Message(role="user", content=sub_agent.LAST_TURN))
+                self._turns[-1] = replace(self._turns[-1], reply=reply)
             stop = completion.token_ids[-1] if completion.finish_reason == "stop" else None
-            reply = partial(self._chat.reply, after=message, tools=session.tools, stop=stop)
-            new_ids = self._render(partial(reply, result.messages), result.messages)
+            render = partial(self._chat.reply, reply, after=message, tools=tools, stop=stop)
+            new_ids = self._render(render, reply)
             context = [*context, *completion.token_ids, *new_ids]
-        return EpisodeEnd.TRUNCATED_LENGTH
+        return sub_agent.NO_REPORT if number else EpisodeEnd.TRUNCATED_LENGTH
+
+    async def _answer(
+        self, session: ClientSession, message: Message, turn: Callable[..., Turn], tools: Sequence[ToolSpec]
+    ) -> EpisodeEnd | Sequence[Message]:
+        """Step the environment and record the turn; return the reply, or how the episode ended."""
+        with self._trace.span(self._track, "environment"):
+            result = _valid(await self._answered(session.step(message)))
+        invalid_calls = int(result.metrics.get("invalid_calls", 0))
+        self._turns.append(turn(reply=result.messages, reward=result.reward, invalid_calls=invalid_calls))
+        if not result.final:
+            return result.messages
+        self._metrics = dict(result.metrics)
+        return episode_end(result)
+
+    async def _answer_calls(
+        self, session: ClientSession, message: Message, turn: Callable[..., Turn], tools: Sequence[ToolSpec]
+    ) -> EpisodeEnd | Sequence[Message]:
+        """Answer like ``_answer`` where calls may be of the sub-agent, each of which opens a segment."""
+        assert self._sub_agent is not None
+        index = len(self._turns)
+        calls = sub_agent.divided(message, sub_agent=self._sub_agent, tools=tools)
+        if calls.sent is None:
+            self._turns.append(turn(reply=(), reward=0.0))
+        elif isinstance(end := await self._answer(session, calls.sent, turn, tools), EpisodeEnd):
+            return end
+        answers = dict(calls.errors)
+        for call_id, task in calls.tasks.items():
+            if (over := self._limit_reached()) is not None:
+                return over
+            segment = Segment(
+                parent=self._turns[index].segment,
+                after_turn=index,
+                reason="sub_agent",
+                agent=self._sub_agent.name,
+                opening=sub_agent.worker_opening(self._sub_agent, task),
+            )
+            worker_tools = sub_agent.worker_tools(self._sub_agent, session.tools)
+            played = await self._extend(session, segment, worker_tools)
+            self._engine.release(self._segment_key(len(self._segments) - 1))
+            if isinstance(played, EpisodeEnd):
+                return played
+            answers[call_id] = Message(role="tool", content=played, tool_call_id=call_id)
+        recorded = self._turns[index]
+        self._turns[index] = replace(
+            recorded,
+            reply=sub_agent.merged(message, recorded.reply, answers),
+            invalid_calls=recorded.invalid_calls + len(calls.errors),
+        )
+        return self._turns[index].reply
+
+    def _segment_key(self, number: int) -> str:
+        """Return the engine's key of a segment's context."""
+        return f"{self._key}/{number}" if number else self._key
+
+    def _limit_reached(self) -> EpisodeEnd | None:
+        """Return how the episode ends now, if a limit of the run ends it."""
+        if self._clock() >= self._end_s:
+            return EpisodeEnd.TRUNCATED_TIME
+        limit = turn_limit(self._rollout, self._episode.task, version=self._episode.version)
+        return EpisodeEnd.TRUNCATED_TURNS if limit is not None and len(self._turns) >= limit else None
 
     async def _answered(self, call: Awaitable[_Answer], *, wait_s: float = 0.0) -> _Answer:
         """Await a call of the environment; raises CallTimeout if it is not answered in time."""
@@ -353,7 +492,7 @@ class _Attempt:
 
     def _render(self, render: Callable[[], list[int]], messages: Sequence[Message]) -> list[int]:
         """Return the tokens of messages of the environment. Raises ProtocolError where there are none."""
-        size, most = sum(map(_size, messages)), MAX_TOKEN_CHARACTERS * self._sampling.max_context
+        size, most = sum(map(_size, messages)), MAX_TOKEN_CHARACTERS * self.sampling.max_context
         if size > most:
             raise ProtocolError(f"the environment sent {size} characters, more than any context can hold")
         try:
@@ -364,33 +503,44 @@ class _Attempt:
                 f"the chat template cannot render the environment's messages ({reason})"
             ) from error
 
-    async def _complete(self, context: Sequence[int], *, room: int) -> Completion:
+    async def complete(
+        self, context: Sequence[int], *, max_new_tokens: int | None = None, segment: int = 0
+    ) -> Completion:
         """Sample a turn; the last one may be shorter, with the tokens that a longer one would begin with."""
         policy = "stale" if self._draws.random() < self._rollout.stale_fraction else self._policy
-        own = self._sampling
+        own, limit_s = self.sampling, self._completion_s
+        most = own.max_new_tokens
         sampling = SamplingParams(
-            max_new_tokens=min(own.max_new_tokens, room),
+            max_new_tokens=min(max_new_tokens or most, most, own.max_context - len(context)),
             temperature=own.temperature,
             top_p=own.top_p,
             top_k=own.top_k,
             min_p=own.min_p,
             seed=int(self._draws.integers(2**63)),
         )
+        self._contexts, key = max(self._contexts, segment + 1), self._segment_key(segment)
         with self._trace.span(self._track, "engine", context=len(context), policy=policy) as facts:
-            completion = await self._generate(context, sampling, policy=policy)
+            try:
+                async with asyncio.timeout(limit_s):
+                    completion = await self._engine.generate(
+                        context, sampling=sampling, session_key=key, policy=policy
+                    )
+            except TimeoutError:
+                raise EngineError(f"the engine returned no completion within {limit_s:g} s") from None
             facts["tokens"] = len(completion.token_ids)
             facts["versions"] = sorted(set(completion.versions))
         return completion
 
-    async def _generate(self, context: Sequence[int], sampling: SamplingParams, *, policy: str) -> Completion:
-        limit_s = self._completion_s
-        try:
-            async with asyncio.timeout(limit_s):
-                return await self._engine.generate(
-                    context, sampling=sampling, session_key=self._key, policy=policy
-                )
-        except TimeoutError:
-            raise EngineError(f"the engine returned no completion within {limit_s:g} s") from None
+
+def turn_limit(rollout: RolloutSection, task: str, *, version: int | None) -> int | None:
+    """Return the turn limit of an episode admitted at a policy version; None if there is none.
+
+    An episode of no version, such as one of an evaluation, has no ``rollout.horizon``.
+    """
+    limits = [rollout.max_turns[task]] if task in rollout.max_turns else []
+    if rollout.horizon and version is not None:
+        limits.append(rollout.horizon[min(version // rollout.horizon_steps, len(rollout.horizon) - 1)])
+    return min(limits, default=None)
 
 
 def require_room(task: str, *, tokens: int, sampling: EngineSection) -> None:
@@ -431,24 +581,8 @@ def _valid(result: StepResult) -> StepResult:
     """Return a result with which a run can go on. Raises ProtocolError for any other."""
     for name, value in {"reward": result.reward, **result.metrics}.items():
         if not -MAX_VALUE <= value <= MAX_VALUE:
-            raise ProtocolError(
-                f"the environment answered {name} = {value:g}; at most {MAX_VALUE:g} is valid"
-            )
+            raise ProtocolError(f"the environment answered {name} = {value:g}; the most is {MAX_VALUE:g}")
     return result
-
-
-def _turn(
-    new_ids: Sequence[int], completion: Completion, message: Message, thought: str | None, result: StepResult
-) -> Turn:
-    return Turn(
-        prompt_ids=new_ids,
-        completion=completion,
-        message=message,
-        reply=result.messages,
-        reward=result.reward,
-        invalid_calls=int(result.metrics.get("invalid_calls", 0)),
-        thought=thought,
-    )
 
 
 def episode_end(result: StepResult) -> EpisodeEnd:

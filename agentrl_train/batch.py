@@ -1,8 +1,9 @@
 """Step 6 of 9: trajectories + advantages -> ``Batch``.
 
-Pure functions: ``sequence`` flattens one trajectory into one row of tokens; ``pack`` combines
+Pure functions: ``sequence`` flattens one segment of a trajectory into one row of tokens; ``pack`` combines
 whole sequences into rows and micro-batches. Token weights are computed over the whole optimizer step
-before it is split, so packing, micro-batches and ranks do not change the loss::
+before it is split, so packing, micro-batches and ranks do not change the loss. They weigh rollouts: a
+trajectory counts once, however many segments it has::
 
     three sequences, lengths 5, 3, 2    rows of 5       segment_ids   position_ids
                                         a a a a a       1 1 1 1 1     0 1 2 3 4
@@ -13,10 +14,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Literal, get_args
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from agentrl_train.types import (
     Batch,
@@ -27,14 +30,32 @@ from agentrl_train.types import (
     TrajectoryGroup,
 )
 
-Aggregation = Literal["token_mean", "sequence_mean", "group_mean", "task_mean", "constant"]
+Aggregation = Literal[
+    "token_mean",
+    "sequence_mean",
+    "rollout_mean",
+    "segment_mean",
+    "group_mean",
+    "task_mean",
+    "constant",
+]
 
 Row = list[int]
 """Indices of the sequences that share a row."""
 
 
-def sequence(trajectory: Trajectory, advantage: float, group: TrajectoryGroup) -> TokenSequence:
-    """Return a trajectory as one row of tokens, ``advantage`` on every token that was sampled.
+def sequence(
+    trajectory: Trajectory,
+    advantage: ArrayLike,
+    group: TrajectoryGroup,
+    *,
+    segment: int = 0,
+    rollout: int | None = None,
+) -> TokenSequence:
+    """Return a segment as one row of tokens, each turn's ``advantage`` on every token that it sampled.
+
+    ``advantage`` is one number per turn of the trajectory, or one for all turns. ``rollout`` is the number of
+    the trajectory in the step.
 
     Raises ``ValueError`` if a completion's lists differ in length, or if the first token
     is sampled (it would have no logits).
@@ -43,7 +64,9 @@ def sequence(trajectory: Trajectory, advantage: float, group: TrajectoryGroup) -
     mask: list[float] = []
     logprobs: list[float] = []
     versions: list[int] = []
-    for turn in trajectory.turns:
+    sizes: list[int] = []
+    chosen = [number for number, turn in enumerate(trajectory.turns) if turn.segment == segment]
+    for turn in (trajectory.turns[number] for number in chosen):
         prompt, completion = turn.prompt_ids, turn.completion
         size = len(completion.token_ids)
         if not len(completion.logprobs) == len(completion.versions) == size:
@@ -53,6 +76,7 @@ def sequence(trajectory: Trajectory, advantage: float, group: TrajectoryGroup) -
                 "the engine must return one of each per token."
             )
         ids += [*prompt, *completion.token_ids]
+        sizes.append(len(prompt) + size)
         mask += [0.0] * len(prompt) + [1.0] * size
         logprobs += [0.0] * len(prompt) + list(completion.logprobs)
         versions += [-1] * len(prompt) + list(completion.versions)
@@ -61,29 +85,37 @@ def sequence(trajectory: Trajectory, advantage: float, group: TrajectoryGroup) -
             f"a trajectory of group {group.group_id} starts with a sampled token; give it a prompt."
         )
     loss_mask = np.asarray(mask, np.float32)
+    by_turn = np.broadcast_to(np.asarray(advantage, np.float32), len(trajectory.turns))[chosen]
     return TokenSequence(
         token_ids=np.asarray(ids, np.int64),
         loss_mask=loss_mask,
         logprobs=np.asarray(logprobs, np.float32),
         versions=np.asarray(versions, np.int64),
-        advantages=loss_mask * np.float32(advantage),
+        advantages=loss_mask * np.repeat(by_turn, sizes),
         task=group.task,
         group_id=group.group_id,
+        rollout=rollout,
     )
 
 
 def sequences(
-    groups: Sequence[TrajectoryGroup], advantages: Sequence[Sequence[float]]
+    groups: Sequence[TrajectoryGroup], advantages: Sequence[Sequence[ArrayLike | None]]
 ) -> list[TokenSequence]:
-    """Return one sequence per trajectory, in order; trajectories without sampled tokens are left out.
+    """Return one sequence per segment of each trajectory, in order; trajectories are numbered from 0.
 
-    ``advantages[g][i]`` belongs to ``groups[g].trajectories[i]`` (``advantage.advantages``).
+    ``advantages[g][i]`` belongs to ``groups[g].trajectories[i]`` (``advantage.advantages``). Segments
+    without sampled tokens, and trajectories whose advantages are None, are left out.
     """
-    return [
-        sequence(trajectory, advantage, group)
+    played = [
+        (group, trajectory, advantage)
         for group, values in zip(groups, advantages, strict=True)
         for trajectory, advantage in zip(group.trajectories, values, strict=True)
-        if trajectory.num_sampled_tokens
+    ]
+    return [
+        sequence(trajectory, advantage, group, segment=segment, rollout=rollout)
+        for rollout, (group, trajectory, advantage) in enumerate(played)
+        if advantage is not None
+        for segment in sorted({turn.segment for turn in trajectory.turns if turn.completion.token_ids})
     ]
 
 
@@ -98,23 +130,29 @@ def pack(
     packed: bool = True,
     constant_tokens: int | None = None,
     skip_zero_advantages: bool = False,
+    version: int | None = None,
 ) -> list[Batch]:
     """Return one ``Batch`` per optimizer step, at most ``num_minibatches`` of them.
 
-    The sequences are divided at random (``seed``) into ``num_minibatches`` steps of equal size and
-    weighted within their step (``token_weights``). Whole sequences are then packed, first fit
+    The rollouts are divided at random (``seed``) into ``num_minibatches`` steps of equal size, and their
+    sequences weighted within their step (``token_weights``). Whole sequences are then packed, first fit
     decreasing, into rows as long as the longest sequence (or ``row_tokens``, if that is more), and rows of
     similar length into micro-batches of at most ``max_tokens`` slots; a longer row is a micro-batch of its
-    own. ``packed=False`` puts one sequence in a row, for models that do not support packed rows.
+    own. ``version`` is that of the weights before the step, from which the ages of the tokens are counted.
+    ``packed=False`` puts one sequence in a row, for models that do not support packed rows.
 
     With ``skip_zero_advantages``, sequences without any advantage are not computed, but still count in the
     denominators: the policy gradient is the same at less cost, but entropy and KL terms leave them out. A
     step with nothing to compute is left out.
     """
-    order = np.random.default_rng(seed).permutation(len(sequences))
+    members: dict[Hashable, list[TokenSequence]] = {}
+    for key, one in zip(_rollouts(sequences), sequences, strict=True):
+        members.setdefault(key, []).append(one)
+    rollouts = list(members.values())
+    order = np.random.default_rng(seed).permutation(len(rollouts))
     batches = []
     for part in np.array_split(order, num_minibatches):
-        chosen = [sequences[i] for i in part]
+        chosen = [one for i in part for one in rollouts[i]]
         weights = token_weights(chosen, aggregation=aggregation, constant_tokens=constant_tokens)
         if skip_zero_advantages:
             live = [i for i, one in enumerate(chosen) if one.advantages.any()]
@@ -122,7 +160,7 @@ def pack(
         if chosen:
             lengths = [len(one) for one in chosen]
             rows = pack_rows(lengths, max(row_tokens, *lengths) if packed else 0)
-            batches.append(_batch(chosen, weights, rows, max_tokens))
+            batches.append(_batch(chosen, weights, rows, max_tokens, version))
     return batches
 
 
@@ -134,26 +172,87 @@ def token_weights(
 ) -> list[FloatArray]:
     """Return the weight of every token in the loss, one [T] array per sequence, 0 where masked.
 
-    ``token_mean`` (DAPO, arXiv 2503.14476): all tokens have equal weight. ``sequence_mean`` (GRPO,
-    2402.03300), ``group_mean``, ``task_mean``: all sequences, groups or tasks have equal weight, as have the
-    tokens within each. In these four the weights sum to 1. ``constant`` (Dr. GRPO, 2503.20783): a token has
-    weight ``1 / (constant_tokens * number of sequences)``.
+    For sequences of one rollout each, ``sequence_mean``, ``rollout_mean`` and ``segment_mean`` are the same.
+
+    - ``token_mean`` (DAPO, arXiv 2503.14476): all tokens have equal weight.
+    - ``sequence_mean`` (GRPO, 2402.03300): all rollouts have equal weight, as have the segments of each and
+      the tokens of a segment.
+    - ``rollout_mean`` (Agent Lightning, 2508.03680): all rollouts have equal weight, as have the tokens of
+      each, in whatever segments they are.
+    - ``segment_mean`` (MATPO, 2510.04678): the sum of the token means of all segments, divided by the number
+      of rollouts. Further segments do not change the weights of the first one's tokens.
+    - ``group_mean``, ``task_mean``: all groups or tasks have equal weight, as have the tokens within each.
+    - ``constant`` (Dr. GRPO, 2503.20783): a token has weight ``1 / (constant_tokens * number of rollouts)``.
+
+    The weights sum to 1 in all but the last, and ``segment_mean``.
     """
     if aggregation not in get_args(Aggregation):
         raise ValueError(f"aggregation is {aggregation!r}; use one of {', '.join(get_args(Aggregation))}.")
+    rollouts = _rollouts(sequences)
     if aggregation == "constant":
         if not constant_tokens:
             raise ValueError("aggregation 'constant' needs constant_tokens, for example the token limit.")
-        return [one.loss_mask / np.float32(constant_tokens * len(sequences)) for one in sequences]
-    units = [_unit(one, i, aggregation) for i, one in enumerate(sequences)]
+        return [one.loss_mask / np.float32(constant_tokens * len(set(rollouts))) for one in sequences]
+    units = [_unit(one, i, rollouts[i], aggregation) for i, one in enumerate(sequences)]
     tokens: Counter[Hashable] = Counter()
     for unit, one in zip(units, sequences, strict=True):
         tokens[unit] += int(one.loss_mask.sum())
-    counted = sum(size > 0 for size in tokens.values())
+    # Units that share a weight: all, or where units are segments, those of their rollout.
+    segments = Counter(rollouts[i] for i, one in enumerate(sequences) if one.loss_mask.any())
+    by_segment = aggregation in ("sequence_mean", "segment_mean")
+    counted = len(segments) if by_segment else sum(size > 0 for size in tokens.values())
+    shared = segments if aggregation == "sequence_mean" else Counter(set(rollouts))
     return [
-        one.loss_mask / np.float32(max(1, counted * tokens[unit]))
-        for unit, one in zip(units, sequences, strict=True)
+        one.loss_mask / np.float32(max(1, counted * shared[rollout] * tokens[unit]))
+        for unit, rollout, one in zip(units, rollouts, sequences, strict=True)
     ]
+
+
+def towards_teacher(
+    one: TokenSequence, teacher: FloatArray, *, weight: float = 1.0, keep_rewards: bool = False
+) -> TokenSequence:
+    """Return a sequence with the advantage ``weight (log q - log p)`` on every sampled token.
+
+    On-policy distillation: with p the sampler and q the teacher, the policy gradient is that of
+    ``-KL(p || q)``, one token at a time and without discount.
+
+    Args:
+        one: the sequence.
+        teacher: log-probabilities under the teacher, [T].
+        weight: factor.
+        keep_rewards: add to the advantages of the sequence, instead of replacing them.
+    """
+    towards = one.loss_mask * np.float32(weight) * (teacher - one.logprobs)
+    return replace(one, advantages=one.advantages + towards if keep_rewards else towards)
+
+
+def without_high_covariance(
+    sequences: Sequence[TokenSequence], *, share: float, low: float, high: float, seed: Sequence[int]
+) -> list[TokenSequence]:
+    """Return sequences with the advantage 0 at some tokens that would lower the entropy most (Clip-Cov).
+
+    The covariance of a token is ``(A - mean A) (log p - mean log p)`` over all sampled tokens, with the
+    log-probability p under the sampler. Of those between ``low`` and ``high``, ``share`` of the number of all
+    tokens, and at least one, are drawn at random and have no policy loss. The weights of the others are
+    unchanged. Used by SPEAR (arXiv 2509.22601), after "The Entropy Mechanism of Reinforcement Learning for
+    Reasoning Language Models" (arXiv 2505.22617).
+    """
+    sampled = [one.loss_mask > 0 for one in sequences]
+    parts = [(one.advantages[on], one.logprobs[on]) for one, on in zip(sequences, sampled, strict=True)]
+    if not (total := sum(len(values) for values, _ in parts)):
+        return list(sequences)
+    values, logprobs = (np.concatenate(column).astype(np.float64) for column in zip(*parts, strict=True))
+    covariance = (values - values.mean()) * (logprobs - logprobs.mean())
+    inside = np.flatnonzero((covariance > low) & (covariance < high))
+    count = max(1, int(share * total))
+    values[np.random.default_rng(seed).permutation(inside)[:count]] = 0.0
+    found = []
+    for one, on in zip(sequences, sampled, strict=True):
+        own, values = np.split(values, [int(on.sum())])
+        advantages = one.advantages.copy()
+        advantages[on] = own
+        found.append(replace(one, advantages=advantages))
+    return found
 
 
 def pack_rows(lengths: Sequence[int], capacity: int) -> list[Row]:
@@ -174,11 +273,18 @@ def pack_rows(lengths: Sequence[int], capacity: int) -> list[Row]:
     return rows
 
 
-def _unit(one: TokenSequence, index: int, aggregation: Aggregation) -> Hashable:
-    """Return the key of the unit that shares one weight: sequence, group, task or the whole batch."""
+def _rollouts(sequences: Sequence[TokenSequence]) -> list[Hashable]:
+    """Return the key of each sequence's rollout; one without a number is alone in its rollout."""
+    return [("alone", i) if one.rollout is None else one.rollout for i, one in enumerate(sequences)]
+
+
+def _unit(one: TokenSequence, index: int, rollout: Hashable, aggregation: Aggregation) -> Hashable:
+    """Return the key of the unit whose tokens have equal weight."""
     match aggregation:
-        case "sequence_mean":
+        case "sequence_mean" | "segment_mean":
             return index
+        case "rollout_mean":
+            return rollout
         case "group_mean":
             return one.group_id
         case "task_mean":
@@ -192,10 +298,11 @@ def _batch(
     weights: Sequence[FloatArray],
     rows: Sequence[Row],
     max_tokens: int,
+    version: int | None,
 ) -> Batch:
     lengths = [len(one) for one in sequences]
     micro_batches = [
-        _micro_batch(sequences, weights, part) for part in _split_rows(rows, lengths, max_tokens)
+        _micro_batch(sequences, weights, part, version) for part in _split_rows(rows, lengths, max_tokens)
     ]
     return Batch(
         micro_batches=micro_batches,
@@ -227,9 +334,10 @@ def _micro_batch(
     sequences: Sequence[TokenSequence],
     weights: Sequence[FloatArray],
     rows: Sequence[Row],
+    version: int | None,
 ) -> MicroBatch:
     shape = (len(rows), max(sum(len(sequences[i]) for i in row) for row in rows))
-    tokens, positions, segments = (np.zeros(shape, np.int64) for _ in range(3))
+    tokens, positions, segments, ages = (np.zeros(shape, np.int64) for _ in range(4))
     mask, logprobs, advantages, weight = (np.zeros(shape, np.float32) for _ in range(4))
     for r, row in enumerate(rows):
         start = 0
@@ -239,6 +347,8 @@ def _micro_batch(
             tokens[at], positions[at], segments[at] = one.token_ids, np.arange(len(one)), number
             mask[at], logprobs[at] = one.loss_mask, one.logprobs
             advantages[at], weight[at] = one.advantages, weights[i]
+            if version is not None:
+                ages[at] = np.where(one.loss_mask > 0, version - one.versions, 0)
             start += len(one)
     return MicroBatch(
         token_ids=torch.from_numpy(tokens),
@@ -247,5 +357,6 @@ def _micro_batch(
         loss_mask=torch.from_numpy(mask),
         logprobs=torch.from_numpy(logprobs),
         advantages=torch.from_numpy(advantages),
+        ages=torch.from_numpy(ages),
         weights=torch.from_numpy(weight),
     )

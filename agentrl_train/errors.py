@@ -6,6 +6,8 @@ TrainError
 │   ├── EngineOutOfMemory     not even one sequence fits
 │   └── EngineBroken          the engine fails again after every rebuild
 ├── EnvironmentUnavailable    the environment server does not answer
+├── RewardUnavailable         a reward function gives no score
+├── ProgramFailed             an agent program ended without a result
 ├── Stalled                   no progress before a deadline
 ├── WeightMismatch            engine and trainer disagree on the same tokens
 ├── BadUpdate                 an update would corrupt the parameters
@@ -48,6 +50,14 @@ class EngineBroken(EngineError):
 
 class EnvironmentUnavailable(TrainError):
     """The environment server does not answer, or answers with failures."""
+
+
+class RewardUnavailable(TrainError):
+    """A reward function fails, or a judge gives no score."""
+
+
+class ProgramFailed(TrainError):
+    """An agent program crashed, did not end in time, or gave no reward."""
 
 
 class Stalled(TrainError):

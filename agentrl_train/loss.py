@@ -1,13 +1,24 @@
 """Step 7 of 9: log-probabilities and advantages -> loss. Pure functions of tensors, used by ``learner``.
 
-All tensors have the same shape, with one entry per token. ``weights`` include the global denominator of the
-aggregation (``batch.py``), so the loss of a step is the plain sum over tokens, micro-batches and ranks. A
-weight of 0 marks a token that is not trained on.
+``policy_loss`` composes four pieces, each an argument; any function of the same signature takes the place of
+those here::
+
+    anchor      log-probabilities that the policy is compared with    ``behaviour``, ``old``, ``interpolated``
+    ratio       policy / anchor                                       ``token_ratio``, ``sequence_ratio`` ...
+    region      loss of a token, bounded where the ratio is far       ``clip``, ``cap``, ``soft`` ...
+    correction  weight of a token where anchor and sampler differ     ``importance_weights``
+
+All tensors have one entry per token. ``Tokens.weights`` include the global denominator of the aggregation
+(``batch.py``), so the loss of a step is the plain sum over tokens, micro-batches and ranks. A weight of 0
+marks a token that is not trained on.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,84 +26,262 @@ from torch import Tensor
 Stats = dict[str, Tensor]
 """Scalars: sums over the trained tokens, or maxima for names that end in ``_max``."""
 
-Objective = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Stats]]
-"""``(logprobs, behaviour_logprobs, advantages, weights) -> (loss, stats)``."""
-
 MAX_LOG_RATIO = 20.0
 """Bound of log-ratios: e^20 is far outside every clip range, and sums do not overflow."""
 
 
-def policy_loss(
-    logprobs: Tensor,
-    behaviour_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    dual_clip: float | None = 3.0,
-) -> tuple[Tensor, Stats]:
-    """Return the clipped policy-gradient loss and its statistics.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """The N sampled tokens of a micro-batch; all tensors are [N]."""
 
-    With ``r = exp(logprobs - behaviour_logprobs)`` the loss of a token is ``-min(r A, clip(r, 1 -
-    clip_low, 1 + clip_high) A)`` (PPO, arXiv 1707.06347; unequal bounds DAPO, 2503.14476), and for
-    ``A < 0`` at most ``-dual_clip * A`` (dual clip, 1912.09729; ``None`` disables it). Stats:
-    ``clip_fraction`` (tokens whose gradient is clipped away), ``ratio``, ``ratio_max``, ``kl``
-    (k3 estimate of KL(behaviour || policy)).
+    logprobs: Tensor
+    """Log-probabilities under the policy in training, with gradient."""
+    behaviour: Tensor
+    """Log-probabilities under the distribution that the tokens were sampled from."""
+    advantages: Tensor
+    weights: Tensor
+    old: Tensor | None = None
+    """Log-probabilities recomputed before the update, if the learner was asked to."""
+    ages: Tensor | None = None
+    """Policy versions between the sampling of each token and the start of this step."""
+    sequences: Tensor | None = None
+    """Number of the sequence of each token, from 0."""
+    turns: Tensor | None = None
+    """Number of the turn of each token, from 0; different sequences have different ones."""
+
+
+Objective = Callable[[Tokens], "tuple[Tensor, Stats]"]
+"""Loss of some tokens, and its statistics."""
+Anchor = Callable[[Tokens], Tensor]
+Ratio = Callable[[Tensor, Tokens], Tensor]
+"""``(log-ratios, tokens) -> ratios``."""
+Region = Callable[[Tensor, Tokens], "tuple[Tensor, Tensor]"]
+"""``(ratios, tokens) -> (losses, bounded)``; ``bounded`` marks the tokens that the region acted on."""
+Correction = Callable[[Tensor, Tokens], Tensor]
+"""``(log-probabilities of the anchor, tokens) -> weights``, without gradient."""
+
+
+def behaviour(tokens: Tokens) -> Tensor:
+    """Anchor at the sampler, whatever version it had: one ratio for staleness and update (bypass mode)."""
+    return tokens.behaviour
+
+
+def old(tokens: Tokens) -> Tensor:
+    """Anchor at the policy before the update, recomputed: decoupled PPO (arXiv 2110.00641)."""
+    return _given(tokens.old, "anchor 'old' needs log-probabilities recomputed before the update")
+
+
+def interpolated(tokens: Tokens) -> Tensor:
+    """Anchor between sampler and policy, without a further forward pass (A-3PO, arXiv 2512.06547).
+
+    ``log prox = a log behaviour + (1 - a) log policy`` with a = 1 / age, and 1 for an age of 0; without
+    gradient.
     """
-    trained = weights != 0
-    log_ratio = _log_ratio(logprobs, behaviour_logprobs, trained)
-    ratio = log_ratio.exp()
-    plain = -ratio * advantages
-    bounded = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
-    loss = torch.maximum(plain, bounded)
+    ages = _given(tokens.ages, "anchor 'interpolated' needs the ages of the tokens")
+    share = 1.0 / ages.clamp(min=1).to(tokens.logprobs.dtype)
+    return share * tokens.behaviour + (1.0 - share) * tokens.logprobs.detach()
+
+
+def token_ratio(log_ratios: Tensor, tokens: Tokens) -> Tensor:
+    """Return the ratio of each token (PPO)."""
+    return log_ratios.exp()
+
+
+def turn_ratio(log_ratios: Tensor, tokens: Tokens) -> Tensor:
+    """Return the geometric mean of the ratios of each turn."""
+    return _unit_mean(log_ratios, tokens, _given(tokens.turns, "ratio 'turn' needs turns")).exp()
+
+
+def sequence_ratio(log_ratios: Tensor, tokens: Tokens) -> Tensor:
+    """Return the geometric mean of the ratios of each sequence (GSPO, arXiv 2507.18071)."""
+    return _unit_mean(log_ratios, tokens, _sequences(tokens)).exp()
+
+
+def sequence_token_ratio(log_ratios: Tensor, tokens: Tokens) -> Tensor:
+    """Return the ratio of the sequence with the gradient of the token (GSPO-token, arXiv 2507.18071)."""
+    common = _unit_mean(log_ratios, tokens, _sequences(tokens)).detach()
+    return (common + log_ratios - log_ratios.detach()).exp()
+
+
+def geometric_ratio(log_ratios: Tensor, tokens: Tokens, *, low: float, high: float) -> Tensor:
+    """Return the geometric mean, over a sequence, of token ratios clipped to [1 - low, 1 + high].
+
+    GMPO (arXiv 2507.20673): a ratio is clipped only where that lowers the objective.
+    """
+    bounded = log_ratios.clamp(math.log1p(-low), math.log1p(high))
+    positive = tokens.advantages > 0
+    pessimistic = torch.where(
+        positive, torch.minimum(log_ratios, bounded), torch.maximum(log_ratios, bounded)
+    )
+    return _unit_mean(pessimistic, tokens, _sequences(tokens)).exp()
+
+
+def unbounded(ratios: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """Return ``-r A``."""
+    return -ratios * tokens.advantages, torch.zeros_like(ratios, dtype=torch.bool)
+
+
+def clip(
+    ratios: Tensor, tokens: Tokens, *, low: float = 0.2, high: float = 0.28, dual: float | None = 3.0
+) -> tuple[Tensor, Tensor]:
+    """Return the pessimistic one of ``-r A`` and ``-clip(r, 1 - low, 1 + high) A``.
+
+    For ``A < 0`` it is at most ``-dual A``. PPO (arXiv 1707.06347); unequal bounds: DAPO
+    (2503.14476); dual clip: 1912.09729, ``None`` disables it.
+    """
+    advantages = tokens.advantages
+    plain = -ratios * advantages
+    bounded = -ratios.clamp(1.0 - low, 1.0 + high) * advantages
+    losses = torch.maximum(plain, bounded)
     clipped = bounded > plain
-    if dual_clip is not None:
-        ceiling = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
-        clipped = clipped | (loss > ceiling)
-        loss = torch.minimum(loss, ceiling)
-    with torch.no_grad():
-        stats = {
-            "clip_fraction": (clipped & trained).sum(),
-            "ratio": (ratio * trained).sum(),
-            "ratio_max": (ratio * trained).amax() if ratio.numel() else ratio.sum(),
-            "kl": ((torch.expm1(log_ratio) - log_ratio) * trained).sum(),
-        }
-    return _weighted_sum(loss, weights), stats
+    if dual is not None:
+        ceiling = torch.where(advantages < 0, -dual * advantages, torch.inf)
+        clipped = clipped | (losses > ceiling)
+        losses = torch.minimum(losses, ceiling)
+    return losses, clipped
 
 
-def sft_loss(
-    logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor, weights: Tensor
-) -> tuple[Tensor, Stats]:
-    """Return the weighted cross-entropy ``-sum(weights * logprobs)``; the other arguments are ignored."""
-    return -_weighted_sum(logprobs, weights), {}
+def cap(ratios: Tensor, tokens: Tokens, *, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Return ``-clip(r, 1 - low, 1 + high) A log pi``, the clipped ratio without gradient.
+
+    CISPO (arXiv 2506.13585): no token loses its gradient; ``low = 1`` is without a lower bound.
+    """
+    bounded = ratios.detach().clamp(1.0 - low, 1.0 + high)
+    logprobs = torch.where(tokens.weights != 0, tokens.logprobs, 0.0)
+    return -bounded * tokens.advantages * logprobs, bounded != ratios.detach()
+
+
+def soft(
+    ratios: Tensor, tokens: Tokens, *, positive: float = 1.0, negative: float = 1.05
+) -> tuple[Tensor, Tensor]:
+    """Return ``-(4 / t) sigmoid(t (r - 1)) A`` with t by the sign of A (SAPO, arXiv 2511.20347)."""
+    steepness = torch.where(tokens.advantages > 0, positive, negative)
+    gates = 4.0 / steepness * torch.sigmoid(steepness * (ratios - 1.0))
+    return -gates * tokens.advantages, torch.zeros_like(ratios, dtype=torch.bool)
+
+
+def divergence(ratios: Tensor, tokens: Tokens, *, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Return ``-r A`` without the tokens whose probability has moved too far in the direction of A.
+
+    DPPO with the binary total variation (arXiv 2602.04879): a token is left out if ``p - q > high`` and
+    ``A > 0``, or ``q - p > low`` and ``A < 0``; p is its probability now and q = p / r under the anchor.
+    """
+    moved = (tokens.logprobs.exp() * (1.0 - 1.0 / ratios)).detach()
+    outside = ((tokens.advantages > 0) & (moved > high)) | ((tokens.advantages < 0) & (-moved > low))
+    return torch.where(outside, 0.0, -ratios * tokens.advantages), outside
+
+
+def band(ratios: Tensor, tokens: Tokens, *, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Return ``-r A`` without the tokens whose ratio lies outside [1 - low, 1 + high], whatever A is."""
+    outside = ((ratios < 1.0 - low) | (ratios > 1.0 + high)).detach()
+    return torch.where(outside, 0.0, -ratios * tokens.advantages), outside
 
 
 def importance_weights(
-    proximal_logprobs: Tensor,
-    behaviour_logprobs: Tensor,
+    anchor: Tensor,
+    tokens: Tokens,
     *,
-    cap: float = 2.0,
+    cap: float | None = 2.0,
     floor: float | None = None,
+    level: Literal["token", "sequence"] = "token",
 ) -> Tensor:
-    """Return the importance weights of the proximal policy over the sampler, without gradient.
+    """Return the importance weights of the anchor over the sampler, without gradient.
 
-    ``w = min(proximal / behaviour, cap)`` (truncated importance sampling). With a ``floor``, tokens
-    whose ratio lies outside ``[floor, cap]`` get 0 instead (masked importance sampling).
+    ``w = min(anchor / behaviour, cap)`` (truncated importance sampling, TIS; ``None`` is without a bound).
+    With a ``floor``, tokens whose ratio lies outside ``[floor, cap]`` get 0 instead (masked importance
+    sampling: MIS, IcePop). By sequence, the ratio is the geometric mean over the sequence.
     """
-    ratio = (proximal_logprobs - behaviour_logprobs).detach().exp()
+    log_ratios = _log_ratios(anchor, tokens.behaviour, tokens.weights != 0).detach()
+    if level == "sequence":
+        log_ratios = _unit_mean(log_ratios, tokens, _sequences(tokens))
+    ratios = log_ratios.exp()
     if floor is None:
-        return ratio.clamp(max=cap)
-    return torch.where((ratio >= floor) & (ratio <= cap), ratio, 0.0)
+        return ratios.clamp(max=cap) if cap is not None else ratios
+    inside = (ratios >= floor) & (ratios <= (math.inf if cap is None else cap))
+    return torch.where(inside, ratios, 0.0)
 
 
-def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted k3 estimate of KL(policy || reference), never negative.
+def policy_loss(
+    tokens: Tokens,
+    *,
+    anchor: Anchor = behaviour,
+    ratio: Ratio = token_ratio,
+    region: Region = clip,
+    correction: Correction | None = None,
+) -> tuple[Tensor, Stats]:
+    """Return the policy-gradient loss and its statistics; the defaults are those of PPO.
 
-    ``q/p - 1 - log(q/p)`` per token: J. Schulman, "Approximating KL divergence" (2020).
+    At the anchor, the gradient of every composition is the plain policy gradient, ``-A grad log pi``. Stats:
+    ``clip_fraction`` (tokens that the region acted on), ``ratio``, ``ratio_max``, ``kl`` (k3 estimate of
+    KL(anchor || policy)).
     """
-    log_ratio = _log_ratio(reference_logprobs, logprobs, weights != 0)
-    return _weighted_sum(torch.expm1(log_ratio) - log_ratio, weights)
+    anchored, weights = anchor(tokens), tokens.weights
+    log_ratios = _log_ratios(tokens.logprobs, anchored, weights != 0)
+    if correction is not None:
+        weights = weights * correction(anchored, tokens)
+    trained = weights != 0
+    ratios = ratio(log_ratios, tokens)
+    losses, bounded = region(ratios, tokens)
+    with torch.no_grad():
+        stats = {
+            "clip_fraction": (bounded & trained).sum(),
+            "ratio": (ratios * trained).sum(),
+            "ratio_max": (ratios * trained).amax() if ratios.numel() else ratios.sum(),
+            "kl": ((torch.expm1(log_ratios) - log_ratios) * trained).sum(),
+        }
+    return _weighted_sum(losses, weights), stats
+
+
+def sft_loss(tokens: Tokens) -> tuple[Tensor, Stats]:
+    """Return the weighted cross-entropy ``-sum(weights * logprobs)``."""
+    return -_weighted_sum(tokens.logprobs, tokens.weights), {}
+
+
+def value_loss(tokens: Tokens, *, clip: float | None = 0.2) -> tuple[Tensor, Stats]:
+    """Return half the squared error of a critic's values; PPO's loss of values (arXiv 1707.06347).
+
+    A critic's ``Tokens`` have values in place of log-probabilities: ``logprobs`` those in training,
+    ``behaviour`` those before the update, ``advantages`` the returns that they are to become. The error is
+    the larger one of that of the value and that of the value at most ``clip`` away from the one before; None
+    is without that bound.
+    """
+    values, before, returns = tokens.logprobs, tokens.behaviour, tokens.advantages
+    losses = (values - returns).square() / 2.0
+    if clip is None:
+        return _weighted_sum(losses, tokens.weights), {}
+    near = before + (values - before).clamp(-clip, clip)
+    bounded = (near - returns).square() / 2.0
+    stats = {"clip_fraction": ((bounded > losses) & (tokens.weights != 0)).sum()}
+    return _weighted_sum(torch.maximum(losses, bounded), tokens.weights), stats
+
+
+def twin_loss(tokens: Tokens) -> tuple[Tensor, Stats]:
+    """Return half the squared error of the values of twin critics, of both (ArCHer, arXiv 2402.19446).
+
+    ``logprobs`` are the values in training, [N, 2]; ``behaviour`` and ``advantages`` are what those of the
+    first and of the second critic are to become, [N] each, NaN where that is not known.
+    """
+    targets = torch.stack([tokens.behaviour, tokens.advantages], -1)
+    errors = torch.where(targets.isnan(), 0.0, tokens.logprobs - targets.nan_to_num())
+    return _weighted_sum((errors.square() / 2.0).sum(-1), tokens.weights), {}
+
+
+def kl_penalty(
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    weights: Tensor,
+    *,
+    estimator: Literal["k2", "k3"] = "k3",
+) -> Tensor:
+    """Return the weighted estimate of KL(policy || reference), never negative.
+
+    ``k3`` is ``q/p - 1 - log(q/p)`` per token, ``k2`` is ``log(q/p)^2 / 2``, whose gradient is unbiased for
+    on-policy tokens: J. Schulman, "Approximating KL divergence" (2020).
+    """
+    log_ratios = _log_ratios(reference_logprobs, logprobs, weights != 0)
+    if estimator == "k2":
+        return _weighted_sum(log_ratios.square() / 2.0, weights)
+    return _weighted_sum(torch.expm1(log_ratios) - log_ratios, weights)
 
 
 def entropy_bonus(entropy: Tensor, weights: Tensor) -> Tensor:
@@ -100,9 +289,27 @@ def entropy_bonus(entropy: Tensor, weights: Tensor) -> Tensor:
     return _weighted_sum(entropy, weights)
 
 
-def _log_ratio(logprobs: Tensor, anchor: Tensor, trained: Tensor) -> Tensor:
+def _log_ratios(logprobs: Tensor, anchor: Tensor, trained: Tensor) -> Tensor:
     difference = torch.where(trained, logprobs - anchor, 0.0)
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _unit_mean(values: Tensor, tokens: Tokens, units: Tensor) -> Tensor:
+    """Return the mean of ``values`` over the trained tokens of each unit, for every token of the unit."""
+    trained = (tokens.weights != 0).to(values.dtype)
+    sums = torch.zeros_like(values).index_add(0, units, values * trained)
+    counts = torch.zeros_like(values).index_add(0, units, trained)
+    return (sums / counts.clamp(min=1.0))[units]
+
+
+def _sequences(tokens: Tokens) -> Tensor:
+    return _given(tokens.sequences, "a ratio or weight by sequence needs the sequences of the tokens")
+
+
+def _given(value: Tensor | None, reason: str) -> Tensor:
+    if value is None:
+        raise ValueError(f"{reason}.")
+    return value
 
 
 def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ from agentrl_train.actor import require_room
 from agentrl_train.chat import REFUSALS, THOUGHT_BEGINS, ChatFormat
 from agentrl_train.errors import ConfigError
 from agentrl_train.runtime.admission import TaskSource
-from agentrl_train.runtime.config import EngineSection
+from agentrl_train.runtime.config import EngineSection, SubAgentSection
+from agentrl_train.sub_agent import views
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +41,16 @@ async def check_sessions(
     *,
     sources: Iterable[TaskSource],
     sampling: EngineSection | None = None,
+    sub_agent: SubAgentSection | None = None,
 ) -> None:
     """Open one session of every task and check the format with its opening and its tools.
 
     A task whose session cannot be opened now is left to the run, which waits for environments. With the
-    ``sampling`` of a run, the opening must leave room for a turn.
+    ``sampling`` of a run, the opening must leave room for a turn; with its ``sub_agent``, what planner and
+    workers see is checked.
 
     Raises:
-        ConfigError: the format loses something of a session.
+        ConfigError: the format loses something of a session, or the sub-agent does not fit its tools.
         EngineError: the context has no room for a turn.
     """
     for source in sources:
@@ -59,10 +62,11 @@ async def check_sessions(
         except (AgentRLError, TimeoutError) as error:
             logger.warning("the chat format is not checked with task %s: %s", task, error or "no answer")
             continue
-        check_format(chat, task=task, opening=session.messages, tools=session.tools)
-        tokens = len(chat.opening(session.messages, session.tools))
-        if sampling is not None:
-            require_room(task, tokens=tokens, sampling=sampling)
+        asked = sub_agent if sub_agent is not None and sub_agent.serves(task) else None
+        for opening, tools in views(asked, session.messages, session.tools):
+            check_format(chat, task=task, opening=opening, tools=tools)
+            if sampling is not None:
+                require_room(task, tokens=len(chat.opening(opening, tools)), sampling=sampling)
 
 
 def check_format(

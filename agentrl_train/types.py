@@ -11,6 +11,9 @@ A trajectory of two turns is one row of tokens that is never decoded and re-enco
     turns[1].completion      = A1          # sampled                      mask 1
     TokenSequence.token_ids  = P0 + A0 + E0 + A1
     TokenSequence.loss_mask  = 0…0  1…1  0…0  1…1
+
+A context that does not continue the one before it, of a sub-agent or after the history was rewritten, is
+another ``Segment`` of the same trajectory and another row, with the same return.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +32,9 @@ from agentrl_train.errors import EngineError
 
 if TYPE_CHECKING:
     import torch
+
+    from agentrl_train.chat import ChatFormat
+    from agentrl_train.runtime.config import EngineSection
 
 FloatArray = NDArray[np.float32]
 IntArray = NDArray[np.int64]
@@ -77,6 +83,19 @@ class Completion:
     """Policy that sampled the completion: "current" or "stale" (cross-policy sampling)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """One episode to play: its sample, and the seed of all its draws."""
+
+    task: str
+    split: str
+    index: int | str | None
+    seed: int | None
+    draw_seed: tuple[int, ...]
+    version: int | None = None
+    """``policy_version`` at which a training episode was admitted."""
+
+
 class EpisodeEnd(StrEnum):
     """The end of an episode. Only the first four are trained on; a failure has no reward."""
 
@@ -87,11 +106,13 @@ class EpisodeEnd(StrEnum):
     """The context was full."""
     FAILED_ENVIRONMENT = "failed_environment"
     FAILED_ENGINE = "failed_engine"
+    FAILED_REWARD = "failed_reward"
+    """A score of ``[reward]`` is missing."""
 
     @property
     def failed(self) -> bool:
         """Return whether infrastructure failed, so that the reward is meaningless."""
-        return self in (EpisodeEnd.FAILED_ENVIRONMENT, EpisodeEnd.FAILED_ENGINE)
+        return self in (EpisodeEnd.FAILED_ENVIRONMENT, EpisodeEnd.FAILED_ENGINE, EpisodeEnd.FAILED_REWARD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +120,8 @@ class Turn:
     """One completion and the environment's reply to it."""
 
     prompt_ids: Sequence[int]
-    """The new tokens in front of the completion: the opening for turn 1, then the rendered reply."""
+    """The new tokens in front of the completion: the opening of its segment for the first turn, then the
+    rendered reply."""
     completion: Completion
     message: Message
     """The completion as parsed and sent to the environment."""
@@ -109,22 +131,86 @@ class Turn:
     """Tool calls of this turn that the environment rejected (a model error)."""
     thought: str | None = None
     """The thought of the completion; it is recorded, and the environment never sees it."""
+    segment: int = 0
+    """Number of the segment in its trajectory whose context the turn extends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One context of a trajectory: a row of tokens that is only ever extended.
+
+    The segments of a trajectory are a tree: a sub-agent has a context of its own, and a history that is
+    rewritten (summarized, cut) is continued by a new one.
+    """
+
+    parent: int | None
+    """Number of the segment that this one was opened from; None for the first."""
+    after_turn: int | None
+    """Number in the trajectory of the parent's turn after which it was opened; None for the first."""
+    reason: Literal["root", "rewritten", "sub_agent"]
+    agent: str = "main"
+    """Name of the agent that acts in the segment."""
+    opening: Sequence[Message] = ()
+    """Messages in front of its first turn; those of the first segment are the trajectory's ``opening``."""
+
+
+ROOT = Segment(parent=None, after_turn=None, reason="root")
+"""The only segment of a trajectory that is one conversation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One episode: its turns, its end and its total reward."""
+    """One episode: its turns, its end and its total reward.
+
+    However many segments it has, it is one rollout: with one return, one place in its group and one weight.
+    """
 
     sample: TaskSample
     opening: Sequence[Message]
     turns: Sequence[Turn]
+    """The turns of all segments, in the order in which they were sampled."""
     end: EpisodeEnd
     reward: float
-    """Sum of the rewards of all turns, as the environment returned them."""
+    """Sum of the rewards of all turns, as the environment returned them; with ``scores``, what they make."""
     success: bool
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Named scores of the environment."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """Scores of ``[reward]`` by name, with the environment's own reward as ``environment``."""
     error: str | None = None
     seconds: float = 0.0
+    segments: Sequence[Segment] = (ROOT,)
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` unless each segment follows its parent and each turn has a segment."""
+        for number, segment in enumerate(self.segments):
+            parent, after = segment.parent, segment.after_turn
+            if number == 0 and (parent, after) == (None, None):
+                continue
+            if (
+                parent is None
+                or after is None
+                or not 0 <= parent < number
+                or not 0 <= after < len(self.turns)
+            ):
+                raise ValueError(
+                    f"segment {number} of a trajectory was opened from segment {parent} after turn {after}; "
+                    "name an earlier segment and one of its turns, or None and None for segment 0."
+                )
+            if self.turns[after].segment != parent:
+                raise ValueError(
+                    f"segment {number} of a trajectory follows turn {after}, which is of segment "
+                    f"{self.turns[after].segment}, not of its parent {parent}."
+                )
+        unknown = [turn.segment for turn in self.turns if not 0 <= turn.segment < len(self.segments)]
+        if unknown:
+            raise ValueError(f"a turn is of segment {unknown[0]}, which its trajectory does not have.")
+
+    @property
+    def privileged(self) -> Mapping[str, Any]:
+        """Return what the sample holds for critics and judges and no agent sees, such as a reference."""
+        found: Mapping[str, Any] = self.sample.data.get("privileged", {})
+        return found
 
     @property
     def invalid_calls(self) -> int:
@@ -137,6 +223,11 @@ class Trajectory:
         return sum(len(turn.completion.token_ids) for turn in self.turns)
 
 
+def succeeded(metrics: Mapping[str, float], reward: float) -> bool:
+    """Return whether an episode succeeded: as its metric ``success`` says, else by a reward of at least 1."""
+    return metrics.get("success", float(reward >= 1.0)) >= 0.5
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryGroup:
     """Sibling trajectories of one sample; ``group_id`` is the admission number, unique in a run."""
@@ -146,11 +237,13 @@ class TrajectoryGroup:
     trajectories: Sequence[Trajectory]
     admitted_version: int
     """``policy_version`` when the group was admitted."""
+    greedy: Trajectory | None = None
+    """An episode played at temperature 0, not trained on, where the baseline needs one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSequence:
-    """One trajectory as one row of tokens; all arrays are [T]."""
+    """One segment of a trajectory as one row of tokens; all arrays are [T]."""
 
     token_ids: IntArray
     loss_mask: FloatArray
@@ -163,6 +256,8 @@ class TokenSequence:
     """0 where the mask is 0."""
     task: str
     group_id: int
+    rollout: int | None = None
+    """Number of its trajectory in the step, the same for all segments; None is a trajectory of its own."""
 
     def __len__(self) -> int:
         """Return T."""
@@ -184,6 +279,8 @@ class MicroBatch:
     loss_mask: torch.Tensor
     logprobs: torch.Tensor
     advantages: torch.Tensor
+    ages: torch.Tensor
+    """Policy versions between the sampling of each token and this step; 0 where the mask is 0."""
     weights: torch.Tensor
     """Weight of each sampled token in the loss. It includes the global denominator of the aggregation, so the
     loss of a step is the plain sum over its micro-batches."""
@@ -200,6 +297,34 @@ class Batch:
     """Tokens without padding."""
     num_slots: int
     """Tokens including padding; ``1 - num_tokens / num_slots`` is the padding share."""
+
+
+class Sampler(Protocol):
+    """Seam: samples the turns of one attempt at an episode."""
+
+    @property
+    def sampling(self) -> EngineSection:
+        """Limits and sampling parameters of a turn."""
+        ...
+
+    async def complete(
+        self, context: Sequence[int], *, max_new_tokens: int | None = None, segment: int = 0
+    ) -> Completion:
+        """Sample a turn after ``context``; the contexts of one segment extend one another.
+
+        Raises ``EngineError`` on failure.
+        """
+        ...
+
+
+class Program(Protocol):
+    """Seam: plays episodes in place of the actor's own conversation."""
+
+    async def play(
+        self, episode: Episode, *, chat: ChatFormat, sampler: Sampler, limit_s: float
+    ) -> tuple[Trajectory, Exception | None]:
+        """Play once; return the trajectory and the exception that failed it, if any."""
+        ...
 
 
 class Engine(Protocol):

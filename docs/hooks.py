@@ -5,6 +5,7 @@ Warnings end a strict build.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterator
@@ -118,6 +119,47 @@ def run_settings(_: str) -> str:
     return "\n".join(rows)
 
 
+def preset(name: str) -> str:
+    """Return the file of a preset."""
+    from agentrl_train.runtime.config.loading import PRESETS
+
+    return f"```toml\n{(PRESETS / f'{name}.toml').read_text()}```"
+
+
+def evidence(name: str) -> str:
+    """Return the figure and the table of a sweep of ``make paper``."""
+    found = json.loads((ROOT / "docs/evidence" / f"{name}.json").read_text())
+    rows = [
+        f"![{name}](evidence/{name}.svg)\n",
+        f"| variant | success | greedy | area | difference to `{found['baseline']}` | episodes | processor |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in found["variants"]:
+        final, change = one["final"], one["difference"]["success"]
+        above = f"<br>above in {change['above']} of {change['n']}"
+        paired = "" if one["name"] == found["baseline"] else _shares(change, sign="+") + above
+        shares = " | ".join(_shares(final[key]) for key in ("success", "greedy", "area"))
+        rows.append(
+            f"| `{one['name']}` | {shares} | {paired} | {one['samples']:,.0f} | {one['processor_s']:.0f} s |"
+        )
+    tasks = list(dict.fromkeys(task for one in found["variants"] for task in one["tasks"]))
+    if len(tasks) > 1:
+        rows += ["", f"| success by task | {' | '.join(tasks)} |", f"|---|{'---|' * len(tasks)}"]
+        for one in found["variants"]:
+            cells = [_shares(one["tasks"].get(task, {}).get("success")) for task in tasks]
+            rows.append(f"| `{one['name']}` | {' | '.join(cells)} |")
+    rows += ["", f"Means over the seeds {found['seeds']}. To repeat it: `make paper ARGS={name}`"]
+    return "\n".join(rows)
+
+
+def _shares(found: dict[str, Any] | None, *, sign: str = "") -> str:
+    """Return a mean in percent, or in points with a sign, and its interval."""
+    if found is None:
+        return ""
+    mean, low, high = (100 * found[key] for key in ("mean", "low", "high"))
+    return f"{mean:{sign}.1f}&nbsp;[{low:{sign}.0f},&nbsp;{high:{sign}.0f}]"
+
+
 def fleet_keys(_: str) -> str:
     """Return the keys of the file of ``agentrl-env up`` as a table."""
     from agentrl_env.fleet.config import ControllerConfig, TaskConfig
@@ -143,5 +185,7 @@ GENERATED = {
     "limits": caller_limits,
     "calls": calls,
     "settings": run_settings,
+    "preset": preset,
+    "evidence": evidence,
     "fleet": fleet_keys,
 }

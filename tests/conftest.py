@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 
 import pytest
 import torch
@@ -32,10 +32,10 @@ CHAT_TEMPLATE = """\
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer, which can encode any text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *alphabet])}
+def make_tokenizer(alphabet: Iterable[str] | None = None) -> PreTrainedTokenizerFast:
+    """Return a byte-level tokenizer, by default of all bytes, which can encode any text."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet()) if alphabet is None else alphabet
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *letters])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -40,6 +40,7 @@ LAYERS = (
     {"sandbox"},
     {"launch"},
     {"fleet", "bridges"},
+    {"evaluation"},
     {"testing"},
     {"cli"},
     {"__main__"},
@@ -145,6 +146,7 @@ def test_vllm_is_imported_under_engine_only() -> None:
 
 def test_trainer_uses_environments_through_the_client() -> None:
     allowed = ("agentrl_env.client", "agentrl_env.types", "agentrl_env.errors", "agentrl_env.launch")
+    allowed += ("agentrl_env.evaluation.statistics", "agentrl_env.evaluation.chat_model")
     found = {
         relative(path): [i for i in reaches(path, "agentrl_env") if not i.startswith(allowed)]
         for path in package("agentrl_train")
@@ -160,7 +162,7 @@ def test_steps_five_to_eight_do_not_import_each_other() -> None:
             assert not reaches(path, *others)
 
 
-@pytest.mark.parametrize("name", ["advantage", "batch", "loss"])
+@pytest.mark.parametrize("name", ["advantage", "gae", "archer", "sweet", "batch", "loss"])
 def test_pure_steps_import_neither_asyncio_nor_the_runtime(name: str) -> None:
     assert not reaches(ROOT / f"agentrl_train/{name}.py", "asyncio", "agentrl_train.runtime", "threading")
 

@@ -19,13 +19,14 @@ import pytest
 import typer
 
 import agentrl_env
-from agentrl_env import sandbox, testing
+from agentrl_env import evaluation, sandbox, testing
 from agentrl_env.__main__ import app as environment_app
 from agentrl_env.fleet.config import read_fleet_config
 from agentrl_env.launch.process import ServerProcess
 from agentrl_env.wire import CALLS, Frame, OpenBatch, OpenRequest, StepBody
 from agentrl_train.__main__ import app as train_app
 from agentrl_train.runtime.config import RunConfig, load_config
+from agentrl_train.runtime.sweep.plan import load_sweep
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -122,6 +123,8 @@ def test_toml_block_is_parsed_by_its_command(
     keys = tomllib.loads(block.text)
     if "run" in keys:
         load_config(file)
+    elif "config" in keys:
+        load_sweep(file, cores=2)
     elif "tasks" in keys:
         read_fleet_config(file)
     else:
@@ -183,7 +186,9 @@ def check_options(program: str, command_name: str, *arguments: str) -> None:
     for parameter in command.params:
         if parameter.required:
             assert given.get(parameter.name) is not None, f"{command_name} needs {parameter.name}"
-    if "overrides" in {parameter.name for parameter in command.params} and given["config"] != "CONFIG.toml":
+    if given.get("config", "CONFIG.toml") != "CONFIG.toml" and "overrides" in {
+        p.name for p in command.params
+    }:
         load_config(ROOT / given["config"], given.get("overrides") or [])
 
 
@@ -249,7 +254,7 @@ def test_generated_parts_have_content(page: Path) -> None:
 
 def test_reference_has_every_public_name() -> None:
     reference = "".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
-    for package in (agentrl_env, sandbox, testing):
+    for package in (agentrl_env, evaluation, sandbox, testing):
         for public in set(package.__all__) - {"__version__"}:
             found = getattr(package, public)
             if isinstance(found, type) or callable(found):
@@ -257,6 +262,7 @@ def test_reference_has_every_public_name() -> None:
                 assert any(directive in reference for directive in documented), public
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("mkdocs"), reason="needs the extra [docs]")
 def test_site_builds_strictly(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]

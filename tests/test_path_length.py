@@ -11,7 +11,7 @@ from agentrl_train.actor import Actor, Episode
 from agentrl_train.chat import ChatFormat
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.learner import Learner
-from agentrl_train.runtime.config import AdvantageSection, EngineSection, RolloutSection, TrainSection
+from agentrl_train.runtime.config import AlgorithmSection, EngineSection, RolloutSection, TrainSection
 from agentrl_train.runtime.trainer import StepTrainer
 from agentrl_train.weights import Publisher
 from tests.conftest import make_model, make_tokenizer
@@ -84,7 +84,7 @@ async def sampled_trained_and_published(folder: Path) -> tuple[set[str], dict[st
     trainer = StepTrainer(
         learner=Learner(make_model(), learning_rate=1e-3),
         publisher=Publisher(engine),
-        advantage=AdvantageSection(),
+        algorithm=AlgorithmSection(),
         train=TrainSection(),
         max_context=512,
         bad_batches=folder,

@@ -1,7 +1,8 @@
-"""Commands for task authors: ``new``, ``play`` and ``build``; ``check`` has a module of its own."""
+"""Commands for task authors: ``new``, ``play``, ``build``, ``export``; ``check`` has a module of its own."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import keyword
 import re
@@ -12,7 +13,7 @@ from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -124,6 +125,39 @@ def build(
         report=partial(print, file=sys.stderr, flush=True),
     )
     print(image.name)
+
+
+def export(
+    format_: Annotated[Literal["harbor"], typer.Argument(metavar="harbor", help="The format.")],
+    targets: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TARGET...", help="Folders with environment.py, file.py:Class or module:Class."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder that gets the task folders.")],
+    split: Annotated[str, typer.Option(help="The split of the samples.")] = "test",
+    count: Annotated[int, typer.Option(min=1, metavar="N", help="The number of samples of each task.")] = 10,
+    base: Annotated[
+        str, typer.Option(help="The base image, with Python 3.11 or newer.")
+    ] = "python:3.11-slim",
+    extra: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An additional pip requirement; agentrl-kit\\[EXTRA] selects an extra of this package."
+        ),
+    ] = None,
+    wheelhouse: Annotated[
+        Path | None, typer.Option(help="A folder with every required wheel; pip then uses no index.")
+    ] = None,
+) -> None:
+    """Write samples of tasks as Harbor task folders, and print their names."""
+    from agentrl_env.bridges.harbor_export import export as write
+
+    for target in targets:
+        options: dict[str, Any] = {"split": split, "count": count, "base": base, "requirements": extra or ()}
+        for one in asyncio.run(write(target, out, wheelhouse=wheelhouse, **options)):
+            print(f"{one.folder}: " + ("no solution" if one.oracle is None else f"solution {one.oracle:g}"))
 
 
 def _expert_lines() -> Callable[[str], str | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from traceback import print_exception
@@ -18,6 +17,7 @@ from agentrl_env.cli.options import (
     Task,
     Token,
     client_of,
+    endpoint_key,
     is_url,
     log_to_stderr,
     quality_option,
@@ -50,6 +50,12 @@ Splits = Annotated[list[str] | None, quality_option(help="A split; repeatable.",
 Hold = Annotated[
     int, quality_option(min=0, metavar="N", help="The sessions to hold at once; 0 starts no server.")
 ]
+Resume = Annotated[
+    Path | None,
+    quality_option(
+        metavar="FILE", help="Append each target's figures to a file, and measure no target that is in it."
+    ),
+]
 ModelUrl = Annotated[
     str | None, quality_option(metavar="URL", help="An OpenAI-compatible endpoint: http://HOST/v1.")
 ]
@@ -72,6 +78,7 @@ def check(
     samples: Samples = 40,
     split: Splits = None,
     hold: Hold = 64,
+    resume: Resume = None,
     model_url: ModelUrl = None,
     model: Model = None,
     api_key_env: ApiKeyEnv = None,
@@ -80,7 +87,7 @@ def check(
 
     With --quality it is 1 if a task cannot be measured: what the figures are worth is yours to judge.
     """
-    from agentrl_env.testing.chat_model import ChatModel
+    from agentrl_env.evaluation.chat_model import ChatModel
     from agentrl_env.testing.checker import run_checks, run_quality
     from agentrl_env.testing.load import measure_load
 
@@ -110,11 +117,12 @@ def check(
 
     found: list[Any] = []
     errors: list[dict[str, str]] = []
+    measured = _measured(resume)
     for target in _environments(targets):
         try:
             if quality:
                 with progress.status(f"measuring {target} ..."):
-                    found += measure(target)
+                    found += measured.get(target) or _keep(resume, target, measure(target))
             else:
                 found += conform(target)
         except AgentRLError as error:
@@ -135,6 +143,30 @@ def check(
     if not ok and found and not quality and not traceback:
         print("--traceback shows the tracebacks of the task's code.", file=sys.stderr)
     raise typer.Exit(0 if ok else 1)
+
+
+def _measured(file: Path | None) -> dict[str, list[TaskQuality]]:
+    """Return the figures of a file of ``--resume`` by target. Raises AgentRLError."""
+    from agentrl_env.testing.quality import TaskQuality
+
+    if file is None or not file.exists():
+        return {}
+    try:
+        lines = map(json.loads, file.read_text().splitlines())
+        return {
+            line["target"]: [TaskQuality.model_validate(one) for one in line["quality"]] for line in lines
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise AgentRLError(f"--resume {file} holds no figures of this command: {error}") from error
+
+
+def _keep(file: Path | None, target: str, figures: list[TaskQuality]) -> list[TaskQuality]:
+    """Append the figures of a target to a file of ``--resume``, and return them."""
+    if file is not None:
+        line = {"target": target, "quality": [one.model_dump(mode="json") for one in figures]}
+        with file.open("a") as out:
+            out.write(json.dumps(line) + "\n")
+    return figures
 
 
 def _print_reports(reports: list[Report]) -> None:
@@ -169,7 +201,4 @@ def _endpoint(url: str | None, model: str | None, variable: str | None) -> dict[
         return {}
     if url is None or model is None:
         raise AgentRLError("--model-url and --model belong together; give both")
-    key = os.environ.get(variable, "").strip() if variable else None
-    if variable and not key:
-        raise AgentRLError(f"--api-key-env: the variable {variable} is empty or not set")
-    return {"url": url, "model": model, "key": key}
+    return {"url": url, "model": model, "key": endpoint_key(variable)}

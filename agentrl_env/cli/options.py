@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import os
 import sys
 import tomllib
 from collections.abc import Callable
@@ -293,6 +294,21 @@ def read_token(token_file: Path) -> str:
     if not content:
         raise AgentRLError(f"{token_file} is empty; it must contain the token")
     return content
+
+
+def endpoint_key(variable: str | None, file: Path | None = None) -> str | None:
+    """Return the key of a model's endpoint, from ``--api-key-env`` or ``--api-key-file``.
+
+    Raises AgentRLError if both are given, or the one that is given is empty.
+    """
+    if variable is not None and file is not None:
+        raise AgentRLError("give --api-key-env or --api-key-file, not both")
+    if file is not None:
+        return read_token(file)
+    key = os.environ.get(variable, "").strip() if variable else None
+    if variable and not key:
+        raise AgentRLError(f"--api-key-env: the variable {variable} is empty or not set")
+    return key
 
 
 def _converted(context: typer.Context, parameter: Any, value: Any, where: str) -> Any:

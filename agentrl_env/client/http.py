@@ -165,7 +165,7 @@ class HttpBackend:
                 again = requested_s > 0 or _is_temporary(response)
                 if not again or time.monotonic() + requested_s + pause > end:
                     return self._body(response, call)
-            await asyncio.sleep(requested_s + pause * random.uniform(0.5, 1.0))
+            await asyncio.sleep(requested_s + pause * random.SystemRandom().uniform(0.5, 1.0))
             pause = min(2 * pause, MAX_PAUSE_S)
 
     def _body(self, response: Response, call: Call) -> bytes:

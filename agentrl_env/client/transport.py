@@ -191,7 +191,7 @@ class FailoverTransport:
 
     def __init__(self, transports: Sequence[Transport]) -> None:
         self._transports = transports
-        self._preferred = random.randrange(len(transports))
+        self._preferred = random.SystemRandom().randrange(len(transports))
 
     async def send(self, call: Call, body: bytes, session_id: str | None, *, timeout: float) -> Response:
         """Make a call; raises what the transports raise once each has failed, or at the timeout."""

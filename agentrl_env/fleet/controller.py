@@ -136,6 +136,11 @@ class FleetService:
         if self.draining:
             raise ServerDraining(SHUTTING_DOWN)
 
+    def set_stale(self, server_id: str, stale: bool) -> None:
+        """Place no new sessions on a server while it is stale; it goes on with those it has."""
+        self.servers[server_id].stale = stale
+        self._placement.serve()
+
     async def start(self) -> None:
         """Connect to the store, and begin to watch the servers. Raises ServeError."""
         await self.store.start()

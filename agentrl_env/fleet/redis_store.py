@@ -55,43 +55,44 @@ class RedisStore:
             decode_responses=True,
         )
         self._prefix = f"agentrl:{fleet}:"
+        self._closed = False
 
     async def start(self) -> None:
         """Connect. Raises ServeError where Redis does not answer."""
         try:
-            await _answer(self._redis.ping())
+            await self._answer(self._redis.ping())
         except StateUnavailable as error:
             raise ServeError(error.message) from error
 
     async def claim(self, key: str, claim: str) -> str:
         """Claim an idempotency key, unless it is claimed already; return its claim."""
         name = self._key("claim", key)
-        first = await _answer(self._redis.set(name, claim, nx=True, get=True, ex=int(CLAIM_S)))
+        first = await self._answer(self._redis.set(name, claim, nx=True, get=True, ex=int(CLAIM_S)))
         return str(first) if first is not None else claim
 
     async def unclaim(self, key: str, claim: str) -> None:
         """Drop a claim."""
-        await _answer(self._redis.eval(_UNCLAIM, 1, self._key("claim", key), claim))
+        await self._answer(self._redis.eval(_UNCLAIM, 1, self._key("claim", key), claim))
 
     async def claimed(self, key: str) -> str | None:
         """Return the claim of an idempotency key."""
-        claim: str | None = await _answer(self._redis.get(self._key("claim", key)))
+        claim: str | None = await self._answer(self._redis.get(self._key("claim", key)))
         return claim
 
     async def agent_key(self, key: str) -> str:
         """Keep a key of agent tokens unless there is one already; return the one that is kept."""
-        first = await _answer(self._redis.set(self._key("key", "agents"), key, nx=True, get=True))
+        first = await self._answer(self._redis.set(self._key("key", "agents"), key, nx=True, get=True))
         return str(first) if first is not None else key
 
     async def revoke_tokens(self, session_id: str, token_id: str, until: float) -> None:
         """Keep, until a Unix time, the id of a session's only valid agent token."""
         name = self._key("tokens", "revoked")
-        await _answer(self._redis.hset(name, session_id, f"{token_id} {until}"))
+        await self._answer(self._redis.hset(name, session_id, f"{token_id} {until}"))
 
     async def revoked_tokens(self, now: float) -> dict[str, tuple[str, float]]:
         """Return the id and the end of each revocation that holds at a Unix time; remove the others."""
         name, kept, over = self._key("tokens", "revoked"), {}, []
-        for session_id, text in (await _answer(self._redis.hgetall(name))).items():
+        for session_id, text in (await self._answer(self._redis.hgetall(name))).items():
             with suppress(ValueError):
                 token_id, until = text.split(" ")
                 if float(until) > now:
@@ -99,57 +100,62 @@ class RedisStore:
                     continue
             over.append(session_id)
         if over:
-            await _answer(self._redis.hdel(name, *over))
+            await self._answer(self._redis.hdel(name, *over))
         return kept
 
     async def report_alive(self, server_id: str) -> None:
         """Record that this controller has heard a server."""
-        await _answer(self._redis.set(self._key("seen", server_id), "1", ex=SERVER_S))
+        await self._answer(self._redis.set(self._key("seen", server_id), "1", ex=SERVER_S))
 
     async def is_alive(self, server_id: str, within_s: float) -> bool:
         """Return whether any controller has heard a server in the last seconds, by the clock of Redis."""
-        left_ms = await _answer(self._redis.pttl(self._key("seen", server_id)))
+        left_ms = await self._answer(self._redis.pttl(self._key("seen", server_id)))
         return bool(SERVER_S * 1000 - left_ms < within_s * 1000)  # negative where there is none
 
     async def report_lost(self, server_id: str) -> None:
         """Record that a server is lost."""
-        await _answer(self._redis.set(self._key("lost", server_id), "1", ex=SERVER_S))
+        await self._answer(self._redis.set(self._key("lost", server_id), "1", ex=SERVER_S))
 
     async def is_lost(self, server_id: str) -> bool:
         """Return whether a server was declared lost."""
-        return bool(await _answer(self._redis.exists(self._key("lost", server_id))))
+        return bool(await self._answer(self._redis.exists(self._key("lost", server_id))))
 
     async def knows(self, server_id: str) -> bool:
         """Return whether any controller has ever heard a server."""
-        return bool(await _answer(self._redis.exists(self._key("seen", server_id))))
+        return bool(await self._answer(self._redis.exists(self._key("seen", server_id))))
 
     async def read(self, session_id: str) -> tuple[bytes | None, str]:
         """Return the record of a session and its version; ``None, ""`` where there is none."""
         names = ["record", "version"]
-        record, version = await _answer(self._redis.hmget(self._key("session", session_id), names))
+        record, version = await self._answer(self._redis.hmget(self._key("session", session_id), names))
         return None if version is None else (record or "").encode(), version or ""
 
     async def write(self, session_id: str, record: bytes | None, version: str, ttl_s: float) -> bool:
         """Compare and set the record of a session; return False where it has another version."""
         new = "" if record is None else secrets.token_hex(8)
         values = (version, new, (record or b"").decode(), str(int(ttl_s)))
-        return bool(await _answer(self._redis.eval(_WRITE, 1, self._key("session", session_id), *values)))
+        return bool(
+            await self._answer(self._redis.eval(_WRITE, 1, self._key("session", session_id), *values))
+        )
 
     async def aclose(self) -> None:
-        """Disconnect."""
+        """Disconnect; a call that is made or under way afterwards keeps no connection."""
+        self._closed = True
         await self._redis.aclose()
 
     def _key(self, kind: str, name: str) -> str:
         return f"{self._prefix}{kind}:{name}"
 
+    async def _answer(self, call: Awaitable[Any] | Any) -> Any:
+        """Await an answer of Redis. Raises StateUnavailable."""
+        from redis.exceptions import RedisError
 
-async def _answer(call: Awaitable[Any] | Any) -> Any:
-    """Await an answer of Redis. Raises StateUnavailable."""
-    from redis.exceptions import RedisError
-
-    try:
-        async with asyncio.timeout(2 * ANSWER_S):
-            return await call
-    except (RedisError, OSError, TimeoutError) as error:
-        reason = f"the controller's Redis does not answer ({error or type(error).__name__}); try again"
-        raise StateUnavailable(reason, retry_after=1) from error
+        try:
+            async with asyncio.timeout(2 * ANSWER_S):
+                return await call
+        except (RedisError, OSError, TimeoutError) as error:
+            reason = f"the controller's Redis does not answer ({error or type(error).__name__}); try again"
+            raise StateUnavailable(reason, retry_after=1) from error
+        finally:
+            if self._closed:  # a call under way may have connected again
+                await self._redis.aclose()

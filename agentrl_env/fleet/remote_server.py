@@ -98,6 +98,8 @@ class RemoteServer:
         """True from an answer ``server_full`` until the next heartbeat."""
         self.suspect = False
         """True where calls got no answer for some seconds, until the next answer; no session opens here."""
+        self.stale = False
+        """True where the operator wants no new sessions here."""
         self.draining = False
         self.leaving = False
         self.steps = 0
@@ -141,7 +143,7 @@ class RemoteServer:
 
     def has_room(self, task: str) -> bool:
         """Return whether a session of a task may be placed here."""
-        ready = self.linked and not (self.full or self.suspect or self.draining or self.leaving)
+        ready = self.linked and not (self.full or self.suspect or self.stale or self.draining or self.leaving)
         return ready and task in self.tasks and self.load < 1
 
     def summary(self) -> ServerSummary:
@@ -154,6 +156,7 @@ class RemoteServer:
             open=len(self.sessions),
             waiting=self.opening,
             draining=self.draining,
+            stale=self.stale,
             heard_s=self._clock() - self.seen,
             version=self.version,
             steps=self.steps,

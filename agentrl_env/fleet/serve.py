@@ -116,7 +116,7 @@ class ControllerServer:
         await self._listener.stop()
         timer.cancel()
         if self._tokens is not None:
-            self._tokens.stop()
+            await self._tokens.stop()
         await self.fleet.aclose()
 
     def stop_waiting(self) -> None:

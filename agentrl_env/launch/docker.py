@@ -85,6 +85,9 @@ class DockerServer(ServerHandle):
         options: of ``ServeOptions``.
     """
 
+    _advice = "build it with agentrl-env build TARGET"
+    """What to do about a missing image."""
+
     def __init__(
         self,
         target: str | None = None,
@@ -203,8 +206,7 @@ class DockerServer(ServerHandle):
             self._client.images.pull(image)
         except docker.errors.DockerException as error:
             raise LaunchError(
-                f"image {image} is not on this machine and cannot be pulled; "
-                f"build it with agentrl-env build TARGET ({error})"
+                f"image {image} is not on this machine and cannot be pulled; {self._advice} ({error})"
             ) from error
 
     def _start(self, image: str) -> None:
@@ -234,25 +236,34 @@ class DockerServer(ServerHandle):
             options["ports"] = {f"{PORT}/tcp": ("127.0.0.1", None)}
         port = self._start_sidecar(f"{RUN}={run}", routes)
         token = {} if self.token is None else {"AGENTRL_TOKEN": self.token}
+        self._launch(
+            image,
+            command=self._options.command_line(host, PORT, dialled),
+            labels=labels,
+            environment={**self._options.environment, **token},
+            **options,
+        )
+        if "ports" in options:
+            port = self._published()
+        self.url = "" if dialled else f"http://127.0.0.1:{port}"
+
+    def _launch(self, image: str, **options: Any) -> None:
+        """Create and start the container. Raises LaunchError."""
         with daemon_errors(f"cannot start a container of {image}"):
-            self._container = self._client.containers.create(
-                image,
-                self._options.command_line(host, PORT, dialled),
-                name=f"agentrl-{run[:12]}",
-                labels=labels,
-                environment={**self._options.environment, **token},
-                **options,
-            )
+            name = f"agentrl-{options['labels'][RUN][:12]}"
+            self._container = self._client.containers.create(image, name=name, **options)
             if discarded := discarded_limits(self._container.attrs["HostConfig"]):
                 raise LaunchError(
                     f"the Docker daemon does not enforce the container's limits of {discarded}; start the "
                     "daemon with cgroups, or serve the task as a process"
                 )
             self._container.start()
-            if "ports" in options:
-                self._container.reload()
-                port = int(self._container.ports[f"{PORT}/tcp"][0]["HostPort"])
-        self.url = "" if dialled else f"http://127.0.0.1:{port}"
+
+    def _published(self) -> int:
+        """Return the port of this machine that leads to the container's."""
+        with daemon_errors("cannot look at the container"):
+            self._container.reload()
+            return int(self._container.ports[f"{PORT}/tcp"][0]["HostPort"])
 
     def _confinement(self) -> dict[str, Any]:
         from docker.types import LogConfig, Ulimit
@@ -311,6 +322,43 @@ class DockerServer(ServerHandle):
         except LaunchError:  # it is gone, or the daemon is
             return {}
         return dict(self._container.attrs["State"])
+
+
+class DockerService(DockerServer):
+    """A server of another project from an image of its own: its command, user and files, and a network.
+
+    It answers ``/health`` on port 8000 of the container, which is published on loopback without a token. If
+    this process dies, the container is removed as for ``DockerServer``.
+
+    Args:
+        image: the image.
+        limits: ``memory``, ``cpus`` and ``pids``.
+        options: of ``ServeOptions``: ``environment`` and ``start_timeout``.
+    """
+
+    _advice = "build it, or name the registry"
+
+    def __init__(self, image: str, *, limits: ContainerLimits | None = None, **options: Any) -> None:
+        super().__init__(image=image, network="bridge", limits=limits, **options)
+        self.token = None
+
+    def _start(self, image: str) -> None:
+        run = uuid.uuid4().hex
+        self._start_sidecar(f"{RUN}={run}", [])
+        limits = self._limits
+        self._launch(
+            image,
+            labels={RUN: run, OWNER: process_identity()},
+            environment=self._options.environment,
+            ports={f"{PORT}/tcp": ("127.0.0.1", None)},
+            security_opt=["no-new-privileges"],
+            mem_limit=limits.memory,
+            memswap_limit=limits.memory,
+            nano_cpus=int(limits.cpus * 1e9),
+            pids_limit=limits.pids,
+            init=True,
+        )
+        self.url = f"http://127.0.0.1:{self._published()}"
 
 
 def _logs(container: Any) -> str:

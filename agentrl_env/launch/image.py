@@ -88,19 +88,19 @@ def build_image(
             context.write(file)
             file.seek(0)
             options = {"custom_context": True, "network_mode": network, "buildargs": index_settings()}
-            unnamed = _build(client, file, target, report, **options)
+            unnamed = run_build(client, file, target, report, **options)
         task = _task_name(client, unnamed, files.target, target)
         name = tag or f"agentrl-{task}:latest"
         labels = {"tasks": task, "protocol": str(PROTOCOL_VERSION), "version": own_version()}
         label = " ".join(f"org.agentrl.{key}={json.dumps(value)}" for key, value in labels.items())
         dockerfile = io.BytesIO(f"FROM {unnamed}\nLABEL {label}\n".encode())
-        named = _build(client, dockerfile, target, report, tag=name)
+        named = run_build(client, dockerfile, target, report, tag=name)
         return Image(name=name, id=named, task=task)
     finally:
         client.close()
 
 
-def _build(
+def run_build(
     client: Any, context: IO[bytes], target: str, report: Callable[[str], None], **options: Any
 ) -> str:
     """Build an image and return its id."""
@@ -110,15 +110,10 @@ def _build(
 
 
 def _follow(events: Iterable[dict[str, Any]], target: str, report: Callable[[str], None]) -> str:
-    step, built = "", ""
+    step, built, error = "", "", ""
     tail: deque[str] = deque(maxlen=_TAIL)
-    for event in events:
-        if "error" in event:
-            output = [*tail, str(event["error"]).strip()]
-            log = "".join(f"\n  | {line}" for line in output[-_TAIL:])
-            raise LaunchError(
-                f"{target}: the image was not built; the failed step is {step or 'the start'}{log}"
-            )
+    for event in events:  # to the end, or the connection would stay open
+        error = error or str(event.get("error", "")).strip()
         built = event.get("aux", {}).get("ID", built)
         text = re.sub(r"\x1b\[[0-9;]*m", "", event.get("stream", ""))
         for line in filter(None, map(str.rstrip, text.splitlines())):
@@ -128,6 +123,9 @@ def _follow(events: Iterable[dict[str, Any]], target: str, report: Callable[[str
                 tail.clear()
             else:
                 tail.append(line)
+    if error:
+        log = "".join(f"\n  | {line}" for line in [*tail, error][-_TAIL:])
+        raise LaunchError(f"{target}: the image was not built; the failed step is {step or 'the start'}{log}")
     if not built:
         raise LaunchError(
             f"{target}: the image was not built; the Docker daemon ended the build without an error"

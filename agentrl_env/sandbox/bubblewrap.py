@@ -130,6 +130,9 @@ class BubblewrapSandbox(Sandbox):
         except OSError as error:
             raise SandboxFailed(f"the snapshot cannot be restored: {error}") from None
 
+    def _fresh(self) -> BubblewrapSandbox:
+        return BubblewrapSandbox(self.limits, image=self._image)
+
     def close(self) -> None:
         """See ``Sandbox.close``."""
         with contextlib.suppress(OSError):
@@ -296,7 +299,7 @@ def _group(limits: SandboxLimits) -> cgroups.Group | None:
 def _start_on_processors(cpus: float, start: Callable[[], Any]) -> Any:
     """Start a process that runs on as many processors as ``cpus``, rounded up; it inherits this thread's."""
     usable = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, random.sample(sorted(usable), min(len(usable), math.ceil(cpus))))
+    os.sched_setaffinity(0, random.SystemRandom().sample(sorted(usable), min(len(usable), math.ceil(cpus))))
     try:
         return start()
     finally:

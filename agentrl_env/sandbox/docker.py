@@ -69,6 +69,17 @@ for file in tmp/* tmp/.[!.]*; do [ -e "$file" ] && set -- "$@" "$file"; done
 exec tar -cf - "$@" """
 _SYSCTLS = {"kernel.shmall": "1024", "kernel.msgmni": "16", "kernel.sem": "32 512 32 16"}
 """Limits of System V IPC, which outlives commands: 4 MiB, 256 KiB and 512 semaphores."""
+_CAPABILITIES = [
+    *("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE"),
+    *("SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"),
+]
+"""Capabilities of a sandbox whose commands run as root: those that installing software needs."""
+_KILL = "kill -9 -1"
+_KILL_ROOT = """read -r first rest </proc/1/task/1/children
+for process in /proc/[0-9]*; do
+    case ${process#/proc/} in 1|$first|$$) ;; *) kill -9 ${process#/proc/} 2>/dev/null ;; esac
+done"""
+"""Shell commands that kill all processes but the container's first ones; root may signal these too."""
 _TICK_S = 0.05
 _FILE_S = 30.0
 
@@ -76,13 +87,15 @@ _FILE_S = 30.0
 class DockerSandbox(Sandbox):
     """A container without network or capabilities, writable only in ``HOME`` and ``/tmp``; see ``Sandbox``.
 
-    The container's first process reads a stream that this process holds open, so the container ends with
-    this process and removes itself. ``HOME`` and ``/tmp`` get half of ``disk`` each. ``image`` is the name of
-    a local image that has a shell. Raises SandboxUnavailable if no daemon answers or the image is missing,
-    SandboxFailed if the container does not start.
+    With ``limits.root`` commands run as root, in the image's environment and working folder, with all files
+    writable. The container's first process reads a stream that this process holds open, so the container
+    ends with this process and removes itself. ``HOME`` and ``/tmp`` get half of ``disk`` each. ``image`` is
+    the name of a local image that has a shell; ``temporary`` removes it with the container. Raises
+    SandboxUnavailable if no daemon answers or the image is missing, SandboxFailed if the container does not
+    start.
     """
 
-    def __init__(self, limits: SandboxLimits, *, image: str) -> None:
+    def __init__(self, limits: SandboxLimits, *, image: str, temporary: bool = False) -> None:
         super().__init__(limits)
         try:
             client = docker_daemon.connect(timeout=_FILE_S)
@@ -90,16 +103,21 @@ class DockerSandbox(Sandbox):
             raise SandboxUnavailable(str(error)) from error
         self._api = client.api
         self._began = int(time.time())
+        self._image = image
+        self._user = "0:0" if limits.root else USER
         self._oom_kills = 0
         try:
             with _failures("the sandbox's container does not start"):
                 docker_daemon.remove_orphans(client)
                 self._id = _create(client, image, limits)
+                if limits.root:
+                    self._home = self._api.inspect_container(self._id)["Config"]["WorkingDir"] or "/"
         except BaseException:
             client.close()
             raise
         lifelines: list[Any] = []
-        self._finish = weakref.finalize(self, _end, os.getpid(), client, self._id, lifelines)
+        images = [image] if temporary else []
+        self._finish = weakref.finalize(self, _end, os.getpid(), client, self._id, images, lifelines)
         try:
             with _failures("the sandbox's container does not start"):
                 lifelines.append(self._api.attach_socket(self._id, {"stdin": 1, "stream": 1}))
@@ -118,16 +136,16 @@ class DockerSandbox(Sandbox):
 
     def write(self, path: str, data: str | bytes) -> None:
         """Write a file; see ``Sandbox.write``."""
-        path = absolute(path)
+        path = absolute(path, self._home)
         self._file(["/bin/sh", "-c", _WRITE, "sh", path], path, as_bytes(data), 0)
 
     def write_all(self, files: Mapping[str, str | bytes]) -> None:
         """Write many files; the image needs tar."""
-        self._file(["tar", "-xf", "-", "-C", "/"], HOME, tar_archive(files), 0)
+        self._file(["tar", "-xf", "-", "-C", "/"], self._home, tar_archive(files, self._home), 0)
 
     def read(self, path: str, limit: int = MAX_FILE) -> bytes:
         """Return a file's content; see ``Sandbox.read``."""
-        path = absolute(path)
+        path = absolute(path, self._home)
         return self._file(["/bin/sh", "-c", _READ, "sh", path, str(limit)], path, b"", limit)
 
     def snapshot(self) -> bytes:
@@ -138,14 +156,29 @@ class DockerSandbox(Sandbox):
         """Extract a snapshot in this fresh sandbox."""
         self._copy(["tar", "-xf", "-", "-C", "/"], state, 0)
 
+    def copy(self) -> Sandbox:
+        """See ``Sandbox.copy``; with ``limits.root`` by an image that ends with the copy."""
+        if not self.limits.root:
+            return super().copy()
+        with _failures("the sandbox's files cannot be copied"):
+            image = self._api.commit(self._id)["Id"]
+        return DockerSandbox(self.limits, image=image, temporary=True)
+
+    def _fresh(self) -> DockerSandbox:
+        return DockerSandbox(self.limits, image=self._image)
+
     def _execute(self, execution: Execution) -> ExitState:
         if any("\0" in argument for argument in execution.arguments):
             return ExitState(code=126, failed="cannot run it: embedded null byte")
-        return self._exec(execution)
+        ended = self._exec(execution)
+        if self.limits.root and ended.killed_by is None and self._written() > self.limits.disk:
+            self._kill_container("disk")
+            return ExitState(killed_by="disk")
+        return ended
 
     def _copy(self, command: list[str], stdin: bytes, limit: int) -> bytes:
         try:
-            return self._file(command, HOME, stdin, limit)
+            return self._file(command, self._home, stdin, limit)
         except OSError as error:
             raise SandboxFailed(f"the sandbox's files cannot be copied: {error}") from None
 
@@ -180,9 +213,9 @@ class DockerSandbox(Sandbox):
                 self._id,
                 ["/bin/sh", "-c", _WRAPPED, "sh", keep, *execution.arguments],
                 stdin=True,
-                user=USER,
+                user=execution.user or self._user,
                 workdir=execution.cwd,
-                environment={**BASE_ENVIRONMENT, **execution.env},
+                environment={**({} if self.limits.root else BASE_ENVIRONMENT), **execution.env},
             )["Id"]
             with _closing(self._api.exec_start(made, socket=True)) as connection:
                 threading.Thread(
@@ -218,14 +251,15 @@ class DockerSandbox(Sandbox):
             if killed_by is None and (late or frames.dropped > DISCARD_LIMIT):
                 killed_by = "timeout" if late else "output"
                 deadline = time.monotonic() + GRACE_S / 2
-                self._kill_all(killed_by)
+                self._kill_all(killed_by, execution.user)
 
-    def _kill_all(self, reason: KilledBy) -> None:
-        """Kill every process of the sandbox's user; if no process can be started, kill the container."""
+    def _kill_all(self, reason: KilledBy, user: str | None) -> None:
+        """Kill every process of a command's user; if no process can be started, kill the container."""
         import docker
 
         try:
-            made = self._api.exec_create(self._id, ["/bin/sh", "-c", "kill -9 -1"], user=USER)["Id"]
+            kill = _KILL if user or not self.limits.root else _KILL_ROOT
+            made = self._api.exec_create(self._id, ["/bin/sh", "-c", kill], user=user or self._user)["Id"]
             self._api.exec_start(made, detach=True)
         except docker.errors.APIError:
             self._kill_container(reason)
@@ -236,17 +270,27 @@ class DockerSandbox(Sandbox):
 
     def _count_oom_kills(self) -> bool:
         """Return whether the kernel has killed a process for lack of memory since the last count."""
-        made = self._api.exec_create(self._id, ["/bin/sh", "-c", f"{_COUNT}echo $kills"], user=USER)["Id"]
+        made = self._api.exec_create(self._id, ["/bin/sh", "-c", f"{_COUNT}echo $kills"], user=self._user)[
+            "Id"
+        ]
         before, self._oom_kills = self._oom_kills, int(self._api.exec_start(made) or 0)
         return self._oom_kills > before
+
+    def _written(self) -> int:
+        """Return the bytes of the files that commands have written, outside mounts."""
+        with _failures("the Docker daemon fails"):
+            return sum(
+                one.get("SizeRw", 0) for one in self._api.containers(size=True, filters={"id": self._id})
+            )
 
     def _ended_for_memory(self) -> bool:
         """Return whether the container has ended and the daemon saw its memory run out."""
         with _failures("the Docker daemon fails"):
+            if self._state() is not None:
+                return False
             span = {"since": self._began, "until": int(time.time()) + 1}
-            return self._state() is None and any(
-                self._api.events(**span, filters={"container": self._id, "event": "oom"})
-            )
+            seen = list(self._api.events(**span, filters={"container": self._id, "event": "oom"}))
+        return bool(seen)
 
     def _state(self) -> dict[str, Any] | None:
         """Return the container's state; None if it does not run."""
@@ -293,21 +337,26 @@ def _create(client: Any, image: str, limits: SandboxLimits) -> str:
     import docker
 
     disk = f"rw,exec,nosuid,nodev,size={limits.disk // 2}"
+    seal: dict[str, Any] = {
+        "read_only": True,
+        "tmpfs": {HOME: f"{disk},mode=0755,uid=1000,gid=1000", "/tmp": f"{disk},mode=1777"},
+        "security_opt": ["no-new-privileges", f"seccomp={seccomp.docker_profile()}"],
+    }
+    if limits.root:
+        seal = {"cap_add": _CAPABILITIES}
     host = client.api.create_host_config(
         auto_remove=True,
         network_mode=None if limits.network else "none",
-        read_only=True,
-        tmpfs={HOME: f"{disk},mode=0755,uid=1000,gid=1000", "/tmp": f"{disk},mode=1777"},
+        **seal,
         mem_limit=limits.memory,
         memswap_limit=limits.memory,
         pids_limit=limits.pids + 3,  # its init, its first process, and the shell around a command
         nano_cpus=int(limits.cpus * 1e9),
         cap_drop=["ALL"],
-        security_opt=["no-new-privileges", f"seccomp={seccomp.docker_profile()}"],
         sysctls=_SYSCTLS,
         init=True,
         ipc_mode="private",
-        shm_size=1 << 20,
+        shm_size=64 << 20 if limits.root else 1 << 20,
         ulimits=[docker.types.Ulimit(name="core", soft=0, hard=0)],
         log_config=docker.types.LogConfig(type="none"),
     )
@@ -360,14 +409,16 @@ def _closing(stream: Any) -> Iterator[socket.socket]:
         connection.close()
 
 
-def _end(pid: int, client: Any, container: str, lifelines: list[Any]) -> None:
-    """Remove the container; a forked copy of the server only closes its connections."""
+def _end(pid: int, client: Any, container: str, images: list[str], lifelines: list[Any]) -> None:
+    """Remove the container and these images; a forked copy of the server only closes its connections."""
     import docker
     import requests
 
     if os.getpid() == pid:
         with contextlib.suppress(docker.errors.APIError, requests.RequestException):
             client.api.remove_container(container, force=True, v=True)
+            for image in images:
+                client.api.remove_image(image, force=True)
     for lifeline in lifelines:
         with _closing(lifeline):
             pass

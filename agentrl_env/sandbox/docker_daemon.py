@@ -47,10 +47,12 @@ def connect(timeout: float = 60.0) -> Any:
 
 
 def remove_orphans(client: Any) -> list[str]:
-    """Remove containers whose owners have ended, and their folders; return the containers' names.
+    """Remove containers and copies of them whose owners have ended; return the containers' names.
 
     Containers of another machine or boot are removed only if they have stopped. Raises LaunchError.
     """
+    import docker
+
     removed = []
     with daemon_errors("cannot remove orphaned containers"):
         for container in client.containers.list(all=True, filters={"label": OWNER}, ignore_removed=True):
@@ -58,6 +60,10 @@ def remove_orphans(client: Any) -> list[str]:
             if dead or (dead is None and container.status in ("exited", "dead")):
                 remove(container)
                 removed.append(str(container.name))
+        for image in client.images.list(filters={"label": OWNER}):
+            if is_dead(image.labels[OWNER]):
+                with contextlib.suppress(docker.errors.APIError):  # a container uses it, or it is gone
+                    client.images.remove(image.id, force=True)
     return removed
 
 

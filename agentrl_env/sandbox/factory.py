@@ -35,6 +35,7 @@ def open_sandbox(
     max_output: int = 16_384,
     network: bool = False,
     background: bool = False,
+    root: bool = False,
     limits: Limits = "enforced",
     allow_unsafe: bool = False,
 ) -> Sandbox:
@@ -54,6 +55,9 @@ def open_sandbox(
         network: whether commands can reach this machine's networks. Leave it off unless the task needs it.
         background: whether processes that a command leaves behind keep running until a command exceeds
             its timeout or the sandbox closes; by default they end with the command.
+        root: run commands as a container's root user, in the image's own working folder and environment, with
+            all its files writable. ``disk`` is then not part of ``memory``; what commands write is counted
+            when they end, so that one command can exceed it. Only with a container's ``image``.
         limits: "enforced" opens no sandbox where nothing can enforce the limits; "best_effort" opens one with
             what can be had, and logs that once, as ``AGENTRL_SANDBOX_LIMITS=best_effort`` does for all tasks.
         allow_unsafe: run commands without a sandbox if none is available, without the image if no Docker
@@ -76,6 +80,7 @@ def open_sandbox(
         max_output=max_output,
         network=network,
         background=background,
+        root=root,
         best_effort="best_effort" in (limits, os.environ.get(SANDBOX_LIMITS)) or allow_unsafe,
     )
     sandbox = _make(kind, image, bounds, allow_unsafe)
@@ -94,7 +99,7 @@ def open_sandbox(
 def _make(kind: Kind, image: str | None, limits: SandboxLimits, allow_unsafe: bool) -> Sandbox:
     folder = Path(image) if image and image.startswith("/") else None
     container = image if image and not folder else None
-    if kind == "docker" and not container:
+    if not container and (kind == "docker" or limits.root):
         raise SandboxUnavailable("a container sandbox needs image='name:tag'")
     if kind == "bubblewrap" and container:
         raise SandboxUnavailable(f"bubblewrap's image is a folder's absolute path, not {image!r}")
@@ -106,6 +111,8 @@ def _make(kind: Kind, image: str | None, limits: SandboxLimits, allow_unsafe: bo
         if kind == "docker":
             raise
         reasons.append(str(error))
+        if limits.root:
+            raise
         if not allow_unsafe:
             refusal = f"To run the task's commands with this machine's programs instead, set {ALLOW_UNSAFE}=1"
             raise SandboxUnavailable(f"{error}. {refusal}") from None

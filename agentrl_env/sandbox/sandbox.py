@@ -39,7 +39,7 @@ GRACE_S = 10.0
 _CHUNK = 1 << 16
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
-KilledBy = Literal["timeout", "memory", "pids", "output", "signal"]
+KilledBy = Literal["timeout", "memory", "pids", "output", "disk", "signal"]
 Command = str | Sequence[str]
 
 
@@ -70,11 +70,12 @@ class SandboxLimits:
     max_output: int = 16_384
     network: bool = False
     background: bool = False
+    root: bool = False
     best_effort: bool = False
     """Whether the sandbox may start where cgroups cannot enforce the limits."""
 
     def __post_init__(self) -> None:
-        if self.disk <= 0 or self.disk + OVERHEAD > self.memory:
+        if self.disk <= 0 or (self.disk + OVERHEAD > self.memory and not self.root):
             raise ValueError(
                 f"disk={self.disk} must be positive and leave {OVERHEAD >> 20} MiB of memory={self.memory}: "
                 "a sandbox's files lie in its memory"
@@ -147,6 +148,8 @@ class Execution:
     timeout: float
     cwd: str = "/"
     env: Mapping[str, str] = field(default_factory=dict)
+    user: str | None = None
+    """Name or number of a user of the image; None for that of the sandbox."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +170,8 @@ class Sandbox(ABC):
     """
 
     _shell = "/bin/sh"
+    _home = HOME
+    """The working folder of commands; relative paths start here."""
     _finish: weakref.finalize[..., Sandbox]
     """Releases everything when the sandbox is closed or collected, or at exit."""
     _ended_by: KilledBy | None = None
@@ -191,6 +196,7 @@ class Sandbox(ABC):
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         max_output: int | None = None,
+        user: str | None = None,
     ) -> ExecResult:
         """Run a command and wait for its end.
 
@@ -198,12 +204,15 @@ class Sandbox(ABC):
             command: text for a shell, or a list of arguments that is run without a shell.
             timeout: seconds until all processes are killed; the sandbox's limit by default.
             stdin: the command's standard input.
-            cwd: the working folder; ``HOME`` by default.
+            cwd: the working folder; by default ``HOME``, or with ``root`` that of the image.
             env: additional environment variables.
             max_output: bytes kept of each stream; the sandbox's limit by default.
+            user: with ``root``, another user of the image; only its processes are killed with the command.
 
         Raises SandboxFailed if the sandbox is closed or dead, or its backend does not answer.
         """
+        if user is not None and not self.limits.root:
+            raise ValueError("user: only a sandbox with root=True has other users")
         timeout, max_output = timeout or self.limits.timeout, max_output or self.limits.max_output
         out, err = Stream(max_output), Stream(max_output)
         execution = Execution(
@@ -214,6 +223,7 @@ class Sandbox(ABC):
             timeout=timeout,
             cwd=cwd or ".",
             env=env or {},
+            user=user,
         )
         with self._lock:
             begin = time.monotonic()
@@ -226,6 +236,7 @@ class Sandbox(ABC):
             "memory": f"killed: out of memory, the limit is {self.limits.memory >> 20} MiB, files included",
             "pids": f"killed: too many processes, the limit is {self.limits.pids}",
             "output": f"killed: endless output, the first {max_output} bytes are shown",
+            "disk": f"it wrote more than the disk's {self.limits.disk >> 20} MiB",
             "signal": f"killed by signal {end.signal}",
             None: f"output cut off: the first {max_output} bytes are shown" if truncated else end.failed,
         }[killed_by]
@@ -278,6 +289,20 @@ class Sandbox(ABC):
     def restore(self, state: bytes) -> None:
         """Restore the files of ``snapshot`` in a fresh sandbox of the same kind. Raises SandboxFailed."""
 
+    def copy(self) -> Sandbox:
+        """Open a sandbox of the same kind with the same files, without processes. Raises SandboxFailed."""
+        other = self._fresh()
+        try:
+            other.restore(self.snapshot())
+        except BaseException:
+            other.close()
+            raise
+        return other
+
+    @abstractmethod
+    def _fresh(self) -> Sandbox:
+        """Open a sandbox of the same kind without changed files."""
+
     def close(self) -> None:
         """Kill every process and delete every file. Idempotent and thread-safe."""
         self._finish()
@@ -293,7 +318,7 @@ class Sandbox(ABC):
         if self._finish.alive and self._ended_by:
             return ExitState(killed_by=self._ended_by)
         try:
-            cwd = absolute(execution.cwd)
+            cwd = absolute(execution.cwd, self._home)
         except OSError as error:
             return ExitState(code=126, failed=f"cannot run it: {error.strerror}")
         return self._execute(replace(execution, cwd=cwd))
@@ -315,22 +340,22 @@ def argument_list(command: Command, shell: str) -> list[str]:
     return [word.encode("utf-8", "replace").decode() for word in listed]
 
 
-def absolute(path: str) -> str:
-    """Return the normalized absolute path in a sandbox; relative paths start at ``HOME``.
+def absolute(path: str, home: str = HOME) -> str:
+    """Return the normalized absolute path in a sandbox; relative paths start at ``home``.
 
     Raises OSError if the path is empty, contains a NUL or cannot be encoded.
     """
     if not path or "\0" in path or re.search("[\ud800-\udfff]", path):
         raise OSError(errno.EINVAL, f"the path {path!r} names no file")
-    return posixpath.normpath(posixpath.join(HOME, path)).replace("//", "/", 1)
+    return posixpath.normpath(posixpath.join(home, path)).replace("//", "/", 1)
 
 
-def tar_archive(files: Mapping[str, str | bytes]) -> bytes:
+def tar_archive(files: Mapping[str, str | bytes], home: str = HOME) -> bytes:
     """Return a tar archive of files, path -> content, relative to the root folder. Raises OSError."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
         for path, content in files.items():
-            data, entry = as_bytes(content), tarfile.TarInfo(absolute(path).lstrip("/"))
+            data, entry = as_bytes(content), tarfile.TarInfo(absolute(path, home).lstrip("/"))
             entry.size, entry.mtime = len(data), time.time()
             tar.addfile(entry, io.BytesIO(data))
     return archive.getvalue()

@@ -76,6 +76,9 @@ class UnsafeSandbox(Sandbox):
         with self._lock, tarfile.open(fileobj=io.BytesIO(state)) as tar:
             tar.extractall(self._inside("."), filter="data")
 
+    def _fresh(self) -> UnsafeSandbox:
+        return UnsafeSandbox(self.limits)
+
     def _execute(self, execution: Execution) -> ExitState:
         try:
             with contextlib.ExitStack() as stack:

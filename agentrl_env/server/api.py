@@ -6,14 +6,15 @@ HTTP and the WebSocket both end here; a controller's link skips authorization.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json, to_json
 
-from agentrl_env.errors import Forbidden, InvalidRequest, NotSupported, WireError
+from agentrl_env.errors import BodyTooLarge, Forbidden, InvalidRequest, NotSupported, WireError
 from agentrl_env.fast_wire import (
     UNREADABLE,
     FastBatch,
@@ -24,7 +25,7 @@ from agentrl_env.fast_wire import (
     encode_items,
 )
 from agentrl_env.server.auth import AgentTokens, caller
-from agentrl_env.server.limits import Limits
+from agentrl_env.server.limits import SMALL_BYTES, Limits
 from agentrl_env.server.service import Service
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.types import SessionInfo, StepResult
@@ -88,6 +89,11 @@ class Api:
         self._limits = limits
         self._tokens = tokens
 
+    @property
+    def secured(self) -> bool:
+        """True if callers need a token."""
+        return self._tokens is not None
+
     async def answer(self, call: Call, request: Any) -> bytes:
         """Make a call; return its answer as JSON. Raises WireError."""
         self._admit(call, getattr(request, "session_id", None))
@@ -148,6 +154,25 @@ class Api:
         except InvalidRequest:
             self.metrics.refusals["max_values"] += 1
             raise
+
+    @asynccontextmanager
+    async def receiving(self, text: str) -> AsyncIterator[None]:
+        """Check a WebSocket message of another protocol, and count it towards the budget of its caller.
+
+        Raises BodyTooLarge, RateLimited, InvalidRequest.
+        """
+        who = caller.get()
+        if self._limits is not None:
+            limit = self._limits.max_bytes(agent=who.session_id is not None)
+            if len(text) > limit:
+                raise BodyTooLarge(f"the message is over the limit of {limit} bytes")
+        if who.budget is None or len(text) <= SMALL_BYTES:
+            self.check_values(text)
+            yield
+            return
+        async with who.budget.large(len(text)):
+            self.check_values(text)
+            yield
 
     def count(self, error: WireError) -> None:
         """Count an error that is answered."""

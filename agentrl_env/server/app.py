@@ -7,6 +7,7 @@ import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from importlib import import_module
 from math import ceil
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ from agentrl_env import errors as e
 from agentrl_env.server import dashboard
 from agentrl_env.server.api import Api
 from agentrl_env.server.auth import AgentTokens
+from agentrl_env.server.disconnect import unless_disconnected
 from agentrl_env.server.fast_path import StepFastPath
 from agentrl_env.server.limits import Limits
 from agentrl_env.server.middleware import AccessMiddleware
@@ -36,6 +38,10 @@ _SessionId = Annotated[str, Path(json_schema_extra={"minLength": 1, "pattern": "
 _REF = "#/components/schemas/{model}"
 _SECURITY: dict[str, Any] = {"security": [{"bearer": []}]}
 _NO_STORE = {"cache-control": "no-store"}
+_BRIDGES = tuple(
+    f"agentrl_env.bridges.{name}" for name in ("agentrl", "agentrl_worker", "mcp_server", "openenv_server")
+)
+"""Modules whose ``mount(app, api)`` adds the routes of another protocol, by name: they stand above."""
 
 
 def create_app(
@@ -90,6 +96,8 @@ def create_app(
         if call is not OPEN_MANY:  # a form of OPEN's body
             _add_call(app, api, call, secured=bool(token))
     dashboard.add_routes(app)
+    for name in _BRIDGES:
+        import_module(name).mount(app, api)
     app.router.routes.append(WebSocketRoute(SOCKET_PATH, websocket_endpoint(api, limits)))
     _add_openapi(app, secured=bool(token))
     return app
@@ -101,7 +109,8 @@ def _add_call(app: FastAPI, api: Api, call: Call, *, secured: bool) -> None:
             fields = dict(query) if id is None else {**dict(query), "session_id": id}
             return _json(await api.answer(call, call.request.model_construct(**fields)), headers=_NO_STORE)
         if call is OPEN:
-            return await _unless_disconnected(request, api.answer_json(call, await request.body()))
+            opened = await unless_disconnected(request, api.answer_json(call, await request.body()))
+            return _json(opened, 201)
         text = await request.body() if call.body is not None else b"{}"
         answer = await api.answer_json(call, text, id)
         return Response(status_code=204) if call.status == 204 else _json(answer, call.status)
@@ -219,28 +228,6 @@ def _add_openapi(app: FastAPI, *, secured: bool) -> None:
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
-
-
-async def _unless_disconnected(request: Request, work: Awaitable[bytes]) -> Response:
-    """Answer an opening, and cancel it where the caller disconnects before it is done."""
-    working = asyncio.ensure_future(work)
-    disconnect = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait((working, disconnect), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        disconnect.cancel()
-        if not working.done():
-            working.cancel()
-    if not working.done():
-        await asyncio.wait((working,))
-        if working.cancelled():
-            raise e.InvalidRequest("the caller disconnected")
-    return _json(working.result(), 201)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        continue
 
 
 def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:

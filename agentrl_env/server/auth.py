@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import time
-from base64 import urlsafe_b64encode
+from base64 import b64decode, urlsafe_b64encode
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -207,10 +207,11 @@ class AgentTokens:
         await self._synchronize(store)
         self._sharing = asyncio.create_task(self._keep_sharing(store))
 
-    def stop(self) -> None:
-        """Stop sharing."""
+    async def stop(self) -> None:
+        """Stop sharing; idempotent."""
         if self._sharing is not None:
             self._sharing.cancel()
+            await asyncio.gather(self._sharing, return_exceptions=True)
 
     async def _keep_sharing(self, store: TokenStore) -> None:
         while True:
@@ -263,6 +264,20 @@ def bearer_of(shown: bytes, token: str, tokens: AgentTokens) -> Caller | None:
     if grant is not None:
         return Caller(session_id=grant.session_id, grant=grant)
     return Caller(is_server=True) if hmac.compare_digest(shown, link_token(token).encode()) else None
+
+
+def as_bearer(shown: bytes) -> bytes:
+    """Return an authorization header with the password of Basic authentication as a bearer token.
+
+    The peers of AgentRL's protocol know no tokens, but URLs such as ``http://any:TOKEN@host/api``.
+    """
+    scheme, _, encoded = shown.partition(b" ")
+    if scheme != b"Basic":
+        return shown
+    try:
+        return b"Bearer " + b64decode(encoded, validate=True).partition(b":")[2]
+    except ValueError:
+        return b""
 
 
 def _mac(key: bytes, text: bytes) -> str:

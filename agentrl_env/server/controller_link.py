@@ -111,6 +111,12 @@ class ControllerLinks:
         """Answer the calls under way, and leave; the pool holds no session any more."""
         await self._leave(finish=True)
 
+    async def abort(self) -> None:
+        """Disconnect at once, without answering the calls under way."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
     async def _leave(self, *, finish: bool) -> None:
         await asyncio.gather(*(link.leave(finish=finish) for link in list(self._open)))
         for task in self._tasks.values():
@@ -130,7 +136,7 @@ class ControllerLinks:
                 if not warned:
                     logger.warning("no link to the controller at %s: %s; retrying", url, _reason(error))
                     warned = True
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            await asyncio.sleep(pause * random.SystemRandom().uniform(0.5, 1.0))
             pause = min(2 * pause, MAX_PAUSE_S)
 
     async def _serve(self, url: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from types import coroutine
 from typing import Any, Self, TypeVar, cast
 
@@ -274,6 +275,20 @@ class Budget:
     def release(self, size: int) -> None:
         """End what ``hold`` or ``keep`` began."""
         self.keep(-size)
+
+    @asynccontextmanager
+    async def large(self, size: int) -> AsyncIterator[None]:
+        """Count a large message until it is answered. Raises RateLimited."""
+        self.admit()
+        try:
+            self.hold(size)
+        finally:
+            self.charge(RECEIVE_S * size)
+        try:
+            await self.turn()
+            yield
+        finally:
+            self.release(size)
 
     async def turn(self) -> None:
         """Wait until no other large request is parsed in this round of the event loop."""

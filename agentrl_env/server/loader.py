@@ -27,21 +27,29 @@ from agentrl_env.tools import is_tool, toolset
 
 TARGET_PACKAGE = "agentrl_target_"
 """Prefix of the package that stands for a task's folder; a hash of its path follows."""
+BRIDGES = {
+    "gym": "agentrl_env.bridges.gymnasium",
+    "harbor": "agentrl_env.bridges.harbor",
+    "mcp": "agentrl_env.bridges.mcp_client",
+    "openenv": "agentrl_env.bridges.openenv_client",
+}
+"""Modules whose ``load`` returns the class of a target by its scheme, the word before ":" or "+"."""
 
 
 def load_target(target: str | type[Environment]) -> type[Environment]:
     """Return the Environment class of a target. It has at least one tool, or ``respond``.
 
     Args:
-        target: a folder with an ``environment.py``, a ``file.py:Class``, a ``module:Class``, or
-            the class itself.
+        target: a folder with an ``environment.py``, a ``file.py:Class``, a ``module:Class``, the class
+            itself, or what a bridge serves: ``gym:ID``, ``harbor:DIR``, ``mcp:COMMAND``,
+            ``openenv+http://host:8000``, ``openenv+docker:IMAGE``.
 
     Raises TargetError.
     """
-    found = _find(target) if isinstance(target, str) else target
     try:
-        environment = check_class(found)
-        if not toolset(environment).tools and not environment.overrides("respond"):
+        environment = check_class(_find(target) if isinstance(target, str) else target)
+        tools = toolset(environment)
+        if not tools.tools and not tools.answers and not environment.overrides("respond"):
             own = environment.__name__
             raise DefinitionError(f"{own} has no tools; mark at least one method with @tool", environment)
     except DefinitionError as error:
@@ -58,6 +66,10 @@ def load_targets(targets: Iterable[str | type[Environment]]) -> list[type[Enviro
 
 
 def _find(target: str) -> type[Environment]:
+    scheme = re.match(r"(\w+)[:+](.+)", target)
+    if scheme and scheme[1] in BRIDGES:
+        found: type[Environment] = importlib.import_module(BRIDGES[scheme[1]]).load(scheme[2])
+        return found
     place, _, name = target.rpartition(":")
     if not place:
         place, name = target, ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from base64 import urlsafe_b64decode
 from collections.abc import Iterable
 from dataclasses import replace
@@ -30,6 +31,7 @@ from agentrl_env.server.auth import (
     OPERATOR,
     AgentTokens,
     Caller,
+    as_bearer,
     bearer_of,
     caller,
     client_name,
@@ -53,10 +55,28 @@ _HOW = (
 )
 _PUBLIC = frozenset({"/health", "/ready", *FILES})
 """Paths without a token: they reveal only that a server is here."""
+AGENTRL_PATH = "/api/"
+"""Prefix of AgentRL's protocol."""
+AGENTRL_CALLS = frozenset(
+    f"{AGENTRL_PATH}{name}"
+    for name in (
+        *("get_indices", "start_sample", "interact", "cancel", "cancel_all", "list_workers", "list_sessions"),
+        *("mark_stale", "clean_worker", "clean_session", "sync_all", "version"),
+    )
+)
+"""Calls of AgentRL's clients."""
+AGENTRL_WORKER_CALLS = frozenset({f"{AGENTRL_PATH}receive_heartbeat", f"{AGENTRL_PATH}cancel_notice"})
+"""Calls of AgentRL's workers, which a link token permits."""
+_AGENTRL = AGENTRL_CALLS | AGENTRL_WORKER_CALLS
 _ROUTES = frozenset(
-    {*_PUBLIC, "/metrics", "/openapi.json", SOCKET_PATH, *(call.path for call in CALLS.values())}
+    {*_PUBLIC, "/metrics", "/openapi.json", SOCKET_PATH, *(call.path for call in CALLS.values()), *_AGENTRL}
 )
 _SESSIONS = "/v1/sessions/"
+_BRIDGE = re.compile(r"/(mcp|openenv)/[^/]+")
+_AGENT_BRIDGE = re.compile(
+    r"/mcp/[^/]+|/openenv/[^/]+/(ws|mcp|health|metadata|schema)|/api/(start_sample|interact)"
+)
+"""Paths of other protocols for agent tokens; their sessions are those of the tokens."""
 _METHODS = frozenset({"GET", "POST", "DELETE", "HEAD", "PUT", "PATCH", "OPTIONS"})
 _SAFE_METHODS = frozenset({"GET", "HEAD"})
 _STAMPED = ("http.response.start", "websocket.accept", "websocket.http.response.start")
@@ -164,11 +184,11 @@ class AccessMiddleware:
         if path in _PUBLIC:
             return Caller(name=name)
         self._check_host(scope, headers)
-        who = self._authenticate(headers.get(b"authorization", b""))
+        who = self._authenticate(_shown(path, headers))
         if who.session_id is not None:
             name = who.session_id
             who.check_token(_agent_may(scope["method"], path, who.session_id))
-        else:
+        elif path not in AGENTRL_WORKER_CALLS:
             who.check_token(agent_may=False)
         if self._token is None and scope["method"] not in _SAFE_METHODS and not _same_origin(headers):
             # The page could not read the answer, but the call would be made.
@@ -182,7 +202,7 @@ class AccessMiddleware:
         self._check_host(scope, headers)
         who = self._authenticate(headers.get(b"authorization") or _token_of(scope["subprotocols"]))
         if scope["path"] != (LINK_PATH if who.is_server else SOCKET_PATH):
-            who.check_token(agent_may=False)
+            who.check_token(agent_may=_AGENT_BRIDGE.fullmatch(scope["path"]) is not None)
         if self._token is None and not _same_origin(headers):
             raise Unauthorized("this server takes no WebSocket from web pages of other origins")
         name = who.session_id or client_name(headers.get(_CLIENT, b""), scope.get("client"))
@@ -304,11 +324,14 @@ def route_of(path: str) -> str:
         route = f"{_SESSIONS}{{id}}{slash}{call}"
         if session_id and route in _ROUTES:
             return route
-    return "other"
+    bridge = _BRIDGE.match(path)
+    return f"/{bridge[1]}/{{task}}" if bridge else "other"
 
 
 def _agent_may(method: str, path: str, session_id: str) -> bool:
     """Return whether an agent token permits a request; the items of a batch are checked later."""
+    if _AGENT_BRIDGE.fullmatch(path):
+        return True
     own = path.replace(session_id, "{id}")
     return any(call.agent and (call.method, call.path) == (method, own) for call in CALLS.values())
 
@@ -323,6 +346,15 @@ def _token_of(subprotocols: Iterable[str]) -> bytes:
             except ValueError:
                 return b""
     return b""
+
+
+def _shown(path: str, headers: dict[bytes, bytes]) -> bytes:
+    """Return the authorization header of a request.
+
+    Browsers send Basic authentication by themselves, also for a page of another origin: not accepted.
+    """
+    shown = headers.get(b"authorization", b"")
+    return as_bearer(shown) if path in _AGENTRL and _same_origin(headers) else shown
 
 
 def _same_origin(headers: dict[bytes, bytes]) -> bool:

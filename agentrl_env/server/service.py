@@ -40,6 +40,9 @@ class Service(Protocol):
     def check_ready(self) -> None:
         """Raise ServerDraining or ServerFull where no session can be opened, with the reason."""
 
+    def set_stale(self, server_id: str, stale: bool) -> None:
+        """Open no new sessions on a server while it is stale; it goes on with those it has."""
+
     async def tasks(self, request: EmptyRequest) -> TaskList | bytes:
         """Return the tasks."""
 

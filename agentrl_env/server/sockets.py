@@ -9,7 +9,7 @@ import math
 import os
 import resource
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
@@ -32,6 +32,9 @@ from agentrl_env.server.limits import OPERATOR_FACTOR, RETRY_S, Limits
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.server.websocket import CountedWebSocket
 
+OnHttp2 = Callable[[asyncio.Transport, bytes, Callable[[], None]], None]
+"""Takes over a connection that begins with HTTP/2: its transport, its first bytes, a callback for its end."""
+_HTTP2 = b"PRI * HTTP/2.0\r\n"
 _UNIX = "unix:"
 DEAD_PEER_S = 60
 """Seconds until the system gives up a peer that acknowledges nothing."""
@@ -96,11 +99,15 @@ class _HttpProtocol(HttpToolsProtocol):
     Args:
         limits: ``max_header_bytes``, ``head_s``, ``body_s`` and ``idle_s``.
         peers: connections of each address.
+        on_http2: takes over connections that speak HTTP/2.
         options: of uvicorn.
     """
 
-    def __init__(self, limits: Limits, peers: _Peers, **options: Any) -> None:
+    def __init__(
+        self, limits: Limits, peers: _Peers, on_http2: OnHttp2 | None = None, **options: Any
+    ) -> None:
         super().__init__(**options)
+        self._on_http2 = on_http2
         self._limits = limits
         self._peers = peers
         self._head_bytes = 0
@@ -136,6 +143,9 @@ class _HttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
+        if self._on_http2 is not None and self.parser_is_new and data.startswith(_HTTP2):
+            self._hand_over(self._on_http2, data)
+            return
         if not self._reading_head and not self._reading_body:
             self._reading_head, self._head_bytes = True, 0
             self._stop_timer()
@@ -147,6 +157,18 @@ class _HttpProtocol(HttpToolsProtocol):
             self._refuse_headers()
         elif self._timer is None and self.transport.get_protocol() is self:
             self._start_timer()
+
+    @property
+    def parser_is_new(self) -> bool:
+        """True before the first request of the connection."""
+        return self.cycle is None and not self._reading_head
+
+    def _hand_over(self, on_http2: OnHttp2, data: bytes) -> None:
+        """Leave the connection to another protocol, which reports its end."""
+        self._upgraded = True
+        self._stop_timer()
+        self.connections.discard(self)
+        on_http2(self.transport, data, partial(self._peers.remove, self._address, self))
 
     def on_headers_complete(self) -> None:
         self._reading_head, self._reading_body = False, True
@@ -248,13 +270,17 @@ class Listener:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, app: ASGIApp, limits: Limits, metrics: Metrics) -> None:
-        """Return once requests are answered; ``metrics`` counts the connections."""
+        """Return once requests are answered; ``metrics`` counts the connections.
+
+        Connections that speak HTTP/2 go to the application's ``state.on_http2``, where it has one.
+        """
+        on_http2 = getattr(getattr(app, "state", None), "on_http2", None)
         _raise_file_limit()
         _detect_dead_peers(self._socket)
         peers = _Peers(OPERATOR_FACTOR * limits.max_connections, metrics)
         config = uvicorn.Config(
             app,
-            http=lambda **options: _HttpProtocol(limits, peers, **options),  # type: ignore[arg-type]
+            http=lambda **options: _HttpProtocol(limits, peers, on_http2, **options),  # type: ignore[arg-type]
             ws=lambda **options: CountedWebSocket(limits, **options),  # type: ignore[arg-type]
             log_config=None,
             log_level="critical",  # the middleware logs bugs; malformed requests are not worth a line

@@ -107,6 +107,7 @@ class SessionPool:
         self._openings: SingleFlight[SessionInfo] = SingleFlight()
         self._forks: SingleFlight[list[SessionInfo]] = SingleFlight()
         self._adoptions: SingleFlight[None] = SingleFlight()
+        self._stale = False
         self._sweeper: asyncio.Task[None] | None = None
         self._quiet: asyncio.Event | None = None
 
@@ -135,6 +136,10 @@ class SessionPool:
         blocking = self._tasks.blocking
         if blocking and all(map(self._tasks.exhausted, blocking)):
             raise self._no_thread(*blocking)
+
+    def set_stale(self, server_id: str, stale: bool) -> None:
+        """Open no new sessions while ``stale``."""
+        self._stale = stale
 
     async def tasks(self, request: EmptyRequest = EMPTY) -> TaskList:
         """Return the tasks; the first call runs their ``startup``. Raises EnvironmentFailed."""
@@ -213,6 +218,7 @@ class SessionPool:
             open=self.open_sessions,
             waiting=self._capacity.waiting,
             draining=self.draining,
+            stale=self._stale,
             version=VERSION,
             steps=sum(task.steps for task in counts.values()),
         )
@@ -349,6 +355,8 @@ class SessionPool:
 
     async def _open(self, request: OpenRequest, digest: str) -> SessionInfo:
         environment = self._tasks.environment(request.task)
+        if self._stale:
+            raise ServerDraining("this server is marked as stale and opens no session; mark it as not stale")
         if self._tasks.exhausted(environment.name):
             raise self._no_thread(environment.name)
         await self._tasks.describe()

@@ -92,7 +92,7 @@ class Session:
         """Sum of the rewards so far."""
         self.began = clock()
         self._class = environment
-        self._tools = toolset(environment)
+        self._tools = toolset(environment).specs
         self._threads = threads
         self._executor = Executor(
             blocking=environment.blocking,
@@ -124,7 +124,7 @@ class Session:
             task=self.sample.task,
             sample=self.sample,
             messages=self.opening,
-            tools=self._tools.specs,
+            tools=self._tools,
             status=self.status,
             turn=self.turn,
             last=self.history.last,
@@ -158,6 +158,8 @@ class Session:
         except asyncio.CancelledError:
             self.begin_close()
             raise
+        if self._class.overrides("session_tools"):
+            self._tools = tuple(self._alive().session_tools())
         self._restore, self._executor.opening = None, False
         return self.info()
 
@@ -388,7 +390,7 @@ class Session:
     def _status_after(self, result: StepBuilder) -> SessionStatus:
         """Return the status of the session after a turn. Raises TimeLimitReached."""
         if result.done:
-            return SessionStatus.COMPLETED
+            return SessionStatus.TRUNCATED_TURNS if result.truncated else SessionStatus.COMPLETED
         if self.turn + 1 >= self._class.max_turns:
             return SessionStatus.TRUNCATED_TURNS
         if self._class.max_seconds is not None:

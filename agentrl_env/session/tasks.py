@@ -151,6 +151,7 @@ class Tasks:
         offered = {
             "expert": self._oracle and environment.overrides("expert"),
             "fork": can_fork(environment),
+            "respond": environment.overrides("respond"),
         }
         return TaskInfo(
             name=environment.name,

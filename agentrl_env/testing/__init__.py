@@ -1,12 +1,10 @@
 """The conformance kit: ``check_environment(Guess)`` in a test suite, ``agentrl-env check`` in a shell."""
 
-from agentrl_env.testing.chat_model import ChatModel
 from agentrl_env.testing.checker import check_environment, run_checks, run_quality
 from agentrl_env.testing.quality import TaskQuality
 from agentrl_env.testing.report import CheckResult, Report, Verdict
 
 __all__ = [
-    "ChatModel",
     "CheckResult",
     "Report",
     "TaskQuality",

@@ -15,9 +15,9 @@ from agentrl_env.client.loop_thread import LoopThread
 from agentrl_env.client.schema_sampler import CannotSample
 from agentrl_env.environment import Environment
 from agentrl_env.errors import AgentRLError, CallTimeout, ServerUnreachable, UnknownSample, describe
+from agentrl_env.evaluation.chat_model import ChatModel
 from agentrl_env.server.loader import load_target
 from agentrl_env.session.loop_watch import ADVICE, LoopWatch
-from agentrl_env.testing.chat_model import ChatModel
 from agentrl_env.testing.checks import BLOCKED_S, CHECKS, LAST, RECORDS
 from agentrl_env.testing.context import CLOSE_TIMEOUT, CheckContext
 from agentrl_env.testing.quality import TaskQuality, measure_quality
@@ -137,8 +137,7 @@ def run_quality(
                     known = ", ".join(info.splits)
                     raise UnknownSample(f"task {info.name!r} has no split {unknown[0]!r}; splits: {known}")
                 context = CheckContext(client=client, task=info, deadline=deadline)
-                policy = own.policy if own is not None else None
-                found.append(await measure_quality(context, samples=samples, splits=splits, model=policy))
+                found.append(await measure_quality(context, samples=samples, splits=splits, model=own))
         return found
 
     return asyncio.run(run())

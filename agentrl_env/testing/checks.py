@@ -357,7 +357,7 @@ async def order(context: CheckContext) -> CheckOutcome:
 
 async def isolation(context: CheckContext) -> CheckOutcome:
     """Do concurrent sessions give the same results as sequential ones?"""
-    expected = [rollout async for alone in context.explored(4) for rollout in (alone, alone)]
+    expected = 2 * [alone async for alone in context.explored(4)]
     concurrent = await context.replay_interleaved(expected)
     if len(concurrent) < 2:
         return skipped("The server has no capacity for two sessions at the same time.")

@@ -365,10 +365,10 @@ class CheckContext:
         return await self.play(replay_policy(rollout.actions), rollout.sample.index, rollout.sample.seed)
 
     async def replay_interleaved(self, recorded: Sequence[Rollout]) -> list[Rollout]:
-        """Replay rollouts concurrently and turn by turn; only those that a full server can open."""
+        """Replay the rollouts concurrently that the server opens in half of the time, turn by turn."""
         sessions: list[ClientSession] = []
         try:
-            for rollout in recorded:
+            for rollout in self.while_time(recorded):
                 sessions.append(await self.open(rollout.sample.index, rollout.sample.seed))
         except ServerFull:
             if not sessions:

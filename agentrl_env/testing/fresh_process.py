@@ -40,9 +40,14 @@ class CannotRead(Exception):
 def target_of(environment: type[Environment]) -> str | None:
     """Return the target by which another process imports a class; None if it should not, or cannot.
 
+    A class that a bridge made has it as ``__target__``.
+
     It cannot import a class inside a function; a script, and a module that runs the checks when it is
     imported, would run them again.
     """
+    target: str | None = vars(environment).get("__target__")
+    if target is not None:
+        return target if FRESH not in os.environ else None
     name, module = environment.__name__, sys.modules.get(environment.__module__)
     if module is None or getattr(module, name, None) is not environment:
         return None

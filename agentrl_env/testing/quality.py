@@ -16,6 +16,7 @@ from agentrl_env.client.client import ClientSession
 from agentrl_env.client.formatting import format_message
 from agentrl_env.client.schema_sampler import CannotSample
 from agentrl_env.errors import AgentRLError
+from agentrl_env.evaluation.chat_model import ChatModel
 from agentrl_env.testing.context import (
     CheckContext,
     Policy,
@@ -229,7 +230,7 @@ async def measure_quality(
     *,
     samples: int,
     splits: Sequence[str] = (),
-    model: Callable[[], Policy] | None = None,
+    model: ChatModel | None = None,
     group_size: int = GROUP_SIZE,
 ) -> TaskQuality:
     """Play every policy on every split and return what it reached.
@@ -238,7 +239,7 @@ async def measure_quality(
         context: The task; its deadline is what one policy may take on one split.
         samples: Samples of each split.
         splits: Names of splits; all by default.
-        model: Returns a policy of a model for one episode; its groups are played where it is given.
+        model: A model whose groups are played as well.
         group_size: Episodes of a group.
     """
     measured: dict[str, SplitQuality] = {}
@@ -255,7 +256,7 @@ async def measure_quality(
         groups = None
         if model is not None:
             attempts = [index for index in indices for _ in range(group_size)]
-            episodes = await _play_all(context, split, attempts, lambda index: model())
+            episodes = await _play_all(context, split, attempts, lambda index: ChatPolicy(model))
             played["model"] = episodes
             groups = [[episode for i, episode in episodes if i == index] for index in indices]
         measured[split] = SplitQuality(
@@ -304,6 +305,24 @@ def repeat_call(index: int) -> Policy:
         return rollout.actions[0] if rollout.turns else await draw(session, rollout)
 
     return act
+
+
+class ChatPolicy:
+    """Plays one episode with a model, and counts the tokens that the model writes."""
+
+    def __init__(self, model: ChatModel) -> None:
+        self._model = model
+        self.tokens: int | None = None
+
+    async def __call__(self, session: ClientSession, rollout: Rollout) -> Message:
+        """Return the model's next message."""
+        messages = list(rollout.opening)
+        for turn in rollout.turns:
+            messages += [turn.action, *turn.result.messages]
+        completion = await self._model.complete(messages, session.tools)
+        if completion.usage.output is not None:
+            self.tokens = (self.tokens or 0) + completion.usage.output
+        return completion.message
 
 
 async def _play_all(

@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -32,6 +33,7 @@ from agentrl_train.learner.logprobs import (
     attends_to_segments,
     one_row,
     padding_free,
+    sampled_units,
     select_sampled,
     set_attention,
     shared_rows,
@@ -48,7 +50,7 @@ from agentrl_train.learner.state import (
     read_weights,
 )
 from agentrl_train.learner.stored import StoredModel, allocate
-from agentrl_train.loss import Objective, entropy_bonus, importance_weights, kl_penalty, policy_loss
+from agentrl_train.loss import Objective, Tokens, entropy_bonus, kl_penalty, policy_loss
 from agentrl_train.types import UNTRACED, Batch, FloatArray, MicroBatch, Threads, TokenSequence, Trace
 
 if TYPE_CHECKING:
@@ -174,10 +176,11 @@ class Learner:
     ``model`` keeps its trained parameters in float32; ``precision="bfloat16"`` computes under autocast. The
     learning rate rises over ``warmup_steps`` updates and, if ``total_steps`` is given, falls to
     ``final_lr_fraction`` of itself over the last ``decay_fraction`` of the rest, as ``lr_decay`` says.
-    ``temperature`` divides the logits, as during sampling. A ``kl_coefficient`` adds the k3 penalty
-    towards the ``reference`` model, or with ``lora`` towards the model without its adapters; an
-    ``importance_cap`` clips against log-probabilities recomputed at the start of ``step`` and weights
-    tokens by the truncated importance ratio of those to the sampler's (decoupled PPO, arXiv 2110.00641).
+    ``temperature`` divides the logits, as during sampling. A ``kl_coefficient`` adds the penalty of
+    ``kl_estimator`` towards the ``reference`` model, or with ``lora`` towards the model without its adapters.
+    ``teachers`` are frozen models by name, with their weights where they are on the meta device; they score
+    sequences in ``logprobs``.
+    ``recompute`` gives the ``objective`` the log-probabilities at the start of ``step`` as well.
     ``activation_checkpointing`` saves memory at the cost of a second forward pass, ``offload_optimizer``
     keeps the optimizer in host memory, ``lora`` trains adapters only; ``attention`` is "sdpa", PyTorch's for
     one sequence after another, "eager", with one sequence in a row, or the name of a flash-attn that
@@ -216,8 +219,9 @@ class Learner:
         entropy_coefficient: float = 0.0,
         reference: PreTrainedModel | None = None,
         kl_coefficient: float = 0.0,
-        importance_cap: float | None = None,
-        importance_floor: float | None = None,
+        kl_estimator: Literal["k2", "k3"] = "k3",
+        teachers: Mapping[str, tuple[PreTrainedModel, StoredModel | None]] = MappingProxyType({}),
+        recompute: bool = False,
         spike_factor: float = 0.0,
         activation_checkpointing: bool = False,
         offload_optimizer: bool = False,
@@ -231,7 +235,6 @@ class Learner:
         trace: Trace = UNTRACED,
     ) -> None:
         self.model = model
-        self._stored = stored
         self._span = partial(trace.span, TRACK)
         self._threads = threads or Threads()
         self.device = torch.device(device)
@@ -246,8 +249,8 @@ class Learner:
         self._precision = precision
         self._entropy_coefficient = entropy_coefficient
         self._kl_coefficient = kl_coefficient
-        self._importance_cap = importance_cap
-        self._importance_floor = importance_floor
+        self._kl_penalty = partial(kl_penalty, estimator=kl_estimator)
+        self._recompute = recompute
         self._guard = SpikeGuard(spike_factor)
         self._activation_checkpointing = activation_checkpointing
         self._temperature = temperature
@@ -259,9 +262,10 @@ class Learner:
         if lora is not None:
             add_adapters(model, lora)
         disable_dropout(model)
-        self._scorer = self._prepare(model)
+        self._scorer = self._prepare(model, stored)
         self.packs_rows = attends_to_segments(model)
-        self._reference = None if reference is None else self._prepare(reference)
+        self._reference = None if reference is None else self._prepare(reference, stored)
+        self._teachers = {name: self._prepare(*teacher) for name, teacher in teachers.items()}
         self._updated = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._host = HostCopies(self._updated) if offload_optimizer else None
         if self._host is not None:
@@ -282,28 +286,39 @@ class Learner:
         if attends_to_segments(self.model):
             shares = [[padding_free(micro) for micro in share] for share in shares]
         with self._threads.working():
-            anchors = [[self._anchor(micro) for micro in share] for share in shares]
+            before = [[self._logprobs_before(micro) for micro in share] for share in shares]
             self.model.train(self._activation_checkpointing)
-            for share, anchor in zip(shares, anchors, strict=True):
-                self._update(share, anchor, sums)
+            for share, old in zip(shares, before, strict=True):
+                self._update(share, old, sums)
         return sums.metrics(self._reduce) | _sizes(batches) | {"seconds": time.perf_counter() - started}
 
-    @torch.no_grad()
-    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[FloatArray]:
+    def logprobs(self, sequences: Sequence[TokenSequence], teacher: str | None = None) -> list[FloatArray]:
         """Return each sequence's log-probabilities under the current parameters, [T], 0 where masked.
 
-        Sequences share rows, as they do in ``step``, so that a comparison with an engine covers packing.
+        With a ``teacher``, they are those of that model. Sequences share rows, as in ``step``, so that
+        a comparison with an engine covers packing.
         """
+        return self._scores(self._scorer if teacher is None else self._teachers[teacher], sequences)
+
+    @torch.no_grad()
+    def _scores(
+        self, scorer: Scorer, sequences: Sequence[TokenSequence], *, shape: Sequence[int] = ()
+    ) -> list[FloatArray]:
+        """Return the scores of each sequence's sampled tokens, [T, *shape], 0 where masked."""
         self.model.eval()
         index, count = self._data
         lengths = [len(one) for one in sequences]
-        rows = shared_rows(lengths) if self.packs_rows else [[number] for number in range(len(lengths))]
+        rows = (
+            shared_rows(lengths)
+            if attends_to_segments(scorer.model)
+            else [[number] for number in range(len(lengths))]
+        )
         micros = [one_row(*(sequences[number] for number in row)) for row in rows]
-        scored = torch.zeros(sum(lengths))
+        scored = torch.zeros(sum(lengths), *shape)
         places = torch.arange(sum(lengths)).split(lengths)
         for turn, micro in enumerate(deal(micros, index, count)):
             with self._threads.working():
-                scores = self._forward(self._scorer, micro)[0].float().cpu()
+                scores = self._forward(scorer, micro)[0].float().cpu()
             if (number := turn * count + index) < len(rows):
                 place = torch.cat([places[one] for one in rows[number]])
                 scored[select_sampled(place[None], micro, self._part)] = scores
@@ -352,7 +367,7 @@ class Learner:
 
         On a CPU with the same number of ranks, training continues bit for bit.
         """
-        read_weights(folder, self.model)
+        self._read_weights(folder)
         others = {
             "num_updates": torch.zeros((), dtype=torch.int64),
             "rng": torch.get_rng_state(),
@@ -365,6 +380,9 @@ class Learner:
         torch.set_rng_state(others["rng"])
         self._guard.restore(others["norms"])
 
+    def _read_weights(self, folder: Path) -> None:
+        read_weights(folder, self.model)
+
     def _state(self) -> dict[str, Tensor]:
         return {
             **optimizer_state(self._updated, self._optimizer),
@@ -374,12 +392,12 @@ class Learner:
         }
 
     def _update(
-        self, micro_batches: Sequence[MicroBatch], anchors: Sequence[Tensor | None], sums: MetricSums
+        self, micro_batches: Sequence[MicroBatch], before: Sequence[Tensor | None], sums: MetricSums
     ) -> None:
         total = torch.zeros((), device=self.device)
-        for micro, anchor in zip(micro_batches, anchors, strict=True):
+        for micro, old in zip(micro_batches, before, strict=True):
             with self._span("forward", slots=micro.token_ids.numel()):
-                loss = self._loss(micro, anchor, sums)
+                loss = self._loss(micro, old, sums)
             with self._span("backward"):
                 loss.backward()
             total += loss.detach()
@@ -407,25 +425,31 @@ class Learner:
             )
         self._guard(norm)
 
-    def _loss(self, micro: MicroBatch, anchor: Tensor | None, sums: MetricSums) -> Tensor:
+    def _loss(self, micro: MicroBatch, old: Tensor | None, sums: MetricSums) -> Tensor:
         logprobs, entropy = self._forward(self._scorer, micro)
-        behaviour, advantages, weights = (
+        behaviour, advantages, weights, ages = (
             select_sampled(values, micro, self._part).to(self.device)
-            for values in (micro.logprobs, micro.advantages, micro.weights)
+            for values in (micro.logprobs, micro.advantages, micro.weights, micro.ages)
         )
-        corrected = weights
-        if anchor is not None and self._importance_cap is not None:
-            correction = importance_weights(
-                anchor, behaviour, cap=self._importance_cap, floor=self._importance_floor
+        sequences, turns = (numbers.to(self.device) for numbers in sampled_units(micro, self._part))
+        loss, stats = self.objective(
+            Tokens(
+                logprobs=logprobs,
+                behaviour=behaviour,
+                advantages=advantages,
+                weights=weights,
+                old=old,
+                ages=ages,
+                sequences=sequences,
+                turns=turns,
             )
-            corrected, behaviour = weights * correction, anchor
-        loss, stats = self.objective(logprobs, behaviour, advantages, corrected)
+        )
         stats = stats | {"entropy": entropy.detach().sum()}
         if self._entropy_coefficient:
             loss = loss - self._entropy_coefficient * entropy_bonus(entropy, weights)
         if self._kl_coefficient:
             reference = self._reference_logprobs(micro)
-            loss = loss + self._kl_coefficient * kl_penalty(logprobs, reference, weights)
+            loss = loss + self._kl_coefficient * self._kl_penalty(logprobs, reference, weights)
             stats["kl_reference"] = kl_penalty(logprobs.detach(), reference, torch.ones_like(weights))
         sums.add(stats, logprobs.numel())
         return loss
@@ -439,9 +463,9 @@ class Learner:
             return self._forward(self._scorer, micro)[0]
 
     @torch.no_grad()
-    def _anchor(self, micro: MicroBatch) -> Tensor | None:
-        """Return recomputed log-probabilities to clip against, or None to use those of the sampler."""
-        if self._importance_cap is None:
+    def _logprobs_before(self, micro: MicroBatch) -> Tensor | None:
+        """Return the log-probabilities before the update, or None if the objective does not use them."""
+        if not self._recompute:
             return None
         self.model.eval()
         return self._forward(self._scorer, micro)[0]
@@ -454,24 +478,27 @@ class Learner:
             scored: tuple[Tensor, Tensor] = scorer(micro, entropy_gradient=self._entropy_coefficient > 0)
         return scored
 
-    def _prepare(self, model: PreTrainedModel) -> Scorer:
-        """Move a model to its device, or shard it over the mesh."""
+    def _prepare(self, model: PreTrainedModel, stored: StoredModel | None) -> Scorer:
+        """Move a model to its device, or shard it over the mesh; read what is ``stored``."""
         module: nn.Module = model  # transformers' own ``to`` loses its types in a decorator
-        if self._mesh is None and self._stored is None:
+        if self._mesh is None and stored is None:
             module.to(self.device)
         module.eval()
-        check_head(model)
+        scorer = self._scorer_of(model)
         if self._part != WHOLE and self._mesh is not None:
             use_sequence_parallel(model, self._mesh.get_group("sequence"))
         else:
             set_attention(model, self._attention)
-        scorer = Scorer(model, temperature=self._temperature, max_logits=self._max_logits, part=self._part)
         if self._mesh is not None:
             shard(scorer, model, self._mesh, precision=self._precision)
-        if self._stored is not None:
+        if stored is not None:
             allocate(scorer, self.device)
-            self._stored.load_into(model)
+            stored.load_into(model)
         return scorer
+
+    def _scorer_of(self, model: PreTrainedModel) -> Scorer:
+        check_head(model)
+        return Scorer(model, temperature=self._temperature, max_logits=self._max_logits, part=self._part)
 
     def _reduce(self, values: Tensor, how: str) -> Tensor:
         """Return the sum or the maximum over all ranks."""

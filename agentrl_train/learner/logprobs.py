@@ -70,13 +70,7 @@ def sampled_logprobs(
     chunks, and recomputed in the backward pass. A ``part`` of the rows scores the tokens whose predecessor is
     in it.
     """
-    device = next(model.parameters()).device
-    if attends_to_segments(model) and part == WHOLE:
-        micro = padding_free(micro)
-    inputs = _inputs(model, micro, part, device=device)
-    hidden = model.base_model(use_cache=False, **inputs)[0]
-    predicts = (_next(micro.loss_mask, part) > 0).to(device)
-    hidden, targets = hidden[predicts], _next(micro.token_ids, part).to(device)[predicts]
+    hidden, targets = hidden_before(model, micro, part=part)
     head = model.get_output_embeddings()
 
     def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,9 +90,35 @@ def sampled_logprobs(
     return torch.cat([one for one, _ in chunks]), torch.cat([one for _, one in chunks])
 
 
+def hidden_before(model: PreTrainedModel, micro: MicroBatch, *, part: Part = WHOLE) -> tuple[Tensor, Tensor]:
+    """Return the hidden states before the N sampled tokens, [N, width], and these tokens, [N], by rows."""
+    device = next(model.parameters()).device
+    if attends_to_segments(model) and part == WHOLE:
+        micro = padding_free(micro)
+    inputs = _inputs(model, micro, part, device=device)
+    hidden = model.base_model(use_cache=False, **inputs)[0]
+    predicts = (_next(micro.loss_mask, part) > 0).to(device)
+    return hidden[predicts], _next(micro.token_ids, part).to(device)[predicts]
+
+
 def select_sampled(values: Tensor, micro: MicroBatch, part: Part = WHOLE) -> Tensor:
     """Return the entries [N] of ``values`` [rows, row length] at the sampled tokens, by rows."""
     return _next(values, part)[_next(micro.loss_mask, part) > 0]
+
+
+def sampled_units(micro: MicroBatch, part: Part = WHOLE) -> tuple[Tensor, Tensor]:
+    """Return the number of the sequence and that of the turn of each sampled token, [N] each, from 0.
+
+    A turn is a run of sampled tokens without others between them.
+    """
+    rows, length = micro.segment_ids.shape
+    numbers = micro.segment_ids + torch.arange(rows)[:, None] * (length + 1)
+    sequences = select_sampled(numbers, micro, part)
+    positions = select_sampled(micro.position_ids, micro, part)
+    changes = sequences.diff() != 0
+    gaps = changes | (positions.diff() != 1)
+    first = sequences.new_zeros(min(1, len(sequences)))
+    return torch.cat([first, changes.cumsum(0)]), torch.cat([first, gaps.cumsum(0)])
 
 
 def padding_free(micro: MicroBatch) -> MicroBatch:
@@ -212,6 +232,7 @@ def one_row(*sequences: TokenSequence) -> MicroBatch:
         loss_mask=mask,
         logprobs=joined("logprobs"),
         advantages=joined("advantages"),
+        ages=torch.zeros_like(mask, dtype=torch.int64),
         weights=mask,
     )
 

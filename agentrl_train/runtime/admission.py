@@ -24,6 +24,7 @@ import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,16 @@ class Draw:
     seed: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Levels and weights of all tasks, from a draw on."""
+
+    draw: int
+    """Number of the first draw that it applies to."""
+    levels: Mapping[str, int]
+    weights: Mapping[str, float]
+
+
 class Mixer:
     """An endless, deterministic sequence of samples, weighted by task.
 
@@ -79,40 +90,106 @@ class Mixer:
 
     Shares are counted in groups at first. ``count`` and ``rebalance`` change them to shares of the trained
     tokens: a task whose groups have twice the tokens is drawn half as often.
+
+    Args:
+        sources: the tasks.
+        seed: seed of the permutations and of the episodes.
+        harder: task -> its further levels of difficulty, whose weights are not used.
+        changes: changes of levels and weights that the run has made already, in order.
     """
 
-    def __init__(self, sources: Sequence[TaskSource], *, seed: int) -> None:
+    def __init__(
+        self,
+        sources: Sequence[TaskSource],
+        *,
+        seed: int,
+        harder: Mapping[str, Sequence[TaskSource]] = MappingProxyType({}),
+        changes: Sequence[Change] = (),
+    ) -> None:
         if not sources:
             raise ValueError("there is no task to draw from; give at least one.")
         if len({source.task for source in sources}) != len(sources):
             raise ValueError("a task is listed twice; give each task one weight.")
-        for source in sources:
+        for source in (*sources, *(one for levels in harder.values() for one in levels)):
             if not (source.weight > 0.0 and math.isfinite(source.weight)):
                 raise ValueError(f"task {source.task!r} has weight {source.weight}; use one above 0.")
             if source.num_samples is not None and source.num_samples < 1:
                 raise ValueError(f"split {source.split!r} of task {source.task!r} has no samples.")
-        self._sources = {source.task: source for source in sources}
+        self._sources = {source.task: (source, *harder.get(source.task, ())) for source in sources}
+        """Task -> its levels."""
+        self.fixed_weights: Mapping[str, float] = {source.task: source.weight for source in sources}
+        """Weight of each task before any change."""
+        self._weights, self._levels = dict(self.fixed_weights), dict.fromkeys(self._sources, 0)
+        self._changes = list(changes)
+        self._planned = list(changes)
         self._seed = seed
         self._credit = {source.task: 0.0 for source in sources}
-        self._drawn = {source.task: 0 for source in sources}
+        self._drawn = {self._name(task, one): 0 for task, levels in self._sources.items() for one in levels}
+        """Draws by task; of a harder level by task and split."""
         self._cost = {source.task: 1.0 for source in sources}
         """Tokens per group of a task, relative to the mean over tasks."""
         self._next_cost: tuple[int, dict[str, float]] | None = None
         self._counted: dict[str, tuple[float, int]] = {}
-        self._order: dict[tuple[str, int], IntArray] = {}
+        self._order: dict[tuple[str, str, int], IntArray] = {}
+
+    @property
+    def num_drawn(self) -> int:
+        """Number of draws so far."""
+        return sum(self._drawn.values())
+
+    @property
+    def levels(self) -> Mapping[str, int]:
+        """Level of each task, from 0."""
+        return self._levels
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Weight of each task."""
+        return self._weights
+
+    @property
+    def has_planned(self) -> bool:
+        """Return whether changes are still to be applied."""
+        return bool(self._planned)
+
+    def split(self, task: str) -> str:
+        """Return the split that a task is drawn from."""
+        return self._sources[task][self._levels[task]].split
+
+    def plan(self, change: Change) -> None:
+        """Apply a change from its draw on."""
+        self._changes.append(change)
+        self._planned.append(change)
+        self._apply_planned()
 
     def draw(self) -> Draw:
         """Return the next sample."""
-        if self._next_cost is not None and sum(self._drawn.values()) >= self._next_cost[0]:
+        if self._next_cost is not None and self.num_drawn >= self._next_cost[0]:
             (_, self._cost), self._next_cost = self._next_cost, None
-        rates = {task: source.weight / self._cost[task] for task, source in self._sources.items()}
+        self._apply_planned()
+        rates = {task: weight / self._cost[task] for task, weight in self._weights.items()}
         for task, rate in rates.items():
             self._credit[task] += rate
         task = max(self._credit, key=lambda name: self._credit[name])
         self._credit[task] -= sum(rates.values())
-        position = self._drawn[task]
-        self._drawn[task] += 1
-        return self._sample(self._sources[task], position)
+        source = self._sources[task][self._levels[task]]
+        name = self._name(task, source)
+        position = self._drawn[name]
+        self._drawn[name] += 1
+        return self._sample(source, position)
+
+    def _name(self, task: str, source: TaskSource) -> str:
+        """Return the key of a level in ``_drawn``."""
+        return task if source is self._sources[task][0] else f"{task}/{source.split}"
+
+    def _apply_planned(self) -> None:
+        while self._planned and self._planned[0].draw <= self.num_drawn:
+            self._set(self._planned.pop(0))
+
+    def _set(self, change: Change) -> None:
+        for task, levels in self._sources.items():
+            self._levels[task] = min(change.levels.get(task, 0), len(levels) - 1)
+            self._weights[task] = change.weights.get(task, self.fixed_weights[task])
 
     def count(self, task: str, tokens: int) -> None:
         """Count the trained tokens of a group."""
@@ -130,7 +207,7 @@ class Mixer:
         means = {task: tokens / groups for task, (tokens, groups) in self._counted.items() if tokens}
         mean = sum(means.values()) / max(1, len(means))
         cost = {task: means[task] / mean if task in means else self._cost[task] for task in self._sources}
-        self._next_cost = sum(self._drawn.values()) + after, cost
+        self._next_cost = self.num_drawn + after, cost
         self._counted = {}
 
     def _sample(self, source: TaskSource, position: int) -> Draw:
@@ -150,7 +227,7 @@ class Mixer:
         )
 
     def _permutation(self, source: TaskSource, epoch: int, size: int) -> IntArray:
-        key = (source.task, epoch)
+        key = (source.task, source.split, epoch)
         if key not in self._order:
             seed = stable_seed(self._seed, source.task, source.split, "order", epoch)
             self._order = {k: v for k, v in self._order.items() if k[0] != source.task}
@@ -165,14 +242,19 @@ class Mixer:
             "cost": dict(self._cost),
             "next_cost": self._next_cost,
             "counted": dict(self._counted),
+            "levels": dict(self._levels),
+            "weights": None if self._weights == self.fixed_weights else dict(self._weights),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore ``state()``; tasks added since then start at their beginning."""
         for task in self._sources:
             self._credit[task] = float(state["credit"].get(task, 0.0))
-            self._drawn[task] = int(state["drawn"].get(task, 0))
             self._cost[task] = float(state["cost"].get(task, 1.0))
+        self._drawn = {name: int(state["drawn"].get(name, 0)) for name in self._drawn}
+        levels, weights = state.get("levels") or {}, state.get("weights") or {}
+        self._set(Change(draw=0, levels=levels, weights=weights))
+        self._planned = [change for change in self._changes if change.draw >= self.num_drawn]
         self._counted = {task: (float(tokens), int(n)) for task, (tokens, n) in state["counted"].items()}
         self._next_cost = None
         if state["next_cost"] is not None and state["next_cost"][1].keys() == self._sources.keys():

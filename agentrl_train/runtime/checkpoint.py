@@ -4,8 +4,10 @@
 
     model/          weights (safetensors), configuration and tokenizer: loads with ``from_pretrained``
     learner/        optimizer and other learner state, a safetensors file of each rank
+    critic/         the same of a critic, if there is one, with its parameters
     loop.json       step, policy version, admission, random states
     groups.bin      finished groups that are not trained yet
+    replay.bin      the replay buffer, if there is one
     manifest.json   size and SHA-256 of every file
 
 A checkpoint is written to a temporary folder, synced and renamed. A resume loads the newest one whose files
@@ -30,6 +32,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from agentrl_train.errors import CheckpointError
+from agentrl_train.replay import Kept, Replay
 from agentrl_train.runtime.atomic_io import run_folder_errors, sync_file, sync_folder, write_file
 from agentrl_train.runtime.journal import decode_group, encode_group, frame, read_records
 from agentrl_train.types import TrajectoryGroup
@@ -37,6 +40,8 @@ from agentrl_train.types import TrajectoryGroup
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
+CRITIC = "critic"
+"""Folder of the state of a critic."""
 EVALUATION = "evaluation.json"
 """File of the best model that names its step and its success."""
 
@@ -66,6 +71,50 @@ class InModelFolder:
     def write(self, folder: Path) -> None:
         """Write the files of the tokenizer."""
         self.pretrained.save_pretrained(str(folder / "model"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InFolder:
+    """A ``Part`` in a folder of its own."""
+
+    part: Part
+    name: str
+
+    def write(self, folder: Path) -> None:
+        """Write the part into the folder."""
+        self.part.write(folder / self.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InReplayFile:
+    """A ``Part`` in ``replay.bin``: the replay buffer."""
+
+    replay: Replay
+
+    def write(self, folder: Path) -> None:
+        """Write the buffer, unless it was never used."""
+        if not self.replay.history:
+            return
+        kept = self.replay.episodes
+        head = {"history": dict(self.replay.history), "episodes": [[one.earned, one.step] for one in kept]}
+        records = [json.dumps(head).encode(), *(encode_group(one.group) for one in kept)]
+        (folder / "replay.bin").write_bytes(b"".join(frame(record) for record in records))
+
+
+def read_replay(folder: Path) -> Replay:
+    """Return the replay buffer of a checkpoint, an empty one if it has none."""
+    path = folder / "replay.bin"
+    if not path.exists():
+        return Replay()
+    head, *records = read_records(path.read_bytes())
+    state = json.loads(head)
+    kept = [
+        Kept(group=decode_group(record), earned=earned, step=step)
+        for record, (earned, step) in zip(records, state["episodes"], strict=True)
+    ]
+    return Replay(
+        episodes=tuple(kept), history={task: tuple(means) for task, means in state["history"].items()}
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

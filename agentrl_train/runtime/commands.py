@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from agentrl_train.errors import ConfigError
@@ -30,8 +32,10 @@ from agentrl_train.runtime.distributed import rank
 from agentrl_train.runtime.environments import environments
 from agentrl_train.runtime.evaluation import Evaluation
 from agentrl_train.runtime.factories import run_follower, threads_each
+from agentrl_train.runtime.merging import MergeOptions, Method, merge_models
 from agentrl_train.runtime.models import DTYPES, chat_format, load_policy
 from agentrl_train.runtime.placement.launcher import Launcher, follower_devices, make_launcher
+from agentrl_train.runtime.recording import record
 from agentrl_train.runtime.sft import expert_sequences, train_sft
 from agentrl_train.template_check import check_sessions
 
@@ -148,6 +152,15 @@ def sft(config: RunConfig, *, output: Path) -> int:
     return 0
 
 
+def record_rollouts(config: RunConfig, **options: Any) -> int:
+    """Serve a model to agent programs until a signal, and record their rollouts."""
+    console = Console()
+    token = os.environ.get("AGENTRL_TOKEN")
+    announce = partial(console.print, soft_wrap=True, highlight=False)
+    asyncio.run(record(config, token=token, announce=announce, **options))
+    return 0
+
+
 def merge(source: Path, *, output: Path, dtype: str) -> int:
     """Write the policy of a checkpoint as a model folder, with adapters merged."""
     if (output / "config.json").exists():
@@ -159,6 +172,32 @@ def merge(source: Path, *, output: Path, dtype: str) -> int:
     with run_folder_errors(output):
         model.save_pretrained(output)
         tokenizer.save_pretrained(output)
+    Console().print(f"model: {output}", soft_wrap=True)
+    return 0
+
+
+def merge_several(
+    sources: Sequence[Path],
+    *,
+    base: str | None,
+    output: Path,
+    method: Method,
+    options: MergeOptions,
+    dtype: str | None,
+) -> int:
+    """Merge the policies of several runs, checkpoints or model folders into one model folder."""
+    folders = [_model_folder(source) for source in sources]
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("merging", total=None)
+        merge_models(
+            folders,
+            base=base,
+            output=output,
+            method=method,
+            options=options,
+            dtype=dtype,
+            on_tensor=lambda name: progress.update(bar, advance=1, description=name),
+        )
     Console().print(f"model: {output}", soft_wrap=True)
     return 0
 

@@ -22,15 +22,20 @@ from transformers import PreTrainedModel
 from agentrl_train.actor import Actor
 from agentrl_train.engine.pool import EnginePool
 from agentrl_train.errors import ConfigError
-from agentrl_train.learner import StoredModel, adapter_base
+from agentrl_train.learner import PrivilegedCritic, StoredModel, TwinCritic, ValueCritic, adapter_base
+from agentrl_train.reward import close_judges
 from agentrl_train.runtime.admission import Mixer, TaskSource, WorkWindow
-from agentrl_train.runtime.checkpoint import Checkpoint, load_latest
+from agentrl_train.runtime.algorithm import reward_functions, signal_function
+from agentrl_train.runtime.checkpoint import Checkpoint, load_latest, read_replay
 from agentrl_train.runtime.config import RunConfig
+from agentrl_train.runtime.critic import ByCritic, CriticTrainer
+from agentrl_train.runtime.curriculum import read_changes
 from agentrl_train.runtime.distributed import LeadLearner, Ranks, release_memory
 from agentrl_train.runtime.environments import Served, environments
 from agentrl_train.runtime.evaluation import Evaluation, SessionShare, evaluate
 from agentrl_train.runtime.factories import (
     join_ranks,
+    make_critic,
     make_engine,
     make_learner,
     make_publisher,
@@ -51,11 +56,13 @@ from agentrl_train.runtime.run import (
     ServedPolicy,
 )
 from agentrl_train.runtime.run_dir import claim_run_dir, write_config
+from agentrl_train.runtime.sweet import PreferenceTrainer
 from agentrl_train.runtime.telemetry.metrics import MetricsLog
 from agentrl_train.runtime.telemetry.progress import Progress
 from agentrl_train.runtime.telemetry.sinks import open_sinks, traced
 from agentrl_train.runtime.telemetry.throughput import Throughput, copy_bytes_per_s
 from agentrl_train.runtime.trainer import StepTrainer, engine_asleep
+from agentrl_train.runtime.turn_critic import TurnCriticTrainer
 from agentrl_train.runtime.watchdog import Watchdog, in_thread
 from agentrl_train.template_check import check_sessions
 from agentrl_train.types import UNTRACED, SamplingParams, Threads, Trace
@@ -74,6 +81,8 @@ def served_environments(config: RunConfig) -> AbstractAsyncContextManager[Served
         max_sessions=config.engine.max_sessions,
         timeout_s=config.rollout.environment_timeout_s,
         idle_s=config.engine.completion_deadline_s,
+        levels=config.curriculum.levels,
+        stated=config.engine,
     )
 
 
@@ -98,6 +107,8 @@ async def policy(
             # vLLM measures the free memory of its GPU at the start; the learner must not allocate meanwhile.
             first = SamplingParams(max_new_tokens=1)
             await asyncio.to_thread(ready.engine.probe, [0], sampling=first, policies=config.policies)
+        # Before the policy has adapters.
+        critic = make_critic(config, model=model, tokenizer=ready.tokenizer, threads=training)
         with make_learner(
             config, model=model, stored=stored, ranks=ranks, threads=training, trace=trace
         ) as learner:
@@ -114,6 +125,7 @@ async def policy(
                 engine=ready.engine,
                 learner=learner,
                 publisher=publisher,
+                critic=critic,
             )
 
 
@@ -154,7 +166,13 @@ async def _loaded(
     else:
         (model, tokenizer), stored = load_policy(path, device=device, **place), None
     chat = chat_format(config.model, model=model, tokenizer=tokenizer)
-    await check_sessions(chat, served.clients, sources=served.sources, sampling=config.engine)
+    await check_sessions(
+        chat,
+        served.clients,
+        sources=[source for source in served.sources if source.task not in served.programs],
+        sampling=config.engine,
+        sub_agent=config.rollout.sub_agent,
+    )
     engine = make_engine(
         config,
         model=model,
@@ -212,11 +230,12 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
         stack.callback(log.close)
         if checkpoint:
             log.note(resumption(checkpoint, steps=config.run.steps, finished=len(saved), changed=changed))
+        stack.push_async_callback(close_judges)
         slots = asyncio.Semaphore(config.engine.max_sessions)
         failures = FailureLog(
             folder, episodes=int(checkpoint.loop.get("failed_episodes", 0)) if checkpoint else 0
         )
-        window = make_window(config, served.sources, checkpoint, saved.keys())
+        window = make_window(config, served, checkpoint, saved.keys())
         loop = Loop(
             actor=make_actor(config, served=served, policy=ready, slots=slots, trace=trace),
             window=window,
@@ -228,6 +247,7 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
             run_timeout_s=config.run.run_timeout_s,
             policy_version=int(checkpoint.loop["policy_version"]) if checkpoint else 0,
             finished=[saved[group_id] for group_id in window.finished],
+            **replacement(config),
             on_failure=failures,
             describe_slots=trace.table,
             trace=trace,
@@ -236,19 +256,8 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
             config,
             loop=loop,
             policy=ready,
-            trainer=StepTrainer(
-                learner=ready.learner,
-                publisher=ready.publisher,
-                advantage=config.advantage,
-                train=config.train,
-                max_context=config.engine.max_context,
-                tolerance=tolerance(config),
-                truncated=config.engine.truncates,
-                seed=config.run.seed,
-                bad_batches=folder / "bad_batches",
-                inherited=() if config.engine.deterministic else saved.keys(),
-                turn=make_turn(config, policy=ready, trace=trace),
-                trace=trace,
+            trainer=make_trainer(
+                config, policy=ready, checkpoint=checkpoint, inherited=saved.keys(), trace=trace
             ),
             log=log,
             failures=failures,
@@ -265,12 +274,65 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
         return await run_until_rank_lost(run.run(), launcher.wait_lost())
 
 
+def make_trainer(
+    config: RunConfig,
+    *,
+    policy: Policy,
+    checkpoint: Checkpoint | None,
+    inherited: Collection[int],
+    trace: Trace,
+) -> StepTrainer:
+    """Return the trainer of a run; ``inherited`` are the groups that were finished before a resume."""
+    critic: ByCritic | None = None
+    if policy.critic is not None and config.critic is not None:
+        options: dict[str, Any] = {
+            "settings": config.critic,
+            "algorithm": config.algorithm,
+            "train": config.train,
+            "max_context": config.engine.max_context,
+            "seed": config.run.seed,
+        }
+        if isinstance(policy.critic, TwinCritic):
+            critic = TurnCriticTrainer(policy.critic, **options)
+        elif isinstance(policy.critic, PrivilegedCritic):
+            encode = partial(policy.tokenizer.encode, add_special_tokens=False)
+            critic = PreferenceTrainer(policy.critic, encode=encode, **options)
+        elif isinstance(policy.critic, ValueCritic):
+            critic = CriticTrainer(policy.critic, **options)
+    return StepTrainer(
+        learner=policy.learner,
+        publisher=policy.publisher,
+        algorithm=config.algorithm,
+        train=config.train,
+        critic=critic,
+        replay=config.replay,
+        distill=config.distill,
+        buffer=read_replay(checkpoint.folder) if checkpoint else None,
+        max_context=config.engine.max_context,
+        tolerance=tolerance(config),
+        truncated=config.engine.truncates,
+        seed=config.run.seed,
+        bad_batches=config.run_folder / "bad_batches",
+        inherited=() if config.engine.deterministic else inherited,
+        turn=make_turn(config, policy=policy, trace=trace),
+        trace=trace,
+    )
+
+
 def resumption(checkpoint: Checkpoint, *, steps: int, finished: int, changed: Sequence[str]) -> str:
     """Return the message printed when a run resumes."""
     text = f"resuming after step {checkpoint.step}, with {finished} finished groups that are not trained yet"
     if checkpoint.step >= steps:
         text = f"{checkpoint.step} steps are trained already, and run.steps = {steps}: raise it to train more"
     return "; ".join([text, *changed])
+
+
+def replacement(config: RunConfig) -> dict[str, Any]:
+    """Return the arguments of ``Loop`` that replace groups without signal."""
+    return {
+        "has_signal": signal_function(config.algorithm, max_context=config.engine.max_context),
+        "most_replaced": config.algorithm.dynamic_sampling * config.rollout.groups_per_step,
+    }
 
 
 def make_log(config: RunConfig, checkpoint: Checkpoint | None, trace: Trace) -> MetricsLog:
@@ -358,7 +420,7 @@ def make_turn(
 
 def make_window(
     config: RunConfig,
-    sources: Sequence[TaskSource],
+    served: Served,
     checkpoint: Checkpoint | None,
     saved: Collection[int],
 ) -> WorkWindow:
@@ -367,10 +429,25 @@ def make_window(
     Raises:
         ConfigError: the configuration does not fit the run that is resumed.
     """
-    if unknown := config.rollout.max_turns.keys() - {source.task for source in sources}:
-        raise ConfigError(f"rollout.max_turns names {sorted(unknown)[0]!r}, which is not a task of this run")
+    sub_agent, tasks = config.rollout.sub_agent, {source.task for source in served.sources}
+    named = {
+        "rollout.max_turns": config.rollout.max_turns.keys(),
+        "rollout.sub_agent.tasks": sub_agent.tasks if sub_agent else (),
+        "distill.teachers": config.distill.teachers.keys() - {"*"},
+    }
+    for key, names in named.items():
+        if unknown := set(names) - tasks:
+            raise ConfigError(f"{key} names {sorted(unknown)[0]!r}, which is not a task of this run")
+    untaught = [one.task for one in served.sources if config.distill.teacher_of(one.task) is None]
+    if config.distill.weight and untaught:
+        raise ConfigError(f"distill.teachers has no teacher of {untaught[0]!r}: name one, or one of '*'")
     window = WorkWindow(
-        Mixer(sources, seed=config.run.seed),
+        Mixer(
+            served.sources,
+            seed=config.run.seed,
+            harder=served.harder,
+            changes=read_changes(config.run_folder),
+        ),
         groups_per_step=config.rollout.groups_per_step,
         max_staleness=config.rollout.max_staleness,
         window=config.rollout.window,
@@ -394,17 +471,24 @@ def make_actor(
     weights: str = "current",
 ) -> Actor:
     """Return the actor of a run; for evaluation it samples from one policy only."""
-    rollout = config.rollout.model_copy(update={"stale_fraction": 0.0}) if evaluation else config.rollout
-    return Actor(
+    alone = config.rollout.model_copy(update={"stale_fraction": 0.0})
+    made = partial(
+        Actor,
         engine=policy.engine,
         chat=policy.chat,
         clients=served.clients,
-        sampling=config.evaluation_engine if evaluation else config.engine,
-        rollout=rollout,
+        programs=served.programs,
         slots=slots,
         policy=weights,
         trace=trace,
     )
+    if evaluation:
+        return made(sampling=config.evaluation_engine, rollout=alone)
+    made = partial(made, rewards=reward_functions(config.reward))
+    greedy = None
+    if config.algorithm.baseline == "greedy":
+        greedy = made(sampling=config.engine_at(0.0), rollout=alone)
+    return made(sampling=config.engine, rollout=config.rollout, greedy=greedy)
 
 
 def tolerance(config: RunConfig) -> Drift:

@@ -13,13 +13,11 @@ lost rank closes its connections.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
 import signal
 import struct
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -48,7 +46,6 @@ CHECKPOINT_TIMEOUT_S = 3600.0
 RENDEZVOUS_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 5.0
 """Timeout for a call in progress on close, after which the other ranks are not stopped."""
-PR_SET_PDEATHSIG = 1
 HEARTBEAT, STOP, SNAPSHOT, WRITE, RELEASE = "heartbeat", "stop", "snapshot", "write", "release"
 FORWARDED = ("step", "logprobs", "gather", "load")
 """Methods of ``Learner`` that the other ranks execute by name."""
@@ -66,12 +63,6 @@ def world_size() -> int:
 def rank() -> int:
     """Return ``RANK``, 0 by default."""
     return int(os.environ.get("RANK", "0"))
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent exits, also before the rendezvous."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,10 +216,10 @@ class LeadLearner(Learner):
         with self._on_all_ranks("step", batches):
             return super().step(batches)
 
-    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[FloatArray]:
+    def logprobs(self, sequences: Sequence[TokenSequence], teacher: str | None = None) -> list[FloatArray]:
         """Score on all ranks."""
-        with self._on_all_ranks("logprobs", sequences):
-            return super().logprobs(sequences)
+        with self._on_all_ranks("logprobs", sequences, teacher):
+            return super().logprobs(sequences, teacher)
 
     def gather(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Gather parameters of all ranks."""

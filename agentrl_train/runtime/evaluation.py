@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 
-from agentrl_train.actor import Actor, Episode
+from agentrl_env.evaluation.statistics import pass_at_k, wilson_interval
+from agentrl_train.actor import Actor
 from agentrl_train.errors import EnvironmentUnavailable
 from agentrl_train.runtime.admission import stable_seed
-from agentrl_train.runtime.telemetry.metrics import pass_at_k, wilson_interval
-from agentrl_train.types import Trajectory
+from agentrl_train.types import Episode, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,26 +14,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl_train.architecture import CheckpointNames
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.pool import EnginePool
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.errors import ConfigError
-from agentrl_train.learner import Learner, Lora, StoredModel, adapter_base
-from agentrl_train.loss import policy_loss
+from agentrl_train.learner import (
+    Critic,
+    Learner,
+    Lora,
+    PrivilegedCritic,
+    StoredModel,
+    TwinCritic,
+    ValueCritic,
+    adapter_base,
+)
+from agentrl_train.loss import value_loss
+from agentrl_train.runtime.algorithm import objective_function
 from agentrl_train.runtime.config import RunConfig
 from agentrl_train.runtime.distributed import (
     LeadLearner,
     Ranks,
-    die_with_parent,
     execute_commands,
     process_group,
     world_size,
 )
-from agentrl_train.runtime.models import copy_of, load_policy, open_policy
+from agentrl_train.runtime.models import copy_of, load_policy, open_policy, open_teacher
 from agentrl_train.runtime.placement.launcher import Launcher
+from agentrl_train.runtime.watchdog import die_with_parent
 from agentrl_train.types import UNTRACED, RunningEngine, Threads, Trace
 from agentrl_train.weights import Canary, Drift, LogProbs, Publisher
 
@@ -253,6 +263,64 @@ def make_learner(
             yield lead
 
 
+def make_critic(
+    config: RunConfig,
+    *,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    threads: Threads | None = None,
+) -> Critic | None:
+    """Return the critic of a run, or None without ``[critic]``.
+
+    Args:
+        config: configuration of the run.
+        model: the initial policy, before it is given adapters; the critic begins as a copy of it.
+        tokenizer: tokenizer of the policy.
+        threads: CPU threads of the learner.
+
+    Raises:
+        ConfigError: the learner has several processes, or the model of the critic cannot be loaded or has
+            another vocabulary.
+    """
+    settings, train = config.critic, config.train
+    if settings is None:
+        return None
+    if world_size() > 1:
+        raise ConfigError(
+            f"[critic] is trained in one process, but torchrun started {world_size()}: start one, or use an "
+            "algorithm without a critic"
+        )
+    if settings.model is not None:
+        model, own = load_policy(settings.model, device=config.engine.device)
+        if own.get_vocab() != tokenizer.get_vocab():
+            raise ConfigError(
+                f"critic.model = {settings.model!r} has another vocabulary than the policy, whose tokens it "
+                "reads: use a model of the same family, or leave it out"
+            )
+    kind: Callable[..., Critic] = partial(
+        ValueCritic, objective=partial(value_loss, clip=settings.clip or None)
+    )
+    if config.algorithm.credit == "archer":
+        kind = partial(TwinCritic, target_rate=settings.target_rate)
+    if config.algorithm.credit == "sweet":
+        kind = partial(PrivilegedCritic, temperature=config.engine.temperature)
+    with _as_config_errors():
+        return kind(
+            copy_of(model),
+            learning_rate=settings.learning_rate,
+            betas=train.betas,
+            weight_decay=train.weight_decay,
+            max_grad_norm=settings.max_grad_norm,
+            spike_factor=train.spike_factor,
+            precision=train.precision,
+            device=config.engine.device,
+            activation_checkpointing=train.activation_checkpointing,
+            offload_optimizer=train.offload_optimizer,
+            attention=config.model.attention,
+            threads=threads,
+        )
+
+
 def limit_memory(config: RunConfig) -> None:
     """Limit what this learner process allocates on its GPU, if an engine works there at the same time."""
     share = config.learner_memory_fraction
@@ -291,14 +359,17 @@ def run_follower(config: RunConfig) -> None:
 
 def learner_options(config: RunConfig, *, model: PreTrainedModel) -> dict[str, Any]:
     """Return the arguments of ``Learner`` that are equal on every rank."""
-    train = config.train
+    algorithm, train = config.algorithm, config.train
+    teacher = partial(
+        open_teacher,
+        policy=config.model.path,
+        revision=config.model.revision,
+        dtype=config.model.dtype,
+    )
     return {
-        "objective": partial(
-            policy_loss,
-            clip_low=train.clip_low,
-            clip_high=train.clip_high,
-            dual_clip=train.dual_clip or None,
-        ),
+        "teachers": {path: teacher(path) for path in sorted(set(config.distill.teachers.values()))},
+        "objective": objective_function(algorithm),
+        "recompute": algorithm.anchor == "old" or ":" in algorithm.anchor,
         "learning_rate": train.learning_rate,
         "betas": train.betas,
         "weight_decay": train.weight_decay,
@@ -316,11 +387,10 @@ def learner_options(config: RunConfig, *, model: PreTrainedModel) -> dict[str, A
         "max_logits": train.max_logits,
         "offload_optimizer": train.offload_optimizer,
         "lora": Lora(**train.lora.model_dump()) if train.lora else None,
-        "entropy_coefficient": train.entropy_coefficient,
-        "importance_cap": train.importance_cap,
-        "importance_floor": train.importance_floor,
-        "reference": copy_of(model) if train.kl_coef and train.lora is None else None,
-        "kl_coefficient": train.kl_coef,
+        "entropy_coefficient": algorithm.entropy_coefficient,
+        "reference": copy_of(model) if algorithm.kl_coef and train.lora is None else None,
+        "kl_coefficient": algorithm.kl_coef,
+        "kl_estimator": algorithm.kl_estimator,
     }
 
 

@@ -23,7 +23,15 @@ import numpy as np
 from agentrl_env.types import Message, TaskSample
 from agentrl_train.errors import CheckpointError
 from agentrl_train.runtime.atomic_io import run_folder_errors, sync_folder
-from agentrl_train.types import Completion, EpisodeEnd, Trajectory, TrajectoryGroup, Turn
+from agentrl_train.types import (
+    ROOT,
+    Completion,
+    EpisodeEnd,
+    Segment,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +48,7 @@ def encode_group(group: TrajectoryGroup) -> bytes:
         "task": group.task,
         "admitted_version": group.admitted_version,
         "trajectories": [_pack(one, ints, floats) for one in group.trajectories],
+        "greedy": None if group.greedy is None else _pack(group.greedy, ints, floats),
     }
     text = json.dumps(structure).encode()
     whole = np.asarray(ints, dtype="<i8").tobytes()
@@ -62,6 +71,7 @@ def decode_group(payload: bytes) -> TrajectoryGroup:
         task=structure["task"],
         admitted_version=structure["admitted_version"],
         trajectories=tuple(_unpack(one, reader) for one in structure["trajectories"]),
+        greedy=None if structure.get("greedy") is None else _unpack(structure["greedy"], reader),
     )
 
 
@@ -92,8 +102,10 @@ def _pack(trajectory: Trajectory, ints: list[int], floats: list[float]) -> dict[
         "reward": trajectory.reward,
         "success": trajectory.success,
         "metrics": dict(trajectory.metrics),
+        "scores": dict(trajectory.scores),
         "error": trajectory.error,
         "seconds": trajectory.seconds,
+        "segments": [_pack_segment(one) for one in trajectory.segments],
     }
 
 
@@ -106,9 +118,26 @@ def _unpack(structure: dict[str, Any], reader: _Reader) -> Trajectory:
         reward=structure["reward"],
         success=structure["success"],
         metrics=structure["metrics"],
+        scores=structure.get("scores", {}),
         error=structure["error"],
         seconds=structure["seconds"],
+        segments=tuple(map(_unpack_segment, structure["segments"])) if "segments" in structure else (ROOT,),
     )
+
+
+def _pack_segment(segment: Segment) -> dict[str, Any]:
+    return {
+        "parent": segment.parent,
+        "after_turn": segment.after_turn,
+        "reason": segment.reason,
+        "agent": segment.agent,
+        "opening": [_pack_message(message) for message in segment.opening],
+    }
+
+
+def _unpack_segment(structure: dict[str, Any]) -> Segment:
+    opening = tuple(Message.model_validate(one) for one in structure["opening"])
+    return Segment(**structure | {"opening": opening})
 
 
 def _pack_turn(turn: Turn, ints: list[int], floats: list[float]) -> dict[str, Any]:
@@ -131,6 +160,7 @@ def _pack_turn(turn: Turn, ints: list[int], floats: list[float]) -> dict[str, An
         "reward": turn.reward,
         "invalid_calls": turn.invalid_calls,
         "thought": turn.thought,
+        "segment": turn.segment,
     }
 
 
@@ -152,6 +182,7 @@ def _unpack_turn(structure: dict[str, Any], reader: _Reader) -> Turn:
         reward=structure["reward"],
         invalid_calls=structure["invalid_calls"],
         thought=structure.get("thought"),
+        segment=structure.get("segment", 0),
     )
 
 

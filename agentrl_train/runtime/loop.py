@@ -26,14 +26,25 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl_train.actor import Actor, Episode
-from agentrl_train.errors import EngineBroken, EnvironmentUnavailable, Stalled, TrainError
+from agentrl_train.actor import Actor
+from agentrl_train.errors import (
+    EngineBroken,
+    EnvironmentUnavailable,
+    RewardUnavailable,
+    Stalled,
+    TrainError,
+)
 from agentrl_train.runtime.admission import AdmittedGroup, WorkWindow
 from agentrl_train.runtime.journal import Journal
-from agentrl_train.types import UNTRACED, EpisodeEnd, Trace, Trajectory, TrajectoryGroup
+from agentrl_train.types import UNTRACED, Episode, EpisodeEnd, Trace, Trajectory, TrajectoryGroup
 
 MAX_FAILED_GROUPS = 8
 """Consecutive failed groups of one task after which the run ends."""
+FAILURES: dict[EpisodeEnd, type[TrainError]] = {
+    EpisodeEnd.FAILED_ENGINE: EngineBroken,
+    EpisodeEnd.FAILED_REWARD: RewardUnavailable,
+}
+"""Errors of a run whose groups fail one after another; others are those of the environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +77,8 @@ class Loop:
         run_timeout_s: time after which the loop ends cleanly, even if steps remain.
         policy_version: version of the weights in force.
         finished: finished, untrained groups of a resumed run.
+        has_signal: returns whether a group is worth training on; others are replaced by other samples.
+        most_replaced: groups replaced in a row, at most; the next one is trained on whatever it is.
         on_failure: called with a group, its failed episodes, and whether the group was dropped.
         describe_slots: returns the state of every slot, for the error about a stall.
         trace: records how long the trainer waits.
@@ -84,6 +97,8 @@ class Loop:
         run_timeout_s: float | None = None,
         policy_version: int = 0,
         finished: Sequence[TrajectoryGroup] = (),
+        has_signal: Callable[[TrajectoryGroup], bool] = lambda group: True,
+        most_replaced: int = 0,
         on_failure: Callable[[AdmittedGroup, Sequence[Trajectory], bool], None] = lambda *failure: None,
         describe_slots: Callable[[], str] = lambda: "",
         trace: Trace = UNTRACED,
@@ -97,6 +112,9 @@ class Loop:
         self._seed = seed
         self._stall_timeout_s = stall_timeout_s
         self._run_timeout_s = run_timeout_s
+        self._has_signal = has_signal
+        self._most_replaced = most_replaced
+        self._replaced_in_a_row = 0
         self._on_failure = on_failure
         self._describe_slots = describe_slots
         self._trace = trace
@@ -158,6 +176,7 @@ class Loop:
         Raises:
             EnvironmentUnavailable: too many groups of a task failed in a row.
             EngineBroken: they failed because of the engine.
+        RewardUnavailable: they failed because of a reward function.
             Stalled: no group finished within ``stall_timeout_s``.
         """
         if self._run_timeout_s is not None:
@@ -244,6 +263,12 @@ class Loop:
             self._dropped_tokens += sum(t.num_sampled_tokens for t in group.trajectories)
             self._drop(admitted, failures)
             return
+        if self._replaced_in_a_row < self._most_replaced and not self._has_signal(group):
+            self._replaced_in_a_row += 1
+            self._dropped_tokens += sum(t.num_sampled_tokens for t in group.trajectories)
+            self.window.drop(admitted.group_id)
+            return
+        self._replaced_in_a_row = 0
         keeping = asyncio.create_task(self._keep(group))
         try:
             await asyncio.shield(keeping)
@@ -263,9 +288,7 @@ class Loop:
     def _drop(self, admitted: AdmittedGroup, failures: Sequence[Trajectory]) -> None:
         self._failed_in_a_row[admitted.task] += 1
         if self._failed_in_a_row[admitted.task] >= MAX_FAILED_GROUPS:
-            engine = failures[-1].end is EpisodeEnd.FAILED_ENGINE
-            kind: type[TrainError] = EngineBroken if engine else EnvironmentUnavailable
-            raise kind(
+            raise FAILURES.get(failures[-1].end, EnvironmentUnavailable)(
                 f"{MAX_FAILED_GROUPS} groups of task {admitted.task} failed one after another, "
                 f"the last with: {failures[-1].error}"
             )

@@ -78,6 +78,31 @@ def open_policy(
     return *load_policy(path, dtype=dtype, revision=revision), None
 
 
+def open_teacher(
+    path: str, *, policy: str, dtype: str = "float32", revision: str | None = None
+) -> tuple[PreTrainedModel, StoredModel | None]:
+    """Return a frozen model that scores the tokens of the model in ``policy``, and its weights.
+
+    Args:
+        path: folder of the teacher, or its name on the hub.
+        policy: source of the policy, whose tokens it must have.
+        dtype: dtype of its parameters.
+        revision: revision of the policy on the hub.
+
+    Raises:
+        ConfigError: the teacher cannot be loaded, or has other tokens.
+    """
+    model, tokenizer, stored = open_policy(path, dtype=dtype)
+    with _as_config_errors(policy):
+        vocabulary = AutoTokenizer.from_pretrained(policy, revision=revision).get_vocab()
+    if tokenizer.get_vocab() != vocabulary:
+        raise ConfigError(
+            f"the teacher {path!r} has other tokens than the policy {policy!r}, so it cannot score "
+            "them: choose a teacher of the same tokenizer"
+        )
+    return model, stored
+
+
 @contextmanager
 def _as_config_errors(path: str) -> Iterator[None]:
     try:

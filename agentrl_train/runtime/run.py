@@ -19,12 +19,13 @@ from transformers import PreTrainedTokenizerBase
 from agentrl_env.types import Message
 from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import EngineError, WeightMismatch
-from agentrl_train.learner import Learner
+from agentrl_train.learner import Critic, Learner
 from agentrl_train.runtime.admission import AdmittedGroup
 from agentrl_train.runtime.atomic_io import run_folder_errors
 from agentrl_train.runtime.checkpoint import (
     Checkpoint,
     InModelFolder,
+    InReplayFile,
     best_success,
     is_intact,
     keep_best,
@@ -32,12 +33,20 @@ from agentrl_train.runtime.checkpoint import (
 )
 from agentrl_train.runtime.checkpoint import steps as checkpoint_steps
 from agentrl_train.runtime.config import RunConfig
+from agentrl_train.runtime.curriculum import Curriculum
 from agentrl_train.runtime.evaluation import Evaluation
 from agentrl_train.runtime.loop import Loop, Step
 from agentrl_train.runtime.report.page import write_report
 from agentrl_train.runtime.telemetry.metrics import MetricsLog
 from agentrl_train.runtime.telemetry.throughput import Throughput
-from agentrl_train.runtime.trainer import TRACK, StepTrainer, by_task, no_calls_warning, no_signal_warning
+from agentrl_train.runtime.trainer import (
+    TRACK,
+    StepTrainer,
+    by_task,
+    no_calls_warning,
+    no_signal_warning,
+    turn_rewards_warning,
+)
 from agentrl_train.runtime.watchdog import in_thread
 from agentrl_train.types import UNTRACED, Completion, RunningEngine, SamplingParams, Trace, Trajectory
 from agentrl_train.weights import Drift, Publisher, drift, probe_sequence, require_agreement
@@ -68,6 +77,7 @@ class Policy(ServedPolicy):
 
     learner: Learner
     publisher: Publisher
+    critic: Critic | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +149,7 @@ class Run:
         self._trainer = trainer
         self._log = log
         self._failures = failures
+        self._curriculum = Curriculum(config.curriculum, mixer=loop.window.mixer, folder=self._folder)
         self._evaluate_held_out = evaluate
         self._evaluate_saved = evaluate_saved
         self._evaluating: asyncio.Task[None] | None = None
@@ -159,7 +170,9 @@ class Run:
         self._started = time.monotonic()
         self._throughput = throughput
         if checkpoint:
-            policy.learner.load(checkpoint.folder)
+            trainer.load(checkpoint.folder)
+            if "curriculum" in state:
+                self._curriculum.restore(state["curriculum"])
 
     def interrupt(self, number: int) -> None:
         """End the run after the step in progress, with a checkpoint; a second signal ends it at once."""
@@ -234,24 +247,30 @@ class Run:
             trained = await in_thread(
                 train, within_s=self._config.train.step_timeout_s, doing=f"training step {number}"
             )
+        for raised in self._curriculum.trained(number, step.groups):
+            self._log.note(raised)
         self._loop.admit()
         self._trained_tokens += int(trained.get("loss_tokens", 0))
         self._idle_steps = 0 if trained.get("loss_tokens") else self._idle_steps + 1
         if self._idle_steps.bit_count() == 1:  # 1, 2, 4, 8 ... in a row
             logger.warning("%s", no_signal_warning(step.groups, steps=self._idle_steps))
         self._warn_of_no_calls(step)
+        by_turn = self._config.algorithm.credit == "turn"
+        if number == 1 and by_turn and (warning := turn_rewards_warning(step.groups)):
+            logger.warning("%s", warning)
         discarded = self._loop.discarded_tokens
         throughput = self._throughput.step(trained, waited_s=step.waited_s, discarded_tokens=discarded)
         metrics = {**trained, **throughput}
         metrics["failed_episodes"] = float(self._failures.episodes)
         metrics["dropped_groups"] = float(self._loop.window.dropped)
+        levels = self._curriculum.metrics()
         metrics["train_seconds"] = time.monotonic() - started
         self._log.log_step(
             number,
             policy_version=step.policy_version + 1,
             elapsed_s=self._elapsed(),
             metrics=metrics,
-            tasks=by_task(step.groups),
+            tasks={task: {**values, **levels.get(task, {})} for task, values in by_task(step.groups).items()},
             groups=step.groups,
         )
         mixer = self._loop.window.mixer
@@ -288,14 +307,18 @@ class Run:
             return
         await self._wait_for_checkpoint()
         self._saved_step = step
-        copy, doing = self._policy.learner.snapshot, f"copying the parameters of step {step}"
-        snapshot = await in_thread(copy, within_s=self._config.checkpoint.write_timeout_s, doing=doing)
+        copy, doing = self._trainer.snapshots, f"copying the parameters of step {step}"
+        snapshots = await in_thread(copy, within_s=self._config.checkpoint.write_timeout_s, doing=doing)
         window, untrained = await self._loop.cut_journal(step)
         write = partial(
             save_checkpoint,
             self._folder / "checkpoints",
             step=step,
-            parts=(snapshot, InModelFolder(pretrained=self._policy.tokenizer)),
+            parts=(
+                *snapshots,
+                InModelFolder(pretrained=self._policy.tokenizer),
+                InReplayFile(replay=self._trainer.replay),
+            ),
             loop={
                 "step": step,
                 "policy_version": self._loop.policy_version,
@@ -303,6 +326,7 @@ class Run:
                 "seconds": self._elapsed(),
                 "trained_tokens": self._trained_tokens,
                 "failed_episodes": self._failures.episodes,
+                "curriculum": self._curriculum.state(),
             },
             groups=untrained,
             keep=self._config.checkpoint.keep,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from agentrl_train.errors import ConfigError
 from agentrl_train.runtime.atomic_io import run_folder_errors, write_file
 from agentrl_train.runtime.checkpoint import steps
 from agentrl_train.runtime.config import RunConfig
-from agentrl_train.runtime.config.toml import read_toml
+from agentrl_train.runtime.config.toml import flat, problems, read_toml
 
 CONFIG = "config.toml"
 FIXED = "train.lora"
@@ -50,7 +50,7 @@ def claim_run_dir(folder: Path, config: RunConfig, *, resume: bool) -> Iterator[
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"another process is running in {folder}: wait for it, or stop it") from None
-        changed = _changed(folder / CONFIG, config) if started else {}
+        changed = changed_settings(folder / CONFIG, config) if started else {}
         for name, (old, new) in changed.items():
             if name.startswith(FIXED):
                 raise ConfigError(
@@ -66,20 +66,14 @@ def write_config(folder: Path, config: RunConfig) -> None:
         write_file(folder / CONFIG, config.to_toml().encode())
 
 
-def _changed(path: Path, config: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Return setting -> (old, new) for settings that differ from the configuration in the run folder."""
-    before = _flat(read_toml(path)) if path.exists() else {}
-    now = _flat(config.model_dump(mode="json", exclude_none=True))
+def changed_settings(path: Path, config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Return setting -> (old, new) for settings that differ from the configuration in the run folder.
+
+    Settings that did not exist yet when the run began had their defaults.
+    """
+    table = read_toml(path) if path.exists() else {}
+    if not problems(table, RunConfig):
+        table = RunConfig.model_validate(table).model_dump(mode="json", exclude_none=True)
+    before, now = flat(table), flat(config.model_dump(mode="json", exclude_none=True))
     differing = [name for name in before | now if before.get(name) != now.get(name)] if before else []
     return {name: (before.get(name, "not set"), now.get(name, "not set")) for name in differing}
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a table by dotted name."""
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
-    return found

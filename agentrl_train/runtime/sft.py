@@ -15,6 +15,9 @@ from agentrl_train.learner import Learner
 from agentrl_train.runtime.admission import TaskSource
 from agentrl_train.types import TokenSequence
 
+FULL_SERVER_S = 120.0
+"""Seconds to wait for a session of a server that is full."""
+
 
 async def expert_sequence(
     client: EnvClient, chat: ChatFormat, *, task: str, split: str, index: int, seed: int | None = None
@@ -30,7 +33,7 @@ async def expert_sequence(
     ids: list[int] = []
     mask: list[float] = []
     turn = 0
-    session = await client.open(task, split=split, index=index, seed=seed)
+    session = await client.open(task, split=split, index=index, seed=seed, wait=FULL_SERVER_S)
     try:
         new_ids = chat.opening(session.messages, session.tools)
         while True:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
@@ -14,15 +15,19 @@ from pathlib import Path
 
 import numpy as np
 
-from agentrl_train.advantage import advantages
-from agentrl_train.batch import pack, sequences
+from agentrl_train.advantage import Values
+from agentrl_train.batch import pack, sequences, towards_teacher, without_high_covariance
 from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import BadUpdate, LearnerOutOfMemory, ran_out_of_memory
 from agentrl_train.learner import Learner
+from agentrl_train.replay import Replay, joined, rising
+from agentrl_train.runtime.algorithm import advantage_function, shaping_function
 from agentrl_train.runtime.atomic_io import run_folder_errors, write_file
-from agentrl_train.runtime.config import AdvantageSection, TrainSection
+from agentrl_train.runtime.checkpoint import CRITIC, InFolder, Part
+from agentrl_train.runtime.config import AlgorithmSection, DistillSection, ReplaySection, TrainSection
+from agentrl_train.runtime.critic import ByCritic
 from agentrl_train.runtime.journal import encode_group, frame
-from agentrl_train.types import UNTRACED, Batch, EpisodeEnd, Sleeper, TokenSequence, Trace, TrajectoryGroup
+from agentrl_train.types import UNTRACED, EpisodeEnd, Sleeper, TokenSequence, Trace, TrajectoryGroup
 from agentrl_train.weights import FLOAT32, Drift, Publisher, drift, require_agreement
 
 logger = logging.getLogger(__name__)
@@ -45,9 +50,13 @@ class StepTrainer:
         *,
         learner: Learner,
         publisher: Publisher,
-        advantage: AdvantageSection,
+        algorithm: AlgorithmSection,
         train: TrainSection,
+        critic: ByCritic | None = None,
         max_context: int,
+        replay: ReplaySection | None = None,
+        buffer: Replay | None = None,
+        distill: DistillSection | None = None,
         tolerance: Drift = FLOAT32,
         truncated: bool = False,
         seed: int = 0,
@@ -58,15 +67,24 @@ class StepTrainer:
     ) -> None:
         """Initialize the trainer.
 
-        ``bad_batches`` is the folder for the groups of rejected updates. ``inherited`` are the groups of a
-        resumed run: their versions may refer to lost weights, so their log-probabilities cannot be compared.
-        ``truncated`` tells that improbable tokens were never sampled.
+        ``critic`` gives the advantages in place of ``algorithm``'s comparisons, if there is one. ``buffer``
+        has the episodes that a resumed run may replay. ``bad_batches`` is the folder for the groups of
+        rejected updates. ``inherited`` are the groups of a resumed run: their versions may refer to lost
+        weights, so their log-probabilities cannot be compared. ``truncated`` tells that improbable tokens
+        were never sampled.
         ``turn`` is the context in which the learner owns devices that it may share with the engine.
         """
         self.learner = learner
         self._publisher = publisher
-        self._advantage = advantage
+        self._algorithm = algorithm
+        self._critic = critic
+        self._advantages = None if critic else advantage_function(algorithm, max_context=max_context)
+        self._shaped = shaping_function(algorithm, max_context=max_context)
         self._train = train
+        self._distill = distill or DistillSection()
+        self._replay = replay or ReplaySection()
+        self.replay = buffer or Replay()
+        """Episodes that may be replayed; a checkpoint must keep them."""
         self._max_context = max_context
         self._tolerance = tolerance
         self._truncated = truncated
@@ -87,10 +105,24 @@ class StepTrainer:
             EngineError: the new weights could not be loaded.
         """
         span = partial(self._trace.span, TRACK)
-        with span("advantages"):
-            rows = sequences(groups, self._advantages(groups))
         with self._turn():
-            found, metrics = self._learn_from(rows, groups, policy_version=policy_version)
+            with span("advantages"), self._memory(policy_version):
+                rows, replayed, weight = self._rows(groups, step=policy_version)
+            rows, taught = self._taught(rows, step=policy_version)
+            found, metrics = self._learn_from(
+                self._bounded(rows, policy_version, 0),
+                groups,
+                policy_version=policy_version,
+                replayed=replayed,
+                weight=weight,
+            )
+        metrics |= taught
+        if self._replay.weight:
+            metrics |= {
+                "replay_weight": weight,
+                "replayed_sequences": float(len(replayed)),
+                "replay_size": float(len(self.replay.episodes)),
+            }
         started, weights = time.perf_counter(), self.learner.weights()
         with span("publish", version=policy_version):
             self._publisher.publish(weights, policy_version=policy_version)
@@ -104,44 +136,139 @@ class StepTrainer:
             "publish_bytes": self._publish_bytes,
         }
 
+    def snapshots(self) -> list[Part]:
+        """Return copies of the state of the learner and of the critic, to be written into a checkpoint."""
+        parts = [] if self._critic is None else self._critic.parts()
+        return [self.learner.snapshot(), *(InFolder(part=part, name=CRITIC) for part in parts)]
+
+    def load(self, folder: Path) -> None:
+        """Restore the learner and the critic from a checkpoint."""
+        self.learner.load(folder)
+        if self._critic is not None:
+            self._critic.load(folder / CRITIC)
+
+    def _rows(
+        self, groups: Sequence[TrajectoryGroup], *, step: int
+    ) -> tuple[list[TokenSequence], list[TokenSequence], float]:
+        """Return the rows to train on, those of replayed episodes, and the weight of the latter's loss."""
+        if self._critic is not None:
+            return self._critic.rows(groups), [], 0.0
+        assert self._advantages is not None
+        values = self._advantages(groups)
+        return sequences(groups, values), *self._replayed(groups, values, step=step)
+
+    def _taught(
+        self, rows: list[TokenSequence], *, step: int
+    ) -> tuple[list[TokenSequence], dict[str, float]]:
+        """Return rows with the advantages of their teachers, and the estimated KL(policy || teacher)."""
+        section = self._distill
+        if not section.weight:
+            return rows, {}
+        taught, gaps = list(rows), defaultdict[str, list[np.ndarray]](list)
+        teachers = {row.task: section.teacher_of(row.task) for row in rows}
+        with self._trace.span(TRACK, "teachers"), self._memory(step):
+            for name in sorted({one for one in teachers.values() if one is not None}):
+                own = [i for i, row in enumerate(rows) if teachers[row.task] == name]
+                for i, scores in zip(own, self.learner.logprobs([rows[i] for i in own], name), strict=True):
+                    taught[i] = towards_teacher(
+                        rows[i], scores, weight=section.weight, keep_rewards=section.keep_rewards
+                    )
+                    gaps[rows[i].task].append((rows[i].logprobs - scores)[rows[i].loss_mask > 0])
+        by_task = {task: np.concatenate(parts) for task, parts in sorted(gaps.items())}
+        means = {f"teacher_kl/{task}": float(one.mean()) for task, one in by_task.items()}
+        everything = np.concatenate([np.zeros(0), *by_task.values()])
+        return taught, {"teacher_kl": float(everything.mean()) if everything.size else 0.0, **means}
+
+    def _bounded(self, rows: list[TokenSequence], *seed: int) -> list[TokenSequence]:
+        """Return rows without the tokens that Clip-Cov draws."""
+        algorithm = self._algorithm
+        if not algorithm.covariance_share:
+            return rows
+        return without_high_covariance(
+            rows,
+            share=algorithm.covariance_share,
+            low=algorithm.covariance_low,
+            high=algorithm.covariance_high,
+            seed=(self._seed, *seed),
+        )
+
+    def _replayed(
+        self, groups: Sequence[TrajectoryGroup], values: Sequence[Sequence[Values | None]], *, step: int
+    ) -> tuple[list[TokenSequence], float]:
+        """Update the buffer; return the rows of the episodes to replay and the weight of their loss."""
+        section = self._replay
+        if not section.weight:
+            return [], 0.0
+        returns = [self._shaped(group).returns for group in groups]
+        buffer = self.replay.noted(groups, returns, length=section.history)
+        weight = section.weight * rising(step - 1, section.warmup_steps)
+        drawn, buffer = buffer.drawn(
+            step=step,
+            count=section.episodes if weight else 0,
+            max_age=section.max_age,
+            quantile=section.quantile,
+            seed=(self._seed, step, 1),
+        )
+        self.replay = buffer.added(groups, returns, values, step=step, size=section.size)
+        again = [[np.full(len(group.trajectories[0].turns), value)] for group, value in drawn]
+        return self._bounded(sequences([group for group, _ in drawn], again), step, 2), weight
+
     @cached_property
     def _publish_bytes(self) -> float:
         """Size of all weights in bytes; cached, because reading a sharded model gathers it."""
         return float(sum(one.numel() * one.element_size() for one in self.learner.weights().values()))
 
     def _learn_from(
-        self, rows: Sequence[TokenSequence], groups: Sequence[TrajectoryGroup], *, policy_version: int
+        self,
+        rows: Sequence[TokenSequence],
+        groups: Sequence[TrajectoryGroup],
+        *,
+        policy_version: int,
+        replayed: Sequence[TokenSequence],
+        weight: float,
     ) -> tuple[Drift, dict[str, float]]:
         """Apply the update; return the drift measured before it, and its metrics."""
-        train, span = self._train, partial(self._trace.span, TRACK)
+        algorithm, train, span = self._algorithm, self._train, partial(self._trace.span, TRACK)
         with span("check") as facts, self._memory(policy_version):
             found = self._check(rows, version=policy_version - 1)
             facts["drift"] = found.worst
         with span("pack"):
-            batches = pack(
-                rows,
-                aggregation=train.aggregation,
+            packed = partial(
+                pack,
+                aggregation=algorithm.aggregation,
                 max_tokens=train.micro_batch_tokens,
                 num_minibatches=train.minibatches,
                 seed=self._seed + policy_version,
                 packed=self.learner.packs_rows,
-                constant_tokens=train.constant_tokens or self._max_context,
-                skip_zero_advantages=train.kl_coef == 0 and train.entropy_coefficient == 0,
+                constant_tokens=algorithm.constant_tokens or self._max_context,
+                skip_zero_advantages=algorithm.kl_coef == 0 and algorithm.entropy_coefficient == 0,
+                version=policy_version - 1,
             )
+            batches = packed(rows)
+            if replayed:
+                batches = joined(batches, packed(replayed), weight=weight)
         # The learning rate follows steps: those without signal, or skipped, count as well.
         due = self.learner.num_updates + train.minibatches
+        metrics: dict[str, float] = {}
+        if (critic := self._critic) is not None:
+            with span("learn values"), self._memory(policy_version):
+                metrics |= self._learn(
+                    partial(critic.learn, step=policy_version), groups, step=policy_version
+                )
+            if critic.alone(policy_version):
+                batches = []
+                metrics["loss_tokens"] = metrics.get("critic_tokens", 0.0)
         with span("learn"), self._memory(policy_version):
-            metrics = self._learn(batches, groups, step=policy_version)
+            if batches:
+                metrics |= self._learn(partial(self.learner.step, batches), groups, step=policy_version)
         self.learner.num_updates = due
         return found, metrics
 
     def _learn(
-        self, batches: Sequence[Batch], groups: Sequence[TrajectoryGroup], *, step: int
+        self, learn: Callable[[], dict[str, float]], groups: Sequence[TrajectoryGroup], *, step: int
     ) -> dict[str, float]:
-        if not batches:
-            return {}
         try:
-            return self.learner.step(batches)
+            return learn()
         except BadUpdate as error:
             path = self._write_out(groups, step=step)
             if self._train.on_bad_update == "stop":
@@ -169,17 +296,6 @@ class StepTrainer:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, b"".join(frame(encode_group(group)) for group in groups))
         return path
-
-    def _advantages(self, groups: Sequence[TrajectoryGroup]) -> list[list[float]]:
-        return advantages(
-            groups,
-            baseline=self._advantage.baseline,
-            scale=self._advantage.scale,
-            task_normalization=self._advantage.task_normalization,
-            invalid_call_penalty=self._advantage.invalid_call_penalty,
-            truncation_penalty=self._advantage.truncation_penalty,
-            aggregation=self._train.aggregation,
-        )
 
     def _check(self, rows: Sequence[TokenSequence], *, version: int) -> Drift:
         """Compare log-probabilities, of all sequences in the first step; return the drift of the freshest."""
@@ -241,6 +357,10 @@ def by_task(groups: Sequence[TrajectoryGroup]) -> dict[str, Mapping[str, float]]
             "tokens": float(tokens := sum(t.num_sampled_tokens for t in played)),
             "token_share": tokens / max(1, total),
             "groups_with_signal": float(np.mean(signal)),
+            **{
+                f"score.{name}": float(np.mean([t.scores[name] for t in played]))
+                for name in sorted(set.intersection(*({*t.scores} for t in played)))
+            },
         }
     return tasks
 
@@ -268,6 +388,17 @@ def no_signal_warning(groups: Sequence[TrajectoryGroup], *, steps: int) -> str:
         "try easier or harder samples, a larger rollout.group_size, or a warm start with `agentrl-train sft`"
     )
     return "; ".join(sentences)
+
+
+def turn_rewards_warning(groups: Sequence[TrajectoryGroup]) -> str | None:
+    """Return a warning about credit by turn if no turn before the last has a reward."""
+    turns = [turn for group in groups for one in group.trajectories for turn in one.turns[:-1]]
+    if not turns or any(turn.reward for turn in turns):
+        return None
+    return (
+        f"algorithm.credit = 'turn' uses the rewards of turns, but none of {len(turns)} turns before the "
+        "last of an episode has one: unless algorithm.gamma is below 1, use 'trajectory'"
+    )
 
 
 def no_calls_warning(groups: Sequence[TrajectoryGroup], *, chat: ChatFormat) -> str | None:

@@ -1,4 +1,4 @@
-"""Deadlines for blocking calls, and a watchdog that reports the state of every slot.
+"""Deadlines for blocking calls, processes that end with their parent, and a watchdog that reports every slot.
 
 The watchdog observes trace spans. If none begins or ends for a while, it logs the open spans of every slot
 from a separate thread, so that a blocked event loop is reported too::
@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import itertools
 import logging
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +31,7 @@ from agentrl_train.types import UNTRACED, Trace
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+PR_SET_PDEATHSIG = 1
 
 SLOTS = "slots"
 """Track group of episodes."""
@@ -193,3 +197,9 @@ async def in_thread(call: Callable[[], T], *, within_s: float, doing: str) -> T:
         return future.result()
     finally:
         future.cancel()
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent exits."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

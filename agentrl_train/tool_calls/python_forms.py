@@ -26,7 +26,8 @@ _STRING_END = {
     for quote in "'\""
 }
 """The quote before the next argument, the next call or the end."""
-_KEYWORD = re.compile(rf"([(,]\s*(?:{_KEYWORDS}))(?=\s*=(?!=))")
+_KEYWORD = re.compile(rf"([(,]\s*(?:{_KEYWORDS})(?=\s*=(?!=))|(?:\A|[\[,.\n])\s*(?:{_KEYWORDS})(?=\s*\())")
+"""A keyword as the name of an argument or of a tool."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +61,9 @@ class PythonFamily(Family):
 def python_calls(source: str) -> list[ParsedCall] | None:
     """Return the calls that Python source consists of, or None if it is not calls.
 
-    The source is parsed, never run. Arguments are literals, also those of JSON, and parameters may have names
-    that are keywords of Python. A call with other arguments is unreadable. Some templates put quotes around
-    a string and escape nothing in it: it is read where nothing else fits.
+    The source is parsed, never run. Arguments are literals, also those of JSON. Tools and parameters may have
+    names that are keywords of Python. A call with other arguments is unreadable. Some templates put quotes
+    around a string and escape nothing in it: it is read where nothing else fits.
     """
     source = source.strip()
     escaped = source.replace("\n", "\\n")  # strings of several lines in ordinary quotes
@@ -74,15 +75,12 @@ def python_calls(source: str) -> list[ParsedCall] | None:
                 module = ast.parse(attempt)
         except (SyntaxError, ValueError, MemoryError, RecursionError):
             continue
-        nodes: list[ast.expr] = []
+        nodes: list[ast.AST] = []
         for statement in module.body:
-            if not isinstance(statement, ast.Expr):
-                return None
-            value = statement.value
+            value = statement.value if isinstance(statement, ast.Expr) else statement
             nodes += value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
-        if not nodes or not isinstance(nodes[0], ast.Call):
-            return None
-        return [_call(node, attempt) for node in nodes]
+        if nodes and isinstance(nodes[0], ast.Call) and all(isinstance(node, ast.expr) for node in nodes):
+            return [_call(node, attempt) for node in nodes]
     return None
 
 
@@ -98,7 +96,7 @@ def _quoted(source: str) -> str:
     return "".join([*parts, source[position:]])
 
 
-def _call(node: ast.expr, source: str) -> ParsedCall:
+def _call(node: ast.AST, source: str) -> ParsedCall:
     text = (ast.get_source_segment(source, node) or source).replace(_MARK, "")
     try:
         if not isinstance(node, ast.Call) or node.args:
@@ -114,9 +112,9 @@ def _call(node: ast.expr, source: str) -> ParsedCall:
 
 def _name(node: ast.expr) -> str:
     if isinstance(node, ast.Attribute):
-        return f"{_name(node.value)}.{node.attr}"
+        return f"{_name(node.value)}.{_shown(node.attr)}"
     if isinstance(node, ast.Name):
-        return node.id
+        return _shown(node.id)
     raise ValueError("no name")
 
 

@@ -35,6 +35,8 @@ SELECT asin FROM products JOIN (
 """
 KEPT_SEARCHES, KEPT_PRODUCTS = 4096, 16384
 """Results that are kept in memory: sessions of one problem, and the expert, repeat searches."""
+MAX_LETTERS = 128
+"""Letters of a word, or of an identifier, that is looked for: they are kept with the results."""
 
 
 class Store:
@@ -81,7 +83,8 @@ class Store:
 
     def get(self, asin: str) -> Product | None:
         """Return the product with this identifier, in any case of its letters."""
-        return self._read(asin.strip().upper())
+        asin = asin.strip().upper()
+        return self._read(asin) if len(asin) <= MAX_LETTERS else None
 
     def search(self, keywords: str) -> tuple[str, ...]:
         """Return the identifiers of the products that best match any of the words, 50 at most.
@@ -89,7 +92,8 @@ class Store:
         Products with the rarest word come first, then those with the next; equals have the order of BM25,
         where words in the title count double. So the many products with a common word are rarely scored.
         """
-        return self._found(tuple(content_words(keywords)[:MAX_WORDS]))
+        words = [word for word in content_words(keywords) if len(word) <= MAX_LETTERS]
+        return self._found(tuple(words[:MAX_WORDS]))
 
     def close(self) -> None:
         """Close the database."""

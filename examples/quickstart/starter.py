@@ -5,6 +5,9 @@
 Nothing is downloaded. Noisy experts play the level-1 tasks; a tokenizer is trained on their messages, and a
 random Qwen3 model is trained to imitate them. It becomes as good as they are, with their wrong habit of
 where to look first: what is better is left to reinforcement learning. Takes about five minutes on one core.
+
+With ``--tasks dbbench --width 192`` it imitates the expert of another task of ``environments/`` as it is;
+``examples/agentbench`` starts from such policies.
 """
 
 from __future__ import annotations
@@ -35,8 +38,10 @@ MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 
 def clumsy(name: str) -> type[Environment]:
-    """Return a starter task with a noisy expert, which looks for things by a wrong habit."""
+    """Return a task; a starter task with a noisy expert, which looks for things by a wrong habit."""
     task = load_target(str(ENVIRONMENTS / name))
+    if name not in EXPERT_NOISE:
+        return task
     return type(task.__name__, (task,), {"name": name, "expert_noise": EXPERT_NOISE[name]})
 
 
@@ -75,8 +80,8 @@ def new_tokenizer(texts: Sequence[str], *, vocab_size: int) -> PreTrainedTokeniz
     )
 
 
-def new_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCausalLM:
-    """Return a random Qwen3 of half a million parameters.
+def new_model(tokenizer: PreTrainedTokenizerFast, *, width: int, seed: int) -> Qwen3ForCausalLM:
+    """Return a random Qwen3: half a million parameters with a width of 128, a million with 192.
 
     Three departures from the defaults make it learn to copy words within minutes: wide initial weights, a
     short rotary base, and attention that begins by looking for similar tokens and copying them
@@ -85,11 +90,11 @@ def new_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCausa
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
+        hidden_size=width,
+        intermediate_size=3 * width,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        num_attention_heads=width // 32,
+        num_key_value_heads=width // 32,
         head_dim=32,
         max_position_embeddings=2048,
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
@@ -112,7 +117,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCausa
 
 async def make(arguments: argparse.Namespace) -> None:
     """Play episodes, train the tokenizer and the model, and save both."""
-    clients = {name: EnvClient.local(clumsy(name), max_sessions=arguments.traces) for name in EXPERT_NOISE}
+    clients = {name: EnvClient.local(clumsy(name), max_sessions=arguments.traces) for name in arguments.tasks}
     sources = {name: TaskSource(task=name) for name in clients}
     letters = ChatFormat(new_tokenizer([], vocab_size=0))
     heard, success = await expert_sequences(clients, letters, sources=sources, count=arguments.traces // 10)
@@ -120,7 +125,7 @@ async def make(arguments: argparse.Namespace) -> None:
     texts = [letters.tokenizer.decode(sequence.token_ids) for sequence in heard]
     chat = ChatFormat(tokenizer := new_tokenizer(texts, vocab_size=1024))
     sequences, _ = await expert_sequences(clients, chat, sources=sources, count=arguments.traces)
-    model = new_model(tokenizer, seed=arguments.seed)
+    model = new_model(tokenizer, width=arguments.width, seed=arguments.seed)
     size = sum(parameter.numel() for parameter in model.parameters())
     print(f"{size:,} parameters, {len(tokenizer)} tokens, {len(sequences)} episodes", flush=True)
     train_sft(
@@ -155,6 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line and create the starter policy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--output", type=Path, default=HERE / "starter")
+    parser.add_argument("--tasks", nargs="+", default=list(EXPERT_NOISE), help="folders of environments/")
+    parser.add_argument("--width", type=int, default=128, help="a multiple of 32")
     parser.add_argument("--traces", type=int, default=2000, help="expert episodes a task")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--seed", type=int, default=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-PARTS = ("serving", "engine", "learner", "overlap", "longtail", "trl", "sandbox", "fairness")
+PARTS = ("serving", "engine", "learner", "bookkeeping", "overlap", "longtail", "trl", "sandbox", "fairness")
 APART = ("vllm",)
 """Parts with requirements that `make bench` does not install."""
 
@@ -34,6 +34,10 @@ def main() -> None:
                 from tests.benchmarks import learner
 
                 learner.run(device=device, quick=chosen.quick)
+            case "bookkeeping":
+                from tests.benchmarks import bookkeeping
+
+                bookkeeping.run(quick=chosen.quick)
             case "overlap":
                 from tests.benchmarks import overlap
 

@@ -1,7 +1,7 @@
 """Speed and leaks of one task: ``python -m tests.benchmarks.tasks TARGET --episodes 1000 --sessions 64``.
 
 Plays episodes of a task by its expert, many at once, in this process and without HTTP. Prints one JSON
-object: scores, rates, and the memory and processes before and after.
+object: scores, rates, the memory before and after, and the processes and temporary files that are left.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,11 @@ def memory_mib() -> float:
     return total / 1024
 
 
+def temporary_files() -> set[Path]:
+    """Return what is in the folder of temporary files."""
+    return set(Path(tempfile.gettempdir()).iterdir())
+
+
 def policy(name: str, seed: int) -> Policy:
     if name == "random":
         return random_policy(seed)
@@ -65,7 +71,7 @@ def policy(name: str, seed: int) -> Policy:
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    begin = time.perf_counter()
+    begin, files = time.perf_counter(), temporary_files()
     task = find_class(options.target)
     async with EnvClient.local(task, max_sessions=2 * options.sessions) as client:
         first = await client.open(task.name, split=options.split, index=0)
@@ -105,6 +111,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         processor = sum(used[:4]) - sum(cpu[:4])
         gc.collect()
         after, left = memory_mib(), len(family(os.getpid())) - 1
+    left_files = sorted(path.name for path in temporary_files() - files)
     return {
         "task": task.name,
         "split": options.split,
@@ -121,6 +128,8 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         "mib_during": samples,
         "mib_after": round(after, 1),
         "processes_after": left,
+        "processes_at_end": len(family(os.getpid())) - 1,
+        "temporary_files_at_end": left_files,
     }
 
 

@@ -60,13 +60,13 @@ SETTINGS = (
     f"rollout.group_size={GROUP_SIZE}",
     "rollout.window=1",
     "rollout.stale_fraction=0.0",
-    "advantage.task_normalization=false",
-    "advantage.invalid_call_penalty=0.0",
+    "algorithm.normalization=none",
+    "algorithm.invalid_call_penalty=0.0",
     f"train.learning_rate={LEARNING_RATE}",
     "train.warmup_steps=3",
     "train.final_lr_fraction=1.0",
     "train.minibatches=1",
-    "train.dual_clip=0.0",
+    "algorithm.dual_clip=0.0",
 )
 Step = Mapping[str, float]
 

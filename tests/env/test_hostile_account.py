@@ -62,6 +62,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.slow
 async def test_planted_failures_are_counted():
     account = Account(7, quiet=True)
     kinds = [

@@ -10,7 +10,6 @@ PLACES = [
     Path(os.environ.get("AGENTBENCH_DATA") or "absent"),
     ROOT / "shared/data/agentbench",
     ROOT.parent / "shared/data/agentbench",
-    ROOT.parents[1] / "shared/data/agentbench",
 ]
 
 

@@ -14,6 +14,7 @@ import pytest
 from agentrl_env import EnvClient, Message, ToolCall
 from agentrl_env.server.loader import load_target
 from tests.environments import agentbench
+from tests.environments.play import play
 
 pytestmark = pytest.mark.environments
 
@@ -63,25 +64,14 @@ async def wait_for_children(count):
         await asyncio.sleep(0.05)
 
 
-async def play(session):
-    """Let the expert play; return the transcript and the total reward."""
-    transcript, total = [session.messages[0].content], 0.0
-    while not session.status.final:
-        move = await session.expert()
-        result = await session.step(move)
-        transcript += [move.tool_calls[0].function.arguments, result.messages[0].content]
-        total += result.reward
-    return transcript, total
-
-
 def actions(text):
     return text.partition("AVAILABLE ACTIONS: ")[2].split("\n")
 
 
 @pytest.mark.parametrize("level", LEVELS)
 async def test_expert_wins_and_a_seed_gives_one_transcript(client, level):
-    first, reward = await play(await client.open("alfworld", split="test" + level, index=3))
-    again, _ = await play(await client.open("alfworld", split="test" + level, index=3))
+    first, reward, _ = await play(await client.open("alfworld", split="test" + level, index=3))
+    again, *_ = await play(await client.open("alfworld", split="test" + level, index=3))
     assert reward == 1.0
     assert first == again
     await wait_for_children(0)

@@ -9,6 +9,7 @@ import pytest
 
 from agentrl_env import EnvClient, Message, ToolCall
 from agentrl_env.server.loader import load_target
+from tests.environments.play import play
 
 pytestmark = pytest.mark.environments
 
@@ -29,21 +30,10 @@ def call(name, expression):
     return Message.assistant(None, ToolCall.of(name, expression=expression))
 
 
-async def play(session):
-    """Let the expert play; return the whole transcript and the total reward."""
-    transcript, total = [str(message.content) for message in session.messages], 0.0
-    while not session.status.final:
-        move = await session.expert()
-        result = await session.step(move)
-        transcript += [move.model_dump_json(), *(str(message.content) for message in result.messages)]
-        total += result.reward
-    return transcript, total
-
-
 @pytest.mark.parametrize("level", LEVELS)
 async def test_expert_reaches_sixty_held_out_targets(client, level):
     for index in range(60):
-        transcript, reward = await play(await client.open("countdown", split="test" + level, index=index))
+        transcript, reward, _ = await play(await client.open("countdown", split="test" + level, index=index))
         assert reward == 1.0, transcript
 
 

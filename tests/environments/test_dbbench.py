@@ -11,6 +11,7 @@ import pytest
 from agentrl_env import EnvClient, TaskSample, ToolCall, ToolError
 from agentrl_env.server.loader import load_target
 from tests.environments import agentbench
+from tests.environments.play import play
 
 pytestmark = pytest.mark.environments
 
@@ -19,6 +20,7 @@ PACKAGE = Dbbench.__module__.rpartition(".")[0]
 generator, grading, official, problems = (
     sys.modules[f"{PACKAGE}.{name}"] for name in ("generator", "grading", "official", "problems")
 )
+
 LEVELS = ("", "-2", "-3")
 every_level = pytest.mark.parametrize("level", LEVELS)
 
@@ -33,24 +35,16 @@ def reward(environment, answers=("done",)):
     return environment.commit_final_answer(list(answers)).reward
 
 
-async def play(client, **which):
-    session, told = await client.open("dbbench", **which), []
-    told += session.messages
-    while not session.status.final:
-        move = await session.expert()
-        result = await session.step(move)
-        told += [move, *result.messages]
-    return [message.model_dump_json() for message in told], result.reward, session.turn
-
-
 @every_level
 async def test_expert_always_succeeds_and_plays_the_same_twice(level):
     async with EnvClient.local(Dbbench) as client:
         for split in ("train", "validation", "test"):
             for index in range(20):
-                told, won, turns = await play(client, split=split + level, index=index, seed=index)
-                assert (won, turns) == (1.0, 2)
-                assert (told, won, turns) == await play(client, split=split + level, index=index, seed=index)
+                which = {"split": split + level, "index": index, "seed": index}
+                session = await client.open("dbbench", **which)
+                played = await play(session)
+                assert (played.reward, session.turn) == (1.0, 2)
+                assert played == await play(await client.open("dbbench", **which))
 
 
 @every_level
@@ -176,7 +170,7 @@ async def test_file_of_agentbench_becomes_a_split_which_the_expert_solves(monkey
     task = type("Dbbench", (Dbbench,), {"splits": (*Dbbench.splits, "dev")})
     async with EnvClient.local(task) as client:
         for index in range(60):
-            assert (await play(client, split="dev", index=index))[1] == 1.0
+            assert (await play(await client.open("dbbench", split="dev", index=index)))[1] == 1.0
 
 
 RECORD = {

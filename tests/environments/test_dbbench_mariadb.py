@@ -18,6 +18,7 @@ from agentrl_env import EnvClient, SessionStatus, TaskSample, ToolCall, ToolErro
 from agentrl_env.server.loader import load_target
 from tests.environments import agentbench
 from tests.environments.mariadb_server import MariaDbServer
+from tests.environments.play import play
 
 pytestmark = pytest.mark.environments
 
@@ -61,23 +62,13 @@ async def client(mariadb, monkeypatch):
         yield client
 
 
-async def play(client, **which):
-    session, told = await client.open("dbbench", **which), []
-    told += session.messages
-    while not session.status.final:
-        move = await session.expert()
-        result = await session.step(move)
-        told += [move, *result.messages]
-    return [message.model_dump_json() for message in told], result.reward
-
-
 @pytest.mark.parametrize("level", ["", "-2", "-3"])
 async def test_expert_succeeds_and_nothing_is_left(mariadb, client, level):
     for index in range(15):
-        told, reward = await play(client, split=f"test{level}", index=index)
-        assert "(MariaDB)" in told[0]
-        assert reward == 1.0
-    assert (told, reward) == await play(client, split=f"test{level}", index=index)
+        played = await play(await client.open("dbbench", split=f"test{level}", index=index))
+        assert "(MariaDB)" in played.transcript[0]
+        assert played.reward == 1.0
+    assert played == await play(await client.open("dbbench", split=f"test{level}", index=index))
     deadline = time.monotonic() + 60
     while mariadb.leftovers():  # an episode is closed in the background
         assert time.monotonic() < deadline
@@ -247,7 +238,7 @@ async def test_server_that_dies_fails_its_episodes_and_serves_new_ones_later(tmp
             assert result.status is SessionStatus.FAILED_ENVIRONMENT
             assert result.reward == 0.0 or result.reward is None
             own.start()
-            assert (await play(client, split="test", index=1))[1] == 1.0
+            assert (await play(await client.open("dbbench", split="test", index=1)))[1] == 1.0
         module.Server(own.url).close()
         assert own.leftovers() == []
     finally:

@@ -8,6 +8,7 @@ import pytest
 
 from agentrl_env import EnvClient, Message, ToolCall
 from agentrl_env.server.loader import load_target
+from tests.environments.play import play
 
 pytestmark = pytest.mark.environments
 
@@ -28,22 +29,11 @@ def move(direction):
     return Message.assistant(None, ToolCall.of("move", direction=direction))
 
 
-async def play(session):
-    """Let the expert play; return the whole transcript, the total reward and the best policy's chance."""
-    transcript, total = [str(message.content) for message in session.messages], 0.0
-    while not session.status.final:
-        call = await session.expert()
-        result = await session.step(call)
-        transcript += [call.model_dump_json(), *(str(message.content) for message in result.messages)]
-        total += result.reward
-    return transcript, total, result.metrics["best_chance"]
-
-
 async def test_expert_crosses_sixty_held_out_lakes_that_are_not_slippery(client):
     for index in range(60):
         session = await client.open("frozenlake", split="test", index=index)
-        transcript, reward, chance = await play(session)
-        assert (reward, chance) == (1.0, 1.0), transcript
+        transcript, reward, metrics = await play(session)
+        assert (reward, metrics["best_chance"]) == (1.0, 1.0), transcript
         assert 10 <= session.turn <= 20
 
 
@@ -52,9 +42,9 @@ async def test_expert_reaches_the_proven_chance_on_sixty_slippery_lakes(client, 
     """The successes are within four standard deviations of the sum of the chances."""
     rewards, chances = [], []
     for index in range(60):
-        _, reward, chance = await play(await client.open("frozenlake", split="test" + level, index=index))
+        _, reward, metrics = await play(await client.open("frozenlake", split="test" + level, index=index))
         rewards.append(reward)
-        chances.append(chance)
+        chances.append(metrics["best_chance"])
     chances = np.array(chances)
     assert min(chances) >= lakes.LEVELS[int(level[1:])].least
     assert abs(sum(rewards) - chances.sum()) < 4 * np.sqrt((chances * (1 - chances)).sum())

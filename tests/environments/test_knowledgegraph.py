@@ -13,6 +13,7 @@ import pytest
 from agentrl_env import EnvClient, Message, TaskSample, ToolCall, ToolError
 from agentrl_env.server.loader import load_target
 from tests.environments import agentbench
+from tests.environments.play import play
 
 pytestmark = pytest.mark.environments
 
@@ -46,23 +47,12 @@ def call(environment, action):
     return getattr(environment, name)(*rest.split(","))
 
 
-async def play(session):
-    """Let the expert play; return the whole transcript and the total reward."""
-    transcript, total = [str(message.content) for message in session.messages], 0.0
-    while not session.status.final:
-        move = await session.expert()
-        result = await session.step(move)
-        transcript += [move.model_dump_json(), *(str(message.content) for message in result.messages)]
-        total += result.reward
-    return transcript, total
-
-
 @pytest.mark.parametrize("level", LEVELS)
 async def test_expert_answers_questions_of_every_level(client, level):
     for split in ("train", "validation", "test"):
         for index in range(12):
             session = await client.open("knowledgegraph", split=split + level, index=index)
-            transcript, reward = await play(session)
+            transcript, reward, _ = await play(session)
             assert reward == 1.0, transcript
             assert len(transcript) <= 1 + 2 * KG.max_turns
 

@@ -14,6 +14,7 @@ from agentrl_env.errors import SandboxUnavailable
 from agentrl_env.sandbox.bubblewrap import check_available
 from agentrl_env.server.loader import load_target
 from tests.environments import agentbench
+from tests.environments.play import play
 
 pytestmark = pytest.mark.environments
 
@@ -56,16 +57,6 @@ def of_family(family):
     return {"level": level, "number": next(found)}
 
 
-async def play(client, **which):
-    session, told = await client.open("os_interaction", **which), []
-    told += session.messages
-    while not session.status.final:
-        move = await session.expert()
-        result = await session.step(move)
-        told += [move, *result.messages]
-    return [message.model_dump_json() for message in told], result.reward
-
-
 @pytest.mark.parametrize(("level", "family"), FAMILIES, ids=lambda value: getattr(value, "__name__", value))
 def test_gold_solves_and_doing_nothing_does_not(start, level, family):
     which = of_family(family)
@@ -90,13 +81,16 @@ async def test_expert_always_succeeds(level):
     async with EnvClient.local(OsInteraction) as client:
         for split in ("train", "validation", "test"):
             for index in range(70):
-                assert (await play(client, split=split + suffix, index=index))[1] == 1.0
+                assert (await play(await client.open("os_interaction", split=split + suffix, index=index)))[
+                    1
+                ] == 1.0
 
 
 @pytest.mark.parametrize("suffix", ["", "-2", "-3"])
 async def test_same_seed_plays_the_same_twice(suffix):
     async with EnvClient.local(OsInteraction) as client:
-        first, again = [await play(client, split=f"test{suffix}", index=5, seed=3) for _ in range(2)]
+        which = {"split": f"test{suffix}", "index": 5, "seed": 3}
+        first, again = [await play(await client.open("os_interaction", **which)) for _ in range(2)]
         assert first == again
         assert first[1] == 1.0
 
@@ -286,5 +280,5 @@ async def test_episodes_leave_no_process_or_folder_behind():
     before = groups()
     async with EnvClient.local(OsInteraction) as client:
         for index in range(6):
-            assert (await play(client, split="test-3", index=index))[1] == 1.0
+            assert (await play(await client.open("os_interaction", split="test-3", index=index)))[1] == 1.0
     assert groups() == before

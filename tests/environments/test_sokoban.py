@@ -8,6 +8,7 @@ import pytest
 
 from agentrl_env import EnvClient, Message, TaskSample, ToolCall
 from agentrl_env.server.loader import load_target
+from tests.environments.play import play
 
 pytestmark = pytest.mark.environments
 
@@ -35,21 +36,10 @@ def move(*directions):
     return Message.assistant(None, ToolCall.of("move", directions=list(directions)))
 
 
-async def play(session):
-    """Let the expert play; return the whole transcript and the total reward."""
-    transcript, total = [str(message.content) for message in session.messages], 0.0
-    while not session.status.final:
-        call = await session.expert()
-        result = await session.step(call)
-        transcript += [call.model_dump_json(), *(str(message.content) for message in result.messages)]
-        total += result.reward
-    return transcript, total
-
-
 async def solves(client, split, indices):
     for index in indices:
         session = await client.open("sokoban", split=split, index=index)
-        transcript, reward = await play(session)
+        transcript, reward, _ = await play(session)
         assert reward == 1.0, transcript
 
 

@@ -11,6 +11,7 @@ import pytest
 from agentrl_env import EnvClient, Message, TaskSample, ToolCall, ToolError
 from agentrl_env.errors import DefinitionError
 from agentrl_env.server.loader import load_target
+from tests.environments.play import play
 
 pytestmark = pytest.mark.environments
 
@@ -38,22 +39,10 @@ def opened(data=TABLE):
     return environment
 
 
-async def play(session):
-    """Let the expert play; return the whole transcript and the total reward."""
-    transcript, total = [str(message.content) for message in session.messages], 0.0
-    while not session.status.final:
-        call = await session.expert()
-        result = await session.step(call)
-        assert result.metrics["invalid_calls"] == 0
-        transcript += [call.model_dump_json(), *(str(message.content) for message in result.messages)]
-        total += result.reward
-    return transcript, total
-
-
 @pytest.mark.parametrize("level", LEVELS)
 async def test_expert_crafts_sixty_held_out_targets(client, level):
     for index in range(60):
-        transcript, reward = await play(await client.open("textcraft", split="test" + level, index=index))
+        transcript, reward, _ = await play(await client.open("textcraft", split="test" + level, index=index))
         assert reward == 1.0, transcript
 
 
@@ -107,7 +96,7 @@ async def test_expert_goes_on_from_what_is_already_there(client):
     session = await client.open("textcraft", sample=TABLE)
     await session.step(Message.assistant(None, ToolCall.of("get", items="1 oak log")))
     await session.step(Message.assistant(None, ToolCall.of("craft", item="2 oak plank", using="1 oak log")))
-    transcript, reward = await play(session)
+    transcript, reward, _ = await play(session)
     assert reward == 1.0
     assert "Got 1 oak log." in transcript
 

@@ -13,11 +13,12 @@ from playwright.async_api import async_playwright, expect
 
 from agentrl_env import EnvClient, Message, SessionStatus, ToolCall
 from agentrl_env.server.loader import load_target
+from tests.browser import CHROMIUM, needs_chromium
+from tests.environments.play import play
 
 pytestmark = pytest.mark.environments
 
 FOLDER = Path(__file__).parents[2] / "environments" / "webshop"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SPLITS = [f"{name}{level}" for level in ("", "-2", "-3") for name in ("train", "validation", "test")]
 
 
@@ -50,25 +51,13 @@ async def click(session, value):
     return await call(session, "click_action", value=value)
 
 
-async def play_by_expert(session):
-    """Return the conversation and the total reward."""
-    conversation, reward = [message.content for message in session.messages], 0.0
-    while not session.status.final:
-        move = await session.expert()
-        result = await session.step(move)
-        conversation += [move.tool_calls[0].function, *(message.content for message in result.messages)]
-        reward += result.reward
-    return conversation, reward
-
-
 @pytest.mark.parametrize("split", SPLITS)
 async def test_expert_always_buys_what_fits(client, split):
     for index in range(15):
         session = await client.open("webshop", split=split, index=index)
-        conversation, reward = await play_by_expert(session)
-        assert reward == 1.0
-        again = await client.open("webshop", split=split, index=index)
-        assert (conversation, reward) == await play_by_expert(again)
+        played = await play(session)
+        assert played.reward == 1.0
+        assert played == await play(await client.open("webshop", split=split, index=index))
 
 
 @pytest.mark.parametrize(("level", "count"), [(1, 30_000), (2, 11_000), (3, 11_000)])
@@ -137,15 +126,14 @@ async def test_search_takes_any_text(client, keywords):
     session = await client.open("webshop", split="test", index=0)
     result = await call(session, "search_action", keywords=keywords)
     assert "Results for" in result.messages[0].content
-    _, reward = await play_by_expert(session)
-    assert reward == 1.0
+    assert (await play(session)).reward == 1.0
 
 
 async def test_pages_tell_nothing_of_the_goal(client):
     """The target's identifier and the list of attributes that the grader compares are never shown as such."""
     session = await client.open("webshop", split="test-3", index=1)
     goal = session.info.sample.data if session.info.sample else {}
-    conversation, _ = await play_by_expert(session)
+    conversation, *_ = await play(session)
     assert goal["asin"] not in conversation[0]
     assert "attributes" not in str(conversation).lower()
 
@@ -155,7 +143,7 @@ async def test_forked_visit_goes_on_where_it_was(client):
     for _ in range(2):
         await session.step(await session.expert())
     (copy,) = await session.fork(1)
-    assert (await play_by_expert(copy))[1] == (await play_by_expert(session))[1] == 1.0
+    assert (await play(copy))[1] == (await play(session))[1] == 1.0
 
 
 def product(module, **fields):
@@ -245,7 +233,7 @@ async def test_forms_of_the_site_buy_in_the_same_shop(task, module):
         assert "Reward: 1" in page.text
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; .ci/system-packages chromium installs it")
+@needs_chromium
 async def test_chromium_buys_in_the_same_shop(task, module):
     server = uvicorn.Server(uvicorn.Config(module("pages").site(), port=0, log_level="warning"))
     serving = asyncio.create_task(server.serve())
@@ -367,6 +355,16 @@ def test_official_products_are_read_with_their_dirt(module, tmp_path, caplog):
     assert [path.name for path in tmp_path.iterdir() if "sqlite" in path.name] == ["catalogue.sqlite"]
 
 
+def test_long_texts_are_not_kept_and_find_nothing(module, tmp_path):
+    store = module("official").open_official(write_official(tmp_path))
+    store.search("bright lamp"), store.get("B000000003")
+    before = [cache.cache_info().currsize for cache in (store._found, store._read, store._count)]
+    long = "x" * 1_000_000
+    assert store.get(long) is None
+    assert store.search(f"bright {long} lamp") == ("B000000003",)
+    assert [cache.cache_info().currsize for cache in (store._found, store._read, store._count)] == before
+
+
 def test_official_goals_are_those_of_people_or_else_the_generated_ones(module, tmp_path):
     texts = []
     for name, people in (("people", PEOPLE), ("generated", None)):
@@ -382,7 +380,7 @@ async def test_official_data_is_played(tmp_path, monkeypatch):
         assert list((await client.tasks())["webshop"].splits) == ["train", "validation", "test"]
         for index in range(3):
             session = await client.open("webshop", split="test", index=index)
-            assert (await play_by_expert(session))[1] == 1.0
+            assert (await play(session))[1] == 1.0
 
 
 @pytest.mark.parametrize(

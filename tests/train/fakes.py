@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from agentrl_env import Done, EnvClient, Environment, ToolCall, tool
 from agentrl_env.types import Message
 from agentrl_train.actor import Actor, Episode
 from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import EngineError
+from agentrl_train.reward import Rewards
 from agentrl_train.runtime.config import EngineSection, RolloutSection
 from agentrl_train.types import Completion, SamplingParams
 from tests.conftest import make_tokenizer
@@ -101,14 +103,23 @@ DOWN = Message.assistant("down we go", ToolCall.of("down"))
 SAMPLING = EngineSection.model_fields
 
 
-def make_actor(engine: ScriptedEngine, client: EnvClient, **play: float) -> Actor:
+def make_actor(
+    engine: ScriptedEngine,
+    client: EnvClient,
+    *,
+    greedy: Actor | None = None,
+    rewards: Rewards | None = None,
+    **play: Any,
+) -> Actor:
     sampling = {"max_new_tokens": 120, "max_context": 4000} | {k: v for k, v in play.items() if k in SAMPLING}
     rollout = {"environment_wait_timeout_s": 0.0} | {k: v for k, v in play.items() if k not in SAMPLING}
     return Actor(
         engine=engine,
         chat=CHAT,
-        clients={"countdown": client},
+        clients={"countdown": client, "vault": client},
         sampling=EngineSection(**sampling),  # type: ignore[arg-type]
         rollout=RolloutSection(**rollout),  # type: ignore[arg-type]
         slots=asyncio.Semaphore(4),
+        greedy=greedy,
+        rewards=rewards,
     )

@@ -1,6 +1,8 @@
+import asyncio
 import re
 from collections import Counter
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,8 +12,10 @@ from agentrl_env import EnvClient
 from agentrl_env.client import ClientSession
 from agentrl_env.errors import ServerUnreachable
 from agentrl_env.types import Message, ToolCall
+from agentrl_train.actor import turn_limit
 from agentrl_train.batch import sequence
-from agentrl_train.types import EpisodeEnd, TrajectoryGroup
+from agentrl_train.runtime.config import RolloutSection
+from agentrl_train.types import Completion, EpisodeEnd, TrajectoryGroup
 from tests.train.fakes import CHAT, DOWN, EPISODE, Countdown, ScriptedEngine, always, make_actor
 
 
@@ -63,6 +67,46 @@ async def test_turns_append_tokens_and_mask_covers_sampled_tokens(
         context += turn.completion.token_ids
     assert row.token_ids.tolist() == context
     assert (row.loss_mask > 0).tolist() == sampled
+
+
+def test_horizon_rises_in_stages_of_steps() -> None:
+    rollout = RolloutSection(horizon=(10, 20, 30), horizon_steps=100, max_turns={"short": 15})
+    versions = (0, 99, 100, 199, 200, 1_000_000)
+    assert [turn_limit(rollout, "a", version=v) for v in versions] == [10, 10, 20, 20, 30, 30]
+    assert [turn_limit(rollout, "short", version=v) for v in versions] == [10, 10, 15, 15, 15, 15]
+    assert turn_limit(rollout, "a", version=None) is None
+
+
+async def test_horizon_limits_the_turns_of_training_episodes_only(client: EnvClient) -> None:
+    engine = ScriptedEngine(CHAT, always(DOWN))
+    actor = make_actor(engine, client, horizon=(2, 3), horizon_steps=5)
+    first, _ = await actor.group(EPISODE, size=1, group_id=0, admitted_version=4)
+    second, _ = await actor.group(EPISODE, size=1, group_id=1, admitted_version=5)
+    ends = [one.trajectories[0].end for one in (first, second)]
+    assert ends == [EpisodeEnd.TRUNCATED_TURNS, EpisodeEnd.TERMINATED]
+    assert (await actor.sibling(EPISODE)).end is EpisodeEnd.TERMINATED
+
+
+async def test_greedy_episode_is_played_beside_the_siblings(client: EnvClient) -> None:
+    engine, likeliest = (ScriptedEngine(CHAT, always(DOWN)) for _ in range(2))
+    greedy = make_actor(likeliest, client, temperature=0.0)
+    group, failed = await make_actor(engine, client, greedy=greedy).group(
+        EPISODE, size=2, group_id=0, admitted_version=0
+    )
+    assert (len(group.trajectories), failed) == (2, [])
+    assert group.greedy is not None
+    assert group.greedy.reward == 1.0
+    assert {sampling.temperature for _, _, sampling, _ in likeliest.calls} == {0.0}
+
+
+async def test_group_without_its_greedy_episode_is_not_trained_on(client: EnvClient) -> None:
+    engine, broken = (ScriptedEngine(CHAT, always(DOWN)) for _ in range(2))
+    broken.failures = 99
+    actor = make_actor(engine, client, greedy=make_actor(broken, client, environment_retries=0))
+    group, failed = await actor.group(EPISODE, size=2, group_id=0, admitted_version=0)
+    assert (len(group.trajectories), group.greedy) == (0, None)
+    assert [one.end for one in failed] == [EpisodeEnd.FAILED_ENGINE]
+    assert actor.discarded_tokens > 0
 
 
 async def test_turn_limit_of_a_task_ends_its_episodes(client: EnvClient) -> None:
@@ -155,18 +199,21 @@ async def test_seed_determines_draws_and_siblings_differ(client: EnvClient) -> N
 
 async def test_concurrent_sessions_are_limited_by_slots(client: EnvClient) -> None:
     playing: set[str] = set()
-    most = 0
-    engine = ScriptedEngine(CHAT, always(DOWN))
+    counts = []
+    four = asyncio.Event()
 
-    def script(context: object, key: str) -> Message:
-        nonlocal most
-        playing.add(key)
-        most = max(most, len(playing - engine.released))
-        return DOWN
+    class Meeting(ScriptedEngine):
+        async def generate(self, *args: Any, session_key: str, **options: Any) -> Completion:
+            playing.add(session_key)
+            counts.append(len(playing - self.released))
+            if counts[-1] == 4:
+                four.set()
+            await asyncio.wait_for(four.wait(), 60)
+            return await super().generate(*args, session_key=session_key, **options)
 
-    engine.script = script
+    engine = Meeting(CHAT, always(DOWN))
     await make_actor(engine, client).group(EPISODE, size=20, group_id=0, admitted_version=0)
-    assert most == 4
+    assert max(counts) == 4
 
 
 class Away:

@@ -12,9 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl_env.types import Message, TaskSample
-from agentrl_train.advantage import advantages, group_advantages, normalize_task
+from agentrl_train.advantage import (
+    Siblings,
+    advantages,
+    compared,
+    leave_one_out,
+    mean,
+    none,
+    normalized,
+    std,
+    unscaled,
+)
 from agentrl_train.batch import Aggregation, sequences, token_weights
-from agentrl_train.runtime.config import RunConfig, TrainSection, load_config
+from agentrl_train.runtime.algorithm import advantage_function
+from agentrl_train.runtime.config import AlgorithmSection, RunConfig, load_config
 from agentrl_train.types import Completion, EpisodeEnd, Trajectory, TrajectoryGroup, Turn
 
 ROOT = Path(__file__).parents[2]
@@ -57,9 +68,18 @@ def group(
     return TrajectoryGroup(group_id=0, task=task, trajectories=members, admitted_version=0)
 
 
+def totals(groups: Sequence[TrajectoryGroup], **options: object) -> list[list[float]]:
+    """Return the advantage of each trajectory, which all its turns share."""
+    found = []
+    for per_group in advantages(groups, **options):
+        assert all(len(set(turns)) == 1 for turns in per_group if turns is not None)
+        found.append([float(turns[0]) for turns in per_group if turns is not None])
+    return found
+
+
 def of(rewards: Sequence[float], **options: object) -> np.ndarray:
-    options = {"task_normalization": False} | options
-    return np.array(advantages([group(rewards)], **options)[0])
+    options = {"normalization": "none"} | options
+    return np.array(totals([group(rewards)], **options)[0])
 
 
 reward_lists = st.lists(st.integers(-5, 5).map(float), min_size=2, max_size=8)
@@ -88,29 +108,30 @@ def rescaled(groups: Sequence[TrajectoryGroup], factor: float, shift: float) -> 
 
 
 def test_task_normalization_matches_published_values():
-    values, counts = [np.array([1.0, -1.0])], [np.array([2, 8])]
-    (result,) = normalize_task(values, counts)
+    values, counts = [[np.array([1.0]), np.array([-1.0])]], [[np.array([2.0]), np.array([8.0])]]
+    (((winner,), (loser,)),) = normalized(values, counts)
+    result = [winner, loser]
     assert result == pytest.approx([1.897367, -0.474342], abs=1e-6)
     assert 2 * result[0] + 8 * result[1] == pytest.approx(0.0, abs=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("wins", "leave_one_out", "std"),
+    ("wins", "expected_loo", "expected_grpo"),
     [(4, (0.571429, -0.571429), (0.935414, -0.935414)), (1, (1, -0.142857), (2.474874, -0.353553))],
 )
-def test_group_of_eight_matches_published_values(wins, leave_one_out, std):
+def test_group_of_eight_matches_published_values(wins, expected_loo, expected_grpo):
     rewards = [1.0] * wins + [0.0] * (8 - wins)
-    loo = of(rewards, baseline="leave_one_out", scale="none")
+    loo = of(rewards, baseline=leave_one_out, scale=unscaled)
     grpo = of(rewards)
-    assert (loo[0], loo[-1]) == pytest.approx(leave_one_out, abs=1e-6)
-    assert (grpo[0], grpo[-1]) == pytest.approx(std, abs=1e-6)
+    assert (loo[0], loo[-1]) == pytest.approx(expected_loo, abs=1e-6)
+    assert (grpo[0], grpo[-1]) == pytest.approx(expected_grpo, abs=1e-6)
 
 
 @given(reward_lists)
 def test_leave_one_out_is_scaled_mean_baseline(rewards):
     n = len(rewards)
-    mean = of(rewards, scale="none")
-    assert of(rewards, baseline="leave_one_out", scale="none") == pytest.approx(mean * n / (n - 1))
+    mean = of(rewards, scale=unscaled)
+    assert of(rewards, baseline=leave_one_out, scale=unscaled) == pytest.approx(mean * n / (n - 1))
 
 
 @given(reward_lists, st.floats(-100, 100))
@@ -121,21 +142,21 @@ def test_advantages_are_shift_invariant(rewards, shift):
 
 @given(task_groups(), st.floats(0.01, 1000), st.floats(-100, 100))
 def test_task_normalization_is_scale_and_shift_invariant(groups, factor, shift):
-    for scale in ("std", "none"):
-        before = advantages(groups, scale=scale)
-        after = advantages(rescaled(groups, factor, shift), scale=scale)
+    for scale in (std, unscaled):
+        before = totals(groups, scale=scale)
+        after = totals(rescaled(groups, factor, shift), scale=scale)
         for old, new in zip(before, after, strict=True):
             assert new == pytest.approx(old, abs=1e-5)
 
 
 @given(task_groups("a"), task_groups("b"))
 def test_tasks_are_independent(ours, theirs):
-    assert advantages([*theirs, *ours])[len(theirs) :] == advantages(ours)
+    assert totals([*theirs, *ours])[len(theirs) :] == totals(ours)
 
 
 @given(task_groups())
 def test_task_advantages_have_mean_zero_and_std_one_over_tokens(groups):
-    results = advantages(groups, scale="none")
+    results = totals(groups, scale=unscaled)
     live = [
         (value, one.num_sampled_tokens)
         for old, new in zip(groups, results, strict=True)
@@ -152,18 +173,18 @@ def test_task_advantages_have_mean_zero_and_std_one_over_tokens(groups):
 @given(task_groups(), st.sampled_from([0.0, 0.1, 1.0]), st.integers(1, 5))
 def test_group_without_signal_stays_zero_and_out_of_statistics(groups, reward, size):
     flat = group([reward] * size, [30] * size)
-    assert advantages([*groups, flat]) == [*advantages(groups), [0.0] * size]
+    assert totals([*groups, flat]) == [*totals(groups), [0.0] * size]
 
 
 def test_group_of_one_has_no_signal_with_group_baseline():
-    for baseline in ("mean", "leave_one_out"):
+    for baseline in (mean, leave_one_out):
         assert of([3.0], baseline=baseline).tolist() == [0.0]
-    assert of([3.0], baseline="none").tolist() == [3.0]
+    assert of([3.0], baseline=none).tolist() == [3.0]
 
 
 def test_task_without_spread_or_with_one_token_is_unchanged():
-    assert advantages([group([1.0, 1.0])], baseline="none", scale="none") == [[1.0, 1.0]]
-    assert advantages([group([1.0], [1])], baseline="none", scale="none") == [[1.0]]
+    assert totals([group([1.0, 1.0])], baseline=none, scale=unscaled) == [[1.0, 1.0]]
+    assert totals([group([1.0], [1])], baseline=none, scale=unscaled) == [[1.0]]
 
 
 def test_empty_groups_have_no_advantages():
@@ -179,11 +200,11 @@ def test_penalties_are_subtracted_once_per_trajectory():
         trajectory(0.0),
     ]
     shaped = TrajectoryGroup(group_id=0, task="a", trajectories=members, admitted_version=0)
-    (result,) = advantages(
+    (result,) = totals(
         [shaped],
-        baseline="none",
-        scale="none",
-        task_normalization=False,
+        baseline=none,
+        scale=unscaled,
+        normalization="none",
         invalid_call_penalty=0.2,
         truncation_penalty=0.5,
     )
@@ -208,24 +229,34 @@ def test_non_finite_reward_is_rejected(reward):
         advantages([group([reward, 0.0])])
 
 
-def test_unknown_option_is_rejected():
-    with pytest.raises(ValueError, match="baseline is 'median'; use one of mean"):
-        advantages([group([1.0, 0.0])], baseline="median")
-    with pytest.raises(ValueError, match="scale is 'max'; use one of std"):
-        advantages([group([1.0, 0.0])], scale="max")
+def test_unknown_normalization_is_rejected():
+    with pytest.raises(ValueError, match="normalization is 'all'; use one of task"):
+        advantages([group([1.0, 0.0])], normalization="all")
 
 
 @pytest.mark.parametrize("probability", [0.05, 0.2, 0.5, 0.9])
-@pytest.mark.parametrize(("baseline", "factor"), [("leave_one_out", 1.0), ("mean", 7 / 8), ("none", 1.0)])
+@pytest.mark.parametrize(("baseline", "factor"), [(leave_one_out, 1.0), (mean, 7 / 8), (none, 1.0)])
 def test_expected_gradient_of_bernoulli_policy(probability, baseline, factor):
-    """One logit, the action is the reward, eight siblings; all outcomes are enumerated."""
+    found = expected_gradient(probability, baseline=baseline, scale=unscaled)
+    assert found == pytest.approx(factor * probability * (1 - probability))
+
+
+@pytest.mark.parametrize(("probability", "factor"), [(0.05, 2.31), (0.2, 1.97), (0.5, 1.74), (0.9, 2.18)])
+def test_scale_by_group_weighs_samples_by_their_difficulty(probability, factor):
+    found = expected_gradient(probability, baseline=mean, scale=std)
+    assert found / (probability * (1 - probability)) == pytest.approx(factor, abs=5e-3)
+
+
+def expected_gradient(probability: float, **pieces: object) -> float:
+    """Return the mean gradient of one logit over all outcomes of eight siblings; the action is the reward."""
     expected = 0.0
     for wins in range(9):
         actions = np.array([1.0] * wins + [0.0] * (8 - wins))
         chance = comb(8, wins) * probability**wins * (1 - probability) ** (8 - wins)
-        advantage = group_advantages(actions, baseline=baseline, scale="none")
+        siblings = Siblings(returns=actions, tokens=np.ones(8), batch=actions)
+        advantage = compared(siblings, **pieces)
         expected += chance * float((advantage * (actions - probability)).mean())
-    assert expected == pytest.approx(factor * probability * (1 - probability))
+    return expected
 
 
 def numbered(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
@@ -243,9 +274,9 @@ def net_push(groups: Sequence[TrajectoryGroup], aggregation: Aggregation) -> flo
 
 def test_short_winners_and_long_losers_balance_under_default_loss():
     one = group([1, 1, 0, 0, 0, 0, 0, 0], [50, 50, *[200] * 6])
-    (found,) = advantages([one], aggregation=TrainSection().aggregation)
+    (found,) = totals([one], aggregation=AlgorithmSection().aggregation)
     assert found == pytest.approx([1.62] * 2 + [-0.54] * 6, abs=5e-3)
-    (by_token,) = advantages([one])
+    (by_token,) = totals([one])
     assert by_token == pytest.approx([3.46] * 2 + [-0.29] * 6, abs=5e-3)
 
 
@@ -262,13 +293,13 @@ def test_normalized_advantages_have_unit_variance_under_weights_of_loss(aggregat
     weights = token_weights(rows, aggregation=aggregation, constant_tokens=100)
     total = sum(float(w.sum()) for w in weights)
     variance = sum(float((w * one.advantages**2).sum()) for w, one in zip(weights, rows, strict=True)) / total
-    number = 6 if aggregation == "sequence_mean" else 29
+    number = 6 if aggregation in ("sequence_mean", "rollout_mean", "segment_mean") else 29
     assert variance == pytest.approx((number - 1) / number, abs=1e-5)
 
 
 def test_documented_algorithms_have_their_published_advantages():
     def config(*overrides: str) -> RunConfig:
-        return load_config(ROOT / "examples/quickstart/train.toml", list(overrides))
+        return load_config(ROOT / "examples/quickstart/train.toml", ["algorithm={}", *overrides])
 
     rows = dict(
         re.findall(r"\| train by (.*?) \| (.*?) \|", (ROOT / "docs/tutorials/training.md").read_text())
@@ -282,9 +313,5 @@ def test_documented_algorithms_have_their_published_advantages():
     assert rows.keys() == expected.keys()
     for name, settings in rows.items():
         chosen = config(*re.findall(r"`(.*?)`", settings))
-        (found,) = advantages(
-            [group(rewards.tolist(), tokens)],
-            aggregation=chosen.train.aggregation,
-            **chosen.advantage.model_dump(),
-        )
-        assert found == pytest.approx(expected[name].tolist())
+        found = advantage_function(chosen.algorithm, max_context=512)([group(rewards.tolist(), tokens)])
+        assert np.concatenate(found[0]) == pytest.approx(expected[name].tolist())

@@ -19,7 +19,8 @@ from agentrl_train.types import (
     Turn,
 )
 
-AGGREGATIONS = ("token_mean", "sequence_mean", "group_mean", "task_mean", "constant")
+SUMMING_TO_ONE = ("token_mean", "sequence_mean", "rollout_mean", "group_mean", "task_mean")
+AGGREGATIONS = (*SUMMING_TO_ONE, "segment_mean", "constant")
 
 
 def turn(prompt: Sequence[int], sampled: Sequence[int], version: int = 0) -> Turn:
@@ -60,6 +61,7 @@ def row(
     advantage: float = 1.0,
     group_id: int = 0,
     task: str = "a",
+    rollout: int | None = None,
 ) -> TokenSequence:
     """Return a sequence whose last ``sampled`` tokens are sampled and whose ids start at ``first``."""
     sampled = length - 1 if sampled is None else sampled
@@ -73,6 +75,7 @@ def row(
         advantages=mask * np.float32(advantage),
         task=task,
         group_id=group_id,
+        rollout=rollout,
     )
 
 
@@ -89,6 +92,7 @@ def rows(draw: st.DrawFn) -> list[TokenSequence]:
                 advantage=draw(st.sampled_from([-1.0, 0.0, 2.0])),
                 group_id=draw(st.integers(0, 3)),
                 task=draw(st.sampled_from("ab")),
+                rollout=draw(st.none() | st.integers(0, 4)),
             )
         )
         first += length
@@ -203,7 +207,7 @@ def test_weights_do_not_depend_on_split(made, aggregation, max_tokens, row_token
         assert found[int(one.token_ids[0])].weights.tolist() == weights.tolist()
 
 
-@given(rows(), st.sampled_from(AGGREGATIONS[:4]), st.integers(1, 3))
+@given(rows(), st.sampled_from(SUMMING_TO_ONE), st.integers(1, 3))
 def test_weights_of_each_step_sum_to_one(made, aggregation, minibatches):
     for batch in pack(made, aggregation=aggregation, num_minibatches=minibatches):
         total = sum(float(micro.weights.sum()) for micro in batch.micro_batches)
@@ -215,6 +219,8 @@ def test_weights_of_each_step_sum_to_one(made, aggregation, minibatches):
     [
         ("token_mean", 0.1, 0.1),
         ("sequence_mean", 0.25, 0.0625),
+        ("rollout_mean", 0.25, 0.0625),
+        ("segment_mean", 0.25, 0.0625),
         ("group_mean", 0.25, 0.0625),
         ("task_mean", 0.1, 0.1),
         ("constant", 0.05, 0.05),

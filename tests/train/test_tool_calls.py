@@ -1,4 +1,5 @@
 import json
+import keyword
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -468,6 +469,19 @@ def test_arguments_that_are_no_object_are_not_rendered() -> None:
     for family in FAMILIES:
         with pytest.raises(ValueError, match="not a JSON object"):
             PARSERS[family].render(ParsedTurn(calls=(ParsedCall("look", "[1]"),)))
+
+
+def test_tools_may_have_names_that_are_keywords_of_python() -> None:
+    for name in set(keyword.kwlist) - {"True", "False", "None"}:
+        for text in (
+            f"[{name}()]",
+            f"[{name}(x=1), {name}(y='a')]",
+            f"[look(), {name}(if=2)]",
+            f"[a.{name}()]",
+        ):
+            calls = PARSERS["llama_python"].parse(text).calls
+            assert {call.name for call in calls} <= {name, "look", f"a.{name}"}, text
+            assert calls[-1].name.removeprefix("a.") == name
 
 
 NAMES = st.from_regex(r"[a-z][a-z_0-9]{0,8}", fullmatch=True)

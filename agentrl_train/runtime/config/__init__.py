@@ -8,24 +8,31 @@ configuration holds absolute paths, so the ``to_toml()`` in a run folder can be 
 This package does not import torch.
 """
 
-from agentrl_train.runtime.config.loading import load_config
+from agentrl_train.runtime.config.algorithm import AlgorithmSection
+from agentrl_train.runtime.config.loading import gateway_config, load_config
+from agentrl_train.runtime.config.objectives import DistillSection, ReplaySection, RewardSection
 from agentrl_train.runtime.config.run_config import RunConfig
 from agentrl_train.runtime.config.sections import (
-    AdvantageSection,
     EngineSection,
     EnvironmentSection,
     ModelSection,
     RolloutSection,
+    SubAgentSection,
     TrainSection,
 )
 
 __all__ = [
-    "AdvantageSection",
+    "AlgorithmSection",
+    "DistillSection",
     "EngineSection",
     "EnvironmentSection",
     "ModelSection",
+    "ReplaySection",
+    "RewardSection",
     "RolloutSection",
     "RunConfig",
+    "SubAgentSection",
     "TrainSection",
+    "gateway_config",
     "load_config",
 ]

@@ -52,7 +52,7 @@ def _line(full_name: str, key: str, field: FieldInfo, *, off: bool) -> str:
     description = _plain(field.description)
     if choices := _choices(field):
         description = f"{description} ({', '.join(choices)})".strip()
-    return f"{'# ' * commented}{setting:<{44 - 2 * commented}}# {description}".rstrip(" #")
+    return f"{'# ' * commented}{setting + '  ':<{44 - 2 * commented}}# {description}".rstrip(" #")
 
 
 def _choices(field: FieldInfo) -> list[str]:

@@ -6,10 +6,14 @@ import math
 from pathlib import Path
 from typing import Self
 
+from agentrl_train.runtime.config.algorithm import AlgorithmSection, algorithm_problems
+from agentrl_train.runtime.config.objectives import DistillSection, ReplaySection, RewardSection
+from agentrl_train.runtime.config.section import Section
 from agentrl_train.runtime.config.sections import (
     SLACK_S,
-    AdvantageSection,
     CheckpointSection,
+    CriticSection,
+    CurriculumSection,
     EngineSection,
     EnvironmentSection,
     EvalSection,
@@ -18,7 +22,6 @@ from agentrl_train.runtime.config.sections import (
     PlacementSection,
     RolloutSection,
     RunSection,
-    Section,
     SftSection,
     TrainSection,
 )
@@ -37,7 +40,12 @@ class RunConfig(Section):
     placement: PlacementSection = PlacementSection()
     engine: EngineSection = EngineSection()
     rollout: RolloutSection = RolloutSection()
-    advantage: AdvantageSection = AdvantageSection()
+    curriculum: CurriculumSection = CurriculumSection()
+    reward: RewardSection = RewardSection()
+    replay: ReplaySection = ReplaySection()
+    distill: DistillSection = DistillSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    critic: CriticSection | None = None
     train: TrainSection = TrainSection()
     sft: SftSection = SftSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -61,6 +69,8 @@ class RunConfig(Section):
         turn_s = engine.completion_deadline_s + rollout.environment_timeout_s
         attempt_s = 2 * rollout.environment_timeout_s + episode_s + turn_s
         waits_s = episode_s + rollout.environment_wait_timeout_s
+        if self.reward.functions:
+            waits_s += self.reward.timeout_s
         return (rollout.environment_retries + 1) * attempt_s + waits_s + SLACK_S
 
     @property
@@ -90,10 +100,12 @@ class RunConfig(Section):
     @property
     def evaluation_engine(self) -> EngineSection:
         """Return the engine section with the sampling of evaluations."""
-        if self.eval.temperature is None:
-            return self.engine
+        return self.engine if self.eval.temperature is None else self.engine_at(self.eval.temperature)
+
+    def engine_at(self, temperature: float) -> EngineSection:
+        """Return the engine section with another temperature and without truncation."""
         whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-        return self.engine.model_copy(update={"temperature": self.eval.temperature, **whole})
+        return self.engine.model_copy(update={"temperature": temperature, **whole})
 
     @property
     def learner_memory_fraction(self) -> float | None:
@@ -130,17 +142,13 @@ class RunConfig(Section):
         )
         if not self.environments:
             found.append("environments is empty: give at least one [[environments]] table")
-        rollout, advantage = self.rollout, self.advantage
-        if rollout.group_size == 1 and advantage.baseline != "none":
-            found.append(
-                f"advantage.baseline = {advantage.baseline!r} compares siblings, but "
-                "rollout.group_size is 1: use a larger group or baseline = 'none'"
-            )
-        if rollout.group_size == 1 and advantage.scale != "none":
-            found.append(
-                "advantage.scale = 'std' needs the spread of siblings, but rollout.group_size "
-                "is 1: use a larger group or scale = 'none'"
-            )
+        found += [
+            f"environments.{number}.eval_samples is missing: give held-out samples, or set eval.samples = 0"
+            for number, one in enumerate(self.environments)
+            if one.samples is not None and one.eval_samples is None and self.eval.samples
+        ]
+        rollout = self.rollout
+        found += algorithm_problems(self)
         if self.engine.temperature == 0.0:
             found.append(
                 "engine.temperature = 0 makes all siblings of a group equal, which gives no learning signal: "
@@ -171,17 +179,8 @@ class RunConfig(Section):
                 f"model.attention = {self.model.attention!r} has no effect with train.sequence_parallel = "
                 f"{self.train.sequence_parallel}, which uses PyTorch's attention: set it to 'sdpa'"
             )
-        if self.train.constant_tokens is not None and self.train.aggregation != "constant":
-            found.append(
-                "train.constant_tokens needs train.aggregation = 'constant': set it, or leave it out"
-            )
         if "evaluation" in self.policies:
             found += self._problems_of_concurrent_evaluation()
-        if self.engine.truncates and self.train.importance_cap is None:
-            found.append(
-                "engine.top_p, top_k and min_p sample from another distribution than the trained one: set "
-                "train.importance_cap, which weighs each token by their ratio"
-            )
         episodes = rollout.groups_per_step * rollout.group_size
         if self.train.minibatches > episodes:
             found.append(

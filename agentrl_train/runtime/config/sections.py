@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, Self
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-NonNegative = Annotated[float, Field(ge=0.0)]
-Positive = Annotated[float, Field(gt=0.0)]
-Count = Annotated[int, Field(ge=1)]
-CountOrOff = Annotated[int, Field(ge=0)]
+from agentrl_train.runtime.config.section import Count, CountOrOff, Fraction, NonNegative, Positive, Section
 
 SLOWEST_TOKENS_PER_S = 5.0
 """Speed of one session below which an engine is not useful; default time limits follow from it."""
 SLACK_S = 60.0
 """Added to default time limits."""
-
-
-class Section(BaseModel):
-    """Base of all sections; ``problems`` reports constraints between fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-
-    def problems(self) -> list[str]:
-        """Return violated constraints between the fields of this section, one sentence each."""
-        return []
-
-    @model_validator(mode="after")
-    def _check_problems(self) -> Self:
-        if found := self.problems():
-            raise ValueError("\n".join(found))
-        return self
 
 
 class VllmSection(Section):
@@ -190,21 +171,6 @@ class PlacementSection(Section):
         return found
 
 
-class AdvantageSection(Section):
-    """Computation of advantages from rewards."""
-
-    baseline: Literal["mean", "leave_one_out", "none"] = "mean"
-    """Baseline of a trajectory: mean of its group, mean of the others, or none."""
-    scale: Literal["std", "none"] = "std"
-    """Divisor of advantages: standard deviation of their group, or none."""
-    task_normalization: bool = True
-    """Normalize the advantages of each task to mean 0 and std 1 under the weights of the loss (AgentRL)."""
-    invalid_call_penalty: NonNegative = 0.0
-    """Subtracted from the reward of an episode with any invalid tool call."""
-    truncation_penalty: NonNegative = 0.0
-    """Subtracted from the reward of an episode that a limit ended."""
-
-
 class LoraSection(Section):
     """LoRA adapters, trained instead of the model (``[train.lora]``)."""
 
@@ -217,7 +183,7 @@ class LoraSection(Section):
 
 
 class TrainSection(Section):
-    """The optimizer and the loss."""
+    """The optimizer, and the memory and processes of the learner."""
 
     learning_rate: Positive = 1e-5
     """Peak learning rate of AdamW."""
@@ -237,35 +203,12 @@ class TrainSection(Section):
     """Gradient clipping norm."""
     minibatches: Count = 1
     """Optimizer steps per batch."""
-    aggregation: Literal["token_mean", "sequence_mean", "group_mean", "task_mean", "constant"] = (
-        "sequence_mean"
-    )
-    """Unit with equal weight in the loss: token, sequence, group, task, or a constant number of tokens."""
-    constant_tokens: Count | None = None
-    """Denominator of each sequence with ``aggregation = "constant"``; left out, ``engine.max_context``."""
-    clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
-    """The ratio is clipped at 1 - clip_low and 1 + clip_high."""
-    clip_high: Positive = 0.28
-    """See clip_low."""
-    dual_clip: NonNegative = 3.0
-    """Upper bound of the ratio for tokens with negative advantage; 0 is off."""
     micro_batch_tokens: Count = 8192
     """Token budget of one micro-batch."""
     max_logits: Count = 2**26
     """Entries of the logits that are held at a time, tokens times vocabulary; more are computed in chunks."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype of the learner; parameters stay in float32."""
-    entropy_coefficient: NonNegative = 0.0
-    """Weight of the entropy bonus that is subtracted from the loss; 0 is off."""
-    importance_cap: Positive | None = None
-    """Decoupled PPO: clip against log-probabilities recomputed before the update, and weight each token by
-    the importance ratio of those to the sampler's, truncated at this cap. Left out, it is off."""
-    importance_floor: NonNegative | None = None
-    """With ``importance_cap``: tokens whose importance ratio lies outside [floor, cap] are masked instead of
-    truncated. Left out, they are truncated."""
-    kl_coef: NonNegative = 0.0
-    """Weight of the KL penalty towards the initial policy, which takes a copy of the model, or with adapters
-    none; 0 is off."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     offload_optimizer: bool = False
@@ -288,23 +231,32 @@ class TrainSection(Section):
     def problems(self) -> list[str]:
         """Return violated constraints between the fields of this section, one sentence each."""
         found = []
-        if 0.0 < self.dual_clip <= 1.0 + self.clip_high:
-            found.append(
-                f"dual_clip ({self.dual_clip}) must be above 1 + clip_high "
-                f"({1.0 + self.clip_high:g}), or 0 to disable it"
-            )
         if 1.0 in self.betas:
             found.append("betas must be below 1")
-        if self.importance_floor is not None and self.importance_cap is None:
-            found.append("importance_floor needs importance_cap: set both, or leave both out")
-        if None not in (self.importance_floor, self.importance_cap) and (
-            self.importance_floor >= self.importance_cap  # type: ignore[operator]
-        ):
-            found.append(
-                f"importance_floor ({self.importance_floor}) must be below importance_cap "
-                f"({self.importance_cap})"
-            )
         return found
+
+
+class CriticSection(Section):
+    """A model of the values of states, where credit is by a critic (``[critic]``)."""
+
+    model: str | None = None
+    """A Hugging Face model folder, or a name on the hub, whose head is replaced; left out, the policy."""
+    learning_rate: Positive = 1e-5
+    """Learning rate of AdamW, constant."""
+    warmup_steps: CountOrOff = 0
+    """First steps, in which only the critic learns."""
+    passes: Count = 1
+    """Passes over the episodes of each step."""
+    clip: NonNegative = 0.2
+    """A value moves at most this far in an update of "gae_token" and its like; 0 is without a bound."""
+    replay: CountOrOff = 0
+    """Groups of earlier steps that turns are learned from again, for credit "archer"; 0 is off."""
+    beta: Positive = 0.1
+    """Steepness of preferences, for credit "sweet"."""
+    target_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
+    """Share of the difference by which target networks follow in an update, for credit "archer"."""
+    max_grad_norm: Positive = 1.0
+    """Gradient clipping norm."""
 
 
 class SftSection(Section):
@@ -383,12 +335,24 @@ class ModelSection(Section):
 
 
 class EnvironmentSection(Section):
-    """Environments of one server: started by the run (``serve``) or running already (``url``)."""
+    """Environments of one server, started by the run or running already, or samples of an agent program."""
 
     serve: tuple[str, ...] = ()
     """Targets to serve from a child process: folders, ``file.py:Class`` or ``module:Class``."""
     url: str | None = None
     """Address of a running server or controller."""
+    samples: str | None = None
+    """File of samples for ``program``, one JSON object per line; its name is that of the task."""
+    eval_samples: str | None = None
+    """File of samples for evaluation, beside ``samples``."""
+    program: str | None = None
+    """Agent program that plays the episodes: a command, or ``file.py:function``. It calls the policy through
+    the gateway, and returns or posts the reward. Left out, the run plays with the tools of the tasks."""
+    program_folder: str = "."
+    """Working directory of a command."""
+    ignore_sampling: bool = False
+    """Ignore temperature, top_p, top_k and min_p in the requests of a program, where they differ from the
+    run's; else such a request is an error."""
     token_env: str | None = None
     """Environment variable with the token of the server; without it no token is sent."""
     tasks: dict[str, Positive] = Field(default_factory=dict)
@@ -401,10 +365,74 @@ class EnvironmentSection(Section):
     def problems(self) -> list[str]:
         """Return violated constraints between the fields of this section, one sentence each."""
         found = []
-        if bool(self.serve) == (self.url is not None):
-            found.append("give either serve (targets to start) or url (a running server)")
+        if [bool(self.serve), self.url is not None, self.samples is not None].count(True) != 1:
+            found.append(
+                "give either serve (targets to start) or url (a running server), or samples for a program"
+            )
+        if self.samples is not None and self.program is None:
+            found.append("samples need a program that plays them: set program")
+        if self.samples is not None and self.tasks:
+            found.append("tasks are those of a server: leave them out, samples are one task")
+        if self.eval_samples is not None and self.samples is None:
+            found.append("eval_samples need samples: set both")
+        if self.samples is not None and self.split == self.eval_split:
+            found.append("split and eval_split are the same: give them different names")
+        if self.program is not None and not self.program.strip():
+            found.append("program is empty: give a command or file.py:function")
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             found.append(f"url must start with http:// or https://, not {self.url!r}")
+        return found
+
+
+def is_function(program: str) -> bool:
+    """Return whether a program is ``file.py:function`` or ``module:function``, and not a command."""
+    return re.fullmatch(r"\S+:[A-Za-z_]\w*", program) is not None
+
+
+class SubAgentSection(Section):
+    """A sub-agent that the policy may call as a tool (``[rollout.sub_agent]``, MATPO).
+
+    The caller is the planner; a call is played by a worker, which is the same policy in a context of its own.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")] = "delegate"
+    """Name of the tool, and of the agent in the recorded segments."""
+    description: str = (
+        "Give a task to another agent. It knows nothing but the text of the task, works on it by itself and "
+        "returns a report."
+    )
+    """Description of the tool."""
+    system_prompt: Annotated[str, Field(min_length=1)] = (
+        "You work on a task for another agent. Use your tools; when you are done, answer with a short report "
+        "of what you found, without calling a tool."
+    )
+    """System message of workers."""
+    max_turns: Count = 8
+    """Turns of one call. The last one is for the report; its tool calls are not executed."""
+    planner_tools: tuple[str, ...] | None = None
+    """Tools of the environment that the planner sees; left out, all."""
+    worker_tools: tuple[str, ...] | None = None
+    """Tools of the environment that workers see; left out, all."""
+    tasks: tuple[str, ...] = ()
+    """Tasks in which the sub-agent can be called; left out, all."""
+
+    def serves(self, task: str) -> bool:
+        """Return whether the sub-agent can be called in a task."""
+        return not self.tasks or task in self.tasks
+
+    def problems(self) -> list[str]:
+        """Return violated constraints between the fields of this section, one sentence each."""
+        found = []
+        if self.planner_tools == () and self.worker_tools == ():
+            found.append(
+                "planner_tools and worker_tools are both empty, so no agent can act: leave one out, or list "
+                "tools of the environment"
+            )
+        if self.max_turns == 1 and self.worker_tools:
+            found.append(
+                "max_turns = 1 leaves a worker one turn, which is for its report: raise it, or set "
+                "worker_tools = []"
+            )
         return found
 
 
@@ -437,6 +465,13 @@ class RolloutSection(Section):
     """Steps between two refreshes of the stale policy."""
     max_turns: dict[str, Count] = Field(default_factory=dict)
     """Turn limit of the episodes of a task, where it is to be lower than the environment's own."""
+    horizon: tuple[Count, ...] = ()
+    """Turn limits of training episodes in stages of ``horizon_steps`` steps (ScalingInter-RL); the last one
+    stays. Left out, it is off."""
+    horizon_steps: Count = 100
+    """Steps of one stage of ``horizon``."""
+    sub_agent: SubAgentSection | None = None
+    """A sub-agent as a tool; left out, it is off."""
 
     def episode_limit_s(self, *, max_context: int) -> float:
         """Return ``episode_timeout_s``, or its default for a context of this length."""
@@ -457,6 +492,32 @@ class RolloutSection(Section):
                 f"{most}, the number of groups in flight"
             ]
         return []
+
+
+class CurriculumSection(Section):
+    """Difficulty and mixture of the tasks by the success of their training episodes."""
+
+    levels: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    """Splits of a task from easy to hard, in place of ``environments.split``."""
+    raise_at: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8
+    """Success rate over ``window`` groups of a level from which on the next one is drawn."""
+    window: Annotated[int, Field(ge=2)] = 16
+    """Trained groups of a task over which its success is averaged."""
+    mix: Literal["fixed", "progress"] = "fixed"
+    """Weights of the tasks: those of ``environments.tasks``, or by learning progress, the change of success
+    between the halves of ``window`` (arXiv 1707.00183)."""
+    fixed_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    """Part of the draws that keeps the fixed weights with ``mix = "progress"``, so that no task is lost."""
+    every: Count = 5
+    """Steps between two changes of the mixture."""
+
+    def problems(self) -> list[str]:
+        """Return violated constraints between the fields of this section, one sentence each."""
+        found = []
+        for task, splits in self.levels.items():
+            if not splits or len(set(splits)) < len(splits):
+                found.append(f"levels.{task} = {list(splits)} must list different splits, from easy to hard")
+        return found
 
 
 class CheckpointSection(Section):

@@ -30,6 +30,8 @@ RENAMED = {
     "checkpoint.seconds": "checkpoint.write_timeout_s",
 }
 """Former key -> current key; using a former key is an error that names the current one."""
+MOVED = {"advantage": "algorithm"}
+"""Former section -> the one that has its keys now."""
 
 
 def read_toml(path: Path) -> Table:
@@ -81,6 +83,26 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+
+
+def merge(table: Table, changes: Mapping[str, Any]) -> None:
+    """Set the values of ``changes`` in a table; tables are merged, everything else is replaced."""
+    for key, value in changes.items():
+        if isinstance(value, Mapping) and isinstance(table.get(key), dict):
+            merge(table[key], value)
+        else:
+            table[key] = deepcopy(value)
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> Table:
+    """Return the values of a table by dotted name."""
+    found: Table = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
 
 
 def dump_toml(table: Mapping[str, Any]) -> str:
@@ -174,6 +196,8 @@ def _unknown_key(location: Sequence[str | int], model: type[BaseModel]) -> str:
     if name in RENAMED:
         unit = ", in seconds" if name == "run.minutes" else ""
         return f"unknown key {name}: it was renamed to {RENAMED[name]}{unit}"
+    if name in MOVED:
+        return f"unknown section {name}: its keys are in {MOVED[name]} now"
     valid = list(_fields(location[:-1], model))
     if near := get_close_matches(key, valid, n=1, cutoff=0.6):
         return f"unknown key {name}; did you mean {near[0]}?"

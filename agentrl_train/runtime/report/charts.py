@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 
 Point = tuple[float, float]
 
@@ -30,6 +32,8 @@ class Series:
     """Share of the old value in the moving average drawn; above 0 the raw line is drawn faintly below it."""
     marks: Sequence[Point] = ()
     """Single measurements, drawn as rings."""
+    band: Sequence[tuple[float, float, float]] = ()
+    """Intervals (x, low, high) around the line, drawn as an area."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +63,7 @@ def line_chart(
         x_name: unit of the x axis.
     """
     points = [point for one in series for point in (*one.points, *one.marks)]
+    points += [(x, y) for one in series for x, *ends in one.band for y in ends]
     if not points:
         return ""
     xs, ys = [x for x, _ in points], [y for _, y in points]
@@ -66,10 +71,42 @@ def line_chart(
         min(ys) if bottom is None else min(bottom, *ys), max(ys) if top is None else max(top, *ys)
     )
     frame = _Frame(x_low=min(0.0, *xs), x_high=max(xs), y_low=ticks[0], y_high=ticks[-1])
-    lines = "".join(_line(one, frame, label, x_name) for one in series)
+    lines = "".join(_band(one, frame) for one in series)
+    lines += "".join(_line(one, frame, label, x_name) for one in series)
     return (
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
         f"{_y_axis(ticks, frame, label)}{_x_axis(frame, x_name)}{lines}</svg>"
+    )
+
+
+def standalone(chart: str, *, title: str, names: Sequence[tuple[str, int]]) -> str:
+    """Return a chart as a file of its own, with title, legend and style.
+
+    Args:
+        chart: what ``line_chart`` returned.
+        title: drawn above it.
+        names: name and colour of each line.
+    """
+    style = Path(__file__).with_name("chart.css").read_text(encoding="utf-8")
+    x, y, keys = LEFT, 40, []
+    for name, colour in names:
+        width = 30 + 6.6 * len(name)
+        if x + width > WIDTH and x > LEFT:
+            x, y = LEFT, y + 17
+        keys.append(
+            f'<g class="c{colour % NUM_COLOURS}">'
+            f'<polyline class="line" points="{x},{y - 4} {x + 14},{y - 4}"/>'
+            f'<text class="tick" x="{x + 20}" y="{y}">{escape(name)}</text></g>'
+        )
+        x += round(width)
+    inside = re.sub(r'<circle class="hover".*?</circle>|^<svg[^>]*>|</svg>$', "", chart)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 10 + HEIGHT}" '
+        'font-family="system-ui, sans-serif">'
+        f"<title>{escape(title)}</title><style>{style} .card {{ fill: var(--card); }} "
+        ".title { fill: var(--ink); font-size: 13px; font-weight: 600; }</style>"
+        f'<rect class="card" width="100%" height="100%" rx="10"/><text class="title" x="12" y="20">'
+        f'{escape(title)}</text>{"".join(keys)}<g transform="translate(0 {y + 8})">{inside}</g></svg>\n'
     )
 
 
@@ -190,13 +227,13 @@ def _x_axis(frame: _Frame, name: str) -> str:
         for tick in nice_ticks(frame.x_low, frame.x_high, most=6)
         if frame.x_low <= tick <= frame.x_high and tick == int(tick)
     ]
+    end = f"{name} {int(frame.x_high)}"
     # The name of the axis is at the right end; numbers that would overlap it are left out.
-    inside = [tick for tick in inside if frame.x(tick) < WIDTH - RIGHT - 40]
+    inside = [tick for tick in inside if frame.x(tick) < WIDTH - RIGHT - 14 - 6 * len(end)]
     numbers = "".join(
         f'<text class="tick" x="{frame.x(tick)}" y="{HEIGHT - 8}" text-anchor="middle">{int(tick)}</text>'
         for tick in inside
     )
-    end = f"{name} {int(frame.x_high)}"
     return (
         f'{numbers}<text class="tick" x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end">'
         f"{escape(end)}</text>"
@@ -219,6 +256,14 @@ def _line(one: Series, frame: _Frame, label: Callable[[float], str], x_name: str
         for x, y in shown
     ]
     return f'<g class="c{one.colour % NUM_COLOURS}">{"".join(parts)}</g>'
+
+
+def _band(one: Series, frame: _Frame) -> str:
+    if len(one.band) < 2:
+        return ""
+    ends = [*((x, low) for x, low, _ in one.band), *((x, high) for x, _, high in reversed(one.band))]
+    places = " ".join(f"{frame.x(x)},{frame.y(y)}" for x, y in ends)
+    return f'<g class="c{one.colour % NUM_COLOURS}"><polygon class="band" points="{places}"/></g>'
 
 
 def _path(points: Sequence[Point], frame: _Frame, kind: str) -> str:

@@ -92,6 +92,7 @@ CURVES = (
         label=percent_label,
         of_tasks=True,
     ),
+    Curve(title="Level", unit="of the curriculum", names={"level": "level"}, of_tasks=True, smooth=0.0),
     Curve(
         title="Drift",
         unit="largest log-probability difference of engine and trainer",
@@ -114,14 +115,31 @@ CURVES = (
 
 
 def curves(steps: Sequence[Step], *, tasks: Sequence[str], held_out: Mapping[str, Sequence[Point]]) -> str:
-    """Return all charts that have data.
+    """Return all charts that have data, one for each score of ``[reward]`` among them.
 
     Args:
         steps: the lines of ``metrics.jsonl``.
         tasks: all tasks; the position of a task determines its colour.
         held_out: task -> (policy version, success), drawn as rings in the first chart.
     """
-    return "".join(_figure(curve, steps, tasks, held_out) for curve in CURVES)
+    scores = [
+        Curve(
+            title=name,
+            unit="mean score of an episode",
+            names={f"score.{name}": name},
+            of_tasks=True,
+            bottom=None,
+        )
+        for name in _scores(steps)
+    ]
+    return "".join(_figure(curve, steps, tasks, held_out) for curve in (*CURVES, *scores))
+
+
+def _scores(steps: Sequence[Step]) -> list[str]:
+    """Return the names of the scores of all steps."""
+    values = [of_task for step in steps for of_task in task_values(step).values()]
+    names = {str(name) for one in values if isinstance(one, Mapping) for name in one}
+    return sorted(name.removeprefix("score.") for name in names if name.startswith("score."))
 
 
 def _figure(

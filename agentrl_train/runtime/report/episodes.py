@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -19,19 +19,52 @@ ENDS = {
     "truncated_length": ("context full", "warn"),
     "failed_environment": ("environment failed", "bad"),
     "failed_engine": ("engine failed", "bad"),
+    "failed_reward": ("reward missing", "bad"),
 }
+REASONS = {"sub_agent": "sub-agent", "rewritten": "history rewritten"}
 
 
 def episode_html(episode: Mapping[str, Any], *, title: str = "") -> str:
     """Return one line of ``trajectories/*.jsonl`` as a card."""
     messages = [one for one in episode.get("messages") or () if isinstance(one, Mapping)]
-    bubbles = "".join(_bubble(message) for message in messages)
+    bubbles = "".join(_conversation(messages, _segments(episode)))
     error = episode.get("error")
     problem = f'<p class="small down">{_text(str(error))}</p>' if error else ""
     return (
         f'<div class="card episode"><div class="head">{_head(episode, title)}</div>'
         f'<div class="facts">{escape(_facts(episode))}</div>{problem}{bubbles}</div>'
     )
+
+
+def _segments(episode: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [one for one in episode.get("segments") or () if isinstance(one, Mapping)]
+
+
+def _conversation(
+    messages: Iterable[Mapping[str, Any]], segments: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    """Yield the bubbles, and boxes around those of a segment and of the segments within it."""
+    open_boxes: list[int] = []
+    for message in messages:
+        path = _ancestry(message.get("segment"), segments)
+        while open_boxes != path[: len(open_boxes)]:
+            open_boxes.pop()
+            yield "</div>"
+        for one in (segments[index] for index in path[len(open_boxes) :]):
+            words = f"{one.get('agent')} · {REASONS.get(str(one.get('reason')), one.get('reason'))}"
+            yield f'<div class="segment"><div class="role">{escape(words)}</div>'
+        open_boxes = path
+        yield _bubble(message)
+    yield "</div>" * len(open_boxes)
+
+
+def _ancestry(segment: Any, segments: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return a segment and those that it was opened from, the first segment left out, outermost first."""
+    path: list[int] = []
+    while isinstance(segment, int) and 0 < segment < len(segments) and segment not in path:
+        path.insert(0, segment)
+        segment = segments[segment].get("parent")
+    return path
 
 
 def _head(episode: Mapping[str, Any], title: str) -> str:
@@ -50,11 +83,17 @@ def _facts(episode: Mapping[str, Any]) -> str:
     facts = [f"{episode.get('task')}, {episode.get('split')} sample {episode.get('index')}"]
     turns = [one["turn"] for one in episode.get("messages") or () if _turn(one)]
     facts.append(f"{len(turns)} turn{'' if len(turns) == 1 else 's'}")
+    if (count := len(_segments(episode))) > 1:
+        facts.append(f"{count} segments")
     versions = [version for turn in turns for version in turn.get("versions") or ()]
     if versions:
         facts.append(f"policy version {_span(min(versions), max(versions))}")
     if episode.get("group_id") is not None:
         facts.append(f"group {episode['group_id']}")
+    scores = episode.get("scores")
+    for name, value in scores.items() if isinstance(scores, Mapping) else ():
+        if (score := number(value)) is not None:
+            facts.append(f"{name} {score:g}")
     if (seconds := number(episode.get("seconds"))) is not None:
         facts.append(f"{seconds:.1f} s")
     return " · ".join(facts)

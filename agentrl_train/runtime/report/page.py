@@ -16,6 +16,7 @@ from agentrl_train.runtime.report.charts import Interval, interval_axis, interva
 from agentrl_train.runtime.report.curves import curves, number, task_values
 from agentrl_train.runtime.report.efficiency import efficiency
 from agentrl_train.runtime.report.episodes import episode_html
+from agentrl_train.runtime.report.html import document, duration, fold, percent, section_head, tile
 from agentrl_train.runtime.telemetry.metrics import read_jsonl
 
 Record = Mapping[str, Any]
@@ -86,17 +87,9 @@ def read_run(folder: Path) -> RunRecord:
 
 def render(run: RunRecord) -> str:
     """Return the page."""
-    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     sections = (_header, _results, _curves, _efficiency, _comparisons, _training_episodes, _config)
     body = "\n".join(part for part in (section(run) for section in sections) if part)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
-        "style-src 'unsafe-inline'\">"
-        f"<title>{escape(run.name)}</title><style>\n{style}</style></head>"
-        f"<body><main>\n{body}\n</main></body></html>\n"
-    )
+    return document(run.name, body)
 
 
 def _header(run: RunRecord) -> str:
@@ -119,33 +112,24 @@ def _header(run: RunRecord) -> str:
 def _tiles(run: RunRecord, summary: Record, last: Record) -> Iterable[str]:
     before, after = _mean_success(run, "before"), _mean_success(run, "after")
     if after is not None:
-        gain = "" if before is None else f"from {_percent(before)} before"
-        yield _tile("Held-out success", _percent(after), gain)
+        gain = "" if before is None else f"from {percent(before)} before"
+        yield tile("Held-out success", percent(after), gain)
     elif before is not None:
-        yield _tile("Held-out success", _percent(before), "before training")
+        yield tile("Held-out success", percent(before), "before training")
     seconds = number(summary.get("seconds", last.get("elapsed_s")))
     if seconds is not None:
-        yield _tile("Time", _duration(seconds), f"{len(run.steps)} steps recorded")
+        yield tile("Time", duration(seconds), f"{len(run.steps)} steps recorded")
     tokens = number(summary.get("trained_tokens")) or sum(_values(run, "loss_tokens"))
     if tokens:
         speed = _values(run, "trained_tokens_per_s")
-        yield _tile(
-            "Trained tokens", number_label(tokens), f"{fmean(speed):,.0f} per second" if speed else ""
-        )
+        yield tile("Trained tokens", number_label(tokens), f"{fmean(speed):,.0f} per second" if speed else "")
     if staleness := _values(run, "staleness_mean"):
         most = max(_values(run, "staleness_max"), default=max(staleness))
-        yield _tile("Staleness", f"{fmean(staleness):.2f}", f"steps, at most {most:g}")
+        yield tile("Staleness", f"{fmean(staleness):.2f}", f"steps, at most {most:g}")
     if idle := _values(run, "trainer_idle"):
         engine = _values(run, "engine_idle")
-        note = f"engine {_percent(fmean(engine))}" if engine else ""
-        yield _tile("Trainer idle", _percent(fmean(idle)), note)
-
-
-def _tile(name: str, value: str, note: str) -> str:
-    return (
-        f'<div class="card tile"><div class="name">{escape(name)}</div>'
-        f'<div class="value">{escape(value)}</div><div class="note">{escape(note)}</div></div>'
-    )
+        note = f"engine {percent(fmean(engine))}" if engine else ""
+        yield tile("Trainer idle", percent(fmean(idle)), note)
 
 
 def _results(run: RunRecord) -> str:
@@ -158,7 +142,7 @@ def _results(run: RunRecord) -> str:
     before, after = _mean_success(run, "before"), _mean_success(run, "after")
     if len(tasks) > 1:
         rows += (
-            f'<tr class="mean"><td>mean</td><td>{_percent(before)}</td><td>{_percent(after)}</td>'
+            f'<tr class="mean"><td>mean</td><td>{percent(before)}</td><td>{percent(after)}</td>'
             f'<td>{_change(before, after)}</td><td></td><td class="picture"></td></tr>'
         )
     return (
@@ -186,12 +170,12 @@ def _share(one: Interval | None) -> str:
     if one is None:
         return "–"
     low, high = 100 * one.low, 100 * one.high
-    return f'{_percent(one.value)} <span class="dim small">[{low:.0f}, {high:.0f}]</span>'
+    return f'{percent(one.value)} <span class="dim small">[{low:.0f}, {high:.0f}]</span>'
 
 
 def _greedy(evaluation: Record | None) -> str:
     success = number((evaluation or {}).get("greedy"))
-    return "" if success is None else f'<div class="dim small">greedy {_percent(success)}</div>'
+    return "" if success is None else f'<div class="dim small">greedy {percent(success)}</div>'
 
 
 def _change(before: float | None, after: float | None) -> str:
@@ -206,7 +190,7 @@ def _curves(run: RunRecord) -> str:
     charts = curves(run.steps, tasks=run.tasks, held_out=_held_out_marks(run))
     if not charts:
         return ""
-    head = _section_head("curves", "Curves", "Moving averages over training steps; single steps are faint.")
+    head = section_head("curves", "Curves", "Moving averages over training steps; single steps are faint.")
     return f'{head}<div class="charts">{charts}</div>'
 
 
@@ -215,7 +199,7 @@ def _efficiency(run: RunRecord) -> str:
     if not cards:
         return ""
     note = "Over the whole run. Open trace.json at ui.perfetto.dev for a timeline."
-    return f'{_section_head("efficiency", "Time and tokens", note)}<div class="charts">{cards}</div>'
+    return f'{section_head("efficiency", "Time and tokens", note)}<div class="charts">{cards}</div>'
 
 
 def _held_out_marks(run: RunRecord) -> dict[str, list[tuple[float, float]]]:
@@ -240,15 +224,15 @@ def _comparisons(run: RunRecord) -> str:
         for key in both[:EXAMPLES_PER_TASK]:
             cards = episode_html(before[key], title="Before") + episode_html(after[key], title="After")
             title = f"{task}, sample {before[key].get('index')}: {_outcomes(before[key], after[key])}"
-            parts.append(_fold(title, cards, is_open=not parts))
+            parts.append(fold(title, cards, is_open=not parts))
         if not both:
             shown = list(before.values()) or list(after.values())
             cards = "".join(episode_html(one) for one in shown[:EXAMPLES_PER_TASK])
-            parts += [_fold(f"{task}, held-out samples", cards, is_open=not parts)] if cards else []
+            parts += [fold(f"{task}, held-out samples", cards, is_open=not parts)] if cards else []
     if not parts:
         return ""
     note = "Held-out samples that the policy never trained on."
-    return _section_head("examples", "The same problem, before and after", note) + "".join(parts)
+    return section_head("examples", "The same problem, before and after", note) + "".join(parts)
 
 
 def _training_episodes(run: RunRecord) -> str:
@@ -257,11 +241,11 @@ def _training_episodes(run: RunRecord) -> str:
     for name, episodes in run.episodes.items():
         if name.startswith("step_") and episodes:
             cards = "".join(episode_html(one) for one in episodes)
-            parts.append(_fold(f"Step {name.removeprefix('step_').lstrip('0')}", cards))
+            parts.append(fold(f"Step {name.removeprefix('step_').lstrip('0')}", cards))
     if not parts:
         return ""
     note = "The best and the worst sibling of some groups, from steps spread over the run."
-    return _section_head("episodes", "Training episodes", note) + "".join(parts)
+    return section_head("episodes", "Training episodes", note) + "".join(parts)
 
 
 def _config(run: RunRecord) -> str:
@@ -270,17 +254,6 @@ def _config(run: RunRecord) -> str:
     return (
         '<h2 id="configuration">Configuration</h2><details class="card fold"><summary>config.toml</summary>'
         f"<pre>{escape(run.config)}</pre></details>"
-    )
-
-
-def _section_head(anchor: str, title: str, note: str) -> str:
-    return f'<h2 id="{anchor}">{escape(title)}</h2><p class="dim small">{escape(note)}</p>'
-
-
-def _fold(title: str, cards: str, *, is_open: bool = False) -> str:
-    return (
-        f'<details class="card fold"{" open" if is_open else ""}><summary>{escape(title)}</summary>'
-        f'<div class="inside pair">{cards}</div></details>'
     )
 
 
@@ -320,13 +293,3 @@ def _interval(line: Record | None) -> Interval | None:
 
 def _values(run: RunRecord, name: str) -> list[float]:
     return [value for step in run.steps if (value := number(step.get(name))) is not None]
-
-
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f}%"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"

@@ -15,7 +15,8 @@ The progress display and the report use, per step, ``staleness_mean``, ``stalene
 ``trainer_idle``, ``engine_idle`` (shares of the step's time), ``sampled_tokens``, ``prefilled_tokens``,
 ``reprefilled_tokens``, ``discarded_tokens``, ``logprob_drift``, ``kl``, ``clip_fraction``, ``entropy``,
 ``grad_norm``, ``learning_rate`` and ``loss``; per task ``success``, ``reward``, ``turns``, ``valid_calls``
-and ``token_share``. Missing names are skipped, and other names are recorded too.
+and ``token_share``, and ``score.<name>`` of each score of ``[reward]``. Missing names are skipped, and
+other names are recorded too.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from agentrl_env.evaluation.statistics import wilson_interval
 from agentrl_train.runtime.atomic_io import run_folder_errors, write_file
 from agentrl_train.runtime.telemetry.progress import Progress
 from agentrl_train.types import Trajectory, TrajectoryGroup, Turn
@@ -37,31 +39,6 @@ SHARES = ("before", "after", "before_greedy", "after_greedy")
 """Success rates of a task in the summary."""
 SHOWN_PER_TASK = 8
 """Episodes per task and evaluation that are written out, the same samples each time."""
-
-
-def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
-    """Return the Wilson score interval of a share; 95 % by default, (0, 1) without trials.
-
-    E. B. Wilson, "Probable inference, the law of succession, and statistical inference" (1927).
-    """
-    if trials <= 0:
-        return 0.0, 1.0
-    share = successes / trials
-    middle = share + z * z / (2 * trials)
-    spread = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
-    scale = 1 + z * z / trials
-    # Rounding may leave the share itself just outside the interval at 0 and 1.
-    return max(0.0, min(share, (middle - spread) / scale)), min(1.0, max(share, (middle + spread) / scale))
-
-
-def pass_at_k(trials: int, successes: int, k: int) -> float:
-    """Return the unbiased estimate of the probability that at least one of ``k`` attempts succeeds.
-
-    ``1 - C(n - c, k) / C(n, k)`` (arXiv 2107.03374). Raises ``ValueError`` if ``k`` is not in 1..trials.
-    """
-    if not 1 <= k <= trials:
-        raise ValueError(f"pass@{k} needs at least {k} attempts per sample, and there are {trials}.")
-    return 1.0 - math.comb(trials - successes, k) / math.comb(trials, k)
 
 
 class Sink(Protocol):
@@ -218,12 +195,13 @@ class MetricsLog:
 
 
 def readable(trajectory: Trajectory, group: TrajectoryGroup | None = None) -> dict[str, Any]:
-    """Return an episode as readable JSON: messages, with version, tokens and reward of each turn."""
+    """Return an episode as readable JSON: messages, with version, tokens and reward of each turn.
+
+    Where it has several segments, each message names its own, and a segment follows the turn that it was
+    opened after: before the reply to that turn, if that is the report of a sub-agent.
+    """
     sample = trajectory.sample
-    messages = [message.wire() for message in trajectory.opening]
-    for turn in trajectory.turns:
-        messages.append(turn.message.wire() | {"turn": _turn(turn)})
-        messages.extend(message.wire() for message in turn.reply)
+    messages = _conversation(trajectory, 0)
     return {
         "task": sample.task,
         "split": sample.split,
@@ -235,10 +213,36 @@ def readable(trajectory: Trajectory, group: TrajectoryGroup | None = None) -> di
         "reward": trajectory.reward,
         "success": trajectory.success,
         "metrics": dict(trajectory.metrics),
+        "scores": dict(trajectory.scores),
         "error": trajectory.error,
         "seconds": round(trajectory.seconds, 3),
         "messages": messages,
+        **({"segments": segments} if len(segments := _segments(trajectory)) > 1 else {}),
     }
+
+
+def _segments(trajectory: Trajectory) -> list[dict[str, Any]]:
+    names = ("parent", "after_turn", "reason", "agent")
+    return [{name: getattr(one, name) for name in names} for one in trajectory.segments]
+
+
+def _conversation(trajectory: Trajectory, number: int) -> list[dict[str, Any]]:
+    """Return the messages of a segment, with those of the segments that were opened from it."""
+    label = {"segment": number} if len(trajectory.segments) > 1 else {}
+    opening = trajectory.segments[number].opening if number else trajectory.opening
+    messages = [message.wire() | label for message in opening]
+    for index, turn in enumerate(trajectory.turns):
+        if turn.segment != number:
+            continue
+        messages.append(turn.message.wire() | {"turn": _turn(turn)} | label)
+        reply = [message.wire() | label for message in turn.reply]
+        opened = [(n, one) for n, one in enumerate(trajectory.segments) if one.after_turn == index]
+        for child, one in opened:
+            if one.reason == "rewritten":
+                messages, reply = [*messages, *reply], []
+            messages += _conversation(trajectory, child)
+        messages += reply
+    return messages
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

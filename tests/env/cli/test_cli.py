@@ -130,6 +130,7 @@ def one_line(text):
     return text
 
 
+@pytest.mark.slow
 def test_new_environment_passes_its_check_and_its_test(cli, tmp_path):
     code, out, _ = cli("new", "number_game")
     assert code == 0

@@ -1,5 +1,6 @@
 import asyncio
 import pickle
+import random
 import socket
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -288,6 +289,14 @@ async def test_bad_gateway_is_retried(canned):
     async with EnvClient.connect(url) as client:
         assert await client.tasks() == {}
     assert len(seen) == 3
+
+
+async def test_retries_do_not_draw_from_the_random_numbers_of_the_program(canned):
+    url, _ = await canned(http(b"<html>", b"502 Bad Gateway"), http(TASKS))
+    before = random.getstate()
+    async with EnvClient.connect(url) as client:
+        await client.tasks()
+    assert random.getstate() == before
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,16 @@ async def test_servers_are_recorded_as_alive_and_lost(store):
     assert await store.is_lost("a")
 
 
+async def test_call_of_a_closed_store_keeps_no_connection(redis):
+    late, store = RedisStore(redis.url), RedisStore(redis.url)
+    await late.start()
+    await late.aclose()
+    await late.report_alive("a")
+    assert await store.knows("a")
+    assert len(await store._redis.client_list()) == 1
+    await store.aclose()
+
+
 async def test_liveness_in_redis_does_not_depend_on_the_clock_of_a_controller(redis, monkeypatch):
     store = RedisStore(redis.url)
     await store.start()

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from contextlib import asynccontextmanager
 from typing import Literal
 
@@ -18,9 +17,9 @@ from agentrl_env.fleet.serve import ControllerServer
 from agentrl_env.server.serve import NOWHERE, EnvServer
 from agentrl_env.types import FunctionCall
 from agentrl_env.wire import OpenRequest
+from tests.browser import CHROMIUM, needs_chromium
 from tests.env.tasks import Guess, close_session, play_step, until
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [
     "--headless",
     "--no-sandbox",
@@ -33,7 +32,7 @@ FLAGS = [
 ]
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; .ci/system-packages chromium installs it"),
+    needs_chromium,
 ]
 PATIENCE_MS = 30_000
 expect.set_options(timeout=PATIENCE_MS)

@@ -15,10 +15,10 @@ import pytest
 from agentrl_env import Done, EnvClient, Environment, Message, Reply, StepResult, ToolCall, tool
 from agentrl_env.__main__ import main
 from agentrl_env.errors import UnknownSample
+from agentrl_env.evaluation import ChatModel, chat_model
 from agentrl_env.launch.process import ServerThread
 from agentrl_env.server.loader import load_target
-from agentrl_env.testing import chat_model, run_quality
-from agentrl_env.testing.chat_model import ChatModel
+from agentrl_env.testing import run_quality
 from agentrl_env.testing.context import Rollout, RolloutTurn
 from agentrl_env.testing.load import measure_load, tree_memory
 from agentrl_env.testing.quality import Episode, score, score_groups
@@ -303,7 +303,7 @@ def test_failures_of_the_model_are_no_rewards_of_zero():
     assert (own.episodes, own.failed, own.success) == (16, 16, None)
     assert found.splits["train"].groups.signal is None
     assert "/v1/chat/completions answered 401: " in own.failure
-    assert any("16 of 16 episodes of model failed: ModelFailed" in text for text in found.findings)
+    assert any("16 of 16 episodes of model failed: ModelRefused" in text for text in found.findings)
 
 
 def test_endpoint_that_is_none_is_named(monkeypatch):
@@ -369,6 +369,27 @@ def test_command_prints_quality_as_json(cli, monkeypatch):
     assert (task["task"], task["load"]) == ("sums", None)
     assert task["splits"]["train"]["groups"]["groups"] == 2
     assert requests[0][1] == "Bearer secret"
+
+
+def test_command_goes_on_with_the_figures_of_a_file(cli, tmp_path):
+    file, target = tmp_path / "figures.jsonl", f"{__file__}:Sums"
+    options = ["--quality", "--samples", 2, "--split", "train", "--hold", 0, "--resume", file]
+    assert cli(target, *options)[0] == 0
+    line = json.loads(file.read_text())
+    assert line["target"] == target
+    line["quality"][0]["splits"]["train"]["policies"]["random"]["success"] = 0.77
+    file.write_text(json.dumps(line) + "\n")
+    code, out, _ = cli(target, ENVIRONMENTS / "sql", *options)
+    assert code == 0
+    assert "77%" in out
+    assert [json.loads(line)["target"] for line in file.read_text().splitlines()] == [
+        target,
+        str(ENVIRONMENTS / "sql"),
+    ]
+    file.write_text("{}")
+    code, _, err = cli(target, *options)
+    assert code == 1
+    assert "holds no figures of this command" in err
 
 
 def test_command_measures_a_server(cli):

@@ -2,6 +2,7 @@ import copy
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +23,8 @@ from transformers import (
 from agentrl_train.batch import pack
 from agentrl_train.errors import LossNotFinite
 from agentrl_train.learner import Learner, lr_fraction, sampled_logprobs, select_sampled
-from agentrl_train.learner.logprobs import padding_free, set_attention
-from agentrl_train.loss import policy_loss, sft_loss
+from agentrl_train.learner.logprobs import padding_free, sampled_units, set_attention
+from agentrl_train.loss import clip, importance_weights, old, policy_loss, sequence_ratio, sft_loss
 from agentrl_train.runtime.config import load_config
 from agentrl_train.runtime.factories import learner_options
 from agentrl_train.types import FloatArray, TokenSequence
@@ -459,10 +460,15 @@ def test_entropy_bonus_raises_entropy():
     assert entropy[-1] > entropy[0]
 
 
+def decoupled_loss(**bounds: float) -> dict[str, Any]:
+    correction = partial(importance_weights, **bounds)
+    return {"recompute": True, "objective": partial(policy_loss, anchor=old, correction=correction)}
+
+
 def test_importance_cap_clips_against_recomputed_logprobs():
     sampled_elsewhere = [with_(one, logprobs=one.logprobs - 2 * one.loss_mask) for one in made(advantage=1.0)]
     bypassed = learner().step(pack(sampled_elsewhere))
-    one = learner(importance_cap=0.5)
+    one = learner(**decoupled_loss(cap=0.5))
     decoupled = one.step(pack(sampled_elsewhere))
     assert bypassed["clip_fraction"] > 0.5
     assert decoupled["clip_fraction"] == 0.0
@@ -472,7 +478,7 @@ def test_importance_cap_clips_against_recomputed_logprobs():
 
 def test_importance_floor_masks_tokens_outside_the_range():
     sampled_elsewhere = [with_(one, logprobs=one.logprobs - 2 * one.loss_mask) for one in made(advantage=1.0)]
-    assert learner(importance_cap=0.5, importance_floor=0.1).step(pack(sampled_elsewhere))[
+    assert learner(**decoupled_loss(cap=0.5, floor=0.1)).step(pack(sampled_elsewhere))[
         "loss"
     ] == pytest.approx(0.0, abs=0.05)
 
@@ -481,16 +487,39 @@ def test_importance_floor_masks_tokens_outside_the_range():
     ("overrides", "reached"),
     [
         ([], -0.5),
-        (["train.importance_cap=0.25"], -0.25),
-        (["train.importance_cap=0.5", "train.importance_floor=0.1"], 0.0),
-        (["train.entropy_coefficient=1.0"], -3.8),
+        (["algorithm.importance_cap=0.25"], -0.25),
+        (["algorithm.correction=mask", "algorithm.importance_floor=0.1"], 0.0),
+        (["algorithm.entropy_coefficient=1.0"], -3.8),
     ],
 )
 def test_configuration_keys_reach_loss(overrides: list[str], reached: float) -> None:
-    config = load_config(QUICKSTART, ["train.importance_cap=0.5", *overrides])
+    decoupled = ["algorithm.anchor=old", "algorithm.correction=truncate", "algorithm.importance_cap=0.5"]
+    config = load_config(QUICKSTART, [*decoupled, *overrides])
     one = Learner(qwen(), **learner_options(config, model=qwen()))
     sampled_elsewhere = [with_(one, logprobs=one.logprobs - 2 * one.loss_mask) for one in made(advantage=1.0)]
     assert one.step(pack(sampled_elsewhere))["loss"] == pytest.approx(reached, abs=0.1)
+
+
+@pytest.mark.parametrize("packing", [{"packed": False}, {"max_tokens": 40}, {"row_tokens": 64}])
+def test_loss_by_sequence_does_not_depend_on_packing(packing):
+    sequences = [with_(one, logprobs=one.logprobs - 0.1 * one.loss_mask) for one in made()]
+    options = {"objective": partial(policy_loss, ratio=sequence_ratio), "max_grad_norm": 1e9}
+    whole = learner(**options).step(pack(sequences, max_tokens=10**6))
+    split = learner(**options).step(pack(sequences, **packing))
+    assert split["loss"] == pytest.approx(whole["loss"], abs=1e-5)
+    assert split["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-3)
+
+
+def test_turns_and_sequences_are_numbered_in_packed_rows():
+    (batch,) = pack(made(), row_tokens=64)
+    for micro in batch.micro_batches:
+        sequences, turns = sampled_units(micro)
+        flat, flat_turns = sampled_units(padding_free(micro))
+        assert sequences.tolist() == flat.tolist()
+        assert turns.tolist() == flat_turns.tolist()
+        assert sequences[-1] + 1 == (micro.position_ids[micro.segment_ids > 0] == 0).sum()
+        pairs = list(zip(sequences.tolist(), turns.tolist(), strict=True))
+        assert len(set(pairs)) == turns[-1] + 1
 
 
 def test_bfloat16_is_close_to_float32():
@@ -503,7 +532,7 @@ def test_bfloat16_is_close_to_float32():
 
 def test_clip_range_is_argument_of_objective():
     sequences = [with_(one, logprobs=one.logprobs - 1 * one.loss_mask) for one in made()]
-    free = learner(objective=partial(policy_loss, clip_low=0.99, clip_high=1e9, dual_clip=None))
+    free = learner(objective=partial(policy_loss, region=partial(clip, low=0.99, high=1e9, dual=None)))
     assert free.step(pack(sequences))["clip_fraction"] < 0.05
     assert learner().step(pack(sequences))["clip_fraction"] > 0.2
 

@@ -43,7 +43,7 @@ def evaluations(run: Path) -> list[dict[str, Any]]:
 
 def sampled_by(run: Path, name: str) -> set[tuple[str, int]]:
     """Return policy and version of all turns of an evaluation."""
-    episodes = map(json.loads, (run / "trajectories" / f"held_out_{name}.jsonl").read_text().splitlines())
+    episodes = map(json.loads, (run / "trajectories" / f"held_out_{name}.jsonl").read_bytes().splitlines())
     turns = [message["turn"] for one in episodes for message in one["messages"] if "turn" in message]
     return {(turn["policy"], version) for turn in turns for version in turn["versions"]}
 

@@ -21,7 +21,7 @@ from agentrl_train.engine.torch import MAX_REBUILDS, TorchEngine
 from agentrl_train.errors import EngineBroken, GradientSpike, LearnerOutOfMemory, LossNotFinite, Stalled
 from agentrl_train.learner import Learner
 from agentrl_train.learner.learner import MIN_HISTORY, SpikeGuard
-from agentrl_train.runtime.config import AdvantageSection, EngineSection, RolloutSection, TrainSection
+from agentrl_train.runtime.config import AlgorithmSection, EngineSection, RolloutSection, TrainSection
 from agentrl_train.runtime.environments import supervised_server
 from agentrl_train.runtime.journal import read_groups
 from agentrl_train.runtime.trainer import StepTrainer
@@ -200,7 +200,7 @@ def make_trainer(folder: Path, learner: Learner, sync: Nowhere, **train: object)
     return StepTrainer(
         learner=learner,
         publisher=Publisher(sync),
-        advantage=AdvantageSection(),
+        algorithm=AlgorithmSection(),
         train=TrainSection(**train),  # type: ignore[arg-type]
         max_context=2048,
         bad_batches=folder / "bad_batches",

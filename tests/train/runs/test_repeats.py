@@ -17,6 +17,9 @@ from tests.train.runs.processes import begin, finish, kill, steps, until, until_
 OF_THE_PROCESS = re.compile(r"seconds|_s$|_s_ceiling$|_idle$|(sampled|filled|discarded)_tokens$")
 """Names of metrics about time and work of the process, not about training."""
 
+SPEAR = ("algorithm.preset=spear", "algorithm.mask_truncated=false", "replay.warmup_steps=2")
+"""A preset with a buffer that lives in checkpoints."""
+
 
 def reproducible(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if not OF_THE_PROCESS.search(name)}
@@ -27,10 +30,18 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(newest / "model" / "model.safetensors")
 
 
+def critic_state(run: Path) -> dict[str, torch.Tensor]:
+    newest = max((run / "checkpoints").iterdir())
+    found = load_file(newest / "critic" / "learner" / "rank-00000.safetensors")
+    return {name: value for name, value in found.items() if name.startswith(("weights/", "optimizer/"))}
+
+
 @pytest.mark.faults
-@pytest.mark.parametrize("every", [3, 100])
-def test_resumed_synchronous_run_matches_uninterrupted_run_bit_for_bit(tmp_path: Path, every: int) -> None:
-    options = ("engine.deterministic=true", f"checkpoint.every={every}")
+@pytest.mark.parametrize(("every", "preset"), [(3, ()), (100, ()), (3, SPEAR)])
+def test_resumed_synchronous_run_matches_uninterrupted_run_bit_for_bit(
+    tmp_path: Path, every: int, preset: tuple[str, ...]
+) -> None:
+    options = ("engine.deterministic=true", f"checkpoint.every={every}", *preset)
     one, other = write_config(tmp_path / "one"), write_config(tmp_path / "other")
     done = finish(one, *options)
     assert done.returncode == 0, done.stderr
@@ -46,6 +57,31 @@ def test_resumed_synchronous_run_matches_uninterrupted_run_bit_for_bit(tmp_path:
     assert list(map(reproducible, steps(run))) == list(map(reproducible, undisturbed))
     ours, theirs = weights(run), weights(tmp_path / "one" / "run")
     assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.faults
+def test_resumed_run_with_a_critic_matches_uninterrupted_run_bit_for_bit(tmp_path: Path) -> None:
+    options = ("engine.deterministic=true", "algorithm.preset=ppo", "critic.learning_rate=1e-3")
+    options = (*options, "critic.warmup_steps=2")
+    one, other = write_config(tmp_path / "one"), write_config(tmp_path / "other")
+    done = finish(one, *options)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "other" / "run"
+    for resume, step in ((False, 2), (True, 5)):
+        process = begin(other, *options, resume=resume)
+        until_step(process, run, step)
+        kill(process)
+    done = finish(other, *options, resume=True)
+    assert done.returncode == 0, done.stderr
+    undisturbed = steps(tmp_path / "one" / "run")
+    assert len(undisturbed) == 8
+    assert all(("grad_norm" in step) == (step["step"] > 2) for step in undisturbed)
+    assert all("explained_variance" in step for step in undisturbed)
+    assert list(map(reproducible, steps(run))) == list(map(reproducible, undisturbed))
+    ours, theirs = (critic_state(tmp_path / name / "run") for name in ("one", "other"))
+    assert ours.keys() == theirs.keys()
+    assert {name.partition("/")[0] for name in ours} == {"weights", "optimizer"}
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 

@@ -23,7 +23,7 @@ from agentrl_train.batch import pack
 from agentrl_train.errors import LossNotFinite
 from agentrl_train.learner import Learner, Lora, StoredModel, safetensors_files
 from agentrl_train.learner.sharding import local
-from agentrl_train.loss import sft_loss
+from agentrl_train.loss import importance_weights, old, policy_loss, sequence_ratio, sft_loss
 from agentrl_train.runtime.distributed import LeadLearner, Ranks, execute_commands, process_group
 from agentrl_train.types import Batch
 from tests.architectures import tiny
@@ -44,6 +44,8 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     packing: dict[str, Any] = field(default_factory=lambda: PACKING)
     sequences: int = 9
+    segments: int = 1
+    """Sequences of one rollout."""
     sequence_parallel: int = 1
     loads: str | None = None
     """Folder of the checkpoint to resume from."""
@@ -54,7 +56,8 @@ class Case:
 
 LORA = Lora(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
 EVERYTHING = {
-    "importance_cap": 2.0,
+    "recompute": True,
+    "objective": partial(policy_loss, anchor=old, correction=importance_weights),
     "entropy_coefficient": 0.01,
     "kl_coefficient": 0.1,
     "activation_checkpointing": True,
@@ -66,8 +69,10 @@ CASES = {
     "twenty steps": Case(steps=20, saves=True),
     "resumed": Case(steps=10, first=10, loads="alone at ten"),
     "every option": Case(options=EVERYTHING, reference=lambda: moved(qwen())),
+    "a ratio by sequence": Case(options={"objective": partial(policy_loss, ratio=sequence_ratio)}),
     "an untied head": Case(model=llama),
     "one row for two ranks": Case(sequences=1),
+    "rollouts of three segments": Case(segments=3, packing={**PACKING, "aggregation": "rollout_mean"}),
     "optimizer on the host": Case(options={"offload_optimizer": True}, saves=True),
     "lora": Case(options={"lora": LORA}, saves=True),
     "a mixture of experts": Case(model=partial(tiny, "Qwen3-MoE"), saves=True),
@@ -82,6 +87,9 @@ CASES = {
     "a window": Case(model=partial(tiny, "Mistral-v0.1")),
     "windows in some layers": Case(model=partial(tiny, "Gemma-3")),
     "rows shared": Case(steps=5, sequence_parallel=2),
+    "rows shared, rollouts of three segments": Case(
+        segments=3, sequence_parallel=2, packing={**PACKING, "aggregation": "segment_mean"}
+    ),
     "rows shared, one sequence each": Case(
         sequence_parallel=2,
         packing={"max_tokens": 64, "packed": False},
@@ -96,7 +104,10 @@ CASES = {
 
 def batches(case: Case, number: int) -> list[Batch]:
     """Return the batches of step ``number``."""
-    return pack(made(case.sequences, seed=number), seed=number, num_minibatches=1, **case.packing)
+    sequences = [
+        with_(one, rollout=i // case.segments) for i, one in enumerate(made(case.sequences, seed=number))
+    ]
+    return pack(sequences, seed=number, num_minibatches=1, **case.packing)
 
 
 def train(learner: Learner, case: Case, folder: Path) -> Facts:

@@ -2,8 +2,11 @@ import errno
 import json
 import logging
 import os
+import struct
 import subprocess
 import sys
+import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +29,15 @@ from agentrl_train.runtime.checkpoint import (
     steps,
 )
 from agentrl_train.runtime.journal import Journal, decode_group, encode_group, frame, read_records
-from agentrl_train.types import Completion, EpisodeEnd, Trajectory, TrajectoryGroup, Turn
+from agentrl_train.types import (
+    ROOT,
+    Completion,
+    EpisodeEnd,
+    Segment,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+)
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 numbers = st.floats(allow_nan=False)
@@ -72,11 +83,32 @@ samples = st.builds(
     seed=st.integers(0, 2**63),
     data=st.dictionaries(texts, st.none() | st.booleans() | st.integers() | texts, max_size=2),
 )
+
+
+@st.composite
+def trees(draw: st.DrawFn, trajectory: Trajectory) -> Trajectory:
+    """Return a trajectory with further segments, each opened after a turn of an earlier one."""
+    played, segments = list(trajectory.turns), [ROOT]
+    for index in range(len(played)):
+        played[index] = replace(played[index], segment=draw(st.integers(0, len(segments) - 1)))
+        if draw(st.booleans()):
+            segments.append(
+                Segment(
+                    parent=played[index].segment,
+                    after_turn=index,
+                    reason=draw(st.sampled_from(["rewritten", "sub_agent"])),
+                    agent=draw(texts),
+                    opening=draw(st.lists(messages, max_size=2).map(tuple)),
+                )
+            )
+    return replace(trajectory, turns=tuple(played), segments=tuple(segments))
+
+
 trajectories = st.builds(
     Trajectory,
     sample=samples,
     opening=st.lists(messages, max_size=2).map(tuple),
-    turns=st.lists(turns, max_size=3).map(tuple),
+    turns=st.lists(turns, max_size=4).map(tuple),
     end=st.sampled_from(EpisodeEnd),
     reward=numbers,
     success=st.booleans(),
@@ -88,7 +120,7 @@ groups = st.builds(
     TrajectoryGroup,
     group_id=st.integers(0, 2**40),
     task=texts,
-    trajectories=st.lists(trajectories, max_size=3).map(tuple),
+    trajectories=st.lists(trajectories.flatmap(trees), max_size=3).map(tuple),
     admitted_version=st.integers(0, 2**31),
 )
 
@@ -125,6 +157,25 @@ def ids(found) -> list[int]:
 @settings(max_examples=60, deadline=None)
 @given(groups)
 def test_group_round_trips(group: TrajectoryGroup):
+    assert decode_group(encode_group(group)) == group
+
+
+def test_group_written_before_there_were_segments_is_read():
+    group = make_group(1)
+    raw = zlib.decompress(encode_group(group))
+    size, *counts = struct.unpack_from("<III", raw)
+    structure = json.loads(raw[12 : 12 + size])
+    for one in structure["trajectories"]:
+        assert one.pop("segments")
+        assert [turn.pop("segment") for turn in one["turns"]] == [0]
+    text = json.dumps(structure).encode()
+    former = zlib.compress(struct.pack("<III", len(text), *counts) + text + raw[12 + size :])
+    assert decode_group(former) == group
+
+
+def test_greedy_episode_of_a_group_round_trips():
+    group = make_group(1)
+    group = replace(group, greedy=group.trajectories[0])
     assert decode_group(encode_group(group)) == group
 
 
@@ -527,6 +578,7 @@ assert load_latest(folder).step == 1
 """
 
 
+@pytest.mark.slow
 def test_file_size_limit_is_reported_as_full_disk(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-c", ON_A_SMALL_DISK, str(tmp_path / "checkpoints")],

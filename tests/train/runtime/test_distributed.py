@@ -20,7 +20,7 @@ from agentrl_train.learner import Learner
 from agentrl_train.learner.sharding import GatheredWeights, buckets, deal
 from agentrl_train.runtime.distributed import LeadLearner, decode, encode
 from agentrl_train.types import MicroBatch
-from tests.train.learner.test_learner import made, qwen
+from tests.train.learner.test_learner import made, qwen, with_
 from tests.train.runtime.ranked import CASES, Case, Facts, batches, learner_of, train
 
 ROOT = Path(__file__).parents[3]
@@ -242,7 +242,7 @@ def test_other_ranks_are_stopped_once(lead: LeadLearner) -> None:
 
 def test_commands_round_trip_bit_for_bit() -> None:
     (batch,) = batches(Case(), 0)
-    (sequence,) = made(1)
+    sequence = with_(made(1)[0], rollout=5)
     sent = ["step", 3, [batch], [sequence], Path("/some/folder"), ["a", "b"], None]
     name, updates, (received,), (row,), *rest = decode(encode(sent))
     assert [name, updates, *rest] == ["step", 3, Path("/some/folder"), ["a", "b"], None]
@@ -255,7 +255,7 @@ def test_commands_round_trip_bit_for_bit() -> None:
     for field in ("token_ids", "loss_mask", "logprobs", "versions", "advantages"):
         assert getattr(row, field).dtype == getattr(sequence, field).dtype
         assert np.array_equal(getattr(row, field), getattr(sequence, field))
-    assert (row.task, row.group_id) == (sequence.task, sequence.group_id)
+    assert (row.task, row.group_id, row.rollout) == (sequence.task, sequence.group_id, 5)
 
 
 # --- sharding of work ---

@@ -5,13 +5,15 @@ from inspect import signature
 from pathlib import Path
 
 import pytest
+import torch
 
 from agentrl_train.errors import ConfigError
-from agentrl_train.learner import Learner
+from agentrl_train.learner import Learner, PrivilegedCritic, TwinCritic, ValueCritic
 from agentrl_train.loss import policy_loss
 from agentrl_train.runtime.config import load_config
-from agentrl_train.runtime.factories import learner_options, require_vllm
-from tests.conftest import make_model
+from agentrl_train.runtime.factories import learner_options, make_critic, require_vllm
+from agentrl_train.runtime.models import load_policy
+from tests.conftest import make_model, make_tokenizer
 
 CONFIG = Path(__file__).parents[3] / "examples/quickstart/train.toml"
 
@@ -28,7 +30,7 @@ CONFIG = Path(__file__).parents[3] / "examples/quickstart/train.toml"
             "model.attention = 'flash_attention_2' has no effect with train.sequence_parallel = 2",
         ),
         (["engine.kind=vllm", "engine.vllm.pull=x"], "engine.vllm.pull"),
-        (["train.constant_tokens=100"], "train.constant_tokens needs train.aggregation = 'constant'"),
+        (["algorithm.constant_tokens=100"], "constant_tokens needs aggregation = 'constant'"),
         (["model.template_kwargs={tools='x'}"], "template_kwargs sets 'tools', which a run sets itself"),
         (["eval.max_sessions=4"], "max_sessions needs concurrent = true"),
         (["eval.concurrent=true", "eval.max_sessions=200"], "leaves no session to training: set it below"),
@@ -86,8 +88,7 @@ def test_every_option_of_learner_and_loss_has_a_setting() -> None:
     options = learner_options(load_config(CONFIG), model=make_model())
     placement = {"model", "stored", "device", "threads", "mesh", "storage_group", "trace"}
     assert signature(Learner).parameters.keys() - options.keys() <= placement
-    tensors = {"logprobs", "behaviour_logprobs", "advantages", "weights"}
-    assert signature(policy_loss).parameters.keys() - options["objective"].keywords.keys() == tensors
+    assert signature(policy_loss).parameters.keys() - options["objective"].keywords.keys() == {"tokens"}
 
 
 def test_evaluation_by_itself_needs_the_current_policy_only() -> None:
@@ -109,3 +110,41 @@ def test_interpreter_without_vllm_is_rejected(tmp_path: Path) -> None:
         require_vllm(sys.executable)
     with pytest.raises(ConfigError, match="cannot be run"):
         require_vllm(str(tmp_path / "python"))
+
+
+@pytest.mark.parametrize(
+    ("credit", "kind"),
+    [("gae_turn", ValueCritic), ("archer", TwinCritic), ("sweet", PrivilegedCritic)],
+)
+@pytest.mark.parametrize("own", [False, True])
+def test_credit_has_its_critic_of_the_policy_or_of_a_model(credit: str, kind: type, own: bool) -> None:
+    chosen = [f"algorithm.credit={credit}", "algorithm.baseline=value", "algorithm.scale=none"]
+    chosen += ["critic.learning_rate=0.25", *[f"critic.model={CONFIG.parent}/starter"] * own]
+    config = load_config(CONFIG, chosen)
+    policy, tokenizer = load_policy(config.model.path)
+    before = {name: value.clone() for name, value in policy.named_parameters()}
+    critic = make_critic(config, model=policy, tokenizer=tokenizer)
+    assert type(critic) is kind
+    assert critic._optimizer.param_groups[0]["lr"] == 0.25
+    for name, value in critic.model.base_model.named_parameters():
+        assert torch.equal(value, policy.base_model.get_parameter(name))
+        assert value.data_ptr() != policy.base_model.get_parameter(name).data_ptr()
+    assert all(torch.equal(value, before[name]) for name, value in policy.named_parameters())
+
+
+def test_critic_with_another_vocabulary_is_rejected() -> None:
+    chosen = ["algorithm.preset=ppo", f"critic.model={CONFIG.parent}/starter"]
+    with pytest.raises(ConfigError, match="another vocabulary than the policy"):
+        make_critic(load_config(CONFIG, chosen), model=make_model(), tokenizer=make_tokenizer())
+
+
+def test_critic_in_several_processes_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="torchrun started 2"):
+        make_critic(
+            load_config(CONFIG, ["algorithm.preset=ppo"]), model=make_model(), tokenizer=make_tokenizer()
+        )
+
+
+def test_run_without_a_critic_has_none() -> None:
+    assert make_critic(load_config(CONFIG), model=make_model(), tokenizer=make_tokenizer()) is None

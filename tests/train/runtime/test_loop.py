@@ -3,6 +3,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,6 +85,7 @@ def make_loop(
     staleness: int = 1,
     window: int = 1,
     stall_s: float = 30.0,
+    **options: Any,
 ) -> Loop:
     sources = [TaskSource(task="a"), TaskSource(task="b")]
     return Loop(
@@ -100,6 +102,7 @@ def make_loop(
         group_size=4,
         seed=0,
         stall_timeout_s=stall_s,
+        **options,
     )
 
 
@@ -110,6 +113,25 @@ async def play(loop: Loop, train: Callable[[Step], Awaitable[None]]) -> None:
                 await train(step)
     finally:
         loop._journal.close()
+
+
+async def test_groups_without_signal_are_replaced_by_other_samples(tmp_path: Path) -> None:
+    actor, recorder = FakeActor(), Recorder()
+    loop = make_loop(
+        tmp_path, actor, steps=4, has_signal=lambda group: group.group_id % 3 > 0, most_replaced=100
+    )
+    await play(loop, recorder)
+    assert len(recorder.group_ids) == 4 * 3
+    assert all(group_id % 3 for group_id in recorder.group_ids)
+    assert loop.window.dropped > 0
+
+
+async def test_run_without_any_signal_ends(tmp_path: Path) -> None:
+    actor, recorder = FakeActor(), Recorder()
+    loop = make_loop(tmp_path, actor, steps=4, has_signal=lambda group: False, most_replaced=5)
+    await play(loop, recorder)
+    assert len(recorder.group_ids) == 4 * 3
+    assert len(actor.played) <= (4 * 3 + 1) * 6
 
 
 @settings(max_examples=25, deadline=None)

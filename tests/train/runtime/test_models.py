@@ -129,7 +129,7 @@ async def test_engine_in_another_process_evaluates_adapter_without_a_learner(
     monkeypatch.setattr(compose, "make_learner", None)
     context, sampling = [5, 6, 7, 8], SamplingParams(max_new_tokens=8, seed=1)
     with make_launcher(config) as launcher:
-        tasks = Served(clients={}, sources=(), held_out={})
+        tasks = Served(clients={}, sources=(), harder={}, held_out={})
         async with served_policy(config, path=str(adapter), launcher=launcher, served=tasks) as ready:
             completion = await ready.engine.generate(context, sampling=sampling, session_key="one")
     merged = load_policy(str(adapter))[0].eval()

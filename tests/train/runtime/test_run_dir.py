@@ -7,7 +7,7 @@ import pytest
 from agentrl_train.errors import CheckpointError, ConfigError
 from agentrl_train.learner import Learner
 from agentrl_train.runtime.config import RunConfig
-from agentrl_train.runtime.run_dir import claim_run_dir, write_config
+from agentrl_train.runtime.run_dir import changed_settings, claim_run_dir, write_config
 from tests.conftest import make_model
 from tests.train.learner.test_learner import llama, qwen
 
@@ -75,3 +75,13 @@ def test_checkpoint_of_different_model_is_rejected(tmp_path: Path, other) -> Non
     Learner(make_model(), learning_rate=1e-3).snapshot().write(tmp_path)
     with pytest.raises(CheckpointError, match=r"contains a different model than model\.path"):
         Learner(other(), learning_rate=1e-3).load(tmp_path)
+
+
+def test_setting_that_is_new_in_this_version_has_not_changed(tmp_path: Path) -> None:
+    write_config(tmp_path, configured())
+    path = tmp_path / "config.toml"
+    text = path.read_text()
+    begin = text.index("[curriculum]")
+    path.write_text(text[:begin] + text[text.index("\n[", begin) + 1 :])
+    assert changed_settings(path, configured()) == {}
+    assert changed_settings(path, configured(learning_rate=0.5)) == {"train.learning_rate": (1e-5, 0.5)}

@@ -106,7 +106,7 @@ def test_all_problems_are_reported_together(config_file: Path):
         "rollout.stale_fraction=1.5",
         "environments.0.serve=[]",
         "model.path=./gone",
-        "train.dual_clip=0.5",
+        "algorithm.dual_clip=0.5",
     )
     assert len(message.splitlines()) == 7
     for part in ("run.steps = 0", "learning_rat;", "stale_fraction = 1.5", "serve", "gone", "dual_clip"):
@@ -137,9 +137,9 @@ def test_missing_environment_folder_is_reported(config_file: Path):
     ("overrides", "reason"),
     [
         (["rollout.group_size=1"], "compares siblings"),
-        (["rollout.group_size=1", "advantage.baseline=none"], "spread of siblings"),
+        (["rollout.group_size=1", "algorithm.baseline=none"], "spread of siblings"),
         (["engine.temperature=0"], "siblings of a group equal"),
-        (["engine.top_p=0.9"], "set train.importance_cap"),
+        (["engine.top_p=0.9"], "algorithm.correction = 'truncate'"),
         (["engine.top_k=-1"], "engine.top_k"),
         (["engine.top_p=0"], "engine.top_p"),
         (["engine.max_new_tokens=4096"], "to leave room for the prompt"),
@@ -157,7 +157,12 @@ def test_invalid_values_are_rejected_with_reason(config_file: Path, overrides: l
 
 
 def test_evaluations_have_their_own_temperature_without_truncation(config_file: Path):
-    settings = ["engine.top_p=0.9", "engine.temperature=0.7", "train.importance_cap=2"]
+    settings = [
+        "engine.top_p=0.9",
+        "engine.temperature=0.7",
+        "algorithm.anchor=old",
+        "algorithm.correction=truncate",
+    ]
     assert load_config(config_file, settings).evaluation_engine.top_p == 0.9
     greedy = load_config(config_file, [*settings, "eval.temperature=0"]).evaluation_engine
     assert (greedy.temperature, greedy.top_p, greedy.max_new_tokens) == (0.0, 1.0, 256)
@@ -265,16 +270,3 @@ def test_every_deadline_is_named_timeout_s():
     ] == []
     never_renamed = {"completion_timeout_s", "environment_timeout_s"}
     assert sum(key.endswith("_timeout_s") for key in keys) == len(RENAMED) + len(never_renamed)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "problem"),
-    [
-        (["train.importance_floor=0.5"], "importance_floor needs importance_cap"),
-        (["train.importance_floor=2.0", "train.importance_cap=2.0"], "must be below importance_cap"),
-    ],
-)
-def test_importance_floor_is_checked_against_the_cap(
-    config_file: Path, overrides: list[str], problem: str
-) -> None:
-    assert problem in refusal(config_file, *overrides)

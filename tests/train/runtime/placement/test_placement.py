@@ -215,7 +215,11 @@ def test_colocated_run_matches_separated_run_bit_for_bit(tmp_path: Path) -> None
 EXAMPLES = Path(__file__).parents[4] / "examples"
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.toml")), ids=lambda path: path.stem)
+# Those in agentbench start from a model that is made first; test_agentbench_examples.py loads them.
+READY = sorted(path for path in EXAMPLES.rglob("*.toml") if path.parent.name != "agentbench")
+
+
+@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
 def test_every_example_configuration_loads(path: Path) -> None:
     load_config(path)
 

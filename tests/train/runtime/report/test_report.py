@@ -2,6 +2,7 @@ import json
 import math
 import random
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -410,3 +411,24 @@ def test_chart_stays_inside_frame():
 def test_chart_of_one_or_no_point():
     assert line_chart([], label=number_label) == ""
     assert "circle" in line_chart([Series(name="s", points=[(1, 1)], colour=0)], label=number_label)
+
+
+def test_scores_of_own_rewards_have_curves_and_are_shown_with_episodes(tmp_path: Path):
+    log = MetricsLog(tmp_path)
+    for step in (1, 2, 3):
+        one = make_trajectory("shop", step, version=0, success=True)
+        scored = replace(one, scores={"environment": 1.0, "polite.tone": 0.125 * step})
+        group = TrajectoryGroup(group_id=step, task="shop", trajectories=[scored], admitted_version=0)
+        log.log_step(
+            step,
+            policy_version=step,
+            elapsed_s=float(step),
+            metrics={},
+            tasks={"shop": {"score.environment": 1.0, "score.polite.tone": 0.125 * step}},
+            groups=[group],
+        )
+    log.close()
+    page, checker = read_page(tmp_path)
+    assert "mean score of an episode" in page
+    assert "polite.tone" in checker.text
+    assert any("polite.tone 0.375" in text for text in checker.text)

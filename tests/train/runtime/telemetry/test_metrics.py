@@ -5,18 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
+from agentrl_env.evaluation.statistics import wilson_interval
 from agentrl_env.types import Message, TaskSample, ToolCall
 from agentrl_train.errors import RunFolderError
 from agentrl_train.runtime.telemetry.metrics import (
     MetricsLog,
-    pass_at_k,
     read_jsonl,
     readable,
-    wilson_interval,
 )
 from agentrl_train.runtime.telemetry.progress import Progress
 from agentrl_train.runtime.telemetry.sinks import ScalarWriter
@@ -73,44 +70,6 @@ def log_steps(folder: Path, *steps: int, first_step: int = 0, **options) -> None
             groups=[make_group(1, "shop"), make_group(2, "sql")],
         )
     log.close()
-
-
-# --- statistics ---
-
-
-@pytest.mark.parametrize(
-    ("successes", "trials", "low", "high"),
-    [(0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634), (10, 10, 0.7225, 1.0), (81, 263, 0.2553, 0.3662)],
-)
-def test_wilson_interval_matches_textbook_values(successes, trials, low, high):
-    assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=5e-5)
-
-
-def test_interval_without_trials_is_zero_to_one():
-    assert wilson_interval(0, 0) == (0.0, 1.0)
-
-
-@given(st.integers(1, 400), st.data())
-def test_interval_contains_share_and_is_symmetric(trials: int, data: st.DataObject):
-    successes = data.draw(st.integers(0, trials))
-    low, high = wilson_interval(successes, trials)
-    assert 0.0 <= low <= successes / trials <= high <= 1.0
-    mirrored = wilson_interval(trials - successes, trials)
-    assert mirrored == pytest.approx((1.0 - high, 1.0 - low))
-
-
-@given(st.integers(1, 12), st.data())
-def test_pass_at_k_is_share_of_draws_with_success(trials: int, data: st.DataObject):
-    successes = data.draw(st.integers(0, trials))
-    k = data.draw(st.integers(1, trials))
-    product = math.prod((trials - successes - i) / (trials - i) for i in range(k))
-    assert pass_at_k(trials, successes, k) == pytest.approx(1.0 - max(0.0, product))
-
-
-def test_pass_at_k_with_too_few_trials_is_rejected():
-    assert pass_at_k(4, 1, 1) == 0.25
-    with pytest.raises(ValueError, match="at least 5"):
-        pass_at_k(4, 1, 5)
 
 
 # --- files ---

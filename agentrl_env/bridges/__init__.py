@@ -1,0 +1,1 @@
+"""Bridges: tasks served in other protocols, and environments of other protocols as tasks."""

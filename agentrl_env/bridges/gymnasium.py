@@ -1,0 +1,310 @@
+"""Gymnasium environments as tasks: one tool takes the action, and observations become text.
+
+The target ``gym:FrozenLake-v1?is_slippery=false`` is such a task. In Python::
+
+    class Lake(GymnasiumTask):
+        env_id = "FrozenLake-v1"
+        options = {"is_slippery": False}
+        actions = {"left": 0, "down": 1, "right": 2, "up": 3}
+
+        def render(self, observation, info):
+            return f"You are on cell {observation}."
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Mapping
+from enum import Enum
+from functools import cache
+from typing import Any, ClassVar
+from urllib.parse import parse_qsl
+
+import gymnasium
+import numpy as np
+
+from agentrl_env.bridges.action_space import action_fields, decode
+from agentrl_env.environment import Environment
+from agentrl_env.errors import AUTHOR_ERRORS, DefinitionError, TargetError, ToolError
+from agentrl_env.tools import Done, Reply, tool
+from agentrl_env.types import TaskSample
+
+SEEDS = 2**31
+"""Bound of the seeds that every environment accepts; the session's seed is taken modulo it."""
+MAX_TURNS = 200
+"""Turns of an environment that has no limit of steps of its own."""
+MAX_NUMBERS = 1_000
+"""Numbers that an observation may have without a renderer; an image has more."""
+SECTIONS = ("Description", "Observation Space", "Rewards", "Reward", "Episode End", "Episode Termination")
+"""Sections of an environment's documentation that the task's description has."""
+PACKAGES = {"MiniGrid": "minigrid", "BabyAI": "minigrid", "miniwob": "miniwob", "ALE": "ale_py"}
+"""Packages whose import registers the ids that begin with a word, so that ``gym:`` needs no module."""
+_HIGHLIGHT = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0?m", re.DOTALL)
+
+
+class GymnasiumTask(Environment):
+    """Base class of the tasks that are registered Gymnasium environments.
+
+    A subclass names the environment. Defining it makes the environment once, to read its spaces, its
+    documentation and its limit of steps; each session then has an instance of its own, which is reset with
+    the session's seed. A class whose environment cannot be made raises DefinitionError.
+
+    Sessions fork by playing the actions so far again, unless the environment is registered as
+    nondeterministic. ``success`` is ``is_success`` or ``success`` of the last ``info``; without them, a
+    return of at least the environment's reward threshold; without that, a last reward above zero at the
+    end of the episode.
+    """
+
+    env_id: ClassVar[str]
+    """Id for ``gymnasium.make``, such as ``FrozenLake-v1``; a module to import first goes before a colon."""
+    options: ClassVar[Mapping[str, Any]] = {}
+    """Keyword arguments for ``gymnasium.make``."""
+    actions: ClassVar[Mapping[str, int]] = {}
+    """Names of discrete actions. By default those of the environment: the enum ``actions``, as in MiniGrid,
+    or ``get_action_meanings()``, as in Atari; numbers where it has neither."""
+
+    env: gymnasium.Env[Any, Any] | None = None
+    _space: ClassVar[gymnasium.Space[Any]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "env_id" not in vars(cls) and not hasattr(cls, "env_id"):
+            return
+        try:
+            env = cls._make()
+        except AUTHOR_ERRORS as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise DefinitionError(f"cannot make the environment {cls.env_id!r}: {reason}") from error
+        try:
+            cls._define(env)
+        finally:
+            env.close()
+
+    def render(self, observation: Any, info: Mapping[str, Any]) -> str:
+        """Return an observation as text for the model; override it for another text.
+
+        The default is the environment's own rendering as text where it has one (``render_mode="ansi"``;
+        highlighted parts are put into brackets), followed by the observation as JSON.
+
+        Args:
+            observation: What ``reset`` or ``step`` returned.
+            info: The ``info`` beside it.
+        """
+        assert self.env is not None
+        text = str(self.env.render()) if self.env.render_mode == "ansi" else ""
+        text = _HIGHLIGHT.sub(r"[\1]", text).strip("\n")
+        return "\n".join([*[text] * bool(text), f"Observation: {observation_text(observation)}"])
+
+    def reset(self, sample: TaskSample, rng: np.random.Generator) -> str:
+        """Make the environment and reset it with the seed of the sample."""
+        text = self._begin(sample.seed % SEEDS)
+        return "\n\n".join(filter(None, (self.description(), text)))
+
+    def close(self) -> None:
+        """Close the environment."""
+        if self.env is not None:
+            self.env.close()
+
+    def score(self) -> dict[str, float]:
+        """Return whether the episode was a success, by the rules that the class describes."""
+        assert self.env is not None
+        for key in ("is_success", "success"):
+            if key in self._info:
+                return {"success": float(self._info[key])}
+        threshold = self.env.spec.reward_threshold if self.env.spec else None
+        if threshold is not None:
+            return {"success": float(self._return >= threshold)}
+        return {"success": float(self._terminated and self._reward > 0)}
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the seed and the actions so far, from which ``restore`` gets the same state."""
+        return {"seed": self._seed, "actions": self._played, "text": self._text}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Play the actions of a snapshot again. Raises RuntimeError if they lead to another observation."""
+        self._begin(state["seed"])
+        for arguments in state["actions"]:
+            self._play(arguments)
+        if self._text != state["text"]:
+            raise RuntimeError(
+                f"{self.env_id} is not deterministic: the same seed and actions led to another observation"
+            )
+
+    @classmethod
+    def _make(cls) -> gymnasium.Env[Any, Any]:
+        """Make the environment, with its rendering as text where it has one and ``options`` ask for none."""
+        word = re.split(r"[-/]", cls.env_id)[0]
+        if cls.env_id not in gymnasium.registry and word in PACKAGES:
+            importlib.import_module(PACKAGES[word])
+        options = dict(cls.options)
+        env = gymnasium.make(cls.env_id, disable_env_checker=True, **options)
+        if "render_mode" not in options and "ansi" in (env.metadata.get("render_modes") or ()):
+            env.close()
+            env = gymnasium.make(cls.env_id, disable_env_checker=True, render_mode="ansi", **options)
+        return env
+
+    @classmethod
+    def _define(cls, env: gymnasium.Env[Any, Any]) -> None:
+        """Set what follows from the environment: the tool, the description and the limit of turns."""
+        documentation = _sections(type(env.unwrapped).__doc__ or "")
+        if cls.__doc__ is None:
+            cls.__doc__ = "\n\n".join(
+                documentation[name] for name in ("", *SECTIONS) if name in documentation
+            )
+        if "max_turns" not in vars(cls):
+            own = getattr(env.unwrapped, "max_steps", None)  # as MiniGrid has it
+            limit = (env.spec and env.spec.max_episode_steps) or own
+            cls.max_turns = limit if isinstance(limit, int) and limit > 0 else MAX_TURNS
+        if env.spec and env.spec.nondeterministic:
+            cls.snapshot, cls.restore = Environment.snapshot, Environment.restore  # type: ignore[method-assign]
+        if cls.render is GymnasiumTask.render and env.render_mode != "ansi":
+            _check_size(env.observation_space, cls.env_id)
+        cls._space = env.action_space
+        cls.actions = cls.actions or _action_names(env)
+        cls.step = _step_tool(cls, documentation.get("Action Space", ""))  # type: ignore[attr-defined]
+
+    def _begin(self, seed: int) -> str:
+        self._seed, self._played, self._return = seed, [], 0.0  # type: ignore[var-annotated]
+        self._reward, self._terminated = 0.0, False
+        self.env = self._make()
+        observation, self._info = self.env.reset(seed=seed)
+        self._text = self.render(observation, self._info)
+        return self._text
+
+    def _play(self, arguments: dict[str, Any]) -> Reply:
+        """Take the action that the arguments of a call describe."""
+        action = decode(self._space, arguments, self.actions)
+        if not self._space.contains(action):
+            raise ToolError(f"The action is not in the action space {self._space}.")
+        assert self.env is not None
+        observation, reward, self._terminated, truncated, self._info = self.env.step(action)
+        self._played.append(arguments)
+        self._reward = float(reward)
+        self._return += self._reward
+        self._text = self.render(observation, self._info)
+        if self._terminated or truncated:
+            return Done(self._text, reward=self._reward, truncated=not self._terminated)
+        return Reply(self._text, reward=self._reward)
+
+
+def load(target: str) -> type[GymnasiumTask]:
+    """Return the task of a target, without its scheme: ``[MODULE:]ID[?OPTIONS][#MODULE:FUNCTION]``.
+
+    Args:
+        target: The id for ``gymnasium.make``; ``OPTIONS`` are its keyword arguments, whose values are JSON
+            or, where they are not, text: ``map_name=8x8&is_slippery=false``; the function replaces
+            ``GymnasiumTask.render``.
+
+    Raises TargetError, and DefinitionError where the environment cannot be made or has no text form.
+    """
+    place, _, renderer = target.partition("#")
+    env_id, _, query = place.partition("?")
+    if not env_id:
+        raise TargetError("name an environment, such as gym:FrozenLake-v1")
+    return _task(env_id, query, renderer)
+
+
+@cache
+def _task(env_id: str, query: str, renderer: str) -> type[GymnasiumTask]:
+    pairs = parse_qsl(query, keep_blank_values=True)
+    name = re.sub(r"[^\w.-]+", "-", env_id.rpartition(":")[2])
+    body: dict[str, Any] = {
+        "name": name,
+        "env_id": env_id,
+        "options": {name: _value(text) for name, text in pairs},
+        "__module__": __name__,
+        "__target__": f"gym:{env_id}{'?' * bool(query)}{query}{'#' * bool(renderer)}{renderer}",
+    }
+    if renderer:
+        body["render"] = _function(renderer)
+    return type(name, (GymnasiumTask,), body)
+
+
+def observation_text(observation: Any) -> str:
+    """Return an observation as JSON on one line; numbers have six significant digits."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(name): plain(item) for name, item in value.items()}
+        if isinstance(value, np.ndarray | np.generic):
+            return plain(value.tolist())
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        if isinstance(value, float):
+            return float(f"{value:.6g}")
+        return value if isinstance(value, int | str | bool | None) else str(value)
+
+    return json.dumps(plain(observation), ensure_ascii=False)
+
+
+def _step_tool(cls: type[GymnasiumTask], documentation: str) -> Any:
+    """Return the tool that takes an action, with a parameter for each field of the action space."""
+
+    def step(self: GymnasiumTask, **arguments: Any) -> Reply:
+        return self._play(arguments)
+
+    fields = action_fields(cls._space, cls.actions, cls.env_id)
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in fields]
+    step.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    step.__annotations__ = fields
+    step.__doc__ = f"Take one action.\n\n{documentation}".strip()
+    return tool(step)
+
+
+def _action_names(env: gymnasium.Env[Any, Any]) -> dict[str, int]:
+    """Return the names that an environment gives its discrete actions."""
+    if not isinstance(env.action_space, gymnasium.spaces.Discrete):
+        return {}
+    valid = range(int(env.action_space.start), int(env.action_space.start + env.action_space.n))
+    enum = getattr(env.unwrapped, "actions", None)
+    if isinstance(enum, type) and issubclass(enum, Enum):
+        return {action.name: action.value for action in enum if action.value in valid}
+    meanings = getattr(env.unwrapped, "get_action_meanings", None)
+    return dict(zip(meanings(), valid, strict=True)) if callable(meanings) else {}
+
+
+def _sections(documentation: str) -> dict[str, str]:
+    """Return the text of an environment's documentation by the title of its sections, "" for the first."""
+    parts = re.split(r"^ *##\s+(.+?)\s*$", documentation, flags=re.MULTILINE)
+    pairs = zip(["", *parts[1::2]], map(inspect.cleandoc, parts[::2]), strict=True)
+    return {title: text for title, text in pairs if text}
+
+
+def _check_size(space: gymnasium.Space[Any], env_id: str) -> None:
+    """Raise DefinitionError for observations that are too large for the default text, such as images."""
+    sizes = [int(np.prod(box.shape)) for box in _boxes(space)]
+    if sum(sizes) > MAX_NUMBERS:
+        raise DefinitionError(
+            f"an observation of {env_id!r} has {sum(sizes):,} numbers, too many for a text; give a renderer "
+            "(gym:ID#MODULE:FUNCTION), or define render() in a subclass of GymnasiumTask"
+        )
+
+
+def _boxes(space: gymnasium.Space[Any]) -> list[gymnasium.spaces.Box]:
+    if isinstance(space, gymnasium.spaces.Dict | gymnasium.spaces.Tuple):
+        inner = space.spaces.values() if isinstance(space, gymnasium.spaces.Dict) else space.spaces
+        return [box for part in inner for box in _boxes(part)]
+    return [space] if isinstance(space, gymnasium.spaces.Box) else []
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _function(place: str) -> Any:
+    """Return the function at ``module:function``. Raises TargetError."""
+    module, _, name = place.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise TargetError(f"there is no renderer {place!r}, written as module:function: {error}") from error
+    if not callable(found):
+        raise TargetError(f"the renderer {place!r} is no function")
+    return found

@@ -1,0 +1,491 @@
+"""Harbor task folders as a task: the target ``harbor:DIR`` serves every task folder below DIR.
+
+A task folder has ``task.toml``, ``instruction.md``, ``environment/`` (a Dockerfile, or the files of the
+working folder), ``tests/test.sh`` and, as the oracle, ``solution/solve.sh``. The model works in a container
+of the task's image, as root, with a shell. Its files are then copied into another container, where the
+task's own tests give the reward. A folder without an image is served in bubblewrap instead.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import logging
+import math
+import os
+import re
+import shlex
+import tarfile
+import threading
+import time
+import tomllib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import parse_qsl
+
+import numpy as np
+
+from agentrl_env.environment import Environment
+from agentrl_env.errors import LaunchError, NotSupported, SandboxFailed, TargetError
+from agentrl_env.launch.image import run_build
+from agentrl_env.sandbox import Sandbox, open_sandbox
+from agentrl_env.sandbox.docker_daemon import connect
+from agentrl_env.sandbox.sandbox import OVERHEAD, parse_size
+from agentrl_env.tools import Done, tool
+from agentrl_env.types import TaskSample, ToolCall
+
+logger = logging.getLogger("agentrl_env")
+SPLITS = ("train", "validation", "test")
+"""Folders below DIR that are splits; without any, all tasks are the split "train"."""
+DEPTH = 6
+"""Levels below DIR in which task folders are looked for."""
+COMMAND_S = 180.0
+"""Seconds a command may take unless the model asks for another limit."""
+GRADING_S = 60.0
+"""Seconds for opening and copying containers, beyond the limits of the task."""
+MAX_OUTPUT = 16_384
+PIDS = 512
+REWARDS = "/logs/verifier/reward.txt", "/logs/verifier/reward.json"
+UNSUPPORTED = {
+    "steps": "several steps",
+    "environment.gpus": "GPUs",
+    "environment.mcp_servers": "MCP servers",
+    "verifier.user": "another user than root",
+    "verifier.environment": "an environment of its own for the tests",
+}
+"""Keys of ``task.toml`` whose meaning is not implemented: a task that sets one is left out."""
+SHELL = ("sh", "-c", 'exec "$(command -v bash || echo sh)" -c "$1"', "sh")
+"""Arguments that run the text after them in bash, where the machine has it."""
+_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+_builds = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthCheck:
+    """A command that is run, as root, until it succeeds before the model may begin; times are in seconds."""
+
+    command: str
+    interval: float = 5.0
+    timeout: float = 30.0
+    start_period: float = 0.0
+    start_interval: float = 5.0
+    retries: float = 3
+
+    @classmethod
+    def read(cls, settings: Mapping[str, Any]) -> HealthCheck | None:
+        """Return the check of a ``task.toml``, if any. Raises ValueError."""
+        given = _get(settings, "environment.healthcheck")
+        if not given:
+            return None
+        names = ("interval", "timeout", "start_period", "start_interval")
+        numbers = {name: float(given[f"{name}_sec"]) for name in names if f"{name}_sec" in given}
+        return cls(command=str(given["command"]), retries=float(given.get("retries", 3)), **numbers)
+
+    @property
+    def seconds(self) -> float:
+        """The longest that it may take."""
+        return self.start_period + self.retries * (self.interval + self.timeout)
+
+    def pass_on(self, box: Sandbox) -> None:
+        """Run the command until it succeeds. Raises SandboxFailed after ``retries`` failures."""
+        begun, failures = time.monotonic(), 0
+        while (done := box.run([*SHELL, self.command], timeout=self.timeout)).code != 0:
+            starting = time.monotonic() - begun < self.start_period
+            failures += not starting
+            if failures >= self.retries:
+                raise SandboxFailed(f"the health check of the machine fails: {done.text[-300:]}")
+            time.sleep(self.start_interval if starting else self.interval)
+
+
+class Unusable(Exception):
+    """A task folder cannot be served; the message is the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarborTask:
+    """One task folder, read and checked."""
+
+    name: str
+    folder: Path
+    instruction: str
+    image: str | None
+    """A container image by name; None where ``environment/`` has a Dockerfile, or no image is needed."""
+    agent_s: float = 600.0
+    verifier_s: float = 600.0
+    build_s: float = 600.0
+    cpus: float = 1.0
+    memory: int = 2 << 30
+    disk: int = 10 << 30
+    network: bool = True
+    user: str | None = None
+    """User of the model's commands; None for root."""
+    check: HealthCheck | None = None
+    verifier_env: Mapping[str, str] = field(default_factory=dict)
+    solution_env: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path) -> HarborTask:
+        """Read a task folder. Raises Unusable."""
+        try:
+            settings = tomllib.loads((folder / "task.toml").read_text())
+            instruction = (folder / "instruction.md").read_text()
+        except (OSError, ValueError) as error:
+            raise Unusable(f"cannot read it: {error}") from error
+        for key, meaning in UNSUPPORTED.items():
+            if _get(settings, key) not in (None, "", 0, [], "root"):
+                raise Unusable(f"{key} asks for {meaning}, which is not supported")
+        if not (folder / "tests/test.sh").is_file():
+            raise Unusable("it has no tests/test.sh")
+        for name in ("docker-compose.yaml", "docker-compose.yml"):
+            if (folder / "environment" / name).exists():
+                raise Unusable(f"environment/{name} asks for several containers, which is not supported")
+        network = _get(settings, "environment.network_mode")
+        if network not in (None, "public", "no-network"):
+            raise Unusable(f"environment.network_mode = {network!r} is not supported")
+        try:
+            user = _get(settings, "agent.user")
+            task = cls(
+                name=folder.name,
+                folder=folder,
+                instruction=re.sub(r"\A(\s*(<!--|#)[^\n]*canary[^\n]*\n)+", "", instruction).strip(),
+                image=_get(settings, "environment.docker_image"),
+                agent_s=_positive(settings, "agent.timeout_sec", 600.0),
+                verifier_s=_positive(settings, "verifier.timeout_sec", 600.0),
+                build_s=_positive(settings, "environment.build_timeout_sec", 600.0),
+                cpus=_positive(settings, "environment.cpus", 1.0),
+                memory=_size(settings, "memory", 2 << 30),
+                disk=_size(settings, "storage", 10 << 30),
+                network=bool(_get(settings, "environment.allow_internet") in (None, True))
+                and network != "no-network",
+                user=None if user in (None, "", 0, "0", "root") else str(user),
+                check=HealthCheck.read(settings),
+                verifier_env=_variables(settings, "verifier.env"),
+                solution_env=_variables(settings, "solution.env"),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise Unusable(f"task.toml: {error}") from error
+        if task.user is not None and not task.needs_image:
+            raise Unusable("agent.user asks for another user, which needs an image")
+        return task
+
+    @property
+    def dockerfile(self) -> bool:
+        """True if the image is built from the folder."""
+        return (self.folder / "environment/Dockerfile").is_file()
+
+    @property
+    def check_s(self) -> float:
+        """Seconds that the health check may take."""
+        return self.check.seconds if self.check is not None else 0.0
+
+    @property
+    def needs_image(self) -> bool:
+        """True if the task runs in a container."""
+        return self.image is not None or self.dockerfile
+
+    def solution(self) -> str:
+        """Return the command that writes and runs the solution. Raises NotSupported without one."""
+        files = self.files("solution")
+        if "solve.sh" not in files:
+            raise NotSupported(f"{self.name} has no solution/solve.sh")
+        archive = io.BytesIO()
+        with tarfile.open(fileobj=archive, mode="w:xz") as tar:
+            for name, data in files.items():
+                entry = tarfile.TarInfo(name)
+                entry.size, entry.mode = len(data), 0o755
+                tar.addfile(entry, io.BytesIO(data))
+        text = base64.b64encode(archive.getvalue()).decode()
+        settings = "".join(f"{name}={shlex.quote(value)} " for name, value in self.solution_env.items())
+        run = f"{settings}bash /solution/solve.sh"
+        if len(files) == 1:
+            script = files["solve.sh"].decode("utf-8", "replace").rstrip("\n")
+            write = f"cat >/solution/solve.sh <<'END_OF_SOLUTION'\n{script}\nEND_OF_SOLUTION\n"
+            return f"mkdir -p /solution; {write}{run}"
+        return f"mkdir -p /solution; echo {text} | base64 -d | tar -xJf - -C /solution; {run}"
+
+    def files(self, part: str) -> dict[str, bytes]:
+        """Return the files of one subfolder, relative path -> content."""
+        root = self.folder / part
+        paths = sorted(path for path in root.rglob("*") if path.is_file())
+        return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
+
+
+class HarborTasks(Environment):
+    """Solve a task on a Linux machine with a shell; the task's hidden tests decide."""
+
+    max_turns = 100
+    tasks: ClassVar[Mapping[str, Mapping[str, HarborTask]]] = {}
+    """Split -> name -> task."""
+    network: ClassVar[bool] = True
+    """Whether tasks that ask for the internet get it."""
+
+    box: Sandbox | None = None
+
+    @classmethod
+    def samples(cls, split: str) -> list[dict[str, str]]:
+        """Return the names of the tasks, in alphabetical order."""
+        return [{"task": name} for name in cls.tasks[split]]
+
+    def open_box(self, task: HarborTask) -> Sandbox:
+        """Open the machine of a task; override it for machines elsewhere. The sandbox needs ``copy``."""
+        network = task.network and self.network
+        if not task.needs_image:
+            memory = max(task.memory, 2 * OVERHEAD)
+            disk = min(task.disk, memory // 2)
+            files = task.files("environment")
+            options: dict[str, Any] = {"memory": memory, "disk": disk, "files": files, "network": network}
+        else:
+            image = task.image if not task.dockerfile else built_image(task)
+            options = {"image": image, "root": True, "memory": task.memory, "disk": task.disk}
+            options |= {"network": network, "background": True}
+        return open_sandbox(cpus=task.cpus, pids=PIDS, timeout=COMMAND_S, max_output=MAX_OUTPUT, **options)
+
+    def reset(self, sample: TaskSample, rng: np.random.Generator) -> str:
+        """Build the image where it is missing, and start the machine."""
+        name = sample.data["task"]
+        self.task = next(tasks[name] for tasks in self.tasks.values() if name in tasks)
+        self.ran: set[str] = set()
+        self.metrics: dict[str, float] = {}
+        self.box = self._ready_box(self.task)
+        self.began = time.monotonic()
+        return self.task.instruction
+
+    def _ready_box(self, task: HarborTask) -> Sandbox:
+        box = self.open_box(task)
+        try:
+            if task.user is not None:
+                box.run("mkdir -p /solution && chmod 777 /solution")  # where the oracle writes
+            if task.check is not None:
+                task.check.pass_on(box)
+        except BaseException:
+            box.close()
+            raise
+        return box
+
+    @tool
+    def shell(self, command: str, timeout: float = COMMAND_S) -> str | Done:
+        """Run a command in a shell of the machine. Files stay; the working folder and variables do not.
+
+        Args:
+            command: What to run.
+            timeout: Seconds after which it is killed.
+        """
+        assert self.box is not None
+        self.ran.add(command)
+        left = self.began + self.task.agent_s - time.monotonic()
+        if left > 0:
+            seconds = max(0.1, min(timeout, left))
+            done = self.box.run([*SHELL, command], timeout=seconds, user=self.task.user)
+            if not self.box.alive:
+                return self._graded(f"{done.text}\nThe machine has ended.")
+            if self.began + self.task.agent_s > time.monotonic():
+                return done.text
+        return self._graded(f"The time for this task, {self.task.agent_s:g} s, is over.")
+
+    @tool
+    def submit(self) -> Done:
+        """Hand in the machine's files for grading. This ends the task."""
+        return self._graded("The task has been graded.")
+
+    def respond(self, text: str) -> Done:
+        """Grade where the model answers without a call."""
+        return self._graded("The task has been graded.")
+
+    def score(self) -> dict[str, float]:
+        """Return the metrics of the tests."""
+        return self.metrics
+
+    def expert(self, rng: np.random.Generator) -> ToolCall:
+        """Run the task's solution, then submit."""
+        command = self.task.solution()
+        if command in self.ran:
+            return ToolCall.of("submit")
+        return ToolCall.of("shell", command=command, timeout=self.task.agent_s)
+
+    def close(self) -> None:
+        """Remove the machine."""
+        if self.box:
+            self.box.close()
+
+    def _graded(self, text: str) -> Done:
+        assert self.box is not None
+        reward, self.metrics = grade(self.task, self.box)
+        if reward is None:
+            # Infrastructure fails the tests of an untouched machine, too; that is no reward.
+            with self._ready_box(self.task) as untouched:
+                if grade(self.task, untouched)[0] is None:
+                    raise RuntimeError(
+                        f"the tests of {self.task.name} give no reward for an untouched machine"
+                    )
+            reward, self.metrics = 0.0, {"tests_ended": 0.0}
+        self.metrics["success"] = float(reward >= 1.0)
+        return Done(text, reward=reward)
+
+
+def load(target: str) -> type[HarborTasks]:
+    """Return the class that serves a folder; ``DIR?max_turns=50&network=false`` changes two settings.
+
+    Raises TargetError where there is no usable task, with the reasons. Tasks that are not supported are left
+    out, and logged.
+    """
+    place, _, query = target.partition("?")
+    root = Path(place).expanduser()
+    if not root.is_dir():
+        raise TargetError(f"harbor:{target}: there is no folder {place}")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    turns, network = options.pop("max_turns", "100"), options.pop("network", "true")
+    if options or not turns.isdecimal() or int(turns) < 1 or network not in ("true", "false"):
+        raise TargetError(f"harbor:{target}: the settings are max_turns=NUMBER and network=false")
+    parts = {name: root / name for name in SPLITS if (root / name).is_dir()}
+    if not parts or (root / "task.toml").is_file():
+        parts = {"train": root}
+    tasks, reasons = {}, []
+    for split, folder in parts.items():
+        tasks[split], left_out = read_tasks(folder)
+        reasons += left_out
+    for reason in reasons:
+        logger.warning("left out: %s", reason)
+    if not any(tasks.values()):
+        found = "; ".join(reasons[:3]) or "no folder below it has a task.toml"
+        raise TargetError(f"harbor:{target}: nothing to serve: {found}")
+    every = [task for split in tasks.values() for task in split.values()]
+    attributes = {
+        "__doc__": HarborTasks.__doc__,
+        "__module__": __name__,
+        "name": re.sub(r"\W+", "_", root.resolve().name).strip("_").lower() or "harbor",
+        "splits": tuple(split for split in tasks if tasks[split]),
+        "tasks": {split: found for split, found in tasks.items() if found},
+        "network": network == "true",
+        "max_turns": int(turns),
+        "reset_timeout": max(task.build_s + task.check_s for task in every) + GRADING_S,
+        "tool_timeout": max(
+            task.agent_s + 2 * task.verifier_s + task.build_s + task.check_s for task in every
+        )
+        + 2 * GRADING_S,
+    }
+    return type("HarborFolder", (HarborTasks,), attributes)
+
+
+def read_tasks(root: Path) -> tuple[dict[str, HarborTask], list[str]]:
+    """Return the tasks at or below a folder by name, in alphabetical order, and why others are left out."""
+    tasks: dict[str, HarborTask] = {}
+    reasons = []
+    found = [root / "task.toml"] if (root / "task.toml").is_file() else []
+    for depth in range(1, DEPTH + 1) if not found else ():
+        found += root.glob("/".join(["*"] * depth) + "/task.toml")
+    for path in sorted(found):
+        try:
+            task = HarborTask.read(path.parent)
+            if task.name in tasks:
+                raise Unusable(f"another task has the name {task.name}")
+            tasks[task.name] = task
+        except Unusable as error:
+            reasons.append(f"{path.parent}: {error}")
+    return dict(sorted(tasks.items())), reasons
+
+
+def grade(task: HarborTask, box: Sandbox) -> tuple[float | None, dict[str, float]]:
+    """Return the reward that the task's tests give to a machine's files, and their other numbers.
+
+    The tests run in a copy without the processes of the machine, which they leave unchanged. The reward is
+    None where they give none. Raises SandboxFailed.
+    """
+    if not box.alive:
+        box.run("true")  # raises where it was not ended by its own commands
+        return 0.0, {"machine_ended": 1.0}
+    with box.copy() as judge:
+        judge.run("rm -rf /tests /logs /solution")
+        tests = {f"/tests/{name}": data for name, data in task.files("tests").items()}
+        try:
+            judge.write_all({**tests, "/logs/verifier/.keep": b""})
+            judge.run([*SHELL, "bash /tests/test.sh"], timeout=task.verifier_s, env=task.verifier_env)
+        except OSError:
+            return None, {}
+        for path in REWARDS:
+            with suppress(OSError, ValueError, TypeError):
+                return rewards(judge.read(path))
+    return None, {}
+
+
+def rewards(text: bytes) -> tuple[float, dict[str, float]]:
+    """Return the reward of a file: a number, or an object with "reward" or with one number.
+
+    Raises ValueError or TypeError where the file has none.
+    """
+    value = json.loads(text)
+    named = value if isinstance(value, dict) else {"reward": value}
+    numbers = {name: float(number) for name, number in named.items()}
+    if not all(map(math.isfinite, numbers.values())):
+        raise ValueError("a reward is not finite")
+    if "reward" not in numbers and len(numbers) != 1:
+        raise ValueError("there is no reward")
+    reward = numbers.pop("reward", None)
+    return (numbers.popitem()[1] if reward is None else reward), numbers
+
+
+def built_image(task: HarborTask) -> str:
+    """Return the name of the image of a task's Dockerfile; build it where the daemon does not have it.
+
+    The name holds a hash of the folder, so that a changed task has another image. Raises SandboxFailed.
+    """
+    import docker
+
+    digest = hashlib.blake2b(digest_size=12)
+    for name, data in task.files("environment").items():
+        mode = (task.folder / "environment" / name).stat().st_mode & 0o111
+        digest.update(f"{name}\0{mode}\0{len(data)}\0".encode() + data)
+    tag = f"agentrl-harbor:{digest.hexdigest()}"
+    try:
+        with _builds:
+            client = connect(task.build_s)
+            try:
+                if not client.images.list(tag):
+                    context = docker.utils.build.tar(str(task.folder / "environment"))
+                    with context:
+                        run_build(client, context, task.name, logger.debug, custom_context=True, tag=tag)
+            finally:
+                client.close()
+    except LaunchError as error:
+        raise SandboxFailed(str(error)) from error
+    return tag
+
+
+def _get(settings: Mapping[str, Any], key: str) -> Any:
+    value: Any = settings
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _positive(settings: Mapping[str, Any], key: str, default: float) -> float:
+    value = _get(settings, key)
+    number = default if value is None else float(value)
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(f"{key} = {value!r} is not a positive number")
+    return number
+
+
+def _size(settings: Mapping[str, Any], name: str, default: int) -> int:
+    """Return a size in bytes: ``memory_mb = 2048``, or the older ``memory = "2G"``."""
+    megabytes, text = _get(settings, f"environment.{name}_mb"), _get(settings, f"environment.{name}")
+    if megabytes is not None:
+        return int(float(megabytes) * (1 << 20))
+    return default if text is None else parse_size(text)
+
+
+def _variables(settings: Mapping[str, Any], key: str) -> dict[str, str]:
+    """Return environment variables; ``${NAME}`` is replaced from this process, ``${NAME:-else}`` too."""
+
+    def replaced(found: re.Match[str]) -> str:
+        value = os.environ.get(found[1], found[2])
+        if value is None:
+            raise ValueError(f"{key} needs the environment variable {found[1]}")
+        return value
+
+    given = _get(settings, key) or {}
+    return {name: _VARIABLE.sub(replaced, str(value)) for name, value in given.items()}

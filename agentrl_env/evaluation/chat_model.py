@@ -1,0 +1,239 @@
+"""A model behind an OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from agentrl_env.errors import AgentRLError
+from agentrl_env.types import Message, ToolSpec
+
+ATTEMPTS = 5
+"""Requests for one completion, where the endpoint is busy or does not answer."""
+PAUSE_S = 0.5
+"""Seconds before the second request; each further pause is twice as long."""
+MAX_PAUSE_S = 120.0
+"""Longest pause that an endpoint can ask for with ``Retry-After``."""
+_CONTEXT = ("context_length", "context length", "context window", "maximum context", "too many tokens")
+
+
+class ModelFailed(AgentRLError):
+    """The endpoint gave no completion; the message says why."""
+
+
+class ModelRefused(ModelFailed):
+    """The endpoint does not serve this caller or this model (401, 403, 404); no request can succeed."""
+
+
+class ContextFull(ModelFailed):
+    """The conversation does not fit into the model's context."""
+
+
+class Usage(BaseModel):
+    """Tokens of one completion as the endpoint counts them; None where it does not."""
+
+    model_config = ConfigDict(frozen=True)
+
+    input: int | None = None
+    """Tokens of the prompt, with those that a cache had."""
+    output: int | None = None
+    """Tokens that the model wrote, with its thoughts."""
+    cached: int | None = None
+    thinking: int | None = None
+
+
+NO_USAGE = Usage()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One answer of a model."""
+
+    message: Message
+    thought: str | None = None
+    """Thoughts that the endpoint returns beside the message; they are not sent back."""
+    finish_reason: str | None = None
+    usage: Usage = NO_USAGE
+    seconds: float = 0.0
+    """Time that the answered request took, without pauses and requests that failed."""
+    repeats: int = 0
+    """Requests before it that failed."""
+
+
+class ChatModel:
+    """A model of an OpenAI-compatible endpoint. Use it as an async context manager.
+
+    Requests that fail with 408, 409, 429 or 5xx, or without an answer, are repeated; ``Retry-After`` holds
+    back all requests of this object.
+
+    Args:
+        url: The base URL, such as ``http://127.0.0.1:8000/v1``.
+        model: The model's name.
+        key: The API key; None sends none.
+        temperature: The temperature; None leaves it to the endpoint.
+        timeout: Seconds for one completion.
+        requests_per_minute: Most requests that are begun in a minute, evenly spaced; None sets no limit.
+        body: Further fields of each request, such as ``{"max_tokens": 512}``.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        key: str | None = None,
+        temperature: float | None = None,
+        timeout: float = 120.0,
+        requests_per_minute: float | None = None,
+        body: Mapping[str, Any] | None = None,
+    ) -> None:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._url = f"{url.rstrip('/')}/chat/completions"
+        self._fields = {"model": model, **(body or {})}
+        if temperature is not None:
+            self._fields["temperature"] = temperature
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._http = httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits)
+        self._pace = Pace(60.0 / requests_per_minute if requests_per_minute else 0.0)
+
+    async def __aenter__(self) -> ChatModel:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._http.aclose()
+
+    async def complete(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, seed: int | None = None
+    ) -> Completion:
+        """Return the model's next message.
+
+        Args:
+            messages: The conversation.
+            tools: The tools that the model may call.
+            seed: Seed of the draw, for endpoints that know the field.
+
+        Raises:
+            ModelRefused: No request can succeed: the key or the model is wrong.
+            ContextFull: The conversation is longer than the model's context.
+            ModelFailed: The endpoint did not answer, or not with a completion.
+        """
+        body: dict[str, Any] = {**self._fields, "messages": [message.wire() for message in messages]}
+        if tools:
+            body["tools"] = [tool.model_dump(mode="json") for tool in tools]
+        if seed is not None:
+            body["seed"] = seed
+        problem = ""
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(PAUSE_S * 2 ** (attempt - 1))
+            await self._pace.wait()
+            begin = time.perf_counter()
+            try:
+                response = await self._http.post(self._url, json=body)
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                problem = f"{self._url} did not answer: {type(error).__name__} {error}".rstrip()
+                continue
+            if response.is_success:
+                seconds = time.perf_counter() - begin
+                return _completion(self._url, response, seconds=seconds, repeats=attempt)
+            problem = f"{self._url} answered {response.status_code}: {response.text[:200]}"
+            if response.status_code not in (408, 409, 429) and response.status_code < 500:
+                raise _refusal(response)(problem)
+            self._pace.hold(_retry_after(response))
+        raise ModelFailed(problem)
+
+
+class Pace:
+    """Begins of requests, at least ``interval`` seconds apart."""
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._next = 0.0
+
+    async def wait(self) -> None:
+        """Wait until the next request may begin."""
+        now = time.monotonic()
+        begin = max(now, self._next)
+        self._next = begin + self._interval
+        if begin > now:
+            await asyncio.sleep(begin - now)
+
+    def hold(self, seconds: float) -> None:
+        """Let no further request begin for some seconds."""
+        self._next = max(self._next, time.monotonic() + seconds)
+
+
+def _retry_after(response: httpx.Response) -> float:
+    try:
+        return min(max(0.0, float(response.headers["retry-after"])), MAX_PAUSE_S)
+    except (KeyError, ValueError):  # a date, which a wrong clock would misread
+        return 0.0
+
+
+def _refusal(response: httpx.Response) -> type[ModelFailed]:
+    if response.status_code in (401, 403, 404):
+        return ModelRefused
+    text = response.text.lower()
+    return ContextFull if any(words in text for words in _CONTEXT) else ModelFailed
+
+
+def _completion(url: str, response: httpx.Response, *, seconds: float, repeats: int) -> Completion:
+    try:
+        body = response.json()
+        choice = body["choices"][0]
+        found = choice["message"]
+        calls = [_call(call, number) for number, call in enumerate(found.get("tool_calls") or ())]
+        content = _clean(found.get("content"))
+        if not calls:  # endpoints take no message with neither text nor calls
+            content = content or ""
+        thought = found.get("reasoning_content") or found.get("reasoning")
+        message = {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
+        return Completion(
+            message=Message.model_validate(message),
+            thought=_clean(thought) if isinstance(thought, str) else None,
+            finish_reason=choice.get("finish_reason"),
+            usage=_usage(body.get("usage") or {}),
+            seconds=seconds,
+            repeats=repeats,
+        )
+    except (ValueError, LookupError, TypeError, AttributeError, ValidationError) as error:
+        raise ModelFailed(f"{url} answered something that is no chat completion: {error}"[:300]) from error
+
+
+def _call(call: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return a tool call in OpenAI's form, which some endpoints only approach."""
+    function = call["function"]
+    arguments = function.get("arguments") or "{}"
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments)
+    return {
+        "id": call.get("id") or f"call_{number}",
+        "type": "function",
+        "function": {"name": _clean(function["name"]), "arguments": _clean(arguments)},
+    }
+
+
+def _clean(text: Any) -> Any:
+    """Replace halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
+    if not isinstance(text, str):
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _usage(usage: Mapping[str, Any]) -> Usage:
+    read = usage.get("prompt_tokens_details") or {}
+    written = usage.get("completion_tokens_details") or {}
+    values = {
+        "input": usage.get("prompt_tokens"),
+        "output": usage.get("completion_tokens"),
+        "cached": read.get("cached_tokens"),
+        "thinking": written.get("reasoning_tokens"),
+    }
+    return Usage(**{name: value for name, value in values.items() if isinstance(value, int)})

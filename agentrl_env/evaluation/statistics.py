@@ -1,0 +1,108 @@
+"""Estimates of success and their intervals, as pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from statistics import fmean, variance
+
+import numpy as np
+
+Z = 1.959964
+"""Quantile of the normal distribution for intervals of 95 %."""
+RESAMPLES = 10_000
+_CHUNK = 1_000_000
+
+
+def wilson_interval(successes: float, trials: float, z: float = Z) -> tuple[float, float]:
+    """Return the Wilson score interval of a share; 95 % by default, (0, 1) without trials.
+
+    E. B. Wilson, "Probable inference, the law of succession, and statistical inference" (1927).
+    """
+    if trials <= 0:
+        return 0.0, 1.0
+    share = successes / trials
+    middle = share + z * z / (2 * trials)
+    spread = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    scale = 1 + z * z / trials
+    # Rounding may leave the share itself just outside the interval at 0 and 1.
+    return max(0.0, min(share, (middle - spread) / scale)), min(1.0, max(share, (middle + spread) / scale))
+
+
+def effective_trials(groups: Sequence[Sequence[bool]]) -> float:
+    """Return the number of independent trials that say as much as groups of trials of one sample each.
+
+    Attempts at one sample resemble one another, so that they say less than attempts at as many samples. The
+    number is ``p (1 - p) / v``, where ``v`` is the variance of the share that the groups' means show, between
+    the number of groups and that of trials (the design effect: L. Kish, "Survey Sampling", 1965).
+    """
+    groups = [group for group in groups if group]
+    trials = sum(map(len, groups))
+    if trials == len(groups):
+        return float(trials)
+    share = sum(map(sum, groups)) / trials
+    if len(groups) < 2 or share in (0.0, 1.0):
+        return float(len(groups))
+    mean_size = trials / len(groups)
+    spread = variance([(sum(group) - share * len(group)) / mean_size for group in groups]) / len(groups)
+    return min(float(trials), max(float(len(groups)), share * (1 - share) / spread if spread else math.inf))
+
+
+def pass_at_k(trials: int, successes: int, k: int) -> float:
+    """Return the unbiased estimate of the probability that at least one of ``k`` attempts succeeds.
+
+    ``1 - C(n - c, k) / C(n, k)`` (arXiv 2107.03374). Raises ``ValueError`` if ``k`` is not in 1..trials.
+    """
+    _check_k(trials, k)
+    return 1.0 - math.comb(trials - successes, k) / math.comb(trials, k)
+
+
+def pass_hat_k(trials: int, successes: int, k: int) -> float:
+    """Return the unbiased estimate of the probability that all of ``k`` attempts succeed.
+
+    ``C(c, k) / C(n, k)`` (pass^k, arXiv 2406.12045). Raises ``ValueError`` if ``k`` is not in 1..trials.
+    """
+    _check_k(trials, k)
+    return math.comb(successes, k) / math.comb(trials, k)
+
+
+def _check_k(trials: int, k: int) -> None:
+    if not 1 <= k <= trials:
+        raise ValueError(f"pass@{k} needs at least {k} attempts per sample, and there are {trials}.")
+
+
+def sign_test(differences: Sequence[float]) -> float:
+    """Return the two-sided p-value of the exact sign test; zeros say nothing, 1 without others.
+
+    For pairs of single attempts, whose differences are -1, 0 and 1, it is McNemar's exact test.
+    """
+    more = sum(difference > 0 for difference in differences)
+    less = sum(difference < 0 for difference in differences)
+    number = more + less
+    tail = sum(math.comb(number, count) for count in range(min(more, less) + 1))
+    return min(1.0, float(Fraction(2 * tail, 1 << number)))  # floats end at 2**1024
+
+
+def bootstrap_interval(
+    values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES
+) -> tuple[float, float]:
+    """Return the 95 % percentile bootstrap interval of a mean; of paired differences, the paired one.
+
+    B. Efron, "Bootstrap methods: another look at the jackknife" (1979). Raises ``ValueError`` without values.
+    """
+    if not values:
+        raise ValueError("the mean of no values has no interval")
+    given, rng = np.asarray(values, dtype=float), np.random.default_rng(seed)
+    rows = max(1, _CHUNK // len(given))
+    means = [
+        given[rng.integers(len(given), size=(min(rows, resamples - begin), len(given)))].mean(axis=1)
+        for begin in range(0, resamples, rows)
+    ]
+    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Return the mean; None without values."""
+    return fmean(values) if values else None

@@ -1,0 +1,211 @@
+"""``/v1/chat/completions``: its requests, its answers, and the chunks of a streamed answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from agentrl_env.types import FunctionCall, Message, ToolCall, ToolSpec
+from agentrl_train.chat import ChatFormat
+from agentrl_train.gateway.errors import InvalidRequest
+from agentrl_train.gateway.recorder import Call
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "top_logprobs": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto",),
+    "functions": (),
+    "function_call": (),
+    "modalities": (["text"],),
+    "prediction": (),
+}
+"""Parameters that would change what is sampled, or that no engine has: the values that change nothing."""
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+
+
+class SamplingFields(BaseModel):
+    """What the requests of both APIs say of sampling; None leaves it to the run."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+
+    def stated(self) -> dict[str, float]:
+        """Return the parameters that the request states; ``top_k`` -1 is all tokens, as 0."""
+        values = {name: getattr(self, name) for name in SAMPLING}
+        if values["top_k"] == -1:
+            values["top_k"] = 0
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class _Call(BaseModel):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class _ChatMessage(BaseModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    def message(self) -> Message:
+        """Return the message with its content as text."""
+        calls = [ToolCall(id=call.id, function=call.function) for call in self.tool_calls or ()]
+        return Message(
+            role=self.role,
+            content=text_of(self.content),
+            tool_calls=tuple(calls) or None,
+            tool_call_id=self.tool_call_id,
+            name=self.name,
+        )
+
+
+class _StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class ChatRequest(SamplingFields):
+    """The body of a request. Parameters that change nothing about the answer are not read."""
+
+    model: str = "policy"
+    messages: list[_ChatMessage] = Field(min_length=1)
+    tools: list[ToolSpec] | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    stop: str | list[str] | None = None
+    stream: bool = False
+    stream_options: _StreamOptions | None = None
+    logprobs: bool | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """Return the most tokens that the request allows."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Return the texts that end an answer."""
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(text for text in texts if text)
+
+
+def refuse_unsupported(body: dict[str, Any], *, unsupported: dict[str, tuple[Any, ...]]) -> None:
+    """Raise ``InvalidRequest`` for a parameter whose value would have an effect that no engine gives."""
+    for name, harmless in unsupported.items():
+        value = body.get(name)
+        if value is not None and value not in harmless:
+            if name == "tool_choice" and (value == "none" and not body.get("tools")):
+                continue
+            words = f"leave it out, or use {harmless[0]!r}" if harmless else "leave it out"
+            raise InvalidRequest(f"{name} = {value!r} is not supported: {words}", param=name)
+
+
+def text_of(content: str | list[dict[str, Any]] | None) -> str | None:
+    """Return content as text. Raises ``InvalidRequest`` for a part that is no text."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        if not isinstance(part.get("text", part.get("refusal")), str):
+            raise InvalidRequest(
+                f"a content part of type {part.get('type')!r} is not supported: the policy reads text only",
+                param="messages",
+            )
+    return "\n".join(str(part.get("text", part.get("refusal"))) for part in content)
+
+
+def finish_reason(call: Call, *, cut: bool) -> str:
+    """Return the reason for which an answer ended, in the words of the API."""
+    if call.message.tool_calls:
+        return "tool_calls"
+    return "length" if cut else "stop"
+
+
+def usage(call: Call) -> dict[str, int]:
+    """Return the token counts of a call."""
+    assert call.completion is not None
+    prompt, sampled = len(call.context), len(call.completion.token_ids)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+class ChatAnswer:
+    """The answer to a request, whole or in chunks.
+
+    Args:
+        call: the answered call.
+        request: the request.
+        chat: chat format of the policy.
+        created: Unix time.
+    """
+
+    def __init__(self, call: Call, *, request: ChatRequest, chat: ChatFormat, created: int) -> None:
+        assert call.completion is not None
+        self._call = call
+        self._request = request
+        self._chat = chat
+        self._head = {"id": f"chatcmpl-{call.uid}", "created": created, "model": request.model}
+
+    def body(self) -> dict[str, Any]:
+        """Return the whole answer."""
+        message: dict[str, Any] = self._call.message.wire() | {"refusal": None}
+        if self._call.thought is not None:
+            message["reasoning_content"] = self._call.thought
+        choice = {"index": 0, "message": message, **self._tokens(), "finish_reason": self._reason}
+        body = {**self._head, "object": "chat.completion", "choices": [choice], "usage": usage(self._call)}
+        if self._request.return_token_ids:
+            body["prompt_token_ids"] = list(self._call.context)
+        return body
+
+    def chunks(self) -> Iterator[dict[str, Any]]:
+        """Yield the answer in chunks: thought, content, calls, end, and the token counts if asked for."""
+        message = self._call.message
+        yield self._chunk({"role": "assistant", "content": ""})
+        if self._call.thought is not None:
+            yield self._chunk({"reasoning_content": self._call.thought})
+        if message.content:
+            yield self._chunk({"content": message.content})
+        for number, call in enumerate(message.tool_calls or ()):
+            yield self._chunk({"tool_calls": [{"index": number, **call.model_dump()}]})
+        last = self._chunk({}, reason=self._reason)
+        last["choices"][0] |= self._tokens()
+        if self._request.return_token_ids:
+            last["prompt_token_ids"] = list(self._call.context)
+        yield last
+        if self._request.stream_options and self._request.stream_options.include_usage:
+            yield self._chunk(None) | {"usage": usage(self._call)}
+
+    @property
+    def _reason(self) -> str:
+        return finish_reason(self._call, cut=self._call.cut)
+
+    def _chunk(self, delta: dict[str, Any] | None, *, reason: str | None = None) -> dict[str, Any]:
+        choices = [] if delta is None else [{"index": 0, "delta": delta, "finish_reason": reason}]
+        return {**self._head, "object": "chat.completion.chunk", "choices": choices}
+
+    def _tokens(self) -> dict[str, Any]:
+        """Return what the request asks for about the tokens of the answer."""
+        completion = self._call.completion
+        assert completion is not None
+        found: dict[str, Any] = {"logprobs": None}
+        if self._request.logprobs:
+            pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+            found["logprobs"] = {"content": [self._logprob(*pair) for pair in pairs], "refusal": None}
+        if self._request.return_token_ids:
+            found |= {"token_ids": list(completion.token_ids), "versions": list(completion.versions)}
+        return found
+
+    def _logprob(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self._chat.text([token_id])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}

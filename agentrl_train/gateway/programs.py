@@ -1,0 +1,274 @@
+"""Agent programs: commands or functions that play episodes through the gateway.
+
+A program gets a ``base_url`` and a sample, calls the model as it likes, and gives a reward. A crash, a hang
+and a missing reward are failures of the episode, which has no reward then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from pydantic import ValidationError
+
+from agentrl_env.types import TaskSample
+from agentrl_train.chat import ChatFormat
+from agentrl_train.errors import ProgramFailed
+from agentrl_train.gateway.server import Gateway, Reward, Session
+from agentrl_train.runtime.config import EngineSection
+from agentrl_train.types import Episode, EpisodeEnd, Sampler, Trajectory, succeeded
+
+logger = logging.getLogger(__name__)
+
+KILL_S = 2.0
+"""Seconds between the signals TERM and KILL for a program whose time is over."""
+MAX_OUTPUT = 65_536
+"""Bytes of a program's output that are read, the last ones."""
+LAST_LINES = 5
+"""Lines of a program's errors in messages."""
+
+Function = Callable[[str, TaskSample], Any]
+
+
+class AgentProgram:
+    """Plays the episodes of one task with a program of the user.
+
+    Args:
+        run: command line of the program, or a function of ``base_url`` and sample, which may be asynchronous.
+        gateway: where the program finds the model.
+        samples: data of the samples of each split; without it the samples are those of a server.
+        url: address of the server of the task.
+        token: its token.
+        folder: working directory of a command.
+        stated: the sampling parameters that requests may state; None permits any, without effect.
+    """
+
+    def __init__(
+        self,
+        run: Sequence[str] | Function,
+        *,
+        gateway: Gateway,
+        samples: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+        url: str | None = None,
+        token: str | None = None,
+        folder: Path | None = None,
+        stated: EngineSection | None = None,
+    ) -> None:
+        self._run = run
+        self._gateway = gateway
+        self._samples = samples
+        self._url = url
+        self._token = token
+        self._folder = folder
+        self._stated = stated
+
+    async def play(
+        self, episode: Episode, *, chat: ChatFormat, sampler: Sampler, limit_s: float
+    ) -> tuple[Trajectory, Exception | None]:
+        """Run the program once; return the trajectory and the exception that failed it, if any."""
+        started = time.monotonic()
+        session = self._gateway.open(chat=chat, sampler=sampler, stated=self._stated)
+        sample = self._sample(episode)
+        end, cause = EpisodeEnd.TERMINATED, None
+        try:
+            end = await self._play(session, sample, limit_s=limit_s)
+        except ProgramFailed as failure:
+            cause = session.failure or failure
+            end = EpisodeEnd.FAILED_ENGINE if session.failure else EpisodeEnd.FAILED_ENVIRONMENT
+        finally:
+            await self._gateway.close(session)
+        error = None if cause is None else f"{type(cause).__name__}: {cause}"
+        return trajectory(
+            session, sample=sample, end=end, error=error, seconds=time.monotonic() - started
+        ), cause
+
+    async def _play(self, session: Session, sample: TaskSample, *, limit_s: float) -> EpisodeEnd:
+        base_url = self._gateway.base_url(session)
+        end = EpisodeEnd.TERMINATED
+        try:
+            async with asyncio.timeout(limit_s):
+                if callable(self._run):
+                    given = await _call(self._run, base_url, sample)
+                else:
+                    given = await self._command(self._run, base_url, session.key, sample)
+        except TimeoutError:
+            if not session.rewarded:
+                raise ProgramFailed(
+                    f"the program gave no reward within {limit_s:g} s: end it earlier, or raise "
+                    "rollout.episode_timeout_s"
+                ) from None
+            given, end = None, EpisodeEnd.TRUNCATED_TIME
+        if not session.recorder.rollout()[0]:
+            raise ProgramFailed(
+                "the program ended without an answer of the model: let its client use the base_url that "
+                "it gets"
+            )
+        if given is not None:
+            session.reward(given)
+        if not session.rewarded:
+            raise ProgramFailed(
+                "the program ended without a reward: return it, print it in the last line, or post it to "
+                "base_url/reward" + ("; a conversation had become too long" if session.context_full else "")
+            )
+        return EpisodeEnd.TRUNCATED_LENGTH if session.context_full else end
+
+    def _sample(self, episode: Episode) -> TaskSample:
+        data: Mapping[str, Any]
+        if self._samples is not None:
+            data = self._samples[episode.split][int(episode.index or 0)]
+        else:
+            asked = {"split": episode.split, "index": episode.index, "seed": episode.seed}
+            data = {"url": self._url, "open": {"task": episode.task} | asked}
+        return TaskSample(
+            task=episode.task,
+            split=episode.split,
+            index=episode.index,
+            seed=episode.seed or 0,
+            data=dict(data),
+        )
+
+    async def _command(
+        self, command: Sequence[str], base_url: str, key: str, sample: TaskSample
+    ) -> Reward | None:
+        """Run a command; return the reward in the last line of its output, if there is one."""
+        with tempfile.TemporaryDirectory() as folder:
+            sample_file, output, errors = (Path(folder, name) for name in ("sample.json", "out", "err"))
+            sample_file.write_text(sample.model_dump_json(), encoding="utf-8")
+            # Files, because pipes stay open as long as a process that the program has left behind.
+            with output.open("wb") as out, errors.open("wb") as err:
+                environment = self._environment(base_url, key, sample_file)
+                process = await self._start(command, environment, out, err)
+            try:
+                await process.wait()
+            finally:
+                await _stop(process)
+            if process.returncode:
+                raise ProgramFailed(
+                    f"the program exited with status {process.returncode}: "
+                    f"{_last_lines(errors) or 'it printed no error'}"
+                )
+            return _printed(output)
+
+    def _environment(self, base_url: str, key: str, sample_file: Path) -> dict[str, str]:
+        """Return the environment variables of a command."""
+        environment = {name: value for name, value in os.environ.items() if name != "AGENTRL_TOKEN"}
+        # "python" is the interpreter of the run.
+        path = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
+        for name in ("NO_PROXY", "no_proxy"):
+            environment[name] = ",".join(filter(None, [environment.get(name), "127.0.0.1", "localhost"]))
+        if self._token:
+            environment["AGENTRL_TOKEN"] = self._token
+        return environment | {
+            "OPENAI_BASE_URL": base_url,
+            "OPENAI_API_KEY": key,
+            "AGENTRL_SAMPLE": str(sample_file),
+            "PATH": path,
+        }
+
+    async def _start(
+        self, command: Sequence[str], environment: Mapping[str, str], out: IO[bytes], err: IO[bytes]
+    ) -> asyncio.subprocess.Process:
+        try:
+            return await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                cwd=self._folder,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ProgramFailed(f"the program {command[0]!r} cannot be started: {error}") from error
+
+
+def trajectory(
+    session: Session, *, sample: TaskSample, end: EpisodeEnd, error: str | None = None, seconds: float = 0.0
+) -> Trajectory:
+    """Return what a session has recorded as a trajectory."""
+    turns, segments = session.recorder.rollout()
+    reward = sum(turn.reward for turn in turns)
+    return Trajectory(
+        sample=sample,
+        opening=session.recorder.opening,
+        turns=turns,
+        end=end,
+        reward=reward,
+        success=succeeded(session.metrics, reward),
+        metrics=session.metrics,
+        error=error,
+        seconds=seconds,
+        segments=segments,
+    )
+
+
+async def _call(function: Function, base_url: str, sample: TaskSample) -> Reward | None:
+    """Call a function; a blocking one runs on a thread. Raises ``ProgramFailed`` where it raises."""
+    try:
+        if inspect.iscoroutinefunction(function):
+            given = await function(base_url, sample)
+        else:
+            given = await asyncio.to_thread(function, base_url, sample)
+            given = await given if inspect.isawaitable(given) else given  # of an object that can be called
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise ProgramFailed(
+            f"the program raised {type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
+        ) from error
+    return None if given is None else _reward(given, "returned")
+
+
+def _reward(value: Any, how: str) -> Reward:
+    """Return a value as a reward: a number, or a mapping with ``reward`` and ``metrics``."""
+    try:
+        return Reward.model_validate(value if isinstance(value, Mapping) else {"reward": value})
+    except ValidationError as error:
+        reason = error.errors(include_url=False, include_input=False)[0]["msg"]
+        raise ProgramFailed(
+            f"the program {how} {value!r:.200}, which is no reward ({reason}): give a number, or "
+            "an object with 'reward' and 'metrics'"
+        ) from error
+
+
+def _printed(output: Path) -> Reward | None:
+    """Return the reward in the last line of a program's output; None if it is no number and no object."""
+    last = _last_lines(output, count=1)
+    try:
+        value = json.loads(last)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(value, dict) and "reward" not in value:
+        return None
+    return _reward(value, "printed") if isinstance(value, int | float | dict) else None
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    """End a program and the processes that it has started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KILL_S):
+                await process.wait()
+
+
+def _last_lines(output: Path, *, count: int = LAST_LINES) -> str:
+    """Return the last lines that a program has printed."""
+    with output.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_OUTPUT))
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+    return " | ".join([line for line in lines if line][-count:])

@@ -1,0 +1,220 @@
+"""``/v1/responses``: its requests as chat messages, its answers, and the events of a streamed answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from agentrl_env.types import FunctionCall, FunctionSpec, Message, ToolCall, ToolSpec
+from agentrl_train.gateway.chat_completions import SamplingFields, text_of
+from agentrl_train.gateway.errors import InvalidRequest
+from agentrl_train.gateway.recorder import Call
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "conversation": (),
+    "prompt": (),
+    "text": ({"format": {"type": "text"}}, {}),
+    "tool_choice": ("auto",),
+    "top_logprobs": (0,),
+}
+"""Parameters that would change what is sampled, or that no engine has: the values that change nothing."""
+
+
+class ResponseRequest(SamplingFields):
+    """The body of a request. Parameters that change nothing about the answer are not read."""
+
+    model: str = "policy"
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    previous_response_id: str | None = None
+    stream: bool = False
+
+    @property
+    def specs(self) -> list[ToolSpec]:
+        """Return the tools. Raises ``InvalidRequest`` for one that is no function."""
+        return [_tool(tool) for tool in self.tools]
+
+    def messages(self, earlier: Sequence[Message] = ()) -> list[Message]:
+        """Return the conversation as chat messages: instructions, earlier messages and the input."""
+        head = [Message(role="system", content=self.instructions)] if self.instructions else []
+        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        return [*head, *earlier, *_messages(items)]
+
+
+class _Function(BaseModel):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+def _tool(tool: dict[str, Any]) -> ToolSpec:
+    if tool.get("type") != "function":
+        raise InvalidRequest(
+            f"a tool of type {tool.get('type')!r} is not supported: the policy calls functions only",
+            param="tools",
+        )
+    one = _Function.model_validate(tool)
+    return ToolSpec(
+        function=FunctionSpec(
+            name=one.name, description=one.description or "", parameters=one.parameters or {}
+        )
+    )
+
+
+def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
+    """Return input items as chat messages: the text and the calls of one answer are one message."""
+    found: list[Message] = []
+    open_turn = False
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            continue
+        if kind == "function_call_output":
+            output = item.get("output")
+            text = output if isinstance(output, str) else text_of(output)
+            found.append(Message(role="tool", content=text, tool_call_id=str(item.get("call_id"))))
+            open_turn = False
+            continue
+        if kind == "function_call":
+            call = ToolCall(
+                id=str(item.get("call_id")),
+                function=FunctionCall(name=str(item.get("name")), arguments=str(item.get("arguments", ""))),
+            )
+            before = found.pop() if open_turn else Message.assistant()
+            found.append(Message.assistant(before.content, *(before.tool_calls or ()), call))  # type: ignore[arg-type]
+            open_turn = True
+            continue
+        if kind != "message" or item.get("role") not in ("system", "developer", "user", "assistant"):
+            raise InvalidRequest(f"an input item of type {kind!r} is not supported", param="input")
+        found.append(Message(role=item["role"], content=text_of(item.get("content"))))
+        open_turn = item["role"] == "assistant"
+    return found
+
+
+class ResponseAnswer:
+    """The answer to a request, whole or as events.
+
+    Args:
+        call: the answered call.
+        request: the request.
+        created: Unix time.
+    """
+
+    def __init__(self, call: Call, *, request: ResponseRequest, created: int) -> None:
+        self.id = f"resp_{call.uid}"
+        self._call = call
+        self._request = request
+        self._created = created
+
+    def body(self) -> dict[str, Any]:
+        """Return the whole answer."""
+        assert self._call.completion is not None
+        prompt, sampled = len(self._call.context), len(self._call.completion.token_ids)
+        return self._response(
+            status="incomplete" if self._call.cut else "completed",
+            incomplete_details={"reason": "max_output_tokens"} if self._call.cut else None,
+            output=self._items(),
+            usage={
+                "input_tokens": prompt,
+                "input_tokens_details": {"cached_tokens": 0},
+                "output_tokens": sampled,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": prompt + sampled,
+            },
+        )
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Yield the events of a streamed answer."""
+        for number, event in enumerate(self._events()):
+            yield event | {"sequence_number": number}
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        begun = self._response(status="in_progress", output=[])
+        yield {"type": "response.created", "response": begun}
+        yield {"type": "response.in_progress", "response": begun}
+        for index, item in enumerate(self._items()):
+            place = {"output_index": index, "item_id": item["id"]}
+            empty: dict[str, Any] = {"content": []} if item["type"] != "function_call" else {"arguments": ""}
+            added = item | empty | {"status": "in_progress"}
+            yield {"type": "response.output_item.added", "output_index": index, "item": added}
+            if item["type"] == "message":
+                yield from _text_events(item["content"][0], place | {"content_index": 0})
+            if item["type"] == "function_call":
+                name, arguments = "response.function_call_arguments", item["arguments"]
+                yield {"type": f"{name}.delta", "delta": arguments, **place}
+                yield {"type": f"{name}.done", "arguments": arguments, "name": item["name"], **place}
+            yield {"type": "response.output_item.done", "output_index": index, "item": item}
+        yield {
+            "type": "response.incomplete" if self._call.cut else "response.completed",
+            "response": self.body(),
+        }
+
+    def _response(self, *, status: str, output: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        request = self._request
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": {},
+            "model": request.model,
+            "output": list(output),
+            "parallel_tool_calls": True,
+            "previous_response_id": request.previous_response_id,
+            "temperature": request.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": request.tools,
+            "top_p": request.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            **more,
+        }
+
+    def _items(self) -> list[dict[str, Any]]:
+        """Return the output: the thought, the text and the calls."""
+        call, message = self._call, self._call.message
+        items: list[dict[str, Any]] = []
+        if call.thought is not None:
+            text = {"type": "reasoning_text", "text": call.thought}
+            items.append({"id": f"rs_{call.uid}", "type": "reasoning", "summary": [], "content": [text]})
+        if message.content or not message.tool_calls:
+            part = {"type": "output_text", "text": message.content or "", "annotations": [], "logprobs": []}
+            items.append(
+                {
+                    "id": f"msg_{call.uid}",
+                    "type": "message",
+                    "role": "assistant",
+                    "status": "completed",
+                    "content": [part],
+                }
+            )
+        for number, one in enumerate(message.tool_calls or ()):
+            items.append(
+                {
+                    "id": f"fc_{call.uid}_{number}",
+                    "type": "function_call",
+                    "status": "completed",
+                    "call_id": one.id,
+                    "name": one.function.name,
+                    "arguments": one.function.arguments,
+                }
+            )
+        return items
+
+
+def _text_events(part: dict[str, Any], place: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    text = part["text"]
+    yield {"type": "response.content_part.added", "part": part | {"text": ""}, **place}
+    yield {"type": "response.output_text.delta", "delta": text, "logprobs": [], **place}
+    yield {"type": "response.output_text.done", "text": text, "logprobs": [], **place}
+    yield {"type": "response.content_part.done", "part": part, **place}

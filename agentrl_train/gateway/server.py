@@ -1,0 +1,469 @@
+"""The OpenAI-compatible server: sessions of agent programs, in front of one engine.
+
+A session is one rollout. Its key is in the path, ``/s/KEY/v1``, which is a ``base_url`` for every client, or
+is the API key of ``/v1``. The server runs on the event loop of its owner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
+from secrets import token_urlsafe
+from typing import Any, TypeVar
+
+import uvicorn
+from pydantic import BaseModel, Field, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from agentrl_env.types import Message, ToolSpec
+from agentrl_train.chat import ChatFormat
+from agentrl_train.errors import ConfigError, EngineError
+from agentrl_train.gateway import chat_completions, responses
+from agentrl_train.gateway.chat_completions import ChatAnswer, ChatRequest, SamplingFields
+from agentrl_train.gateway.errors import (
+    ContextTooLong,
+    EngineUnavailable,
+    GatewayError,
+    InvalidRequest,
+    SessionClosed,
+    Unauthorized,
+    UnknownSession,
+)
+from agentrl_train.gateway.recorder import Call, Recorder
+from agentrl_train.gateway.responses import ResponseAnswer, ResponseRequest
+from agentrl_train.runtime.config import EngineSection
+from agentrl_train.types import Sampler
+
+logger = logging.getLogger(__name__)
+
+MAX_REWARD = 1e12
+"""Largest magnitude of a reward or metric."""
+RETRY_HEADER = "x-stainless-retry-count"
+"""Number of the retry, in every request of OpenAI's clients."""
+NOTICE_S = 0.1
+"""Time for the end of a connection to be noticed, where a client gives up and asks the same again at once."""
+AGENT_HEADER = "x-agentrl-agent"
+"""Name of the agent that calls, where a program has several."""
+
+_Body = TypeVar("_Body", bound=BaseModel)
+
+
+class Reward(BaseModel):
+    """A reward, as a program posts, prints or returns it."""
+
+    reward: float = Field(default=0.0, ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)
+    metrics: dict[str, float] = Field(default_factory=dict)
+
+
+class Session:
+    """The calls of one rollout.
+
+    Args:
+        key: its key.
+        chat: chat format of the policy.
+        sampler: samples the answers.
+        stated: the sampling parameters that requests may state; None permits any, and none has an effect.
+    """
+
+    def __init__(self, key: str, *, chat: ChatFormat, sampler: Sampler, stated: EngineSection | None) -> None:
+        self.key = key
+        self.chat = chat
+        self.recorder = Recorder(chat)
+        self.rewarded = False
+        """Whether a reward was posted."""
+        self.metrics: dict[str, float] = {}
+        self.failure: EngineError | None = None
+        """The last error of the engine, None once it has answered again."""
+        self.context_full = False
+        """Whether the last call was refused because the conversation had become too long."""
+        self.last_used = time.monotonic()
+        self.closed = False
+        self._sampler = sampler
+        self._stated = stated
+        self._answers: dict[Call, asyncio.Task[None]] = {}
+        self._waiting: dict[Call, int] = {}
+        self._bodies: list[bytes] = []
+        """Requests in progress."""
+        self._conversations: dict[str, list[Message]] = {}
+
+    async def answer(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec],
+        *,
+        limit: int | None,
+        stop: tuple[str, ...],
+        request: Request,
+    ) -> Call:
+        """Return the answered call of a request.
+
+        Raises:
+            GatewayError: there is no answer.
+        """
+        retried = request.headers.get(RETRY_HEADER, "0") not in ("", "0")
+        options: Hashable = (limit, stop, request.url.path)
+        body = await request.body()
+        if body in self._bodies:
+            await asyncio.sleep(NOTICE_S)
+        agent = request.headers.get(AGENT_HEADER)
+        try:
+            call, _ = self.recorder.begin(messages, tools, options=options, retried=retried, agent=agent)
+        except Exception as error:  # templates raise anything
+            reason = f"{type(error).__name__}: {error}"
+            raise InvalidRequest(
+                f"the chat template of the policy cannot render the messages ({reason})", param="messages"
+            ) from error
+        for other, task in self._answers.items():
+            if other not in other.conversation.calls:
+                task.cancel()  # the conversation went on without its answer
+        if call not in self._answers:
+            task = asyncio.create_task(self._sample(call, limit=limit, stop=stop))
+            # Nobody reads the error of a call that is lost.
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._answers[call] = task
+        self._bodies.append(body)
+        try:
+            await self._until_answered(call, request)
+        finally:
+            self._bodies.remove(body)
+        self._raise_if_closed()
+        return call
+
+    def reward(self, given: Reward) -> None:
+        """Add a reward and metrics. Raises ``InvalidRequest`` before the first answer."""
+        self._raise_if_closed()
+        try:
+            self.recorder.reward(given.reward)
+        except ValueError as error:
+            raise InvalidRequest(str(error), param="reward") from error
+        self.rewarded = True
+        self.metrics |= given.metrics
+
+    def check_sampling(self, request: SamplingFields) -> None:
+        """Raise ``InvalidRequest`` if a request states other sampling parameters than the run's."""
+        if self._stated is None:
+            return
+        for name, value in request.stated().items():
+            if value != (own := getattr(self._stated, name)):
+                raise InvalidRequest(
+                    f"{name} = {value:g} differs from the run's, {own:g}, with which log-probabilities are "
+                    f"recorded and trained: leave it out, set engine.{name} = {value:g}, or set "
+                    "environments.ignore_sampling = true",
+                    param=name,
+                )
+
+    def earlier(self, response_id: str) -> list[Message]:
+        """Return the conversation up to a response. Raises ``InvalidRequest`` if there is none of this id."""
+        if response_id not in self._conversations:
+            raise InvalidRequest(
+                f"there is no response {response_id!r} in this session", param="previous_response_id"
+            )
+        return self._conversations[response_id]
+
+    def keep(self, response_id: str, messages: list[Message]) -> None:
+        """Keep the conversation up to a response."""
+        self._conversations[response_id] = messages
+
+    async def close(self) -> None:
+        """Answer no more calls; idempotent."""
+        self.closed = True
+        tasks = list(self._answers.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _raise_if_closed(self) -> None:
+        if self.closed:
+            raise SessionClosed(f"the session {self.key!r} is closed: its episode is over")
+
+    async def _sample(self, call: Call, *, limit: int | None, stop: tuple[str, ...]) -> None:
+        most = self._sampler.sampling.max_context
+        try:
+            if len(call.context) >= most:
+                self.context_full = True
+                raise ContextTooLong(
+                    f"the conversation has {len(call.context)} tokens, and the context of the policy "
+                    f"{most}: end the episode, shorten the messages, or raise engine.max_context",
+                    param="messages",
+                )
+            try:
+                completion = await self._sampler.complete(
+                    call.context, max_new_tokens=limit, segment=call.conversation.number
+                )
+            except EngineError as error:
+                self.failure = error
+                raise EngineUnavailable(str(error)) from error
+            self.failure, self.context_full = None, False
+            self.recorder.finish(call, completion, stop=stop)
+        except BaseException:
+            self.recorder.fail(call)
+            self._answers.pop(call, None)
+            raise
+
+    async def _until_answered(self, call: Call, request: Request) -> None:
+        """Return once a call is answered; it is lost if nobody waits for the answer any longer."""
+        task = self._answers[call]
+        self._waiting[call] = self._waiting.get(call, 0) + 1
+        gone = asyncio.create_task(_disconnected(request))
+        try:
+            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise SessionClosed("the client disconnected")
+            if task.cancelled():
+                raise SessionClosed(f"the session {self.key!r} is closed: its episode is over")
+            task.result()
+        finally:
+            self._waiting[call] -= 1
+            call.lost = (gone.done() or not task.done()) and not self._waiting[call]
+            gone.cancel()
+            await asyncio.wait((gone,))
+
+
+class Gateway:
+    """The server. An asynchronous context: it answers within, and has stopped after it.
+
+    Args:
+        host: address to bind.
+        port: port to bind; 0 picks a free one.
+        model: name of the model that it lists.
+        unknown: opens a session for a key that none was opened for, and lets clients end sessions; None
+            answers 404.
+        ended: called with every session that was closed.
+        token: API key that all requests need; None needs none beside the session's key.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        model: str = "policy",
+        unknown: Callable[[Gateway, str], Session] | None = None,
+        ended: Callable[[Session], Awaitable[None]] | None = None,
+        token: str | None = None,
+    ) -> None:
+        self.sessions: dict[str, Session] = {}
+        self._model = model
+        self._unknown = unknown
+        self._ended = ended
+        self._token = token
+        self._ports = (host, port)
+        self._created = int(time.time())
+        self._closed: set[str] = set()
+        self.url = ""
+
+    async def __aenter__(self) -> Gateway:
+        """Start to answer. Raises ``ConfigError`` if the address cannot be bound."""
+        host, port = self._ports
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind((host, port))
+        except OSError as error:
+            bound.close()
+            raise ConfigError(f"the gateway cannot listen at {host}:{port}: {error}") from error
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{bound.getsockname()[1]}"
+        config = uvicorn.Config(
+            self._app(),
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+        )
+        self._server = _Server(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[bound]))
+        await self._server.ready.wait()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """Close all sessions and stop."""
+        for session in list(self.sessions.values()):
+            await self.close(session)
+        self._server.should_exit = True
+        await asyncio.wait((self._serving,))
+
+    def open(
+        self, *, chat: ChatFormat, sampler: Sampler, stated: EngineSection | None, key: str | None = None
+    ) -> Session:
+        """Return a new session."""
+        session = Session(key or token_urlsafe(16), chat=chat, sampler=sampler, stated=stated)
+        self.sessions[session.key] = session
+        return session
+
+    async def close(self, session: Session) -> None:
+        """Close a session; later calls of it are answered with 410. Idempotent."""
+        if self.sessions.pop(session.key, None) is None:
+            return
+        self._closed.add(session.key)
+        await session.close()
+        if self._ended is not None:
+            await self._ended(session)
+
+    def base_url(self, session: Session) -> str:
+        """Return the ``base_url`` for clients of a session."""
+        return f"{self.url}/s/{session.key}/v1"
+
+    def _app(self) -> Starlette:
+        calls: Mapping[str, tuple[str, Callable[[Request, Session], Awaitable[Response]]]] = {
+            "/chat/completions": ("POST", self._chat_completions),
+            "/responses": ("POST", self._responses),
+            "/reward": ("POST", self._reward),
+            "/end": ("POST", self._end),
+        }
+        routes = []
+        for prefix in ("/s/{key}/v1", "/v1"):
+            for path, (method, answer) in calls.items():
+                routes.append(Route(prefix + path, self._within_session(answer), methods=[method]))
+            routes.append(Route(prefix + "/models", self._models))
+            routes.append(Route(prefix + "/models/{model:path}", self._models))
+        handlers: Any = {GatewayError: _error, HTTPException: _http_error, Exception: _bug}
+        return Starlette(routes=routes, exception_handlers=handlers)
+
+    def _within_session(
+        self, answer: Callable[[Request, Session], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def handle(request: Request) -> Response:
+            session = self._session(request)
+            session.last_used = time.monotonic()
+            return await answer(request, session)
+
+        return handle
+
+    def _session(self, request: Request) -> Session:
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        key = request.path_params.get("key")
+        if self._token is not None and bearer != self._token:
+            raise Unauthorized("the API key is not the token of this gateway: set OPENAI_API_KEY to it")
+        key = key or bearer
+        if key in self._closed:
+            raise SessionClosed(f"the session {key!r} is closed: its episode is over")
+        if key not in self.sessions:
+            if self._unknown is None or not key:
+                raise UnknownSession(
+                    f"there is no session {key!r}: use the base_url that the program was given, /s/KEY/v1"
+                )
+            self._unknown(self, key)
+        return self.sessions[key]
+
+    async def _chat_completions(self, request: Request, session: Session) -> Response:
+        asked = await _parsed(request, ChatRequest, unsupported=chat_completions.UNSUPPORTED)
+        session.check_sampling(asked)
+        messages = [message.message() for message in asked.messages]
+        call = await session.answer(
+            messages, asked.tools or (), limit=asked.limit, stop=asked.stops, request=request
+        )
+        answer = ChatAnswer(call, request=asked, chat=session.chat, created=int(time.time()))
+        if not asked.stream:
+            return JSONResponse(answer.body())
+        lines = (f"data: {json.dumps(chunk)}\n\n" for chunk in answer.chunks())
+        return _stream([*lines, "data: [DONE]\n\n"])
+
+    async def _responses(self, request: Request, session: Session) -> Response:
+        asked = await _parsed(request, ResponseRequest, unsupported=responses.UNSUPPORTED)
+        session.check_sampling(asked)
+        previous = asked.previous_response_id
+        earlier = session.earlier(previous) if previous else []
+        messages = asked.messages(earlier)
+        call = await session.answer(
+            messages, asked.specs, limit=asked.max_output_tokens, stop=(), request=request
+        )
+        answer = ResponseAnswer(call, request=asked, created=int(time.time()))
+        session.keep(answer.id, [*messages[bool(asked.instructions) :], call.message])
+        if not asked.stream:
+            return JSONResponse(answer.body())
+        return _stream(f"event: {one['type']}\ndata: {json.dumps(one)}\n\n" for one in answer.events())
+
+    async def _reward(self, request: Request, session: Session) -> Response:
+        session.reward(await _parsed(request, Reward))
+        return JSONResponse({"ok": True})
+
+    async def _end(self, request: Request, session: Session) -> Response:
+        if self._unknown is None:
+            raise InvalidRequest("the run ends a session once its program has ended: leave this call out")
+        await self.close(session)
+        return JSONResponse({"ok": True})
+
+    async def _models(self, request: Request) -> Response:
+        model = {"id": self._model, "object": "model", "created": self._created, "owned_by": "agentrl"}
+        if name := request.path_params.get("model"):
+            return JSONResponse(model | {"id": name})
+        return JSONResponse({"object": "list", "data": [model]})
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn without its signal handlers, which belong to the run."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to answer, and say so."""
+        await super().startup(sockets)
+        self.ready.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _parsed(
+    request: Request, model: type[_Body], *, unsupported: dict[str, tuple[Any, ...]] | None = None
+) -> _Body:
+    try:
+        body = json.loads(await request.body())
+        if not isinstance(body, dict):
+            raise InvalidRequest("the body is not a JSON object")
+        chat_completions.refuse_unsupported(body, unsupported=unsupported or {})
+        return model.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise InvalidRequest(f"{where}: {first['msg']}", param=where or None) from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from error
+
+
+async def _disconnected(request: Request) -> None:
+    """Return once the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _stream(lines: Iterator[str] | Sequence[str]) -> Response:
+    async def content() -> AsyncIterator[str]:
+        for line in lines:
+            yield line
+
+    return StreamingResponse(content(), media_type="text/event-stream")
+
+
+async def _error(request: Request, error: GatewayError) -> Response:
+    return JSONResponse(error.body(), status_code=error.status)
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    body = {
+        "message": f"{request.method} {request.url.path}: {error.detail}",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": None,
+    }
+    return JSONResponse({"error": body}, status_code=error.status_code)
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    logger.exception("a request of %s failed", request.url.path, exc_info=error)
+    return JSONResponse(GatewayError(f"{type(error).__name__}: {error}").body(), status_code=500)

@@ -1,0 +1,138 @@
+"""``[reward]`` in a run: scores of finished episodes, and the reward that they make in their group."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import numpy as np
+
+from agentrl_train.errors import RewardUnavailable
+from agentrl_train.replay import rising
+from agentrl_train.reward.combining import Combination, weighted
+from agentrl_train.types import EpisodeEnd, Trajectory
+
+Scores = float | Mapping[str, float]
+"""One score, or several by name."""
+RewardFunction = Callable[[Trajectory], "Scores | Awaitable[Scores]"]
+ENVIRONMENT = "environment"
+"""Name of the score that is the environment's own reward."""
+MAX_SCORE = 1e12
+"""Largest magnitude of a score: its square still fits the float32 of the learner."""
+MAX_REASON = 2_000
+"""Characters of an error message that are kept."""
+
+
+def reward(function: Callable[..., Any]) -> RewardFunction:
+    """Make a reward of a function of a trajectory and of fields of its sample; a decorator.
+
+    The arguments after the first are taken from ``trajectory.sample.data`` by name, as in AgentFly (arXiv
+    2507.14897); one with a default may be missing there. The function returns a number, or several by name.
+    It may be async; others run in a thread.
+    """
+    _, *fields = inspect.signature(function).parameters.values()
+
+    def arguments(trajectory: Trajectory) -> dict[str, Any]:
+        data = trajectory.sample.data
+        for field in fields:
+            if field.name not in data and field.default is field.empty:
+                raise KeyError(f"the sample has no field {field.name!r}")
+        return {field.name: data[field.name] for field in fields if field.name in data}
+
+    @wraps(function)
+    def bound(trajectory: Trajectory) -> Any:
+        return function(trajectory, **arguments(trajectory))
+
+    @wraps(function)
+    async def bound_async(trajectory: Trajectory) -> Any:
+        return await function(trajectory, **arguments(trajectory))
+
+    return bound_async if inspect.iscoroutinefunction(function) else bound
+
+
+class Rewards:
+    """Scores episodes, and combines the scores of siblings.
+
+    Args:
+        functions: name -> function of a trajectory. The scores of one that returns several by name are called
+            ``<name>.<key>``.
+        weights: weights of scores by name, 1 for the others; ``environment`` is the environment's reward.
+        combine: scores and weights of a group -> rewards.
+        fade_steps: steps over which the weight of a score falls to 0.
+        timeout_s: deadline of all functions for one episode.
+    """
+
+    def __init__(
+        self,
+        functions: Mapping[str, RewardFunction],
+        *,
+        weights: Mapping[str, float],
+        combine: Combination = weighted,
+        fade_steps: Mapping[str, int],
+        timeout_s: float,
+    ) -> None:
+        self._functions = functions
+        self._weights = weights
+        self._combine = combine
+        self._fade_steps = fade_steps
+        self._timeout_s = timeout_s
+
+    async def score(self, trajectory: Trajectory) -> Trajectory:
+        """Return an episode with its scores; a failed one if any of them is missing."""
+        scores, name = {ENVIRONMENT: trajectory.reward}, ""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                for name, function in self._functions.items():
+                    scores |= named(name, await _value(function, trajectory))
+        except Exception as error:  # the code of a user raises anything
+            late = isinstance(error, TimeoutError)
+            reason = f"no score within {self._timeout_s:g} s" if late else f"{type(error).__name__}: {error}"
+            missing = f"reward {name!r}: {reason}"[:MAX_REASON]
+            return replace(trajectory, end=EpisodeEnd.FAILED_REWARD, error=missing)
+        return replace(trajectory, scores=scores)
+
+    def combined(self, trajectories: Sequence[Trajectory], *, version: int) -> list[Trajectory]:
+        """Return the scored siblings of a group that was admitted at a policy version, with their rewards.
+
+        Raises:
+            RewardUnavailable: the siblings have scores of different names.
+        """
+        if not trajectories:
+            return []
+        names = trajectories[0].scores.keys()
+        if other := next((one for one in trajectories if one.scores.keys() != names), None):
+            raise RewardUnavailable(
+                f"a reward function returned the scores {sorted(names)} for one episode and "
+                f"{sorted(other.scores)} for its sibling: return the same names for all"
+            )
+        scores = {name: np.array([one.scores[name] for one in trajectories]) for name in names}
+        weights = {name: self._weight(name, version=version) for name in names}
+        rewards = self._combine(scores, weights)
+        return [replace(one, reward=float(value)) for one, value in zip(trajectories, rewards, strict=True)]
+
+    def _weight(self, name: str, *, version: int) -> float:
+        """Return the weight at a step, times ``(1 + cos(pi s / T)) / 2`` until step T and 0 from there on."""
+        weight, last = self._weights.get(name, 1.0), self._fade_steps.get(name)
+        return weight * (1.0 - rising(version, last)) if last else weight
+
+
+def named(name: str, value: Any) -> dict[str, float]:
+    """Return the value of a reward function as scores; raises ``ValueError`` if it is none."""
+    parts = value if isinstance(value, Mapping) else {"": value}
+    scores = {f"{name}.{key}" if key else name: float(part) for key, part in parts.items()}
+    for each, score in scores.items():
+        if not -MAX_SCORE <= score <= MAX_SCORE:
+            raise ValueError(f"the score {each} is {score:g}; it must be finite, and at most {MAX_SCORE:g}")
+    return scores
+
+
+async def _value(function: RewardFunction, trajectory: Trajectory) -> Any:
+    """Return the value of a reward function; one that is not async runs in a thread."""
+    if inspect.iscoroutinefunction(function):
+        return await function(trajectory)
+    found = await asyncio.to_thread(function, trajectory)
+    return await found if inspect.isawaitable(found) else found

@@ -1,0 +1,60 @@
+"""The BabyAI levels of each difficulty, and the problems of every split."""
+
+from __future__ import annotations
+
+import gymnasium
+from minigrid.envs.babyai.core import roomgrid_level
+
+from agentrl_env.dataset import stable_seed
+
+# minigrid prints a line for every draw that it rejects; the server's output is not its place.
+roomgrid_level.print = lambda *text: None
+
+LEVELS = {
+    1: ("GoToObj", "GoToLocal", "PickupDist", "PickupLoc"),
+    2: ("OpenDoorColor", "OpenDoorLoc", "PutNextLocalS6N4", "PutNextLocal"),
+    3: ("GoToObjMazeS4", "UnlockLocalDist", "KeyCorridorS3R2", "KeyCorridorS4R3"),
+}
+"""BabyAI's names of the levels: one room; doors and two things; several rooms, locked doors."""
+MAX_STEPS = {1: 24, 2: 48, 3: 128}
+"""Actions of an episode; BabyAI's bot needs at most 17, 32 and 104 in the first 200 problems of the tests."""
+NUM_SAMPLES = {"train": 10_000, "validation": 1_000, "test": 1_000}
+SHARES = {"test": range(2), "validation": range(2, 4), "train": range(4, 10)}
+"""Tenths of all problems that a split has, by a hash of the problem."""
+
+
+class Problems:
+    """The problems of a split and a difficulty; each is made when it is read."""
+
+    def __init__(self, split: str, difficulty: int) -> None:
+        self.split, self.difficulty = split, difficulty
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES[self.split]
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        names = LEVELS[self.difficulty]
+        name, attempt = names[index % len(names)], 0
+        env = make(name)
+        while True:
+            seed = stable_seed("babyai", self.split, self.difficulty, index, attempt) % 2**31
+            env.reset(seed=seed)
+            if tenth(env) in SHARES[self.split]:
+                return {"level": name, "seed": seed}
+            attempt += 1
+
+
+def make(name: str) -> gymnasium.Env:
+    """Return a BabyAI level by its name."""
+    difficulty = next(number for number, names in LEVELS.items() if name in names)
+    steps = MAX_STEPS[difficulty]
+    return gymnasium.make(f"BabyAI-{name}-v0", disable_env_checker=True, max_steps=steps)
+
+
+def tenth(env: gymnasium.Env) -> int:
+    """Return which tenth of all problems the present one is in; see SHARES."""
+    world = env.unwrapped
+    start = [world.mission, [int(x) for x in world.agent_pos], int(world.agent_dir)]
+    return stable_seed("babyai", *start, world.grid.encode().tobytes().hex()) % 10

@@ -1,0 +1,102 @@
+"""ScienceWorld's tasks, how many variations each has, and how the package divides them."""
+
+from __future__ import annotations
+
+from functools import cache
+
+VARIATIONS = {
+    "boil": 30,
+    "change-the-state-of-matter-of": 30,
+    "chemistry-mix": 32,
+    "chemistry-mix-paint-secondary-color": 36,
+    "chemistry-mix-paint-tertiary-color": 36,
+    "find-animal": 300,
+    "find-living-thing": 300,
+    "find-non-living-thing": 300,
+    "find-plant": 300,
+    "freeze": 30,
+    "grow-fruit": 126,
+    "grow-plant": 126,
+    "identify-life-stages-1": 14,
+    "identify-life-stages-2": 10,
+    "inclined-plane-determine-angle": 168,
+    "inclined-plane-friction-named-surfaces": 1386,
+    "inclined-plane-friction-unnamed-surfaces": 162,
+    "lifespan-longest-lived": 125,
+    "lifespan-longest-lived-then-shortest-lived": 125,
+    "lifespan-shortest-lived": 125,
+    "measure-melting-point-known-substance": 436,
+    "measure-melting-point-unknown-substance": 300,
+    "melt": 30,
+    "mendelian-genetics-known-plant": 120,
+    "mendelian-genetics-unknown-plant": 480,
+    "power-component": 20,
+    "power-component-renewable-vs-nonrenewable-energy": 20,
+    "test-conductivity": 900,
+    "test-conductivity-of-unknown-substances": 600,
+    "use-thermometer": 540,
+}
+SHORT = (
+    "chemistry-mix-paint-secondary-color",
+    "find-animal",
+    "find-living-thing",
+    "find-non-living-thing",
+    "find-plant",
+    "identify-life-stages-2",
+    "lifespan-longest-lived",
+    "lifespan-longest-lived-then-shortest-lived",
+    "lifespan-shortest-lived",
+    "measure-melting-point-known-substance",
+    "power-component",
+    "test-conductivity",
+    "test-conductivity-of-unknown-substances",
+    "use-thermometer",
+)
+"""Tasks whose gold path has about 25 actions or fewer with all simplifications."""
+UNSOLVED = {("test-conductivity", variation) for variation in range(375, 450, 3)}
+"""Training problems without a gold path that works: it confuses two metal pots."""
+ACTIONS = {1: 60, 2: 300, 3: 300}
+"""Actions of an episode of each level."""
+ELECTRICAL = ("power-component", "test-conductivity")
+"""Beginnings of the tasks that need electrical actions, which "easy" removes."""
+NAMES = {"train": "train", "validation": "dev", "test": "test"}
+
+
+def variations(task: str, split: str) -> range:
+    """Return the variations of a task in a split: half for train, a quarter each for dev and test."""
+    count = VARIATIONS[task]
+    quarter = count // 4
+    bounds = {"train": (0, 2 * quarter), "dev": (2 * quarter, 3 * quarter), "test": (3 * quarter, count)}
+    return range(*bounds[NAMES[split]])
+
+
+def simplifications(task: str, level: int) -> str:
+    """Return the simplifications of a level: all that the task can have below level 3, none there."""
+    if level == 3:
+        return ""
+    return (
+        "openContainers,openDoors,selfWateringFlowerPots,teleportAction"
+        if task.startswith(ELECTRICAL)
+        else "easy"
+    )
+
+
+@cache
+def problems(split: str, level: int) -> list[dict]:
+    """List the variations of a split's tasks, one of each task in turn."""
+    tasks = SHORT if level == 1 else tuple(VARIATIONS)
+    found = [
+        (position, task, variation)
+        for task in tasks
+        for position, variation in enumerate(variations(task, split))
+        if (task, variation) not in UNSOLVED
+    ]
+    return [
+        {
+            "task": task,
+            "variation": variation,
+            "simplifications": simplifications(task, level),
+            "actions": ACTIONS[level],
+        }
+        for _, task, variation in sorted(found)
+    ]

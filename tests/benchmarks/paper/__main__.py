@@ -1,0 +1,69 @@
+"""Runs the sweeps behind docs/evidence.md and writes their figures: ``make paper``, or ``ARGS=NAME`` for one.
+
+The runs are in runs/paper. What is finished is kept: an interrupted command goes on when it is repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl_train.runtime.sweep.command import sweep
+from agentrl_train.runtime.sweep.page import figure
+from tests.benchmarks.paper.policy import write_policy
+
+ROOT = Path(__file__).parents[3]
+HERE = Path("tests/benchmarks/paper")
+EVIDENCE = ROOT / "docs/evidence"
+TITLES = {
+    "task_normalization": "Two tasks, rewarded by 1 and by 100",
+    "presets": "A combination lock",
+    "staleness": "Two choices, groups up to four steps old",
+    "multi_task": "Three tasks: one policy, and three specialists",
+    "cross_policy": "Two choices, with and without an older policy",
+}
+"""Sweep -> title of its figure, in the order of the page."""
+KEPT = ("name", "final", "tasks", "difference", "samples", "wall_s", "processor_s")
+
+
+def write_evidence(found: Mapping[str, Any], folder: Path) -> None:
+    """Write the figure of a sweep, and the numbers of its table, which the documentation shows."""
+    folder.mkdir(exist_ok=True)
+    name = found["name"]
+    svg = figure(found, "held_out_success", title=f"{TITLES[name]}: held-out success")
+    (folder / f"{name}.svg").write_text(svg, encoding="utf-8")
+    short = {key: found[key] for key in ("name", "seeds", "baseline", "interval", "area_samples")}
+    short["variants"] = [{key: one[key] for key in KEPT} for one in found["variants"]]
+    (folder / f"{name}.json").write_text(json.dumps(_rounded(short), indent=1) + "\n", encoding="utf-8")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the sweeps that are named, or all; return the exit status of the first that does not finish."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(TITLES)}")
+    parser.add_argument("--processes", type=int, help="runs at a time")
+    options = parser.parse_args(arguments)
+    os.chdir(ROOT)
+    write_policy(ROOT / "runs/paper/policy")
+    for name in options.names or TITLES:
+        path, cores = HERE / f"{name}.toml", len(os.sched_getaffinity(0))
+        if status := sweep(path, cores=cores, processes=options.processes, replace=False):
+            return status
+        write_evidence(json.loads((ROOT / f"runs/paper/{name}/results.json").read_text()), EVIDENCE)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,28 @@
+"""The policy that learns the small tasks: a Qwen3 of 20 thousand random parameters; a token is a letter."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+from tokenizers import pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.conftest import make_model, make_tokenizer
+
+
+def write_policy(folder: Path) -> None:
+    """Write model and tokenizer into a folder, unless they are there."""
+    if (folder / "tokenizer_config.json").exists():
+        return
+    tokenizer = small_tokenizer()
+    make_model(seed=0, vocabulary=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def small_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer for printable ASCII, one token for each character."""
+    characters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(
+        string.printable[:95] + "\n"
+    )[0][0]
+    return make_tokenizer(characters)

@@ -1,0 +1,73 @@
+"""Images of OpenEnv servers as tasks, with the real OpenEnv inside."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from agentrl_env import EnvClient, ToolCall
+from agentrl_env.errors import LaunchError, ServeError, TargetError
+from agentrl_env.launch.image import run_build
+from agentrl_env.server.loader import load_target
+from tests.docker.conftest import ROOT, run
+from tests.docker.test_sandbox_docker import until_none
+
+DOCKERFILE = """FROM {base}
+COPY wheels /wheels
+RUN python3 -m venv /opt/openenv
+RUN /opt/openenv/bin/pip install --quiet --no-index --find-links /wheels openenv==0.10.0
+COPY peers.py /srv/
+WORKDIR /srv
+CMD ["/opt/openenv/bin/uvicorn", "peers:dice", "--factory", "--host", "0.0.0.0", "--port", "8000"]
+"""
+
+
+@pytest.fixture(scope="module")
+def image(client, base, tmp_path_factory):
+    """Build an image of the peer ``dice`` from downloaded wheels."""
+    import docker
+
+    folder = tmp_path_factory.mktemp("openenv")
+    download = ["-m", "pip", "download", "--quiet", "--dest", folder / "wheels", "openenv==0.10.0"]
+    done = run("/usr/bin/python3", *download, timeout=600)
+    assert done.returncode == 0, done.stderr
+    (folder / "Dockerfile").write_text(DOCKERFILE.format(base=base))
+    (folder / "peers.py").write_bytes((ROOT / "tests/env/bridges/openenv_peers.py").read_bytes())
+    options = {"custom_context": True, "network_mode": "none", "tag": "dice:test"}
+    with docker.utils.build.tar(str(folder)) as context:
+        run_build(client, context, "dice", lambda line: None, **options)
+    return "dice:test"
+
+
+async def test_image_is_a_task_and_its_container_ends_with_it(image, client):
+    task = load_target(f"openenv+docker:{image}#max_turns=9&name=dice")
+    assert [one.attrs["Config"]["Image"] for one in client.containers.list()] == [image]
+    async with EnvClient.local(task) as tasks, await tasks.open(seed=4) as session:
+        right = int(session.messages[0].content.split()[-1].rstrip("."))
+        result = await session.step(ToolCall.of("step", number=right))
+        assert (result.reward, result.terminated) == (1.0, True)
+    until_none(client)
+    async with EnvClient.local(task) as tasks, await tasks.open(seed=4) as session:  # it starts again
+        assert str(right) in session.messages[0].content
+    until_none(client)
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_container_is_removed_when_the_server_ends_or_is_killed(image, client, end):
+    command = [sys.executable, "-m", "agentrl_env", "serve", f"openenv+docker:{image}", "--port", "0"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout.readline().startswith("serving dice at ")
+        assert len(client.containers.list()) == 1
+        server.send_signal(end)
+    until_none(client)
+
+
+def test_image_that_does_not_serve_or_does_not_exist_is_refused_with_the_reason(base, client):
+    with pytest.raises((ServeError, TargetError), match=r"exit code 0|printed nothing"):
+        load_target(f"openenv+docker:{base}")
+    with pytest.raises(LaunchError, match=r"no-such-image.*not on this machine"):
+        load_target("openenv+docker:no-such-image:1")
+    with pytest.raises(TargetError, match="memory"):
+        load_target("openenv+docker:dice#memory=little")
+    until_none(client)

@@ -1,0 +1,211 @@
+"""Harbor task folders as tasks, in bubblewrap; tests/docker has those with an image."""
+
+import json
+
+import pytest
+
+from agentrl_env import EnvClient, SessionStatus, ToolCall
+from agentrl_env.bridges.harbor import HarborTask, Unusable, load, rewards
+from agentrl_env.errors import EnvironmentFailed, SandboxUnavailable, TargetError
+from agentrl_env.sandbox.bubblewrap import check_available
+from tests.env.bridges.harbor_tasks import SETTINGS, TEST, write_task
+from tests.environments.play import play
+
+try:
+    check_available()
+    reason = ""
+except SandboxUnavailable as error:
+    reason = str(error)
+needs_bubblewrap = pytest.mark.skipif(bool(reason), reason=reason)
+
+
+def shell(command, **options):
+    return ToolCall.of("shell", command=command, **options)
+
+
+async def graded(folder, *commands):
+    """Run commands in the only task of a folder, submit, and return the last result."""
+    async with EnvClient.local(f"harbor:{folder}") as client:
+        session = await client.open(load(str(folder)).name, split="train", index=0)
+        for command in commands:
+            result = await session.step(shell(command))
+            if session.status.final:
+                return result
+        return await session.step(ToolCall.of("submit"))
+
+
+@needs_bubblewrap
+async def test_solution_gets_the_reward_of_the_tests(tmp_path):
+    folder = write_task(tmp_path / "tasks/plank").parent
+    async with EnvClient.local(f"harbor:{folder}") as client:
+        info = (await client.tasks())["tasks"]
+        assert list(info.splits) == ["train"]
+        assert [tool.function.name for tool in info.tools] == ["shell", "submit"]
+        session = await client.open("tasks", split="train", index=0)
+        assert session.messages[0].content == "Write the plank's length, with its unit, to length.txt."
+        played = await play(session)
+        assert played.reward == 1.0
+        assert played == await play(await client.open("tasks", split="train", index=0))
+
+
+@needs_bubblewrap
+async def test_wrong_files_and_no_files_get_nothing(tmp_path):
+    folder = write_task(tmp_path / "plank")
+    assert (await graded(folder)).reward == 0.0
+    assert (await graded(folder, "echo 12 >length.txt")).reward == 0.0
+    assert (await graded(folder, "cat plank.txt >length.txt")).reward == 1.0
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    "command",
+    [
+        "mkdir -p /logs/verifier; echo 1 >/logs/verifier/reward.txt",
+        "mkdir -p /logs/verifier; echo '{\"reward\": 1}' >/logs/verifier/reward.json",
+        "mkdir -p /tests; echo 'echo 1 >/logs/verifier/reward.txt' >/tests/test.sh; chmod 555 /tests",
+        "(while :; do echo 1 >/logs/verifier/reward.txt; done) >/dev/null 2>&1 & sleep 0.1",
+        "find / -name test.sh -o -name right.txt -o -name solve.sh 2>/dev/null | grep -v ^/proc | xargs cat",
+        "kill -9 -1",
+        "head -c 400000000 /dev/zero >big",
+    ],
+)
+async def test_policy_that_attacks_the_grading_gains_nothing(tmp_path, command):
+    result = await graded(write_task(tmp_path / "plank"), command)
+    assert result.status is SessionStatus.COMPLETED
+    assert result.reward == 0.0
+
+
+@needs_bubblewrap
+async def test_tests_and_solution_are_not_on_the_machine(tmp_path):
+    async with EnvClient.local(f"harbor:{write_task(tmp_path / 'plank')}") as client:
+        session = await client.open("plank", split="train", index=0)
+        found = await session.step(shell("ls -a / . ; ls /tests /solution"))
+        assert "plank.txt" in found.messages[0].content
+        assert "test.sh" not in found.messages[0].content
+        assert "solve.sh" not in found.messages[0].content
+        await session.close()
+
+
+@needs_bubblewrap
+async def test_machine_that_breaks_its_tests_gets_zero_and_tests_that_never_work_fail_the_session(tmp_path):
+    hangs = TEST.replace("mkdir -p", "while [ -e hang ]; do sleep 0.1; done; mkdir -p")
+    settings = SETTINGS.replace("timeout_sec = 100.0", "timeout_sec = 2.0")
+    result = await graded(write_task(tmp_path / "a", test=hangs, settings=settings), "touch hang")
+    assert (result.status, result.reward) == (SessionStatus.COMPLETED, 0.0)
+    result = await graded(write_task(tmp_path / "b", test="exit 1"), "true")
+    assert result.status is SessionStatus.FAILED_ENVIRONMENT
+    assert not result.reward
+
+
+@needs_bubblewrap
+async def test_time_of_the_agent_ends_the_episode_with_grading(tmp_path):
+    settings = SETTINGS.replace("timeout_sec = 120.0", "timeout_sec = 1.0")
+    folder = write_task(tmp_path / "plank", settings=settings)
+    result = await graded(folder, "cat plank.txt >length.txt; sleep 60")
+    assert (result.status, result.reward) == (SessionStatus.COMPLETED, 1.0)
+    assert "is over" in result.messages[0].content
+
+
+@needs_bubblewrap
+async def test_several_rewards_become_reward_and_metrics(tmp_path):
+    test = 'mkdir -p /logs/verifier; echo \'{"reward": 0.25, "style": 0.5}\' >/logs/verifier/reward.json'
+    result = await graded(write_task(tmp_path / "plank", test=test))
+    assert result.reward == 0.25
+    assert result.metrics["style"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (b"1\n", (1.0, {})),
+        (b"0.5", (0.5, {})),
+        (b'{"reward": 1, "a": 2}', (1.0, {"a": 2.0})),
+        (b'{"correct": 1}', (1.0, {})),
+    ],
+)
+def test_rewards_are_a_number_or_named_numbers(text, expected):
+    assert rewards(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"yes", b"NaN", b"[1]", b'{"a": 1, "b": 2}', b'{"reward": "x"}', b"{}"]
+)
+def test_other_rewards_are_none(text):
+    with pytest.raises((ValueError, TypeError)):
+        rewards(text)
+
+
+def test_folders_of_splits_are_splits(tmp_path):
+    for split, name in [("train", "a"), ("train", "deep/b"), ("test", "c")]:
+        write_task(tmp_path / split / name)
+    found = load(f"{tmp_path}?max_turns=7&network=false")
+    assert found.splits == ("train", "test")
+    assert [one["task"] for one in found.samples("train")] == ["a", "b"]
+    assert (found.max_turns, found.network) == (7, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"files": {"tests/test.sh": None}, "test": None}, "no tests/test.sh"),
+        ({"settings": SETTINGS + "[[steps]]\nname = 'one'\n"}, "steps asks for several steps"),
+        ({"settings": SETTINGS + "gpus = 1\n"}, "GPUs"),
+        ({"settings": SETTINGS + "network_mode = 'allowlist'\n"}, "network_mode = 'allowlist'"),
+        ({"files": {"environment/docker-compose.yaml": "services: {}"}}, "several containers"),
+        ({"settings": "this is not TOML"}, "cannot read it"),
+        ({"settings": SETTINGS.replace("cpus = 1", "cpus = -1")}, "cpus = -1 is not a positive number"),
+        ({"settings": SETTINGS.replace('"256M"', '"much"')}, "'much' is not a size"),
+        (
+            {"settings": SETTINGS.replace('"cm"', '"${NO_SUCH_UNIT}"')},
+            "needs the environment variable NO_SUCH_UNIT",
+        ),
+    ],
+)
+def test_task_that_cannot_be_served_is_left_out_with_the_reason(tmp_path, caplog, change, reason):
+    write_task(tmp_path / "bad", **change)
+    with pytest.raises(TargetError, match="nothing to serve") as error:
+        load(str(tmp_path))
+    assert reason in str(error.value)
+    write_task(tmp_path / "good")
+    assert load(str(tmp_path)).samples("train") == [{"task": "good"}]
+    assert reason in caplog.text
+
+
+@pytest.mark.parametrize("target", ["no/such/folder", "?x=1", "{}?turns=3", "{}?max_turns=0", "{}"])
+def test_target_that_is_no_folder_of_tasks_is_rejected(tmp_path, target):
+    with pytest.raises(TargetError, match="harbor:"):
+        load(target.format(tmp_path))
+
+
+def test_health_check_and_user_are_read(tmp_path):
+    check = "[environment.healthcheck]\ncommand = 'true'\nretries = 2\ninterval_sec = 1\n"
+    settings = SETTINGS.replace("timeout_sec = 120.0", "timeout_sec = 120.0\nuser = 'model'", 1) + check
+    image = {"environment/Dockerfile": "FROM scratch\n"}
+    task = HarborTask.read(write_task(tmp_path / "plank", settings=settings, files=image))
+    assert (task.user, task.check.command, task.check_s) == ("model", "true", 62.0)
+    with pytest.raises(Unusable, match="needs an image"):
+        HarborTask.read(write_task(tmp_path / "plain", settings=settings))
+    bad = write_task(tmp_path / "bad", settings=settings.replace("command = 'true'", ""), files=image)
+    with pytest.raises(Unusable, match="command"):
+        HarborTask.read(bad)
+
+
+@needs_bubblewrap
+async def test_health_check_that_fails_fails_the_session(tmp_path):
+    check = "[environment.healthcheck]\ncommand = 'echo no disk; exit 1'\nretries = 2\ninterval_sec = 0\n"
+    write_task(tmp_path / "plank", settings=SETTINGS + check)
+    async with EnvClient.local(f"harbor:{tmp_path}") as client:
+        with pytest.raises(EnvironmentFailed, match="health check of the machine fails: no disk"):
+            await client.open()
+
+
+def test_settings_are_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("UNIT_OF_LENGTH", "inch")
+    settings = SETTINGS.replace('"cm"', '"${UNIT_OF_LENGTH}"').replace('memory = "256M"', "memory_mb = 512")
+    task = HarborTask.read(write_task(tmp_path / "plank", settings=settings))
+    assert (task.memory, task.disk, task.network) == (512 << 20, 128 << 20, False)
+    assert HarborTask.read(write_task(tmp_path / "open", settings=SETTINGS.replace("false", "true"))).network
+    assert (task.agent_s, task.verifier_s, task.verifier_env) == (120.0, 100.0, {"UNIT": "inch"})
+    assert task.image is None
+    assert not task.needs_image
+    assert json.dumps(task.files("environment")["plank.txt"].decode()) == '"12 cm\\n"'

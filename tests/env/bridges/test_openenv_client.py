@@ -1,0 +1,144 @@
+"""Real OpenEnv servers as tasks."""
+
+import asyncio
+import logging
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from agentrl_env import EnvClient, ToolCall
+from agentrl_env.bridges.openenv_client import OpenEnvSocket, openenv_task
+from agentrl_env.errors import TargetError
+from agentrl_env.server.loader import load_target
+
+ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.bridges
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def peer():
+    """Return a function that starts a server of ``openenv_peers`` and returns its address."""
+    pytest.importorskip("openenv", reason="OpenEnv is not installed; make bridges installs it")
+    processes, addresses = [], {}
+
+    def start(name):
+        if name in addresses:
+            return addresses[name]
+        port = free_port()
+        command = [sys.executable, "-m", "tests.env.bridges.openenv_peers", name, str(port)]
+        processes.append(subprocess.Popen(command, cwd=ROOT))
+        url = addresses[name] = f"http://127.0.0.1:{port}"
+        end = time.monotonic() + 300
+        while time.monotonic() < end and processes[-1].poll() is None:
+            try:
+                httpx.get(f"{url}/health").raise_for_status()
+                return url
+            except httpx.HTTPError:
+                time.sleep(0.1)
+        raise AssertionError(f"{name} did not start")
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+async def test_actions_of_a_server_are_one_tool(peer):
+    task = load_target(f"openenv+{peer('dice')}#max_turns=9&name=dice")
+    (spec,) = task.tool_specs()
+    assert spec.function.name == "step"
+    assert spec.function.parameters["required"] == ["number"]
+    assert (task.name, task.max_turns) == ("dice", 9)
+    async with EnvClient.local(task) as client, await client.open(seed=4) as session:
+        right = int(session.messages[0].content.split()[-1].rstrip("."))
+        result = await session.step(ToolCall.of("step", number=right % 6 + 1))
+        assert (result.reward, result.status) == (0.0, "running")
+        assert result.messages[0].content == f"you said {right % 6 + 1}"
+        result = await session.step(ToolCall.of("step", number="six"))
+        assert result.metrics["invalid_calls"] == 1.0
+        result = await session.step(ToolCall.of("step", number=right))
+        assert (result.reward, result.terminated) == (1.0, True)
+        assert "seed_ignored" not in result.metrics
+
+
+async def test_seed_and_data_of_the_sample_reach_the_server(peer):
+    task = openenv_task(peer("dice"))
+    async with EnvClient.local(task) as client:
+        openings = set()
+        for _ in range(3):
+            async with await client.open(seed=11) as session:
+                openings.add(session.messages[0].content)
+        assert len(openings) == 1
+        async with await client.open(sample={"side": 2}) as session:
+            assert "['side']" in session.messages[0].content
+
+
+async def test_server_that_ignores_seeds_is_reported(peer, caplog):
+    task = openenv_task(peer("careless"), name="careless")
+    with caplog.at_level(logging.WARNING, "agentrl_env"):
+        for _ in range(20):  # two throws of a die may be the same
+            await task.startup()
+            if task.seed_ignored:
+                break
+    assert "ignores seeds" in caplog.text
+    async with EnvClient.local(task) as client, await client.open() as session:
+        task.seed_ignored = True
+        right = int(session.messages[0].content.split()[-1].rstrip("."))
+        assert (await session.step(ToolCall.of("step", number=right))).metrics["seed_ignored"] == 1.0
+
+
+async def test_tools_of_a_server_are_tools(peer):
+    task = load_target(f"openenv+{peer('tools')}")
+    (spec,) = task.tool_specs()
+    assert (spec.function.name, spec.function.description) == ("add", "Add two numbers.")
+    async with EnvClient.local(task) as client, await client.open() as session:
+        result = await session.step(ToolCall.of("add", a=2, b=3))
+        assert result.messages[0].content == "5"
+
+
+async def test_failure_of_the_server_fails_the_session(peer):
+    task = openenv_task(peer("dice"))
+    async with EnvClient.local(task) as client, await client.open() as session:
+        result = await session.step(ToolCall.of("step", number=13))
+        assert result.status == "failed_environment"
+        assert "unlucky" in result.info["error"]["message"]
+
+
+async def test_lost_answer_closes_the_socket_and_never_reaches_a_later_request(peer):
+    connection = OpenEnvSocket(peer("dice"), {})
+    await connection.ask("reset", {"seed": 1})
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await connection.ask("step", {"number": 99})
+    with pytest.raises(ConnectionError, match="closed after a lost answer"):
+        await connection.ask("step", {"number": 1})
+
+
+async def test_session_waits_for_room_on_a_full_server(peer):
+    task = openenv_task(peer("dice"))
+    async with EnvClient.local(task) as client:
+        held = [await client.open() for _ in range(2)]
+        waiting = asyncio.create_task(client.open())
+        await asyncio.sleep(0.5)
+        assert not waiting.done()
+        await held[0].close()
+        async with await waiting as session:
+            assert session.status == "running"
+        await held[1].close()
+
+
+@pytest.mark.parametrize("target", ["openenv+http://127.0.0.1:9", "openenv+http://127.0.0.1:9#turns=3"])
+def test_bad_target_is_refused_with_the_reason(target):
+    with pytest.raises(TargetError, match=r"no OpenEnv server answers there|there is no option"):
+        load_target(target)

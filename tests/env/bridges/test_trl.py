@@ -1,0 +1,156 @@
+"""Tasks as environment classes of TRL."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+from agentrl_env import Environment, tool
+from agentrl_env.bridges.trl import trl_environment
+from agentrl_env.errors import DefinitionError, EnvironmentFailed, InvalidRequest, SessionEnded
+from tests.env.tasks import Guess, Quick
+
+ROOT = Path(__file__).parents[3]
+
+
+class Clash(Environment):
+    """Has a tool whose name TRL needs."""
+
+    def reset(self, sample, rng):
+        return ""
+
+    @tool(name="get_reward")
+    def reward(self):
+        """Tell the reward."""
+        return "0"
+
+
+def test_rollouts_play_the_problem_of_their_row():
+    factory = Quick.trl(split="test")
+    rows = factory.rows(3, first=2)
+    assert [(row["split"], row["index"]) for row in rows] == [("test", 2), ("test", 3), ("test", 4)]
+    slots = [factory() for _ in rows]
+    for slot, row in zip(slots, rows, strict=True):
+        assert slot.reset(**row).startswith("Be quick.\n\n")
+        slot.gain(amount=row["index"] / 10)
+    assert [slot.get_reward() for slot in slots] == [0.2, 0.3, 0.4]
+
+
+def test_tools_are_the_only_public_methods_that_trl_sees():
+    found = {name for name, _ in inspect.getmembers(Guess.trl(), inspect.isfunction) if name[0] != "_"}
+    assert found == {"guess", "reset", "get_reward"}
+
+
+def test_siblings_of_a_group_get_the_same_problem():
+    factory = Guess.trl()
+    (row,) = factory.rows(1, first=7)
+    answers = []
+    for _ in range(2):
+        slot = factory()
+        slot.reset(**row)
+        answers.append([slot.guess(n=n) for n in (5, 10, 15)])
+    assert answers[0] == answers[1]
+    with pytest.raises(InvalidRequest, match="needs a column index, seed or sample"):
+        factory().reset()
+
+
+def test_calls_after_the_end_are_refused_and_keep_the_reward():
+    slot = Quick.trl()()
+    slot.reset(index=1)
+    assert slot.finish(reward=2.0) == "bye"
+    with pytest.raises(SessionEnded):
+        slot.gain()
+    assert slot.get_reward() == 2.0
+
+
+def test_rollout_whose_environment_failed_has_no_reward():
+    slot = Quick.trl()()
+    slot.reset(index=1)
+    slot.gain()
+    with pytest.raises(EnvironmentFailed, match="environment failed"):
+        slot.crash()
+    assert slot.get_reward() is None
+    slot.reset(index=1)
+    assert slot.get_reward() == 0.0
+
+
+def test_tool_whose_name_trl_needs_is_refused():
+    with pytest.raises(DefinitionError, match="cannot be a method of"):
+        Clash.trl()
+
+
+async def test_server_by_url_is_an_environment_too(serving):
+    import asyncio
+
+    server = await serving(Guess, max_sessions=1)
+
+    def play():
+        factory = trl_environment(server.url, split="test")
+        rewards = []
+        for row in factory.rows(2):
+            slot = factory()
+            slot.reset(**row)
+            slot.guess(n=0)
+            rewards.append(slot.get_reward())
+        factory.close()
+        return rewards
+
+    assert await asyncio.to_thread(play) == [0.0, 0.0]
+    assert server.pool.open_sessions == 0
+
+
+def test_schemas_for_the_model_are_those_of_the_task():
+    utils = pytest.importorskip("transformers.utils", reason="needs the extra train")
+    schema = utils.get_json_schema(Guess.trl()().guess)["function"]
+    assert schema["description"] == "Guess the number."
+    assert schema["parameters"]["required"] == ["n"]
+    assert schema["parameters"]["properties"]["n"]["type"] == "integer"
+
+
+@pytest.mark.bridges
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_grpo_trainer_trains_on_a_starter_task(tmp_path, monkeypatch):
+    """The quick start's policy calls the tools of the shop through TRL's own loop."""
+    pytest.importorskip("trl", reason="TRL is not installed; make bridges installs it")
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.chat_template_utils import qwen3_template
+
+    from agentrl_env.server.loader import load_target
+
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    starter = ROOT / "examples/quickstart/starter"
+    tokenizer = AutoTokenizer.from_pretrained(starter, padding_side="left")
+    tokenizer.response_template = qwen3_template  # TRL knows those of templates that it ships
+    factory = load_target(str(ROOT / "environments/shop")).trl()
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(starter, dtype=torch.float32),
+        environment_factory=factory,
+        train_dataset=Dataset.from_list(factory.rows(4)),
+        processing_class=tokenizer,
+        args=GRPOConfig(
+            output_dir=str(tmp_path),
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to="none",
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+            max_steps=1,
+            per_device_train_batch_size=8,
+            num_generations=4,
+            max_completion_length=256,
+            max_tool_calling_iterations=4,
+            dataloader_pin_memory=False,
+        ),
+    )
+    before = {name: weight.clone() for name, weight in trainer.model.named_parameters()}
+    trainer.train()
+    (log,) = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert log["tools/call_frequency"] > 0
+    assert 0.0 <= log["reward"] <= 1.0
+    assert any(not torch.equal(before[name], weight) for name, weight in trainer.model.named_parameters())

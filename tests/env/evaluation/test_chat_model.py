@@ -1,0 +1,118 @@
+"""The client of OpenAI-compatible endpoints against a real HTTP server."""
+
+import json
+
+import pytest
+
+from agentrl_env import Message, ToolCall
+from agentrl_env.evaluation import ChatModel, ModelFailed, chat_model
+from agentrl_env.evaluation.chat_model import ContextFull, ModelRefused, Pace
+from tests.env.evaluation.chat_server import ChatServer, completion
+
+QUESTION = [Message(role="user", content="Well?")]
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(chat_model, "PAUSE_S", 0.0)
+
+
+async def ask(*answers, **options):
+    """Return the completion, or the error, of a server that gives these answers; and the server."""
+    left = list(answers)
+    with ChatServer(lambda body: left.pop(0) if len(left) > 1 else left[0]) as server:
+        async with ChatModel(server.url, "small", **options) as model:
+            try:
+                return await model.complete(QUESTION, seed=3), server
+            except ModelFailed as error:
+                return error, server
+
+
+async def test_completion_has_text_thought_usage_and_time():
+    found, server = await ask(
+        completion(text="Yes.", reasoning_content="Hm."), key="k", temperature=0.5, body={"max_tokens": 9}
+    )
+    assert (found.message.content, found.thought, found.finish_reason) == ("Yes.", "Hm.", "stop")
+    assert (found.usage.input, found.usage.output, found.usage.cached) == (20, 5, 8)
+    assert found.usage.thinking is None
+    assert found.seconds > 0
+    expected = {"model": "small", "temperature": 0.5, "max_tokens": 9, "seed": 3}
+    (request,) = server.requests
+    assert request == {**expected, "messages": [{"role": "user", "content": "Well?"}]}
+    assert server.keys == ["Bearer k"]
+
+
+async def test_busy_endpoint_is_asked_again():
+    found, server = await ask((429, {"retry-after": "0"}), (503, {}), (500, {}), completion(text="Yes."))
+    assert (found.message.content, found.repeats, len(server.requests)) == ("Yes.", 3, 4)
+
+
+async def test_endpoint_that_stays_busy_fails():
+    found, server = await ask((429, {}))
+    assert type(found) is ModelFailed
+    assert "answered 429" in str(found)
+    assert len(server.requests) == chat_model.ATTEMPTS
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "error"),
+    [
+        (401, "wrong key", ModelRefused),
+        (404, "no such model", ModelRefused),
+        (400, "This model's maximum context length is 8192 tokens.", ContextFull),
+        (400, "the field tools is unknown", ModelFailed),
+    ],
+)
+async def test_refusals_have_types_and_are_not_repeated(status, text, error):
+    found, server = await ask((status, {"text": text}))
+    assert type(found) is error
+    assert text in str(found)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("answer", [{}, {"choices": []}, {"choices": [{"message": {"tool_calls": [{}]}}]}])
+async def test_answer_that_is_no_completion_fails(answer):
+    found, _ = await ask(answer)
+    assert type(found) is ModelFailed
+    assert "no chat completion" in str(found)
+
+
+async def test_calls_that_only_approach_the_format_are_read():
+    call = {"function": {"name": "look", "arguments": {"far": True}}}
+    found, _ = await ask({"choices": [{"message": {"tool_calls": [call]}}]})
+    (read,) = found.message.tool_calls
+    assert (read.id, json.loads(read.function.arguments)) == ("call_0", {"far": True})
+    found, _ = await ask({"choices": [{"message": {"content": None}}]})
+    assert found.message == Message.assistant("")
+
+
+async def test_half_of_a_surrogate_pair_can_be_sent_on():
+    found, _ = await ask(completion(ToolCall.of("say"), text="so \ud83d what"))
+    assert found.message.model_dump_json()
+    assert found.message.content == "so \ufffd what"
+
+
+class Clock:
+    """Time that passes only while something sleeps."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+    async def sleep(self, seconds):
+        self.now += seconds
+
+
+async def test_pace_spaces_requests_and_holds_all_of_them_back(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(chat_model.time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(chat_model.asyncio, "sleep", clock.sleep)
+    pace, begins = Pace(2.0), []
+    for number in range(4):
+        await pace.wait()
+        begins.append(clock.now - 100.0)
+        if number == 1:
+            pace.hold(30.0)  # Retry-After
+    assert begins == [0.0, 2.0, 32.0, 34.0]

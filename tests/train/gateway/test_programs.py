@@ -1,0 +1,249 @@
+"""Agent programs: commands and functions, their rewards, and their failures."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from agentrl_env import ToolCall
+from agentrl_env.types import Message, TaskSample
+from agentrl_train.actor import Actor
+from agentrl_train.gateway.programs import AgentProgram
+from agentrl_train.gateway.server import Gateway
+from agentrl_train.runtime.config import EngineSection, RolloutSection
+from agentrl_train.types import Episode, EpisodeEnd, Trajectory
+from tests.train.fakes import CHAT, Countdown, ScriptedEngine, always
+
+EPISODE = Episode(task="questions", split="train", index=1, seed=3, draw_seed=(0, 1))
+SAMPLES = {"train": [{"question": "?"}, {"question": "2 + 2", "answer": "4"}]}
+FOUR = always(Message.assistant("4"))
+ASK = """
+import json, os, sys, urllib.request
+def post(path, body):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    return json.load(urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request))
+sample = json.load(open(os.environ["AGENTRL_SAMPLE"]))
+def ask(text):
+    messages = [{"role": "user", "content": text}]
+    return post("/chat/completions", {"messages": messages})["choices"][0]["message"]["content"]
+"""
+
+
+@asynccontextmanager
+async def actor_of(
+    run: Any, *, engine: ScriptedEngine | None = None, limit_s: float = 60.0, retries: int = 0, **options: Any
+) -> AsyncIterator[Actor]:
+    """Yield an actor whose task ``questions`` a program plays."""
+    options.setdefault("samples", SAMPLES)
+    sampling = EngineSection(max_new_tokens=60, max_context=400)
+    async with Gateway() as gateway:
+        program = AgentProgram(run, gateway=gateway, stated=sampling, **options)
+        yield Actor(
+            engine=engine or ScriptedEngine(CHAT, FOUR),
+            chat=CHAT,
+            clients={},
+            sampling=sampling,
+            rollout=RolloutSection(environment_retries=retries, episode_timeout_s=limit_s),
+            slots=asyncio.Semaphore(4),
+            programs={EPISODE.task: program},
+        )
+        assert not gateway.sessions
+
+
+async def play(run: Any, **options: Any) -> Trajectory:
+    async with actor_of(run, **options) as actor:
+        return await actor.sibling(EPISODE)
+
+
+async def ask(base_url: str, text: str = "hello") -> str:
+    async with httpx.AsyncClient(base_url=base_url, trust_env=False) as client:
+        body = {"messages": [{"role": "user", "content": text}]}
+        answer = (await client.post("/chat/completions", json=body)).raise_for_status()
+        return str(answer.json()["choices"][0]["message"]["content"])
+
+
+async def post(base_url: str, reward: float) -> None:
+    async with httpx.AsyncClient(base_url=base_url, trust_env=False) as client:
+        (await client.post("/reward", json={"reward": reward})).raise_for_status()
+
+
+def command(code: str) -> list[str]:
+    return [sys.executable, "-c", ASK + code]
+
+
+async def right(base_url: str, sample: TaskSample) -> float:
+    return float(await ask(base_url, sample.data["question"]) == sample.data["answer"])
+
+
+def right_blocking(base_url: str, sample: TaskSample) -> dict[str, Any]:
+    reward = asyncio.run(right(base_url, sample))
+    return {"reward": reward, "metrics": {"success": reward, "length": 1}}
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        right,
+        right_blocking,
+        command(
+            "print('thinking'); print(float(ask(sample['data']['question']) == sample['data']['answer']))"
+        ),
+        command("print(json.dumps({'reward': float(ask('2 + 2')), 'metrics': {'success': 1}}))"),
+        command("ask('2 + 2'); post('/reward', {'reward': 1.0}); print('done, and this is no reward')"),
+    ],
+    ids=["function", "blocking function", "prints a number", "prints an object", "posts"],
+)
+async def test_program_gives_a_trajectory_with_its_reward(run: Any) -> None:
+    trajectory = await play(run)
+    assert trajectory.error is None
+    assert trajectory.end is EpisodeEnd.TERMINATED
+    assert trajectory.reward == trajectory.turns[-1].reward >= 1.0
+    assert trajectory.success
+    assert trajectory.sample.data == SAMPLES["train"][1]
+    assert [message.content for message in trajectory.opening] == [trajectory.sample.data["question"]]
+    assert trajectory.turns[0].completion.token_ids == CHAT.completion(Message.assistant("4"))
+
+
+async def crashing(base_url: str, sample: TaskSample) -> float:
+    await ask(base_url)
+    raise RuntimeError("the agent is broken")
+
+
+async def hanging(base_url: str, sample: TaskSample) -> float:
+    await ask(base_url)
+    await asyncio.Event().wait()
+    return 1.0
+
+
+async def without_reward(base_url: str, sample: TaskSample) -> None:
+    await ask(base_url)
+
+
+async def without_call(base_url: str, sample: TaskSample) -> float:
+    return 1.0
+
+
+async def not_a_number(base_url: str, sample: TaskSample) -> float:
+    await ask(base_url)
+    return float("nan")
+
+
+async def impatient(base_url: str, sample: TaskSample) -> float:
+    """Hang up in the middle of an answer, and give a reward all the same."""
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await ask(base_url)
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (crashing, "the program raised RuntimeError: the agent is broken (test_programs.py:"),
+        (hanging, "gave no reward within 2 s"),
+        (without_reward, "ended without a reward"),
+        (without_call, "ended without an answer of the model"),
+        (impatient, "ended without an answer of the model"),
+        (not_a_number, "no reward"),
+        (command("ask('x'); print('oh no', file=sys.stderr); sys.exit(3)"), "exited with status 3: oh no"),
+        (command("ask('x'); raise ValueError('broken')"), "ValueError: broken"),
+        (command("ask('x'); import time; time.sleep(600)"), "gave no reward within 2 s"),
+        (command("ask('x'); print('fine')"), "ended without a reward"),
+        (command("ask('x'); print('{\"reward\": \"much\"}')"), "which is no reward"),
+        (command("ask('x'); os.kill(os.getpid(), 9)"), "exited with status -9"),
+        (["no-such-program"], "'no-such-program' cannot be started"),
+    ],
+)
+async def test_program_without_a_result_is_a_failure_and_no_reward_of_zero(run: Any, reason: str) -> None:
+    trajectory = await play(run, limit_s=2.0 if "within 2 s" in reason else 60.0)
+    assert trajectory.end is EpisodeEnd.FAILED_ENVIRONMENT
+    assert trajectory.error is not None
+    assert trajectory.error.startswith("ProgramFailed: ")
+    assert reason in trajectory.error
+
+
+async def test_failed_episodes_are_retried_then_left_out_of_their_group() -> None:
+    tries = []
+
+    async def flaky(base_url: str, sample: TaskSample) -> float:
+        tries.append(base_url)
+        await ask(base_url)
+        if len(tries) == 1:
+            raise RuntimeError("once")
+        return 1.0
+
+    async with actor_of(flaky, retries=1) as actor:
+        assert (await actor.sibling(EPISODE)).reward == 1.0
+        assert actor.discarded_tokens == 2
+    async with actor_of(crashing, retries=1) as actor:
+        group, failed = await actor.group(EPISODE, size=2, group_id=0, admitted_version=0)
+    assert (len(group.trajectories), len(failed)) == (0, 2)
+    assert len(set(tries)) == 2
+
+
+async def test_program_that_posted_a_reward_is_truncated_by_the_time_limit() -> None:
+    async def slow(base_url: str, sample: TaskSample) -> None:
+        await ask(base_url)
+        await post(base_url, 0.5)
+        await asyncio.Event().wait()
+
+    trajectory = await play(slow, limit_s=2.0)
+    assert (trajectory.end, trajectory.reward) == (EpisodeEnd.TRUNCATED_TIME, 0.5)
+
+
+async def test_full_context_is_a_truncation_if_the_program_gives_a_reward() -> None:
+    async def long(base_url: str, sample: TaskSample) -> float:
+        await ask(base_url)
+        with pytest.raises(httpx.HTTPStatusError, match="400"):
+            await ask(base_url, "x" * 500)
+        return 0.25
+
+    trajectory = await play(long)
+    assert (trajectory.end, trajectory.reward) == (EpisodeEnd.TRUNCATED_LENGTH, 0.25)
+
+
+async def test_failure_of_the_engine_is_not_one_of_the_program() -> None:
+    engine = ScriptedEngine(CHAT, FOUR)
+    engine.failures = 1
+    trajectory = await play(right, engine=engine)
+    assert trajectory.end is EpisodeEnd.FAILED_ENGINE
+
+
+def test_processes_that_a_command_leaves_behind_are_ended(tmp_path: Path) -> None:
+    code = (
+        "import subprocess\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); ask('x'); print(1.0)"
+    )
+    assert asyncio.run(play(command(code))).reward == 1.0
+    status = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
+    assert not status.exists() or status.read_text().split()[2] == "Z"
+
+
+async def test_program_steps_the_session_of_a_served_task() -> None:
+    server = Countdown.local()
+
+    async def count_down(base_url: str, sample: TaskSample) -> float:
+        assert sample.data["url"] == "http://served"
+        reward = 0.0
+        async with await server.open(**sample.data["open"]) as session:
+            await ask(base_url, str(session.messages[0].content))
+            for _ in range(3):
+                reward += (await session.step(ToolCall.of("down"))).reward
+        return reward
+
+    async with server:
+        episode = Episode(task="countdown", split="train", index=3, seed=None, draw_seed=(0, 3))
+        async with actor_of(count_down, samples=None, url="http://served") as actor:
+            actor._programs = {"countdown": actor._programs[EPISODE.task]}
+            trajectory = await actor.sibling(episode)
+    assert trajectory.reward == 1.0
+    assert "Sample 3" in str(trajectory.opening[0].content)
+    assert json.loads(trajectory.sample.model_dump_json())["data"]["open"]["index"] == 3

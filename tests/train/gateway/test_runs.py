@@ -1,0 +1,128 @@
+"""Runs whose episodes a program plays, and the gateway by itself, as processes."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from agentrl_train.errors import ConfigError
+from agentrl_train.runtime.config import gateway_config, load_config
+from tests.train.runs.processes import finish, steps, write_config
+
+COUNTING = Path(__file__).with_name("counting.py")
+
+
+def write_program_config(folder: Path, *, program: str = f"{COUNTING}:play", more: str = "") -> Path:
+    """Write a configuration whose samples are in a file; return its path."""
+    config = write_config(folder)
+    lines = [json.dumps({"question": f"number {number}"}) for number in range(4)]
+    (folder / "questions.jsonl").write_text("\n".join(lines) + "\n")
+    text = re.sub(
+        r"serve = .*", f'samples = "questions.jsonl"\nprogram = "{program}"\n{more}', config.read_text()
+    )
+    config.write_text(text)
+    return config
+
+
+def test_samples_of_a_file_are_played_by_a_function_and_trained(tmp_path: Path) -> None:
+    config = write_program_config(tmp_path, more='eval_samples = "questions.jsonl"')
+    done = finish(config, "run.steps=2", "rollout.max_staleness=1", "eval.samples=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = steps(tmp_path / "run")
+    assert [record["step"] for record in records] == [1, 2]
+    assert all(record["tasks"]["questions"]["reward"] > 0 for record in records)
+    assert max(record["logprob_drift"] for record in records) < 1e-4
+    (summary,) = json.loads((tmp_path / "run/summary.json").read_text())["tasks"].values()
+    assert None not in (summary["before"], summary["after"])
+
+
+def test_run_whose_program_always_fails_ends_with_the_reason(tmp_path: Path) -> None:
+    config = write_program_config(tmp_path, program="python broken.py")
+    (tmp_path / "broken.py").write_text("raise SystemExit('there is no agent here')")
+    done = finish(config, "rollout.environment_retries=0", "rollout.group_size=2")
+    assert done.returncode == 1
+    assert "there is no agent here" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ('eval_samples = "none.jsonl"', "eval_samples: there is no file"),
+        ('serve = ["x.py"]', "give either serve"),
+        ("tasks = {questions = 1.0}", "samples are one task"),
+        ('split = "test"', "split and eval_split are the same"),
+    ],
+)
+def test_settings_of_programs_are_checked(more: str, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        load_config(write_program_config(tmp_path, more=more))
+
+
+def test_paths_of_programs_are_relative_to_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text("")
+    (section,) = load_config(write_program_config(tmp_path, program="agent.py:play")).environments
+    assert section.program == f"{tmp_path}/agent.py:play"
+    assert section.program_folder == str(tmp_path)
+    with pytest.raises(ConfigError, match="there is no file"):
+        load_config(write_program_config(tmp_path, program="missing.py:play"))
+    with pytest.raises(ConfigError, match="eval_samples is missing"):
+        load_config(write_program_config(tmp_path), ["eval.samples=5"])
+
+
+def test_gateway_by_itself_writes_a_line_for_each_rollout(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    command = [sys.executable, "-m", "agentrl_train", "gateway", str(tmp_path / "model"), "--port", "0"]
+    command += [
+        "-o",
+        "rollouts.jsonl",
+        "--set",
+        "engine.max_context=300",
+        "--set",
+        "engine.max_new_tokens=20",
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "AGENTRL_TOKEN"}
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            assert process.stdout is not None
+            announced = process.stdout.readline()
+            address = re.search(r"http://\S+(?=/s/)", announced)
+            assert address, announced
+            body = {"messages": [{"role": "user", "content": "hello"}], "return_token_ids": True}
+            with httpx.Client(base_url=f"{address[0]}/s/mine/v1", trust_env=False, timeout=60) as client:
+                answer = client.post("/chat/completions", json=body).json()
+                client.post("/reward", json={"reward": 0.5}).raise_for_status()
+                client.post("/end").raise_for_status()
+                assert client.post("/chat/completions", json=body).status_code == 410
+            with httpx.Client(base_url=f"{address[0]}/s/other/v1", trust_env=False, timeout=60) as client:
+                client.post("/chat/completions", json=body).raise_for_status()
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+    first, second = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    (turn,) = first["turns"]
+    assert turn["token_ids"] == answer["choices"][0]["token_ids"]
+    assert len(turn["logprobs"]) == len(turn["versions"]) == len(turn["token_ids"])
+    assert (first["session"], first["reward"]) == ("mine", 0.5)
+    assert (second["session"], second["reward"]) == ("other", None)
+
+
+def test_gateway_beyond_loopback_needs_a_token(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    command = [sys.executable, "-m", "agentrl_train", "gateway", str(tmp_path / "model"), "--host", "0.0.0.0"]
+    environment = {name: value for name, value in os.environ.items() if name != "AGENTRL_TOKEN"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 1
+    assert "set AGENTRL_TOKEN" in done.stderr
+
+
+def test_gateway_of_a_missing_model_names_it() -> None:
+    with pytest.raises(ConfigError, match="there is no folder /nowhere/model"):
+        gateway_config("/nowhere/model")

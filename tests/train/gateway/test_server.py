@@ -1,0 +1,290 @@
+"""The gateway's API over HTTP, in front of a scripted engine."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from agentrl_env.types import Message, ToolCall
+from agentrl_train.gateway.server import Gateway, Session
+from agentrl_train.runtime.config import EngineSection
+from agentrl_train.types import Completion, SamplingParams
+from tests.train.fakes import CHAT, Script, ScriptedEngine, always
+
+TOOL = {"type": "function", "function": {"name": "down", "parameters": {"type": "object", "properties": {}}}}
+HELLO = {"role": "user", "content": "hello"}
+HI = Message.assistant("hi")
+
+
+class SlowEngine(ScriptedEngine):
+    """Answers once it is told to."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(CHAT, script)
+        self.asked, self.may_answer = asyncio.Event(), asyncio.Event()
+
+    async def generate(self, *args: Any, **options: Any) -> Completion:
+        self.asked.set()
+        await self.may_answer.wait()
+        return await super().generate(*args, **options)
+
+
+class DirectSampler:
+    """Samples with an engine alone."""
+
+    def __init__(self, engine: ScriptedEngine, *, max_context: int = 2000) -> None:
+        self.sampling = EngineSection(max_new_tokens=min(400, max_context - 1), max_context=max_context)
+        self._engine = engine
+
+    async def complete(
+        self, context: Sequence[int], *, max_new_tokens: int | None = None, segment: int = 0
+    ) -> Completion:
+        room = self.sampling.max_context - len(context)
+        sampling = SamplingParams(max_new_tokens=min(max_new_tokens or 400, room))
+        return await self._engine.generate(context, sampling=sampling, session_key=f"one/{segment}")
+
+
+@asynccontextmanager
+async def opened(
+    engine: ScriptedEngine | None = None, **options: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, Session, Gateway]]:
+    """Yield a client of a new session, the session and the gateway."""
+    sampler = DirectSampler(engine or ScriptedEngine(CHAT, always(HI)), **options)
+    async with Gateway() as gateway:
+        session = gateway.open(chat=CHAT, sampler=sampler, stated=sampler.sampling)
+        async with httpx.AsyncClient(base_url=gateway.base_url(session), trust_env=False) as client:
+            yield client, session, gateway
+
+
+async def chat(client: httpx.AsyncClient, *messages: dict[str, Any], **more: Any) -> dict[str, Any]:
+    answer = await client.post("/chat/completions", json={"model": "any", "messages": messages, **more})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+async def test_answer_has_the_message_its_tokens_and_their_log_probabilities() -> None:
+    async with opened() as (client, session, _):
+        body = await chat(client, HELLO, logprobs=True, return_token_ids=True)
+    (choice,) = body["choices"]
+    assert choice["message"]["content"] == "hi"
+    assert choice["finish_reason"] == "stop"
+    (turn,) = session.recorder.rollout()[0]
+    assert choice["token_ids"] == turn.completion.token_ids
+    assert body["prompt_token_ids"] == turn.prompt_ids
+    assert [one["logprob"] for one in choice["logprobs"]["content"]] == turn.completion.logprobs
+    assert "".join(one["token"] for one in choice["logprobs"]["content"]) == "hi<|im_end|>"
+    assert body["usage"]["total_tokens"] == len(turn.prompt_ids) + len(turn.completion.token_ids)
+
+
+async def test_calls_are_answered_and_the_conversation_is_one_segment() -> None:
+    said = Message.assistant("down we go", ToolCall.of("down"))
+    async with opened(ScriptedEngine(CHAT, always(said))) as (client, session, _):
+        first = (await chat(client, HELLO, tools=[TOOL]))["choices"][0]
+        (call,) = first["message"]["tool_calls"]
+        assert (call["function"]["name"], first["finish_reason"]) == ("down", "tool_calls")
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "2"}
+        await chat(client, HELLO, first["message"], result, tools=[TOOL])
+        turns, segments = session.recorder.rollout()
+    assert len(turns) == 2
+    assert len(segments) == 1
+
+
+async def test_streamed_answer_adds_up_to_the_whole_one() -> None:
+    said = Message.assistant("down we go", ToolCall.of("down", n=1), ToolCall.of("down", call_id="b", n=2))
+    async with opened(ScriptedEngine(CHAT, always(said))) as (client, *_):
+        body = {"model": "m", "messages": [HELLO], "tools": [TOOL], "stream": True}
+        answer = await client.post(
+            "/chat/completions", json=body | {"stream_options": {"include_usage": True}, "logprobs": True}
+        )
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.text.endswith("data: [DONE]\n\n")
+    chunks = events(answer.text)
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "down we go"
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert [call["index"] for call in calls] == [0, 1]
+    assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"n": 1}, {"n": 2}]
+    assert chunks[-2]["choices"][0]["finish_reason"] == "tool_calls"
+    assert chunks[-1]["usage"]["completion_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        ({"temperature": 0.2}, "temperature = 0.2 differs"),
+        ({"top_p": 0.9}, "engine.top_p"),
+        ({"n": 2}, "n = 2"),
+        ({"top_logprobs": 3, "logprobs": True}, "top_logprobs"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "image_url"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "role"),
+    ],
+)
+async def test_request_that_cannot_be_honoured_is_refused_with_a_sentence(more: dict, word: str) -> None:
+    async with opened() as (client, session, _):
+        answer = await client.post("/chat/completions", json={"model": "m", "messages": [HELLO], **more})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert word in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert session.recorder.rollout()[0] == []
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"temperature": 1},
+        {"top_k": -1},
+        {"n": 1, "user": "me", "seed": 3, "store": False, "presence_penalty": 0.0},
+        {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
+    ],
+)
+async def test_parameters_that_change_nothing_are_accepted(harmless: dict) -> None:
+    async with opened() as (client, *_):
+        assert (await chat(client, HELLO, **harmless))["choices"][0]["message"]["content"] == "hi"
+
+
+async def test_errors_of_sessions_are_typed() -> None:
+    async with opened() as (client, session, gateway):
+        body = {"model": "m", "messages": [HELLO]}
+        unknown = await client.post(f"{gateway.url}/s/nobody/v1/chat/completions", json=body)
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "session_not_found")
+        await gateway.close(session)
+        closed = await client.post("/chat/completions", json=body)
+        assert (closed.status_code, closed.json()["error"]["code"]) == (410, "session_closed")
+        missing = await client.get(f"{gateway.url}/nothing")
+        assert (missing.status_code, missing.json()["error"]["type"]) == (404, "invalid_request_error")
+        malformed = await client.post("/reward", content=b"{")
+        assert malformed.status_code == 410
+
+
+async def test_conversation_without_room_is_refused_and_the_next_shorter_one_is_answered() -> None:
+    async with opened(max_context=100) as (client, session, _):
+        answer = await client.post(
+            "/chat/completions", json={"messages": [{"role": "user", "content": "x" * 200}]}
+        )
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert session.context_full
+        await chat(client, HELLO)
+        assert not session.context_full
+        assert len(session.recorder.rollout()[0]) == 1
+
+
+async def test_token_limit_and_stop_text_end_an_answer() -> None:
+    async with opened(ScriptedEngine(CHAT, always(Message.assistant("one two END three")))) as (client, *_):
+        short = await chat(client, HELLO, max_tokens=3)
+        assert (short["choices"][0]["message"]["content"], short["choices"][0]["finish_reason"]) == (
+            "one",
+            "length",
+        )
+        stopped = await chat(client, HELLO, max_completion_tokens=50, stop="END")
+        assert stopped["choices"][0]["message"]["content"] == "one two"
+        assert stopped["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_bearer_key_selects_the_session_as_the_path_does() -> None:
+    async with opened() as (client, session, gateway):
+        headers = {"Authorization": f"Bearer {session.key}"}
+        body = {"messages": [HELLO]}
+        answer = await client.post(f"{gateway.url}/v1/chat/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        assert len(session.recorder.rollout()[0]) == 1
+        models = (await client.get("/models")).json()
+        assert models["data"][0]["id"] == "policy"
+        assert (await client.get("/models/org/any")).json()["id"] == "org/any"
+
+
+async def test_client_that_hangs_up_and_asks_again_gets_one_turn() -> None:
+    engine = SlowEngine(always(HI))
+    async with opened(engine) as (client, session, _):
+        first = asyncio.create_task(client.post("/chat/completions", json={"messages": [HELLO]}))
+        await engine.asked.wait()
+        (call,) = session.recorder._conversations[0].calls
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        while not call.lost:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        engine.may_answer.set()
+        assert (await chat(client, HELLO))["choices"][0]["message"]["content"] == "hi"
+        assert len(session.recorder.rollout()[0]) == 1
+        assert len(engine.calls) == 1
+
+
+async def test_concurrent_calls_of_one_session_are_answered_apart() -> None:
+    engine = SlowEngine(lambda context, key: Message.assistant(key))
+    async with opened(engine) as (client, session, _):
+        asking = [asyncio.create_task(chat(client, HELLO)) for _ in range(3)]
+        await engine.asked.wait()
+        engine.may_answer.set()
+        said = {body["choices"][0]["message"]["content"] for body in await asyncio.gather(*asking)}
+        assert said == {"one/0", "one/1", "one/2"}
+        turns, segments = session.recorder.rollout()
+    assert sorted(turn.segment for turn in turns) == [0, 1, 2]
+    assert [one.reason for one in segments] == ["root", "rewritten", "rewritten"]
+
+
+async def test_failure_of_the_engine_is_an_error_of_the_server_and_can_be_repeated() -> None:
+    engine = ScriptedEngine(CHAT, always(HI))
+    engine.failures = 1
+    async with opened(engine) as (client, session, _):
+        failed = await client.post("/chat/completions", json={"messages": [HELLO]})
+        assert (failed.status_code, failed.json()["error"]["code"]) == (500, "engine_error")
+        assert session.failure is not None
+        await chat(client, HELLO)
+        assert session.failure is None
+        assert len(session.recorder.rollout()[0]) == 1
+
+
+async def test_posted_rewards_are_those_of_the_turns() -> None:
+    async with opened() as (client, session, _):
+        early = await client.post("/reward", json={"reward": 1.0})
+        assert (early.status_code, early.json()["error"]["param"]) == (400, "reward")
+        first = await chat(client, HELLO)
+        assert (await client.post("/reward", json={"reward": 0.5, "metrics": {"right": 1.0}})).is_success
+        assert (await client.post("/reward", content=b'{"reward": NaN}')).status_code == 400
+        await chat(client, HELLO, first["choices"][0]["message"], HELLO)
+        assert (await client.post("/reward", json={"reward": 0.25})).is_success
+        assert [turn.reward for turn in session.recorder.rollout()[0]] == [0.5, 0.25]
+        assert session.metrics == {"right": 1.0}
+
+
+async def test_responses_api_holds_the_same_conversation() -> None:
+    said = Message.assistant("down we go", ToolCall.of("down"))
+    async with opened(ScriptedEngine(CHAT, always(said))) as (client, session, _):
+        tool = {"type": "function", "name": "down", "description": "", "parameters": {}, "strict": True}
+        ask = {"model": "m", "instructions": "Count.", "tools": [tool]}
+        first = (await client.post("/responses", json=ask | {"input": "go"})).json()
+        text, call = first["output"]
+        assert text["content"][0]["text"] == "down we go"
+        assert call["type"] == "function_call"
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "2"}
+        whole = [{"role": "user", "content": "go"}, text, call, result]
+        await client.post("/responses", json=ask | {"input": whole})
+        answer = await client.post(
+            "/responses",
+            json=ask | {"input": [result], "previous_response_id": first["id"], "stream": True},
+        )
+        kinds = [event["type"] for event in events(answer.text)]
+        assert kinds[0] == "response.created"
+        assert kinds[-1] == "response.completed"
+        unknown = {"input": "go", "previous_response_id": "resp_none"}
+        assert (await client.post("/responses", json=unknown)).status_code == 400
+        turns, segments = session.recorder.rollout()
+    assert [turn.segment for turn in turns] == [0, 0, 1]
+    assert segments[1].after_turn == 0
+    assert list(turns[0].prompt_ids) == CHAT.opening(
+        [Message(role="system", content="Count."), Message(role="user", content="go")],
+        session.recorder._conversations[0].tools,
+    )

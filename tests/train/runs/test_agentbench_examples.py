@@ -1,0 +1,44 @@
+"""The configurations of examples/agentbench: they load, and one makes a run from the expert's episodes on."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl_train import load_config
+
+ROOT = Path(__file__).parents[3]
+FILES = sorted((ROOT / "examples" / "agentbench").glob("*.toml"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_configuration_loads_and_serves_the_task_of_its_name(file):
+    config = load_config(file, [f"model.path={ROOT / 'examples/quickstart/starter'}"])
+    assert config.run.name == file.stem
+    assert config.eval.greedy
+    assert [Path(path).resolve() for one in config.environments for path in one.serve] == [
+        ROOT / "environments" / file.stem
+    ]
+
+
+@pytest.mark.slow
+def test_run_goes_on_from_a_starter_that_imitates_the_expert(tmp_path):
+    starter = tmp_path / "starter"
+    script = [sys.executable, ROOT / "examples/quickstart/starter.py", "--tasks", "dbbench", "--width", "64"]
+    subprocess.run([*script, "--traces", "40", "--steps", "4", "--output", starter], check=True, timeout=900)
+    values = {
+        "model.path": starter,
+        "run.folder": tmp_path,
+        "run.steps": 2,
+        "train.warmup_steps": 0,
+        "rollout.groups_per_step": 2,
+        "eval.samples": 4,
+    }
+    options = [text for name, value in values.items() for text in ("--set", f"{name}={value}")]
+    command = [sys.executable, "-m", "agentrl_train", "run", ROOT / "examples/agentbench/dbbench.toml"]
+    subprocess.run([*command, *options], check=True, timeout=900, cwd=tmp_path)
+    summary = json.loads((tmp_path / "dbbench" / "summary.json").read_text())
+    assert summary["tasks"]["dbbench"]["episodes"] > 0
+    assert {"before", "after", "before_greedy", "after_greedy"} <= set(summary["tasks"]["dbbench"])

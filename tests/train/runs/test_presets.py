@@ -1,0 +1,47 @@
+"""Presets that change the episodes, or the passes of the learner, in real runs."""
+
+import math
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.train.runs.processes import finish, steps, write_config
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [
+        *("remax", "dapo", "tis", "a3po", "gigpo", "gspo", "scaling_inter", "starpo_s"),
+        *(
+            "ppo",
+            "ppo_turn",
+            "ppo_bi_level",
+            "practitioner",
+            "archer",
+            "sweet",
+            "matpo",
+            "lightning",
+            "spear",
+        ),
+    ],
+)
+def test_preset_trains_and_its_keys_are_recorded(preset: str, tmp_path: Path) -> None:
+    task = "riddles.py:Riddles" if preset == "sweet" else "vowels.py:Vowels"
+    config, run = write_config(tmp_path, target=task), tmp_path / "run"
+    chosen = (
+        f"algorithm.preset={preset}",
+        "run.steps=2",
+        "rollout.max_staleness=1",
+        "rollout.groups_per_step=4",
+        "engine.max_context=1024",
+    )
+    done = finish(config, *chosen)
+    assert done.returncode == 0, done.stderr
+    assert [step["step"] for step in steps(run)] == [1, 2]
+    assert all(math.isfinite(step["loss"]) and step["grad_norm"] > 0 for step in steps(run))
+    recorded = tomllib.loads((run / "config.toml").read_text())["algorithm"]
+    assert recorded["preset"] == preset
+    assert recorded.keys() >= {"credit", "baseline", "scale", "anchor", "ratio", "region", "aggregation"}

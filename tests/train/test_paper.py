@@ -1,0 +1,101 @@
+"""The sweeps of ``make paper``: their tasks, their policy, and the figures that are in the documentation."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from agentrl_env import EnvClient
+from agentrl_env.types import Message
+from agentrl_train.runtime.sweep.plan import load_sweep
+from tests.benchmarks.paper import tasks
+from tests.benchmarks.paper.__main__ import EVIDENCE, TITLES, write_evidence
+from tests.benchmarks.paper.policy import small_tokenizer, write_policy
+
+ROOT = Path(__file__).parents[2]
+PAPER = ROOT / "tests/benchmarks/paper"
+MEASURED = sorted(path.stem for path in EVIDENCE.glob("*.json"))
+
+
+@pytest.fixture(scope="module")
+def paper(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of the sweeps whose policy has been written, as ``make paper`` does first."""
+    root = tmp_path_factory.mktemp("checkout")
+    write_policy(root / "runs/paper/policy")
+    return Path(shutil.copytree(PAPER, root / "tests/benchmarks/paper"))
+
+
+@pytest.mark.parametrize("name", TITLES)
+def test_sweep_of_the_paper_is_valid_and_has_five_seeds(name: str, paper: Path) -> None:
+    sweep = load_sweep(paper / f"{name}.toml", cores=2)
+    assert sweep.config.name == name
+    assert len(sweep.config.seeds) >= 5
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_figure_in_the_documentation_is_of_the_sweep_in_the_repository(name: str, paper: Path) -> None:
+    found = json.loads((EVIDENCE / f"{name}.json").read_text())
+    sweep = load_sweep(paper / f"{name}.toml", cores=2)
+    assert [one["name"] for one in found["variants"]] == list(sweep.config.changes)
+    assert found["seeds"] == list(sweep.config.seeds)
+    assert all(one["final"]["success"]["n"] == len(found["seeds"]) for one in found["variants"])
+    assert ElementTree.parse(EVIDENCE / f"{name}.svg").getroot().tag.endswith("svg")
+    assert f"<!-- generated: evidence {name} -->" in (ROOT / "docs/evidence.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("task", "letters", "reward"),
+    [
+        ("Quiet", "a", 1.0),
+        ("Quiet", "b", 0.0),
+        ("Loud", "b", 100.0),
+        ("Loud", "a", 0.0),
+        ("Pair", "ab", 1.0),
+        ("Pair", "aa", 0.0),
+        ("Lock", "abc", 1.0),
+        ("Lock", "abb", 0.0),
+        ("Lock", "a c", 0.0),
+    ],
+)
+async def test_reward_is_for_the_right_letters(task: str, letters: str, reward: float) -> None:
+    kind = getattr(tasks, task)
+    async with EnvClient.local(kind) as client:
+        session = await client.open(kind.name)
+        for letter in letters:
+            result = await session.step(Message.assistant(letter))
+        assert result.terminated
+        assert result.reward == reward
+
+
+def test_tokens_of_the_policy_are_letters() -> None:
+    tokenizer = small_tokenizer()
+    text = "Say a letter, {2}!\n"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) == len(text)
+    assert tokenizer.decode(ids) == text
+    assert len(tokenizer) == 101
+
+
+def test_evidence_of_a_sweep_is_a_figure_and_short_numbers(tmp_path: Path) -> None:
+    variants: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "final": {"success": {"mean": 1 / 3, "low": 0.1, "high": 0.5, "n": 5}},
+            "tasks": {},
+            "difference": {},
+            "samples": 640.0,
+            "wall_s": 20.0,
+            "processor_s": 12.0,
+            "curves": {"held_out_success": {"samples": [[0.0, 0.1, 0.0, 0.2], [640.0, 1 / 3, 0.1, 0.5]]}},
+        }
+        for name in ("one", "two")
+    ]
+    found = {"name": "presets", "seeds": [0, 1], "baseline": "one", "interval": "t", "area_samples": 640.0}
+    write_evidence(found | {"variants": variants}, tmp_path)
+    short = json.loads((tmp_path / "presets.json").read_text())
+    assert short["variants"][0]["final"]["success"]["mean"] == 0.3333
+    assert "curves" not in short["variants"][0]
+    assert 'class="band"' in (tmp_path / "presets.svg").read_text()
