@@ -182,6 +182,8 @@ class Failover(Routing):
         self._ended: dict[tuple[str, str], asyncio.TimerHandle] = {}
         """Timers that forget ended sessions, by server and session."""
         self._closing: set[asyncio.Task[None]] = set()
+        self._confirmed = RecentNames()
+        """Moved sessions with the servers that the store names as their holders."""
 
     def group(self, session_id: str) -> str:
         """Return a key that the sessions of one server share, to split batches."""
@@ -193,10 +195,10 @@ class Failover(Routing):
 
         Raises SessionLost, UnknownSession, StateUnavailable.
         """
-        server = self._holder(session_id)
+        server, record = await self._locate(session_id)
         if server is not None:
             return server
-        if await self.records.find(session_id) is None:
+        if record is None:
             self._interrupted.discard(session_id)
             if not await self._registry.is_lost(home(session_id)):
                 await self._registry.wait_at_startup(lambda: self._holder(session_id) is not None)
@@ -210,9 +212,8 @@ class Failover(Routing):
 
     async def close(self, session_id: str) -> None:
         """End a session; one whose server is lost is not adopted for that."""
-        server = self._holder(session_id)
+        server, record = await self._locate(session_id)
         if server is None:
-            record = await self.records.find(session_id)
             if record is not None:
                 await self.records.forget(session_id, record.holder)
             server = await super().find(session_id)
@@ -298,10 +299,23 @@ class Failover(Routing):
         await asyncio.gather(*cancelled, return_exceptions=True)
 
     def _holder(self, session_id: str) -> RemoteServer | None:
-        """Return the server of a session, as far as this controller has heard."""
+        """Return the server of a session, as far as this controller has heard from it and from the store.
+
+        The id of a server proves that it opened a session; only the store proves that it continues one.
+        """
         servers = self._registry.servers
-        there = servers.get(home(session_id))
-        return there or next((server for server in servers.values() if session_id in server.sessions), None)
+        if (there := servers.get(home(session_id))) is not None:
+            return there
+        claiming = (server for server in servers.values() if session_id in server.sessions)
+        return next((one for one in claiming if f"{session_id} {one.server_id}" in self._confirmed), None)
+
+    async def _locate(self, session_id: str) -> tuple[RemoteServer | None, Record | None]:
+        """Return the server of a session, or its record where that server is not linked or not known."""
+        server = self._holder(session_id)
+        if server is not None or (record := await self.records.find(session_id)) is None:
+            return server, None
+        self._confirmed.add(f"{session_id} {record.holder}")
+        return self._holder(session_id), record
 
     def _write(self, session_id: str, work: Callable[[], Awaitable[bool]]) -> None:
         """Write to the store, after the session's write before."""
@@ -415,6 +429,7 @@ class Failover(Routing):
         if stored is None or stored.holder != server.server_id or stored.last.state is None:
             await self._disown(session_id, server.server_id)  # it was closed meanwhile
             return None
+        self._confirmed.add(f"{session_id} {server.server_id}")
         logger.info("session %s continues on server %s", session_id, server.server_id)
         return server
 

@@ -105,7 +105,11 @@ def test_findings_name_the_run(capsys):
         account.find("breaches", "a door\nis open", "doors", "push on single")
     err = capsys.readouterr().err
     assert err.count("a door is open (python -m tests.hostile --seed 5 --only doors)") == 5
-    assert account.report()["by_kind"] == {"doors": {"attacks": 0, "breaches": 20}}
+    report = account.report()
+    assert report["by_kind"] == {"doors": {"attacks": 0, "breaches": 20}}
+    assert [sentence.startswith("breaches: doors, push on single") for sentence in report["findings"]] == [
+        True
+    ] * 5
     with pytest.raises(AssertionError):
         account.find("nothing", "", "", "")
 

@@ -35,6 +35,8 @@ class Account:
         self.skipped: dict[str, str] = {}
         self.findings: Counter[tuple[str, str]] = Counter()
         """Number of findings by kind and count."""
+        self.sentences: list[str] = []
+        """The findings that were printed."""
         self._shown: Counter[tuple[str, str, str]] = Counter()
         self._begin = time.monotonic()
         self._quiet = quiet
@@ -47,7 +49,9 @@ class Account:
         self._shown[shown] += 1
         if self._shown[shown] <= SHOWN:
             again = f"python -m tests.hostile --seed {self.seed} --only {kind}"
-            self.say(f"! {count}: {kind}, {attack}: {' '.join(what.split())[:400]} ({again})")
+            sentence = f"{count}: {kind}, {attack}: {' '.join(what.split())[:400]} ({again})"
+            self.sentences.append(sentence)
+            self.say(f"! {sentence}")
 
     def skip(self, name: str, reason: str) -> None:
         """Record that a kind or an attack did not run."""
@@ -80,6 +84,7 @@ class Account:
             "neighbours_played": self.neighbours_played,
             "skipped": self.skipped,
             "by_kind": {kind: self._of_kind(kind) for kind in self._kinds()},
+            "findings": self.sentences,
         }
 
     def _kinds(self) -> list[str]:

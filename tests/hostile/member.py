@@ -214,7 +214,8 @@ async def claims(ground: Ground) -> None:
             result = {"session_id": call.get("session_id"), "seq": call.get("seq", 1), "reward": 77.0}
             return json.dumps({"id": call.get("id"), "result": result}, separators=(",", ":"))
 
-        async with Evil(ground, token, answer, sessions=rows) as evil:
+        # It has no room, so that no session is given to it, and all that it hears of is what it claims.
+        async with Evil(ground, token, answer, sessions=rows, capacity=1) as evil:
             await evil.send(json.dumps({"beat": {"opened": rows}}, separators=(",", ":")))
             part.send(signal.SIGKILL)
             for _, text in await asyncio.gather(*(step(ground, victim, 1) for victim in family)):

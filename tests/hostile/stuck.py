@@ -8,14 +8,14 @@ import secrets
 import signal
 import time
 from contextlib import suppress
-from typing import Any
 
 import httpx
 
-from agentrl_env import ToolCall
+from agentrl_env import EnvClient, ToolCall
 from agentrl_env.errors import AgentRLError, ServerFull
 from tests.chaos.site import MARK, agentrl, free_ports, left_processes
 from tests.hostile.agents import call
+from tests.hostile.neighbours import CALL_S
 from tests.hostile.site import ANSWER_S, END_S, TASKS_FILE, Attack, Ground, Kind
 from tests.hostile.tasks import HANG_S
 
@@ -163,19 +163,17 @@ async def hanging_within_timeout(ground: Ground) -> None:
 
 async def _others_served(ground: Ground) -> None:
     """Count a loss where other sessions are not served although ``/ready`` says so."""
-    headers = {"authorization": f"Bearer {ground.site.token}"}
-    options: dict[str, Any] = {"timeout": ANSWER_S, "headers": headers, "trust_env": False}
-    options["limits"] = httpx.Limits(max_keepalive_connections=0)  # the server closes them after 3 s
-    async with httpx.AsyncClient(base_url=ground.url, **options) as http:
+    refused: Exception | None = None
+    async with EnvClient.connect(ground.url, token=ground.site.token, timeout=CALL_S) as client:
         try:
-            opened = await http.post("/v1/sessions", json={"task": "thread_tally"})
-            path = f"/v1/sessions/{opened.json().get('session_id', 'none')}/step"
-            served = (await http.post(path, json={"seq": 1, "message": call("add", n=1)})).status_code == 200
-        except httpx.TimeoutException:
-            served = False
-        ready = (await http.get("/ready")).status_code
-    if not served and ready == 200:
-        what = "hanging calls block the sessions of another task, and /ready says 200"
+            async with ground.site.within(ANSWER_S):
+                session = await client.open("thread_tally")
+                await session.step(ToolCall.of("add", n=1))
+        except (AgentRLError, TimeoutError) as error:
+            refused = error
+    ready = await ground.ask("GET", "/ready")
+    if refused is not None and ready is not None and ready.status_code == 200:
+        what = f"hanging calls block the sessions of another task, and /ready says 200: {refused!r}"
         ground.find("neighbours_lost", what)
 
 

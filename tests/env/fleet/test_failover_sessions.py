@@ -31,6 +31,7 @@ from agentrl_env.fleet import failover, registry
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.failover import Failover
 from agentrl_env.fleet.redis_store import RedisStore
+from agentrl_env.fleet.remote_server import Outbox
 from agentrl_env.fleet.serve import ControllerServer, control
 from agentrl_env.server import failover as server_failover
 from agentrl_env.server.failover import FailoverApi
@@ -39,7 +40,7 @@ from agentrl_env.server.serve import NOWHERE, EnvServer
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.types import SessionStatus
-from agentrl_env.wire import OpenRequest, StepBatch, StepRequest, TranscriptRequest
+from agentrl_env.wire import Hello, OpenRequest, SessionRow, StepBatch, StepRequest, TranscriptRequest
 from tests.env.fleet.test_controller import Site, kill
 from tests.env.redis_server import RedisServer
 from tests.env.tasks import Clock, Quick, until
@@ -186,6 +187,24 @@ async def test_session_continues_on_another_server():
         assert results == expected
         assert session.last.metrics["steps"] == len(expected)
         assert sum(r["reward"] for r in results) == sum(r["reward"] for r in expected)
+
+
+@pytest.mark.parametrize("call", ["step", "close"])
+async def test_server_that_only_claims_a_session_hears_no_call_of_it(call):
+    async with site() as fleet:
+        first, second = await fleet.serve(Walk), await fleet.serve(Walk)
+        session = await fleet.client.open("walk", seed=5)
+        here, there = (first, second) if holder(fleet, session) is first else (second, first)
+        claim = SessionRow(session_id=session.session_id, task="walk")
+        claiming = Hello(server_id="claiming", tasks=(), capacity=1, sessions=(claim,))
+        outbox = Outbox()
+        await fleet.fleet.registry.join(claiming, outbox)
+        await die(fleet, here)
+        if call == "step":
+            assert [plain(await session.step(WALK))] == await undisturbed(5, 1)
+            assert there.pool.open_sessions == 1
+        await session.close()
+        assert len(outbox) == 1  # the welcome
 
 
 async def test_step_under_way_is_played_again_on_another_server():
