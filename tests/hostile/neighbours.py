@@ -14,8 +14,9 @@ from tests.hostile.account import Account
 from tests.hostile.site import Site
 from tests.hostile.tasks import PRIVATE
 
-PATIENCE_S = 45.0
-"""Seconds for which a neighbour waits for one call, retries included (``Site.within``)."""
+PATIENCE_S = 90.0
+"""Seconds for which a neighbour waits for one call, retries included (``Site.within``): several sessions may
+get its worker stuck one after another, each for the ten seconds after which a watchdog replaces it."""
 CALL_S = 900.0
 """Timeout of the clients, which count by the wall clock."""
 EVERY = ("tally", "thread_tally", "agent", "socket")
