@@ -6,18 +6,20 @@ assign the same log-probabilities to the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from agentrl_train.errors import WeightMismatch
+from agentrl_train.errors import ConfigError, WeightMismatch
 from agentrl_train.types import Completion, SamplingParams, TokenSequence, WeightSync
 
 CANARY_TOKENS = 8
 """Length of the prompt and of the completion of a canary."""
+FOREIGN = -1
+"""Version of the weights of a model that is not trained."""
 CANARY_REPEATS = 16
 """Canaries that decide where one alone exceeds the tolerance."""
 
@@ -124,12 +126,20 @@ class Publisher:
     """Publishes to the current policy every time and to the stale one every ``stale_interval`` versions.
 
     Cross-policy sampling (AgentRL, section 3.1) draws turns from both. With ``stale_interval = 0`` there is
-    no stale policy.
+    no stale policy, or it keeps the weights that ``stale`` returns, as version ``FOREIGN``.
     """
 
-    def __init__(self, sync: WeightSync, *, stale_interval: int = 0, canary: Canary | None = None) -> None:
+    def __init__(
+        self,
+        sync: WeightSync,
+        *,
+        stale_interval: int = 0,
+        stale: Callable[[], Mapping[str, torch.Tensor]] | None = None,
+        canary: Canary | None = None,
+    ) -> None:
         self._sync = sync
         self._stale_interval = stale_interval
+        self._stale = stale
         self._canary = canary
         self.drift = Drift()
         """Difference measured by the canary after the last push."""
@@ -142,13 +152,32 @@ class Publisher:
         Raises:
             WeightMismatch: the engine holds other weights.
             EngineError: the weights could not be loaded.
+            ConfigError: the stale policy has other parameters than the current one.
         """
+        if everywhere and self._stale is not None:
+            foreign = self._stale()
+            require_same_parameters(foreign, weights)
+            self._sync.publish(foreign, policy_version=FOREIGN, policies=("stale",))
         due = self._stale_interval and policy_version % self._stale_interval == 0
         stale = self._stale_interval and (everywhere or due)
         policies = ("current", "stale") if stale else ("current",)
         self._sync.publish(weights, policy_version=policy_version, policies=policies)
         if self._canary is not None:
             self.drift = self._canary.check(policies, version=policy_version)
+
+
+def require_same_parameters(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Check that two sets of weights have parameters of the same names and shapes. Raises ConfigError."""
+    differing = [
+        name
+        for name in sorted(found.keys() | expected.keys())
+        if name not in found or name not in expected or found[name].shape != expected[name].shape
+    ]
+    if differing:
+        raise ConfigError(
+            f"the model of the stale policy has another architecture than the policy: {len(differing)} "
+            f"parameters differ, such as {differing[0]}; use a model with the same config.json"
+        )
 
 
 def drift(

@@ -116,7 +116,7 @@ async def policy(
                 config,
                 ready.engine,
                 logprobs=learner.logprobs,
-                vocabulary=len(ready.tokenizer),
+                tokenizer=ready.tokenizer,
                 tolerance=tolerance(config),
             )
             yield Policy(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -192,7 +192,7 @@ def make_publisher(
     engine: RunningEngine,
     *,
     logprobs: LogProbs,
-    vocabulary: int,
+    tokenizer: PreTrainedTokenizerBase,
     tolerance: Drift,
 ) -> Publisher:
     """Return the publisher; for engines in other processes it verifies each push with a canary.
@@ -201,7 +201,7 @@ def make_publisher(
         config: configuration of the run.
         engine: receives the weights.
         logprobs: computes log-probabilities with the trainer's weights.
-        vocabulary: number of tokens.
+        tokenizer: that of the policy.
         tolerance: accepted differences in log-probability, due to rounding.
     """
     canary = None
@@ -209,13 +209,29 @@ def make_publisher(
         canary = Canary(
             engine.probe,
             logprobs=logprobs,
-            vocabulary=vocabulary,
+            vocabulary=len(tokenizer),
             temperature=config.engine.temperature,
             tolerance=tolerance,
         )
-    cross = config.rollout.stale_fraction > 0
-    interval = config.rollout.stale_interval if cross else 0
+    rollout = config.rollout
+    if rollout.stale_model is not None:
+        stale = partial(_stale_weights, rollout.stale_model, dtype=config.model.dtype, tokenizer=tokenizer)
+        return Publisher(engine, stale=stale, canary=canary)
+    interval = rollout.stale_interval if rollout.stale_fraction > 0 else 0
     return Publisher(engine, stale_interval=interval, canary=canary)
+
+
+def _stale_weights(
+    path: str, *, dtype: str, tokenizer: PreTrainedTokenizerBase
+) -> Mapping[str, torch.Tensor]:
+    """Return the weights of ``rollout.stale_model``. Raises ConfigError where its vocabulary is another."""
+    model, own = load_policy(path, dtype=dtype)
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(
+            f"rollout.stale_model = {path!r} has another vocabulary than the policy, whose contexts it "
+            "continues: use a model of the same family"
+        )
+    return dict(model.named_parameters())
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from agentrl_train.runtime.config import AlgorithmSection, DistillSection, Repla
 from agentrl_train.runtime.critic import ByCritic
 from agentrl_train.runtime.journal import encode_group, frame
 from agentrl_train.types import UNTRACED, EpisodeEnd, Sleeper, TokenSequence, Trace, TrajectoryGroup
-from agentrl_train.weights import FLOAT32, Drift, Publisher, drift, require_agreement
+from agentrl_train.weights import FLOAT32, FOREIGN, Drift, Publisher, drift, require_agreement
 
 logger = logging.getLogger(__name__)
 
@@ -323,11 +323,13 @@ def staleness(
 ) -> dict[str, float]:
     """Return the age of groups and tokens, in policy versions, when trained at ``version``.
 
-    ``tokens_of_age_0``, ``_1`` ... are a histogram: sampled tokens by age.
+    ``tokens_of_age_0``, ``_1`` ... are a histogram: sampled tokens by age. Those of ``rollout.stale_model``
+    have none.
     """
     ages = [version - group.admitted_version for group in groups]
     none = np.zeros(0, dtype=np.int64)
-    token_ages = version - np.concatenate([none, *(row.versions[row.loss_mask > 0] for row in rows)])
+    versions = np.concatenate([none, *(row.versions[row.loss_mask > 0] for row in rows)])
+    token_ages = version - versions[versions != FOREIGN]
     counts = np.bincount(token_ages.clip(0, OLDEST), minlength=1)
     return {
         "staleness_mean": float(np.mean(ages)) if ages else 0.0,

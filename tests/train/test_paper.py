@@ -25,6 +25,8 @@ def paper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder of the sweeps whose policy has been written, as ``make paper`` does first."""
     root = tmp_path_factory.mktemp("checkout")
     write_policy(root / "runs/paper/policy")
+    for half in ("front", "back"):
+        (root / f"runs/paper/specialists/{half}/seed-0/checkpoints/step_000024/model").mkdir(parents=True)
     return Path(shutil.copytree(PAPER, root / "tests/benchmarks/paper"))
 
 
@@ -58,6 +60,16 @@ def test_figure_in_the_documentation_is_of_the_sweep_in_the_repository(name: str
         ("Lock", "abc", 1.0),
         ("Lock", "abb", 0.0),
         ("Lock", "a c", 0.0),
+        ("Four", "abcd", 1.0),
+        ("Four", "abca", 0.0),
+        ("Front", "abaa", 1.0),
+        ("Front", "aacd", 0.0),
+        ("Back", "aacd", 1.0),
+        ("Back", "abcc", 0.0),
+        ("Doors", "bbabc", 1.0),
+        ("Stairs", "abaabc", 1.0),
+        ("Delay", "abcdab", 1.0),
+        ("Delay", "babcda", 0.0),
     ],
 )
 async def test_reward_is_for_the_right_letters(task: str, letters: str, reward: float) -> None:
@@ -65,9 +77,29 @@ async def test_reward_is_for_the_right_letters(task: str, letters: str, reward: 
     async with EnvClient.local(kind) as client:
         session = await client.open(kind.name)
         for letter in letters:
+            assert not session.status.final
             result = await session.step(Message.assistant(letter))
         assert result.terminated
         assert result.reward == reward
+
+
+async def test_paid_choices_are_rewarded_in_their_turns() -> None:
+    async with EnvClient.local(tasks.Paid) as client:
+        session = await client.open("paid")
+        rewards = [(await session.step(Message.assistant(letter))).reward for letter in "abbd"]
+    assert rewards == [0.25, 0.25, 0.0, 0.25]
+
+
+async def test_noisy_choices_succeed_in_truth_and_are_rewarded_wrongly_now_and_then() -> None:
+    lies = 0
+    async with EnvClient.local(tasks.Noisy) as client:
+        for seed in range(60):
+            session = await client.open("noisy", seed=seed)
+            await session.step(Message.assistant("a"))
+            result = await session.step(Message.assistant("b"))
+            assert result.metrics["success"] == 1.0
+            lies += result.reward == 0.0
+    assert 4 <= lies <= 24
 
 
 def test_tokens_of_the_policy_are_letters() -> None:

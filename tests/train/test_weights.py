@@ -9,10 +9,18 @@ import torch
 from safetensors import safe_open
 
 from agentrl_train.engine.transfer import SharedWeights
-from agentrl_train.errors import WeightMismatch
+from agentrl_train.errors import ConfigError, WeightMismatch
 from agentrl_train.learner.sharding import GatheredWeights
 from agentrl_train.types import Completion
-from agentrl_train.weights import FLOAT32, Canary, Drift, drift, probe_sequence, require_agreement
+from agentrl_train.weights import (
+    FLOAT32,
+    Canary,
+    Drift,
+    drift,
+    probe_sequence,
+    require_agreement,
+    require_same_parameters,
+)
 
 
 def sampled(logprobs: list[float], versions: list[int]):
@@ -50,6 +58,14 @@ def test_nan_drift_is_a_mismatch() -> None:
     found = drift([np.array([0.0, 0.0, math.nan])], [sampled([-1.0], [1])], version=1)
     with pytest.raises(WeightMismatch):
         require_agreement(found, tolerance=Drift(worst=math.inf, mean=0.1), version=1)
+
+
+@pytest.mark.parametrize("other", [{"a": (2, 3)}, {"a": (2, 3), "b": (5,)}, {"a": (2, 3), "c": (4,)}])
+def test_model_of_another_architecture_cannot_be_the_stale_policy(other: dict[str, tuple[int, ...]]) -> None:
+    policy = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
+    require_same_parameters({name: one + 1 for name, one in policy.items()}, policy)
+    with pytest.raises(ConfigError, match=r"another architecture .* differ, such as [bc]; use a model"):
+        require_same_parameters({name: torch.zeros(shape) for name, shape in other.items()}, policy)
 
 
 def canary(noise: Callable[[np.random.Generator, int], np.ndarray]) -> Canary:

@@ -84,10 +84,11 @@ def _resolve_paths(table: dict[str, Any], base: Path) -> list[str]:
     if isinstance(model, dict) and isinstance(model.get("path"), str):
         model["path"], problem = _resolve_model(model["path"], base)
         problems += problem
-    critic = table.get("critic")
-    if isinstance(critic, dict) and isinstance(critic.get("model"), str):
-        critic["model"], problem = _resolve_model(critic["model"], base, key="critic.model")
-        problems += problem
+    for name, key in (("critic", "model"), ("rollout", "stale_model")):
+        section = table.get(name)
+        if isinstance(section, dict) and isinstance(section.get(key), str):
+            section[key], problem = _resolve_model(section[key], base, key=f"{name}.{key}")
+            problems += problem
     distill = table.get("distill")
     teachers: Any = distill.get("teachers") if isinstance(distill, dict) else None
     for task, teacher in teachers.items() if isinstance(teachers, dict) else ():

@@ -169,7 +169,12 @@ class RunConfig(Section):
                 "engine.deterministic needs a synchronous run: set rollout.max_staleness to 0, not "
                 f"{rollout.max_staleness}"
             )
-        if self.engine.deterministic and rollout.stale_fraction > 0:
+        if rollout.stale_model is not None and not rollout.stale_fraction:
+            found.append(
+                "rollout.stale_model samples nothing with rollout.stale_fraction = 0: set that to its share "
+                "of the turns, such as 0.25"
+            )
+        if self.engine.deterministic and rollout.stale_fraction > 0 and rollout.stale_model is None:
             found.append(
                 "engine.deterministic excludes the stale policy, whose weights are not in checkpoints: set "
                 "rollout.stale_fraction to 0"

@@ -463,6 +463,9 @@ class RolloutSection(Section):
     """Cross-policy sampling: probability that a turn is sampled by the stale policy; 0 is off."""
     stale_interval: Count = 10
     """Steps between two refreshes of the stale policy."""
+    stale_model: str | None = None
+    """A Hugging Face model folder, or a name on the hub, whose weights the stale policy keeps in place of
+    older weights of the policy. It has the architecture and the tokenizer of ``model.path``."""
     max_turns: dict[str, Count] = Field(default_factory=dict)
     """Turn limit of the episodes of a task, where it is to be lower than the environment's own."""
     horizon: tuple[Count, ...] = ()

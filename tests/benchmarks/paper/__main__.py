@@ -23,10 +23,19 @@ TITLES = {
     "task_normalization": "Two tasks, rewarded by 1 and by 100",
     "presets": "A combination lock",
     "staleness": "Two choices, groups up to four steps old",
+    "states": "Three doors, seen again after a mistake",
+    "turn_rewards": "Four choices, each with its reward",
+    "long_credit": "Six turns, the first of which decides",
+    "replay": "A combination lock, and a replay of successes",
+    "noise": "Two choices, one reward in five is wrong",
+    "horizon": "Three doors, back to the first after a mistake",
     "multi_task": "Three tasks: one policy, and three specialists",
+    "two_policies": "Four choices, two policies that know two each",
     "cross_policy": "Two choices, with and without an older policy",
 }
 """Sweep -> title of its figure, in the order of the page."""
+BEFORE = {"two_policies": ["specialists"]}
+"""Sweep -> those that train its models."""
 KEPT = ("name", "final", "tasks", "difference", "samples", "wall_s", "processor_s")
 
 
@@ -58,9 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.chdir(ROOT)
     write_policy(ROOT / "runs/paper/policy")
     for name in options.names or TITLES:
-        path, cores = HERE / f"{name}.toml", len(os.sched_getaffinity(0))
-        if status := sweep(path, cores=cores, processes=options.processes, replace=False):
-            return status
+        for one in (*BEFORE.get(name, ()), name):
+            path, cores = HERE / f"{one}.toml", len(os.sched_getaffinity(0))
+            if status := sweep(path, cores=cores, processes=options.processes, replace=False):
+                return status
         write_evidence(json.loads((ROOT / f"runs/paper/{name}/results.json").read_text()), EVIDENCE)
     return 0
 

@@ -6,7 +6,7 @@ the action. A sample of a task is always the same problem: what differs is how r
 
 from __future__ import annotations
 
-from agentrl_env import Done, Environment, tool
+from agentrl_env import Done, Environment, Reply, tool
 
 ACTIONS = 4
 
@@ -71,3 +71,111 @@ class Lock(Choice):
 
     max_turns = 3
     right = (1, 2, 3)
+
+
+class Four(Choice):
+    """A combination lock: four choices, rewarded by 1 if all of them are right."""
+
+    max_turns = 4
+    right = (1, 2, 3, 0)
+    counted = slice(0, 4)
+    """Turns whose actions decide."""
+
+    def respond(self, text: str) -> str | Done:
+        """Take an action, which counts in some of the turns."""
+        counts = self.turn in range(*self.counted.indices(len(self.right)))
+        return super().respond(text if counts else chr(self.right[self.turn]))
+
+
+class Front(Four):
+    """The same, where the first two choices decide."""
+
+    counted = slice(0, 2)
+
+
+class Back(Four):
+    """The same, where the last two choices decide."""
+
+    counted = slice(2, 4)
+
+
+class Doors(Choice):
+    """Three doors in a row; a wrong action changes nothing, so that the same observation comes again."""
+
+    max_turns = 8
+    right = (1, 2, 3)
+
+    def respond(self, text: str) -> str | Done:
+        """Open the next door, or stay."""
+        if ord(text[:1] or "\0") % ACTIONS == self.right[self.turn]:
+            self.turn += 1
+        else:
+            self.turn = self.after_mistake()
+        return Done("", reward=1.0) if self.turn == len(self.right) else str(self.turn)
+
+    def after_mistake(self) -> int:
+        """Return the door at which a wrong action leads."""
+        return self.turn
+
+
+class Stairs(Doors):
+    """Three doors in a row; a wrong action leads back to the first one."""
+
+    max_turns = 16
+
+    def after_mistake(self) -> int:
+        """Return the first door."""
+        return 0
+
+
+class Paid(Choice):
+    """Four choices; each right one is rewarded in its turn, and the episode succeeds if all are right."""
+
+    max_turns = 4
+    right = (1, 2, 3, 0)
+
+    def respond(self, text: str) -> Reply | Done:
+        """Take an action, and be rewarded for it."""
+        reward = float(ord(text[:1] or "\0") % ACTIONS == self.right[self.turn]) / len(self.right)
+        self.turn += 1
+        if self.turn < len(self.right):
+            return Reply(str(self.turn), reward=reward)
+        return Done("", reward=reward)
+
+
+class Delay(Choice):
+    """Six turns, of which the first alone decides on the reward; a critic may know the right action."""
+
+    max_turns = 6
+    right = (1, 0, 0, 0, 0, 0)
+
+    @classmethod
+    def samples(cls, split: str) -> list[dict[str, object]]:
+        """Return samples with what only a critic sees."""
+        return [{"privileged": {"right": "aeimquy"}}] * 100
+
+    def respond(self, text: str) -> str | Done:
+        """Take an action, and go on to the next turn."""
+        if self.turn == 0:
+            self.hits = ord(text[:1] or "\0") % ACTIONS == self.right[0]
+        self.turn += 1
+        return str(self.turn) if self.turn < len(self.right) else Done("", reward=float(self.hits))
+
+
+class Noisy(Choice):
+    """Two choices; one episode in five is rewarded as if the other had happened."""
+
+    max_turns = 2
+    right = (1, 2)
+
+    def reset(self, sample, rng):  # type: ignore[no-untyped-def]
+        self.lie = rng.random() < 0.2
+        return super().reset(sample, rng)
+
+    def reward(self) -> float:
+        """Return a reward that lies now and then."""
+        return float((super().reward() == 1.0) != self.lie)
+
+    def score(self) -> dict[str, float]:
+        """Return whether the episode has succeeded in truth."""
+        return {"success": super().reward()}

@@ -12,6 +12,7 @@ from agentrl_train.engine.scheduler import sample
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.errors import EngineError
 from agentrl_train.types import Completion, SamplingParams
+from agentrl_train.weights import FOREIGN, Publisher
 from tests.conftest import make_model
 
 
@@ -176,6 +177,19 @@ async def test_policies_have_separate_weights_and_completions_name_policy(
     assert (current.policy, set(current.versions)) == ("current", {1})
     expected = reference_logprobs(make_model(), prompt(1), stale)
     assert float((expected - torch.tensor(stale.logprobs)).abs().max()) < 1e-4
+
+
+async def test_stale_policy_may_keep_the_weights_of_a_model_that_is_not_trained(engine: TorchEngine) -> None:
+    publisher = Publisher(engine, stale=lambda: dict(make_model(seed=7).named_parameters()))
+    for version, everywhere in ((3, True), (4, False)):
+        weights = dict(make_model(seed=version).named_parameters())
+        publisher.publish(weights, policy_version=version, everywhere=everywhere)
+    sampling = SamplingParams(max_new_tokens=5)
+    for policy, version, seed in (("stale", FOREIGN, 7), ("current", 4, 4)):
+        found = await engine.generate(prompt(1), sampling=sampling, session_key=policy, policy=policy)
+        assert (found.policy, set(found.versions)) == (policy, {version})
+        expected = reference_logprobs(make_model(seed=seed), prompt(1), found)
+        assert float((expected - torch.tensor(found.logprobs)).abs().max()) < 1e-4
 
 
 async def test_sessions_beyond_capacity_wait(engine: TorchEngine) -> None:

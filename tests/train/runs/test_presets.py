@@ -1,11 +1,14 @@
 """Presets that change the episodes, or the passes of the learner, in real runs."""
 
+import json
 import math
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from agentrl_train.weights import FOREIGN
+from tests.conftest import make_model, make_tokenizer
 from tests.train.runs.processes import finish, steps, write_config
 
 pytestmark = pytest.mark.slow
@@ -45,3 +48,20 @@ def test_preset_trains_and_its_keys_are_recorded(preset: str, tmp_path: Path) ->
     recorded = tomllib.loads((run / "config.toml").read_text())["algorithm"]
     assert recorded["preset"] == preset
     assert recorded.keys() >= {"credit", "baseline", "scale", "anchor", "ratio", "region", "aggregation"}
+
+
+def test_turns_of_a_second_model_are_trained_on_after_a_resume_too(tmp_path: Path) -> None:
+    config, run = write_config(tmp_path), tmp_path / "run"
+    make_model(seed=5).save_pretrained(tmp_path / "other")
+    make_tokenizer().save_pretrained(tmp_path / "other")
+    second = ("rollout.stale_fraction=0.5", "rollout.stale_model=other", "checkpoint.every=1")
+    for length, resume in ((1, False), (2, True)):
+        done = finish(config, *second, f"run.steps={length}", "metrics.trajectories=100", resume=resume)
+        assert done.returncode == 0, done.stderr
+    assert [step["step"] for step in steps(run)] == [1, 2]
+    for step in (1, 2):
+        lines = (run / "trajectories" / f"step_{step:06}.jsonl").read_text().splitlines()
+        messages = [message for line in lines for message in json.loads(line)["messages"]]
+        turns = [message["turn"] for message in messages if "turn" in message]
+        versions = {(turn["policy"], version) for turn in turns for version in turn["versions"]}
+        assert versions == {("stale", FOREIGN), ("current", step - 1)}

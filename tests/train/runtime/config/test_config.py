@@ -144,6 +144,7 @@ def test_missing_environment_folder_is_reported(config_file: Path):
         (["engine.top_p=0"], "engine.top_p"),
         (["engine.max_new_tokens=4096"], "to leave room for the prompt"),
         (["rollout.max_staleness=1", "rollout.window=10"], "can be at most"),
+        (["rollout.stale_model=org/name"], "rollout.stale_model samples nothing"),
         (["train.minibatches=65"], "more than the 64 episodes"),
         (["train.warmup_steps=5"], "to reach the learning rate"),
         (["environments.0.url=http://localhost:1"], "either serve"),
