@@ -41,7 +41,7 @@ test: $(VENV)/.dev  ## all quick tests that need no Docker, in TEST_PROCESSES=2 
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
 slow: $(VENV)/.dev  ## tests from end to end that take more than ten seconds each
-	$(BIN)/python -m pytest -m 'slow and not environments' $(ARGS)
+	$(BIN)/python -m pytest -m 'slow and not environments' -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
 environments: $(VENV)/.environments  ## the tasks on their real engines: MariaDB, TextWorld, Java, RDF, Chromium, sandboxes
 	-@.ci/system-packages chromium bubblewrap mariadb-server default-jre-headless
@@ -109,7 +109,7 @@ hostile: $(VENV)/.dev  ## HOSTILE_SECONDS=120 of attacks drawn from HOSTILE_SEED
 	@$(BIN)/python -m tests.hostile --seconds $(HOSTILE_SECONDS) --seed $(HOSTILE_SEED) $(ARGS)
 
 faults: $(VENV)/.dev  ## runs that are killed and go on, engines without memory
-	$(BIN)/python -m pytest -m faults $(ARGS)
+	$(BIN)/python -m pytest -m faults -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
 chaos: $(VENV)/.dev  ## CHAOS_SECONDS=900 of faults drawn from CHAOS_SEED=1; prints their account last
 	-@.ci/system-packages redis-server

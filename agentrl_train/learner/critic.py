@@ -55,7 +55,7 @@ class TwinScorer(Scorer):
 
 
 class Critic(Learner):
-    """A learner of one process whose parameters no engine reads: they are part of its state."""
+    """A learner in one process whose parameters no engine reads: they are part of its state."""
 
     def snapshot(self) -> Snapshot:
         """Return a copy of the training state, parameters included."""

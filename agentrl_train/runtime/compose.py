@@ -108,7 +108,7 @@ async def policy(
             first = SamplingParams(max_new_tokens=1)
             await asyncio.to_thread(ready.engine.probe, [0], sampling=first, policies=config.policies)
         # Before the policy has adapters.
-        critic = make_critic(config, model=model, tokenizer=ready.tokenizer, threads=training)
+        critic = make_critic(config, model=model, tokenizer=ready.tokenizer, ranks=ranks, threads=training)
         with make_learner(
             config, model=model, stored=stored, ranks=ranks, threads=training, trace=trace
         ) as learner:

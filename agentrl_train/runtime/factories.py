@@ -284,30 +284,29 @@ def make_critic(
     *,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
+    ranks: Ranks | None = None,
     threads: Threads | None = None,
 ) -> Critic | None:
-    """Return the critic of a run, or None without ``[critic]``.
+    """Return the critic of a run, or None without ``[critic]``. It is on rank 0 alone.
 
     Args:
         config: configuration of the run.
         model: the initial policy, before it is given adapters; the critic begins as a copy of it.
         tokenizer: tokenizer of the policy.
+        ranks: the learner processes, whose first one has the critic.
         threads: CPU threads of the learner.
 
     Raises:
-        ConfigError: the learner has several processes, or the model of the critic cannot be loaded or has
-            another vocabulary.
+        ConfigError: the model of the critic cannot be loaded, or has another vocabulary.
     """
     settings, train = config.critic, config.train
     if settings is None:
         return None
-    if world_size() > 1:
-        raise ConfigError(
-            f"[critic] is trained in one process, but torchrun started {world_size()}: start one, or use an "
-            "algorithm without a critic"
-        )
+    device = config.engine.device if ranks is None else str(ranks.device)
+    if settings.model is None and any(value.is_meta for value in model.parameters()):
+        model, _ = load_policy(config.model.path, dtype=config.model.dtype, revision=config.model.revision)
     if settings.model is not None:
-        model, own = load_policy(settings.model, device=config.engine.device)
+        model, own = load_policy(settings.model, device=device)
         if own.get_vocab() != tokenizer.get_vocab():
             raise ConfigError(
                 f"critic.model = {settings.model!r} has another vocabulary than the policy, whose tokens it "
@@ -329,7 +328,7 @@ def make_critic(
             max_grad_norm=settings.max_grad_norm,
             spike_factor=train.spike_factor,
             precision=train.precision,
-            device=config.engine.device,
+            device=device,
             activation_checkpointing=train.activation_checkpointing,
             offload_optimizer=train.offload_optimizer,
             attention=config.model.attention,

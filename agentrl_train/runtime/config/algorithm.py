@@ -298,7 +298,7 @@ def _problems_of_distillation(config: RunConfig) -> list[str]:
 
 
 def _problems_of_critic(config: RunConfig) -> list[str]:
-    algorithm, critic, train = config.algorithm, config.critic, config.train
+    algorithm, critic = config.algorithm, config.critic
     if critic is None:
         if not algorithm.by_critic:
             return []
@@ -311,11 +311,6 @@ def _problems_of_critic(config: RunConfig) -> list[str]:
         found.append(
             f"[critic] trains values that algorithm.credit = {algorithm.credit!r} does not use: set it to "
             f"one of {', '.join(BY_CRITIC)} with baseline = 'value', or remove the section"
-        )
-    if train.processes > 1:
-        found.append(
-            f"[critic] is trained in one process, but train.processes = {train.processes}: set it to 1, or "
-            "use an algorithm without a critic"
         )
     if algorithm.credit == "sweet" and config.rollout.group_size == 1:
         found.append(

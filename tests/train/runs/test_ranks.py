@@ -89,6 +89,20 @@ def test_torchrun_starts_ranks(config: Path, straight: list[tuple[float, float]]
         assert theirs[0] == pytest.approx(ours[0], abs=1e-5)
 
 
+def test_critic_beside_two_ranks_learns_what_it_learns_beside_one(config: Path) -> None:
+    found = []
+    for processes in (1, 2):
+        options = (f"train.processes={processes}", "algorithm.preset=ppo_turn", "run.steps=3")
+        done = finish(config, f'run.name="critic{processes}"', *options, "critic.learning_rate=1e-3")
+        assert done.returncode == 0, done.stderr
+        lines = steps(config.parent / f"critic{processes}")
+        found.append([(line["loss"], line["critic_loss"], line["value_mean"]) for line in lines])
+    assert len(found[0]) == len(found[1]) == 3
+    assert found[0][-1][2] != 0.0
+    for one, two in zip(*found, strict=True):
+        assert two == pytest.approx(one, abs=1e-4)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_lost_rank_ends_run_with_clear_error(config: Path, number: signal.Signals) -> None:
     name = f"gone{int(number)}"

@@ -132,7 +132,6 @@ def test_every_value_of_a_choice_has_a_function(key: str, name: str) -> None:
         (["critic.clip=0.2", "algorithm.credit=gae_turn"], "has the critic's values as its baseline"),
         (["algorithm.baseline=value"], "has the critic's values as its baseline"),
         ([*ESTIMATED, "critic.clip=0.2", "algorithm.scale=std"], "and no scale"),
-        ([*ESTIMATED, "critic.clip=0.2", "train.processes=2"], "is trained in one process"),
         ([*ESTIMATED, "critic.warmup_steps=20"], "must be below run.steps (20)"),
         ([*ESTIMATED, "critic.clip=0.2", "algorithm.ratio=sequence"], "use ratio = 'sequence_token'"),
         ([*ESTIMATED, "critic.clip=0.2", "algorithm.dynamic_sampling=2"], "use a baseline of the group"),
