@@ -104,6 +104,12 @@ class Doors(Choice):
 
     max_turns = 8
     right = (1, 2, 3)
+    signs = "BTz"
+    """Letter of each door, which observations repeat: a policy of random weights overlooks a single one."""
+
+    def reset(self, sample, rng):  # type: ignore[no-untyped-def]
+        self.turn = 0
+        return self.observation()
 
     def respond(self, text: str) -> str | Done:
         """Open the next door, or stay."""
@@ -111,7 +117,11 @@ class Doors(Choice):
             self.turn += 1
         else:
             self.turn = self.after_mistake()
-        return Done("", reward=1.0) if self.turn == len(self.right) else str(self.turn)
+        return Done("", reward=1.0) if self.turn == len(self.right) else self.observation()
+
+    def observation(self) -> str:
+        """Return what the player sees before a door."""
+        return self.signs[self.turn] * 24
 
     def after_mistake(self) -> int:
         """Return the door at which a wrong action leads."""
@@ -133,13 +143,15 @@ class Paid(Choice):
 
     max_turns = 4
     right = (1, 2, 3, 0)
+    signs = "aBTz"
+    """Letter of each turn, which observations repeat."""
 
     def respond(self, text: str) -> Reply | Done:
         """Take an action, and be rewarded for it."""
         reward = float(ord(text[:1] or "\0") % ACTIONS == self.right[self.turn]) / len(self.right)
         self.turn += 1
         if self.turn < len(self.right):
-            return Reply(str(self.turn), reward=reward)
+            return Reply(self.signs[self.turn] * 24, reward=reward)
         return Done("", reward=reward)
 
 
