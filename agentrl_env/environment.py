@@ -5,15 +5,17 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from agentrl_env.dataset import EndlessSamples, Samples
-from agentrl_env.errors import DefinitionError, NotSupported
+from agentrl_env.errors import DefinitionError, NotSupported, place
 from agentrl_env.tools import Reply, is_seconds, is_tool, toolset
 from agentrl_env.types import Message, TaskSample, ToolSpec
 
@@ -251,6 +253,12 @@ _HOOKS = (
     "description",
 )  # fmt: skip
 """The methods that a task overrides."""
+_FOREIGN_HOOKS = {
+    "oracle": "expert", "teardown": "close", "tear_down": "close", "cleanup": "close", "clean_up": "close",
+    "setup": "startup", "set_up": "startup", "get_samples": "samples", "load_samples": "samples",
+    "get_dataset": "samples", "load_dataset": "samples", "get_state": "snapshot", "set_state": "restore",
+}  # fmt: skip
+"""Names that other libraries give to hooks."""
 
 
 def find_class(target: type[Environment] | str) -> type[Environment]:
@@ -348,6 +356,40 @@ def _check_helper(environment: type[Environment], name: str, value: Any) -> None
             f"Rename a helper, or call it _{name}",
             value,
         )
+
+
+def uncalled_methods(environment: type[Environment]) -> list[str]:
+    """Return a sentence for each method that nothing calls and that other libraries have as a hook.
+
+    A method beside the hook of that name is a helper, and so is one that the code of the task's modules
+    mentions, or that a base class of a library has too.
+    """
+    bases = [base for base in environment.__mro__ if base not in Environment.__mro__]
+    own = [base for base in bases if issubclass(base, Environment)]
+    modules = [sys.modules[base.__module__] for base in own if base.__module__ in sys.modules]
+    values = [value for module in modules for value in vars(module).values()]
+    classes = [value for value in values if isinstance(value, type)]
+    values += [value for one in (*bases, *classes) if one is not Environment for value in vars(one).values()]
+    code = [part for value in values if (part := _code(value)) is not None]
+    found = []
+    for name, hook in _FOREIGN_HOOKS.items():
+        owners = [base for base in bases if name in vars(base)]
+        if not owners or environment.overrides(hook) or any(_mentions(part, name) for part in code):
+            continue
+        value = vars(owners[0])[name]
+        if set(owners) <= set(own) and inspect.isfunction(_plain(value)) and not is_tool(value):
+            what, where = f"{owners[0].__name__}.{name}", place(value)
+            advice = f"the hook is {_signature_text(hook)}"
+            found.append(f"{what} is never called; {advice}{where and f' ({where})'}")
+    return found
+
+
+def _code(value: Any) -> CodeType | None:
+    """Return the code of a function or a method, also below a decorator that keeps it; None for others."""
+    if isinstance(value, property | cached_property):
+        value = value.fget if isinstance(value, property) else value.func
+    value = getattr(_plain(value), "__wrapped__", _plain(value))
+    return value.__code__ if inspect.isfunction(value) else None
 
 
 def _is_misspelt(name: str, hook: str) -> bool:

@@ -398,6 +398,11 @@ def author_traceback(error: BaseException) -> TracebackType | None:
     return None
 
 
+def author_frames(error: BaseException) -> tuple[type[BaseException], BaseException, TracebackType | None]:
+    """Return an error as ``exc_info`` of a log record, without the frames above the author's first one."""
+    return type(error), error, author_traceback(error) or error.__traceback__
+
+
 def place(thing: Any, attribute: str = "") -> str:
     """Return ``file:line`` of a frame, a function, or a class or its attribute; "" where it is unknown."""
     if isinstance(thing, TracebackType):

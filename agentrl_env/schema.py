@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NotRequired, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
+from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from agentrl_env.errors import DefinitionError
@@ -18,6 +20,8 @@ from agentrl_env.errors import DefinitionError
 _SUBSCHEMA_MAPS = ("properties", "$defs", "patternProperties")
 _SUBSCHEMA_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _SUBSCHEMAS = ("items", "additionalProperties", "contains", "propertyNames")
+_MAY_NOT_BE_FINITE = re.compile(r"NaN|Infinity|[eE]\+?0*\d{3}|\d{309}")
+"""What a JSON text has where a number of it is NaN, infinite or too large for a float."""
 _MAX_ERRORS = 3
 _MAX_ECHO = 80
 
@@ -34,21 +38,28 @@ class Arguments:
         self._where = f"{owner}.{function.__name__}"
         self.summary, described = parse_docstring(inspect.getdoc(function) or "")
         fields = self._fields(function, described)
+        self.unknown = tuple(name for name in described if name not in fields)
+        """Names in the ``Args:`` section that no parameter has."""
         self._adapter = self._build(fields)
         self._validate: Callable[..., dict[str, Any]] = self._adapter.validator.validate_json
         self.schema = _plain(self._json_schema(fields))
         self.schema.setdefault("properties", {})
+        self._check_defaults(function)
 
     def parse(self, text: str) -> dict[str, Any]:
         """Return keyword arguments from the JSON text of a call. Raises ArgumentError.
 
         Validation is strict (``"7"`` is not an integer), so that it accepts exactly what the schema
-        permits. Blank text means no arguments.
+        permits. Blank text means no arguments. NaN and infinity are no JSON, wherever they are.
         """
         try:
-            return self._validate(text if text.strip() else "{}", strict=True)
+            arguments = self._validate(text if text.strip() else "{}", strict=True)
         except ValidationError as error:
             raise ArgumentError(self._explain(error)) from None
+        if _MAY_NOT_BE_FINITE.search(text):  # pydantic looks at them in parameters of type float only
+            for where, number in _not_finite(from_json(text)):
+                raise ArgumentError(f"argument {echo(where)} should be a finite number, got {echo(number)}")
+        return arguments
 
     def _fields(self, function: Callable[..., Any], described: Mapping[str, str]) -> dict[str, Any]:
         """Return the annotation of each parameter but ``self``."""
@@ -79,6 +90,33 @@ class Arguments:
             return self._adapter.json_schema()
         except PydanticUserError as error:
             raise self._without_schema(fields, error) from error
+
+    def _check_defaults(self, function: Callable[..., Any]) -> None:
+        """Raise DefinitionError where the schema has a default that a model could not pass."""
+        defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
+        for name, part in self.schema["properties"].items():
+            if "default" not in part or name not in defaults:
+                continue
+            given: Any = defaults[name]
+            problem = self._refusal(name, {name: given})
+            if problem and self._refusal(name, json.dumps({name: part["default"]})):
+                advice = f"annotate it with ... | None, or {problem}" if given is None else problem
+                raise self._invalid(
+                    f"the default {given!r:.80} of parameter {name!r} does not fit its annotation; {advice}"
+                )
+
+    def _refusal(self, name: str, arguments: str | dict[str, Any]) -> str:
+        """Return why an argument is refused, "" where it is not; the other ones may be missing."""
+        validator = self._adapter.validator
+        try:
+            if isinstance(arguments, str):
+                validator.validate_json(arguments, strict=True)
+            else:
+                validator.validate_python(arguments, strict=True)
+        except ValidationError as error:
+            own = (problem["msg"] for problem in error.errors(include_url=False) if problem["loc"][0] == name)
+            return next(own, "").replace("Input should be", "give it")
+        return ""
 
     def _without_schema(self, fields: Mapping[str, Any], error: Exception) -> DefinitionError:
         """Return the error of the first parameter whose type alone has no schema either."""
@@ -203,7 +241,18 @@ def _described(annotation: Any, description: str) -> Any:
     return Annotated[annotation, Field(description=description)]
 
 
+def _not_finite(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the place and the value of each number that is NaN or infinite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield path, value
+    elif isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _not_finite(item, f"{path}.{key}" if path else str(key))
+
+
 def _json_default(value: Any) -> dict[str, Any]:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {}
     try:
         return {"default": json.loads(TypeAdapter(type(value)).dump_json(value))}
     except (PydanticUserError, ValueError):

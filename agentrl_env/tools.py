@@ -365,6 +365,7 @@ def as_messages(content: object, where: str) -> list[Message]:
             raise DefinitionError(f"{where} returned a coroutine; await it")
         raise DefinitionError(
             f"{where} returned {type(content).__name__}; return a str, a Message or a list of them"
+            f"{_remedy(content, where)}"
         )
     try:
         for message in messages:
@@ -372,6 +373,16 @@ def as_messages(content: object, where: str) -> list[Message]:
     except PydanticSerializationError as error:
         raise DefinitionError(f"{where} returned a message that cannot be sent as JSON: {error}") from None
     return messages
+
+
+def _remedy(content: object, where: str) -> str:
+    """Return what to write for values that carry more than text; "" for others."""
+    if isinstance(content, dict):
+        return ", such as json.dumps(...) of the dict"
+    rest = content[1:] if isinstance(content, tuple) else ()
+    if where != "reset()" and any(isinstance(part, int | float | np.number) for part in rest):
+        return "; with a reward, return Reply(content, reward=...), or Done(content, reward=...) at the end"
+    return ""
 
 
 def as_move(move: object) -> Message:

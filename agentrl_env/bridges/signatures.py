@@ -31,6 +31,7 @@ def function_of(
     schema: Mapping[str, Any],
     annotate: Callable[[dict[str, Any]], Any],
     call: Callable[..., Any],
+    unset: Any = None,
 ) -> Callable[..., Any]:
     """Return ``call`` as a method whose signature is that of a JSON Schema.
 
@@ -40,6 +41,7 @@ def function_of(
         schema: schema of an object, whose properties are names of Python; see ``has_python_names``.
         annotate: returns the annotation of a property's schema.
         call: takes the instance, and the arguments by name.
+        unset: default of a parameter that is not required, where the schema has none.
     """
     required = schema.get("required", ())
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
@@ -47,7 +49,7 @@ def function_of(
     ordered = sorted(schema.get("properties", {}).items(), key=lambda item: item[0] not in required)
     for key, value in ordered:
         annotations[key] = annotate(value)
-        default = inspect.Parameter.empty if key in required else value.get("default")
+        default = inspect.Parameter.empty if key in required else value.get("default", unset)
         kind = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter(key, kind, annotation=annotations[key], default=default))
 
@@ -83,13 +85,24 @@ def tools_of(
 
 def _tool(name: str, text: str, schema: dict[str, Any], call: Callable[..., Any]) -> Callable[..., Any]:
     named = has_python_names(schema)
-    shown = schema if named else {"properties": {"arguments": schema}, "required": ["arguments"]}
+    shown: dict[str, Any] = (
+        schema if named else {"properties": {"arguments": schema}, "required": ["arguments"]}
+    )
 
     async def play(environment: Any, **arguments: Any) -> Any:
         return await call(environment, name, arguments if named else arguments["arguments"])
 
-    method = function_of(name, text, shown, _validated, play)
+    own = {key: _without_unfit_default(part) for key, part in shown.get("properties", {}).items()}
+    method = function_of(name, text, {**shown, "properties": own}, _validated, play, unset=...)
     return tool(name=re.sub(r"[^A-Za-z0-9_-]", "_", name)[:64])(method)
+
+
+def _without_unfit_default(schema: Any) -> Any:
+    """Return a schema without a default that it does not permit, such as null for a text."""
+    if not isinstance(schema, dict) or "default" not in schema:
+        return schema
+    fits = Draft202012Validator(schema).is_valid(schema["default"])
+    return schema if fits else {key: value for key, value in schema.items() if key != "default"}
 
 
 def _validated(schema: dict[str, Any]) -> Any:

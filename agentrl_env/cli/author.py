@@ -53,8 +53,12 @@ def new(
     }
     try:
         name.mkdir(parents=True)
-        for file in ("environment.py", "README.md", "test_environment.py"):
-            template = files(__package__).joinpath("template", f"{file}.template")
+        for source, file in (
+            ("environment.py", "environment.py"),
+            ("README.md", "README.md"),
+            ("test_environment.py", f"test_{task}.py"),  # pytest wants no two test files of one name
+        ):
+            template = files(__package__).joinpath("template", f"{source}.template")
             text = Template(template.read_text(encoding="utf-8")).substitute(values)
             (name / file).write_text(text, encoding="utf-8")
             print(f"wrote {name / file}")

@@ -78,7 +78,7 @@ LogLevel = Annotated[
     logs_option(
         metavar="LEVEL",
         help="The minimum level that is logged: debug, info, warning or error.",
-        show_default="info for json, else warning",
+        show_default="info for json, else warning, with the drain and the end of the process",
     ),
 ]
 LogMessages = Annotated[

@@ -256,7 +256,7 @@ class FailoverApi(Api):
                 self._warned.add(row.task)
                 own = error.__cause__ is None or isinstance(error.__cause__, StateError)
                 why = error.message if own else "snapshot() failed"  # the author's text may quote the agent
-                facts = {"facts": {"task": row.task, "session_id": row.session_id, "why": why}}
+                facts = {"facts": {"task": row.task, "session_id": row.session_id}}
                 words = "sessions of task %s have no failover: %s"
                 logger.warning(words, row.task, why, exc_info=None if own else error, extra=facts)
             self._sent[session] = _NEVER  # the controller's last checkpoint is out of date now

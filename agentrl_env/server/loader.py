@@ -50,8 +50,11 @@ def load_target(target: str | type[Environment]) -> type[Environment]:
         environment = check_class(_find(target) if isinstance(target, str) else target)
         tools = toolset(environment)
         if not tools.tools and not tools.answers and not environment.overrides("respond"):
-            own = environment.__name__
-            raise DefinitionError(f"{own} has no tools; mark at least one method with @tool", environment)
+            raise DefinitionError(
+                f"{environment.__name__} has no tools; mark at least one method with @tool, or define "
+                "respond(self, text) for a task of text alone",
+                environment,
+            )
     except DefinitionError as error:
         raise TargetError(f"{target}: {error}" if isinstance(target, str) else str(error)) from error
     return environment

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from agentrl_env.errors import author_frames
+
 if TYPE_CHECKING:
     from agentrl_env.session.session import Session
     from agentrl_env.tools import StepBuilder
@@ -72,7 +74,8 @@ NO_OBSERVER: Observer = _NoObserver()
 
 
 def log_failure(session: Session, what: str, error: BaseException) -> None:
-    """Log an exception of author code with its traceback."""
+    """Log an exception of author code with its traceback, from the author's first frame on."""
     task = session.sample.task
     message = f"{what} of task {task} failed in session {session.session_id}"
-    logger.warning(message, exc_info=error, extra={"facts": {"session_id": session.session_id, "task": task}})
+    facts = {"session_id": session.session_id, "task": task}
+    logger.warning(message, exc_info=author_frames(error), extra={"facts": facts})

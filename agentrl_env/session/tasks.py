@@ -16,6 +16,7 @@ from agentrl_env.errors import (
     EnvironmentFailed,
     ServerDraining,
     WireError,
+    author_frames,
     describe,
 )
 from agentrl_env.session.capacity import DRAINING
@@ -89,7 +90,7 @@ class Tasks:
         except WireError:
             raise
         except AUTHOR_ERRORS as error:
-            logger.warning("samples of task %s failed", environment.name, exc_info=error)
+            logger.warning("samples of task %s failed", environment.name, exc_info=author_frames(error))
             raise EnvironmentFailed(
                 f"samples of task {environment.name!r} failed: {describe(error, environment.samples)}"
             ) from error
@@ -127,7 +128,7 @@ class Tasks:
             try:
                 await self._run(environment, environment.shutdown)
             except AUTHOR_ERRORS as error:
-                logger.warning("shutdown of task %s failed", name, exc_info=error)
+                logger.warning("shutdown of task %s failed", name, exc_info=author_frames(error))
 
     async def _startup(self) -> tuple[TaskInfo, ...]:
         infos: list[TaskInfo] = []
@@ -136,15 +137,22 @@ class Tasks:
                 raise ServerDraining(DRAINING)
             starter = self._starters[environment.name] = self._executor(environment)
             method: Callable[..., Any] = environment.startup
+            call = "startup"
             try:
                 await starter.run(method, environment.reset_timeout)
                 method = environment.samples
+                for split in environment.splits:
+                    call = f"samples({split!r})"
+                    await self._run(environment, self._datasets[environment.name].split, split)
                 infos.append(await self._describe(environment))
             except AUTHOR_ERRORS as error:
-                logger.warning("%s of task %s failed", method.__name__, environment.name, exc_info=error)
-                raise EnvironmentFailed(
-                    f"startup of task {environment.name!r} failed: {describe(error, method)}"
-                ) from error
+                logger.warning(
+                    "%s of task %s failed", method.__name__, environment.name, exc_info=author_frames(error)
+                )
+                text, what = describe(error, method), f"{call} of task {environment.name!r}"
+                own = f"{type(error).__name__}: {what}"  # a sentence that names the call already
+                failure = text.partition(": ")[2] if text.startswith(own) else f"{what} failed: {text}"
+                raise EnvironmentFailed(failure) from error
         return tuple(infos)
 
     async def _describe(self, environment: type[Environment]) -> TaskInfo:

@@ -17,7 +17,7 @@ from agentrl_env.environment import Environment
 from agentrl_env.errors import AgentRLError, CallTimeout, ServerUnreachable, UnknownSample, describe
 from agentrl_env.evaluation.chat_model import ChatModel
 from agentrl_env.server.loader import load_target
-from agentrl_env.session.loop_watch import ADVICE, LoopWatch
+from agentrl_env.session.loop_watch import ADVICE, Block, LoopWatch
 from agentrl_env.testing.checks import BLOCKED_S, CHECKS, LAST, RECORDS
 from agentrl_env.testing.context import CLOSE_TIMEOUT, CheckContext
 from agentrl_env.testing.quality import TaskQuality, measure_quality
@@ -84,18 +84,23 @@ def run_checks(
     contexts: list[CheckContext] = []
     failures = _Failures(contexts)
     logger.addHandler(failures)
+    watch = _Watch()
     try:
+        if isinstance(client.backend, LocalBackend):
+            loop.run(watch.start())
         tasks = _tasks_of(loop, client, deadline)
         selected = tasks.values() if task is None else [tasks[choose_task(task, tasks)]]
         contexts += [CheckContext(client=client, task=info, deadline=deadline) for info in selected]
         early = tuple(check for check in checks if check not in LAST)
-        results = [_run_watched(loop, context, early, on_result) for context in contexts]
+        results = [_run_watched(loop, context, watch, early, on_result) for context in contexts]
     finally:
         not_closed = _close(loop, client, min(CLOSE_TIMEOUT, deadline))
         logger.removeHandler(failures)
+        watch.stop()
     reports = []
     for context, found in zip(contexts, results, strict=True):
         context.not_closed = not_closed
+        context.blocks += [block for block in watch.outside if _is_hook(context, block)]
         for result in _run_checks(loop, context, tuple(check for check in checks if check in LAST)):
             on_result(context.task.name, result)
             found.append(result)
@@ -169,24 +174,53 @@ def _close(loop: LoopThread, client: EnvClient, timeout: float) -> str:
 def _run_watched(
     loop: LoopThread,
     context: CheckContext,
+    watch: _Watch,
     checks: tuple[Check, ...],
     on_result: Callable[[str, CheckResult], None],
 ) -> list[CheckResult]:
-    """Run the checks of a task; where it runs in this process, watch the event loop as well."""
+    """Run the checks of a task; what blocks the event loop meanwhile is the task's."""
     name, backend = context.task.name, context.client.backend
-    watch = LoopWatch(BLOCKED_S, context.blocks.append)
     if isinstance(backend, LocalBackend):
         context.environment = backend.pool.environment(name)
         context.shared = SharedState(context.environment)
-        loop.run(_start(watch))
     results = []
-    try:
+    with watch.giving_to(context.blocks):
         for result in _run_checks(loop, context, checks):
             on_result(name, result)
             results.append(result)
-    finally:
-        watch.stop()
     return results
+
+
+class _Watch:
+    """Finds code that blocks the event loop, in the checks of one task or outside, as in ``startup``."""
+
+    def __init__(self) -> None:
+        self.outside: list[Block] = []
+        self._found = self.outside
+        self._watch = LoopWatch(BLOCKED_S, lambda block: self._found.append(block))
+
+    async def start(self) -> None:
+        """Watch the running event loop."""
+        self._watch.start()
+
+    def stop(self) -> None:
+        """Stop watching."""
+        self._watch.stop()
+
+    @contextlib.contextmanager
+    def giving_to(self, found: list[Block]) -> Iterator[None]:
+        """Add what is found to a list."""
+        self._found = found
+        try:
+            yield
+        finally:
+            self._found = self.outside
+
+
+def _is_hook(context: CheckContext, block: Block) -> bool:
+    """Return whether a block is ``startup`` or ``shutdown`` of the task."""
+    bases = context.environment.__mro__ if context.environment else ()
+    return block.function in {f"{base.__name__}.{name}" for base in bases for name in ("startup", "shutdown")}
 
 
 class _Failures(logging.Handler):
@@ -248,10 +282,6 @@ def _read_record(check: Check, context: CheckContext) -> CheckOutcome:
     except AgentRLError as error:
         return context.stopped(error)
     raise RuntimeError(f"{check.__name__} awaits something")
-
-
-async def _start(watch: LoopWatch) -> None:
-    watch.start()
 
 
 async def _run_within_deadline(check: Check, context: CheckContext) -> tuple[CheckOutcome, bool]:

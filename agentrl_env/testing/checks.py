@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
-from collections.abc import Iterator
 from itertools import zip_longest
 
 import numpy as np
-from jsonschema import Draft202012Validator, SchemaError
 
 from agentrl_env.client.client import ClientSession
-from agentrl_env.dataset import empty_split
-from agentrl_env.errors import SeqConflict, ServerFull, SessionEnded, UnknownSample, WireError
+from agentrl_env.errors import SeqConflict, ServerFull, SessionEnded, WireError
 from agentrl_env.session.loop_watch import ADVICE
 from agentrl_env.testing.context import (
     CheckContext,
@@ -29,10 +25,11 @@ from agentrl_env.testing.context import (
     random_policy,
     replay_policy,
 )
+from agentrl_env.testing.description import hooks, samples, schema
 from agentrl_env.testing.fuzz import FuzzCase, fuzz_cases
 from agentrl_env.testing.processes import data_set, processes
-from agentrl_env.testing.report import CheckOutcome, failed, passed, readable, skipped, warned
-from agentrl_env.types import TRUNCATED, FunctionSpec, Message, SessionStatus, StepResult, ToolCall
+from agentrl_env.testing.report import CheckOutcome, failed, passed, skipped, warned
+from agentrl_env.types import TRUNCATED, Message, SessionStatus, StepResult, ToolCall
 
 BLOCKED_S = 0.1
 """Seconds that one call may block the event loop."""
@@ -43,109 +40,9 @@ EXPERT_EPISODES = 20
 EXPERT_SUCCESS = 0.2
 """Minimum success rate of an expert. Experts may be noisy on purpose, but one that fails more often
 says little about the task."""
-ENDLESS_INDEX = 10**6
-"""An index that every endless split must have."""
 INVALID_TURN = Message.assistant(None, ToolCall.of("no_such_tool"))
 """A turn without effect in every environment."""
 MAX_TURNS = 10_000
-
-
-# The description: tools and samples
-
-
-async def schema(context: CheckContext) -> CheckOutcome:
-    """Do the tools have valid JSON Schemas, and names that model APIs accept?"""
-    functions = [tool.function for tool in context.task.tools]
-    if not functions:
-        return warned("The task has no tools: a model can only send text.")
-    names = [function.name for function in functions]
-    for function in functions:
-        if problem := _schema_problem(function):
-            return failed(f"Tool {function.name!r}: {problem}")
-    if len(set(names)) < len(names):
-        return failed(f"Two tools have the same name: {', '.join(sorted(names))}.")
-    if missing := list(_missing_descriptions(context)):
-        return warned(f"No description: {', '.join(missing)}. Models rely on descriptions.")
-    return passed(f"Valid names and schemas: {', '.join(names)}.")
-
-
-def _schema_problem(function: FunctionSpec) -> str | None:
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", function.name):
-        return "its name must be 1 to 64 letters, digits, '_' or '-'."
-    try:
-        Draft202012Validator.check_schema(function.parameters)
-    except SchemaError as error:
-        return f"its parameters are not a valid JSON Schema: {error.message}."
-    if function.parameters.get("type") != "object":
-        return 'its parameters must be a JSON Schema of type "object".'
-    return None
-
-
-def _missing_descriptions(context: CheckContext) -> Iterator[str]:
-    if not context.task.description.strip():
-        yield "the task"
-    for tool in context.task.tools:
-        if not tool.function.description.strip():
-            yield f"{tool.function.name}()"
-        for name, part in tool.function.parameters.get("properties", {}).items():
-            if isinstance(part, dict) and not part.get("description") and "$ref" not in part:
-                yield f"{tool.function.name}({name})"
-
-
-async def samples(context: CheckContext) -> CheckOutcome:
-    """Can all splits be opened, are unknown samples rejected, and are train and test disjoint?"""
-    if "train" not in context.task.splits:
-        return failed("There is no split named 'train'.")
-    for split in context.task.splits:
-        if context.size(split) == 0:
-            return context.broke(empty_split(split), f"The {empty_split(split)}.")
-        if problem := await _split_problem(context, split):
-            return failed(problem)
-    try:
-        await context.open(0, split="no_such_split")
-        return failed("The unknown split 'no_such_split' was opened.")
-    except UnknownSample:
-        pass
-    sizes = ", ".join(f"{split} {_format_size(context.size(split))}" for split in context.task.splits)
-    if "test" not in context.task.splits:
-        return warned(f"There is no split named 'test' for evaluation ({sizes}).")
-    seen = {split: await _problem_keys(context, split) for split in ("train", "test")}
-    if shared := seen["train"].keys() & seen["test"].keys():
-        key = min(shared)
-        both = f"train/{seen['train'][key]} and test/{seen['test'][key]}"
-        return failed(f"The samples {both} are the same problem: {key[:120]}")
-    compared = sum(len(keys) for keys in seen.values())
-    return passed(f"{sizes}; none in both splits among {compared} different samples compared.")
-
-
-def _format_size(size: int | None) -> str:
-    return "endless" if size is None else f"{size:,}"
-
-
-async def _split_problem(context: CheckContext, split: str) -> str | None:
-    size = context.size(split)
-    for index in (0, ENDLESS_INDEX if size is None else size - 1):
-        session = await context.open(index, split=split)
-        if not any(message.content for message in session.messages):
-            return f"Sample {split}/{index} opens without text: reset() must return a message."
-        await session.close()
-    for index in (-1,) if size is None else (size, size + 1000, -1):
-        try:
-            await context.open(index, split=split)
-        except UnknownSample:
-            continue
-        return f"Index {index} of split {split!r} ({_format_size(size)} samples) was opened."
-    return None
-
-
-async def _problem_keys(context: CheckContext, split: str) -> dict[str, int]:
-    """Return a key for the problem of up to 200 samples (their data, else their seed), and the index."""
-    found: dict[str, int] = {}
-    for index in context.while_time(context.indices(200, split)):
-        session = await context.open(index, split=split)
-        found[readable(session.sample.data or {"seed": session.sample.seed})] = index
-        await session.close()
-    return found
 
 
 # The protocol: limits, numbering, closing, results
@@ -375,10 +272,11 @@ async def fork(context: CheckContext) -> CheckOutcome:
     if "fork" not in context.task.capabilities:
         return skipped("The task does not support forks: it has no snapshot() and restore().")
     count = 0
+    lost: list[str] = []
     async for whole in context.explored(4):
         for turn in sorted({0, len(whole.turns) // 2, max(len(whole.turns) - 1, 0)}):
             try:
-                problem = await _fork_problem(context, whole, turn)
+                problem = await _fork_problem(context, whole, turn, lost)
             except ServerFull:
                 return skipped("The server has no capacity for three sessions at the same time.")
             if problem:
@@ -387,19 +285,25 @@ async def fork(context: CheckContext) -> CheckOutcome:
                     "later turns depend on, the random generator too; restore() must only set it on self."
                 )
             count += 2
-    return passed(f"{count} forks gave the results of their originals.")
+    forks = f"{count} forks gave the results of their originals"
+    if any(lost):
+        why = f"{max(lost)}{context.place_of('snapshot')}"
+        return warned(f"{forks}, but sessions have no failover (serve --resume): {why}.")
+    return passed(f"{forks}.")
 
 
-async def _fork_problem(context: CheckContext, whole: Rollout, turn: int) -> str | None:
+async def _fork_problem(context: CheckContext, whole: Rollout, turn: int, lost: list[str]) -> str | None:
     """Replay an episode, fork it twice after a turn, and return what differs afterwards.
 
-    The first fork plays different actions before the others continue, so that shared state shows.
+    The first fork plays different actions before the others continue, so that shared state shows. Why the
+    state could not be sent to another server is added to ``lost``.
     """
     index, seed = whole.sample.index, whole.sample.seed
     original = await context.open(index, seed)
     prefix = Rollout(sample=original.sample, opening=original.messages)
     await context.play_on(original, replay_policy(whole.actions[:turn]), prefix)
     stray, twin = await context.fork(original, 2)
+    lost.append(await context.why_lost(original))
     for session in (stray, twin):
         if (session.turn, session.status, session.messages) != (turn, original.status, original.messages):
             return f"the fork is at turn {session.turn}, {session.status}."
@@ -513,7 +417,8 @@ async def event_loop(context: CheckContext) -> CheckOutcome:
         return passed(f"No call blocked it for more than {BLOCKED_S:g} s.")
     places = "; ".join(dict.fromkeys(map(str, context.blocks)))
     evidence = f"{places}, for more than {BLOCKED_S:g} s, while all sessions of the process wait. {ADVICE}"
-    return warned(f"Once: {evidence}") if len(context.blocks) == 1 else failed(evidence)
+    repeated = [block for block in context.blocks if not block.function.endswith((".startup", ".shutdown"))]
+    return failed(evidence) if len(repeated) > 1 else warned(f"Once: {evidence}")
 
 
 async def shutdown(context: CheckContext) -> CheckOutcome:
@@ -530,11 +435,11 @@ async def shutdown(context: CheckContext) -> CheckOutcome:
 
 
 CHECKS = (
-    schema, samples, data_set, random_play, limits, retry, expert, seed_replay, processes, seed_effect, order,
-    isolation, fork, fuzz, oracle, close, results, output, event_loop, shutdown,
+    schema, hooks, samples, data_set, random_play, limits, retry, expert, seed_replay, processes, seed_effect,
+    order, isolation, fork, fuzz, oracle, close, results, output, event_loop, shutdown,
 )  # fmt: skip
 """All checks, in the order they run."""
 RECORDS = (results, output, event_loop, shutdown)
 """Checks of what the others recorded; they run even if an earlier one did not finish."""
-LAST = (shutdown,)
+LAST = (event_loop, shutdown)
 """Records that are complete once the client is closed."""

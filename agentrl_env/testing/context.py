@@ -14,11 +14,14 @@ import numpy as np
 
 from agentrl_env.client.client import ClientSession, EnvClient
 from agentrl_env.client.formatting import format_message, message_text
+from agentrl_env.client.local import LocalBackend
 from agentrl_env.client.schema_sampler import WORDS, sample_call, words_in
 from agentrl_env.dataset import empty_split
 from agentrl_env.environment import Environment
-from agentrl_env.errors import AgentRLError, EnvironmentFailed, ServerFull, UnknownSample, place
+from agentrl_env.errors import AgentRLError, EnvironmentFailed, ServerFull, StateError, UnknownSample, place
+from agentrl_env.session.executor import Executor
 from agentrl_env.session.loop_watch import Block
+from agentrl_env.session.state_codec import MAX_BYTES, encode
 from agentrl_env.testing.report import CheckOutcome, failed, same_reason, shorten, skipped
 from agentrl_env.testing.shared_state import SharedState
 from agentrl_env.types import Message, SessionStatus, StepResult, TaskInfo, TaskSample
@@ -319,6 +322,25 @@ class CheckContext:
                 yield rollout, differs[0] if differs else None
         if broken is not None and not whole:
             raise EpisodesBroke(broken)
+
+    async def why_lost(self, session: ClientSession) -> str:
+        """Return why no other server could continue a session; "" where one could, or it runs elsewhere."""
+        backend = self.client.backend
+        if not isinstance(backend, LocalBackend):
+            return ""
+
+        async def ask(environment: Environment, executor: Executor) -> str:
+            state = await executor.run(environment.snapshot, environment.tool_timeout)
+            data: bytes = await executor.run(
+                lambda: encode(state, type(environment)), environment.tool_timeout
+            )
+            too_large = f"its snapshot() takes {len(data):,} bytes; at most {MAX_BYTES:,} are kept"
+            return too_large if len(data) > MAX_BYTES else ""
+
+        try:
+            return await backend.pool.session(session.session_id).between_steps(ask)
+        except StateError as error:
+            return str(error)
 
     def ignore_expert(self) -> None:
         """Use the expert no more to explore."""

@@ -7,6 +7,7 @@ unusual values. Neither kind may break the environment.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ ODD_STRINGS = (
 ODD_INTEGERS = (*range(-2, 33), 2**31, -(2**63), 2**63, 10**30, 10**400)
 ODD_NUMBERS = (0.0, -0.0, -1.5, 1e308, 5e-324, 0.1)
 WRONG_TYPES: tuple[Any, ...] = ("text", 3.5, True, None, [], {}, [[1]], {"a": 1})
+NOT_FINITE: tuple[Any, ...] = (math.nan, [math.inf], {"a": math.nan}, [{"a": [-math.inf]}])
+"""Values that no JSON text has, but that Python's ``json`` writes and reads."""
 BROKEN_JSON = ("{", "not json", '"text"', "[1, 2]", "null", "7", "{'n': 1}", '{"n": NaN}', "[" * 5000)
 
 
@@ -60,7 +63,7 @@ def _odd_values(function: FunctionSpec, rng: np.random.Generator) -> Iterator[Fu
 
 
 def _invalid_arguments(function: FunctionSpec, rng: np.random.Generator) -> Iterator[FuzzCase]:
-    """Yield calls with an argument that is of the wrong type, missing or unknown."""
+    """Yield calls with an argument that is of the wrong type, not finite, missing or unknown."""
     base = _arguments(function, rng)
     if base is None:
         return
@@ -69,6 +72,8 @@ def _invalid_arguments(function: FunctionSpec, rng: np.random.Generator) -> Iter
             arguments = {**base, name: wrong}
             if not _fits(function, arguments):
                 yield _call(f"{function.name}: wrong type of {name}", function, arguments)
+        for value in NOT_FINITE:
+            yield _call(f"{function.name}: {name} not finite", function, {**base, name: value})
     for name in function.parameters.get("required", ()):
         arguments = {key: value for key, value in base.items() if key != name}
         yield _call(f"{function.name}: {name} missing", function, arguments)

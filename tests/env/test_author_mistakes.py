@@ -115,7 +115,7 @@ TARGET = {
     ),
     "no tools": (
         f"{IMPORTS}class Guess(Environment):  # here\n{indent(RESET, '    ')}",
-        "Guess has no tools; mark at least one method with @tool",
+        "Guess has no tools; mark at least one method with @tool, or define respond(self, text) for a task",
     ),
     "tool without the mark": (
         task("def guess(self, n: int):\n    return 'no'\n").replace("Environment):", "Environment):  # here"),
@@ -294,6 +294,18 @@ TOOLS = {
     "Field as the default": (
         "from pydantic import Field\n@tool  # here\ndef guess(self, n: int = Field(ge=1)): ...\n",
         "the Field() of parameter 'n' belongs into its annotation: n: Annotated[..., Field(...)] = default",
+    ),
+    "default of another type": (
+        "@tool  # here\ndef guess(self, n: int = 'x'): ...\n",
+        "Guess.guess: the default 'x' of parameter 'n' does not fit its annotation; give it a valid integer",
+    ),
+    "None as a default": (
+        "@tool  # here\ndef guess(self, *, n: int = None): ...\n",
+        "the default None of parameter 'n' does not fit its annotation; annotate it with ... | None, or give",
+    ),
+    "default that is none of the choices": (
+        "from typing import Literal\n@tool  # here\ndef guess(self, n: Literal['a', 'b'] = 'c'): ...\n",
+        "the default 'c' of parameter 'n' does not fit its annotation; give it 'a' or 'b'",
     ),
     "two tools of one name": (
         "@tool(name='guess')\ndef one(self): ...\n@tool(name='guess')  # here\ndef two(self): ...\n",

@@ -56,7 +56,7 @@ SAMPLES = {
     ),
     "missing split": (
         "@classmethod\ndef samples(cls, split):\n    return {'train': [{}]}[split]  # here\n",
-        "KeyError: 'test'",
+        "samples('test') of task 'guess' failed: KeyError: 'test'",
     ),
     "an error at an index": (
         "@classmethod\ndef samples(cls, split):\n"
@@ -125,6 +125,15 @@ TOOLS = {
     "a Gymnasium step": (
         "@tool  # here\ndef guess(self):\n    return 'no', 0.0, False, False, {}\n",
         "guess() returned tuple; return a str, a Message or a list of them",
+    ),
+    "text and a reward": (
+        "@tool  # here\ndef guess(self):\n    return 'no', 1.0\n",
+        "guess() returned tuple; return a str, a Message or a list of them; with a reward, return "
+        "Reply(content, reward=...), or Done(content, reward=...) at the end",
+    ),
+    "data": (
+        "@tool  # here\ndef guess(self):\n    return {'answer': 'no'}\n",
+        "returned dict; return a str, a Message or a list of them, such as json.dumps(...) of the dict",
     ),
     "a coroutine without await": (
         "@tool  # here\nasync def guess(self):\n    return self.look()\nasync def look(self): ...\n",

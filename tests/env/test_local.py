@@ -1,10 +1,12 @@
 import asyncio
+import logging
 
 import pytest
 
 from agentrl_env import EnvClient, Message, SessionStatus, ToolCall
 from agentrl_env.errors import (
     DefinitionError,
+    EnvironmentFailed,
     NotSupported,
     ServerFull,
     SessionEnded,
@@ -141,3 +143,16 @@ def test_local_client_works_on_successive_event_loops():
     first, second = asyncio.run(play()), asyncio.run(play())
     assert first.messages == second.messages
     asyncio.run(client.aclose())
+
+
+def test_traceback_of_a_failure_in_the_log_begins_at_the_authors_code(caplog):
+    class Broken(Guess):
+        def reset(self, sample, rng):
+            raise KeyError("missing")
+
+    with pytest.raises(EnvironmentFailed, match="KeyError"):
+        Broken.session(index=0)
+    (record,) = caplog.records
+    text = logging.Formatter().format(record)
+    assert "in reset\n" in text
+    assert "executor.py" not in text

@@ -1,10 +1,11 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import Annotated, Literal
+from enum import Enum, StrEnum
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pytest
@@ -504,3 +505,74 @@ def test_invalid_field_of_a_nested_argument_is_named(change, message):
     with pytest.raises(ArgumentError) as caught:
         toolset(Nested).tools["order"].arguments.parse(json.dumps(good | change))
     assert str(caught.value).startswith(message)
+
+
+class Open(Environment):
+    """Take anything."""
+
+    def reset(self, sample, rng):
+        return ""
+
+    @tool
+    def take(self, data: dict, value: Any = None, sizes: tuple[float, ...] = (), limit: float = math.inf):
+        """Take."""
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ('{"data": {"a": NaN}}', "data.a"),
+        ('{"data": {"a": [1, {"b": -Infinity}]}}', "data.a.1.b"),
+        ('{"data": {}, "value": NaN}', "value"),
+        ('{"data": {}, "value": [1e999]}', "value.0"),
+        ('{"data": {"n": 1' + "0" * 400 + ".0}}", "data.n"),
+        ('{"data": {}, "sizes": [NaN]}', "sizes.0"),
+    ],
+)
+def test_number_that_is_not_finite_is_refused_in_every_type(text, place):
+    with pytest.raises(ArgumentError) as caught:
+        toolset(Open).tools["take"].arguments.parse(text)
+    assert str(caught.value).startswith(f'argument "{place}" should be a finite number, got ')
+
+
+def test_text_and_numbers_that_only_look_infinite_are_accepted():
+    text = '{"data": {"a": "NaN", "Infinity": 1e+0001}, "value": 1' + "0" * 400 + "}"
+    assert toolset(Open).tools["take"].arguments.parse(text)["data"] == {"a": "NaN", "Infinity": 10.0}
+
+
+def test_infinite_default_is_allowed_and_not_shown_to_models():
+    assert "default" not in toolset(Open).tools["take"].arguments.schema["properties"]["limit"]
+
+
+LAMP = Line(article="lamp")
+
+
+class Kind(StrEnum):
+    A = "a"
+
+
+class Defaults(Environment):
+    """Have defaults of many types."""
+
+    def reset(self, sample, rng):
+        return ""
+
+    @tool
+    def take(
+        self,
+        number: float = 1,
+        kind: Kind = Kind.A,
+        choice: Literal["x", "y"] = "y",
+        names: Sequence[str] = (),
+        more: list[str] = (),
+        line: Line = LAMP,
+        maybe: int | None = None,
+        anything: Any = object,
+    ):
+        """Take."""
+        return ""
+
+
+def test_defaults_that_fit_their_annotations_are_accepted():
+    assert toolset(Defaults).tools["take"].arguments.parse("{}") == {}

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl_env import EnvClient, ToolCall
+from agentrl_env import EnvClient, Environment, ToolCall
 from agentrl_env.bridges.mcp_client import mcp_task
+from agentrl_env.bridges.signatures import tools_of
 from agentrl_env.errors import TargetError
 from agentrl_env.server.loader import load_target
 from tests.env.bridges.players import mcp_session
@@ -126,3 +127,19 @@ async def test_task_served_over_mcp_is_a_task_again(serving):
         async with mcp_session(f"{server.url}/mcp/guess?seed=7") as (direct, _):
             answer = await direct.call_tool("guess", {"n": 0})
         assert result.messages[0].content == answer.content[0].text == "higher"
+
+
+def test_optional_arguments_of_a_server_may_have_no_default_or_one_that_does_not_fit():
+    text = {"type": "string"}
+    schema = {"type": "object", "properties": {"a": text, "b": {**text, "default": None}}}
+    schema["properties"]["c"] = {**text, "default": "x"}
+
+    async def call(environment, name, arguments):
+        return ""
+
+    methods = tools_of({"look": ("Look.", schema)}, call)
+    task = type(
+        "Bridged", (Environment,), {"__doc__": "Look.", "reset": lambda self, sample, rng: "", **methods}
+    )
+    (spec,) = task.tool_specs()
+    assert spec.function.parameters["properties"] == {"a": text, "b": text, "c": {**text, "default": "x"}}

@@ -136,17 +136,25 @@ def test_new_environment_passes_its_check_and_its_test(cli, tmp_path):
     assert code == 0
     assert "agentrl-env check number_game" in out
     names = {file.name for file in Path("number_game").iterdir()}
-    assert names == {"environment.py", "README.md", "test_environment.py"}
+    assert names == {"environment.py", "README.md", "test_number_game.py"}
     assert "pip install pytest && pytest number_game" in Path("number_game/README.md").read_text()
     code, out, _ = cli("check", "number_game")
     assert code == 0
-    assert "number_game: 17 passed, 3 skipped" in out
+    assert "number_game: 18 passed, 3 skipped" in out
     code, out, _ = cli("play", "number_game", stdin="guess 99\n")
     assert code == 0
     assert "lower" in out
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "number_game"]
     ran = subprocess.run(tests, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert "1 passed" in ran.stdout, ran.stdout
+
+
+def test_tests_of_two_new_environments_run_together(cli, tmp_path):
+    cli("new", "one")
+    cli("new", "two")
+    collect = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "one", "two"]
+    ran = subprocess.run(collect, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert "2 tests collected" in ran.stdout, ran.stdout
 
 
 def test_new_environment_is_short(cli):

@@ -201,6 +201,12 @@ def test_help_groups_the_options_and_fits_eighty_columns(cli, command):
     assert all(len(line) <= 80 for line in out.splitlines())
 
 
+def test_help_says_which_lines_the_log_has_by_default(cli):
+    _, out, _ = cli("serve", "--help")
+    words = " ".join(out.replace("│", " ").split())
+    assert "info for json, else warning, with the drain and the end of the process" in words
+
+
 def test_usage_errors_are_plain_text():
     command = [sys.executable, "-m", "agentrl_env", "serve", "--fly"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -37,6 +37,7 @@ from agentrl_env.server import failover as server_failover
 from agentrl_env.server.failover import FailoverApi
 from agentrl_env.server.loader import load_target
 from agentrl_env.server.serve import NOWHERE, EnvServer
+from agentrl_env.server.telemetry.logs import TextLines
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.types import SessionStatus
@@ -451,9 +452,9 @@ async def test_session_without_a_checkpoint_is_lost_and_one_warning_is_logged(ta
         for session in sessions:
             with pytest.raises(SessionLost):
                 await session.step(WALK)
-    (said,) = [r.getMessage() for r in caplog.records if "have no failover" in r.getMessage()]
-    assert said.startswith(f"sessions of task {task.name} ")
-    assert why in said
+    (said,) = [TextLines().format(r) for r in caplog.records if "have no failover" in r.getMessage()]
+    assert f"sessions of task {task.name} " in said
+    assert said.count(why) == 1
 
 
 async def test_outdated_checkpoint_is_not_restored(monkeypatch):

@@ -200,7 +200,7 @@ class NoSamples(Quick):
 
 
 async def test_unreadable_samples_raise_environment_failed(pools):
-    with pytest.raises(EnvironmentFailed, match=r"startup of task 'no_samples' failed: OSError"):
+    with pytest.raises(EnvironmentFailed, match=r"samples\('test'\) of task 'no_samples' failed: OSError"):
         await pools(NoSamples).tasks()
 
 

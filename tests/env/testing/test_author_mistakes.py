@@ -275,6 +275,55 @@ def test_blocking_code_in_a_task_of_its_own_is_found():
     assert "work() blocks the event loop at" in evidence
 
 
+def test_blocking_startup_and_shutdown_are_named_with_their_lines():
+    class Opens(Guess):
+        @classmethod
+        async def startup(cls):
+            nap()
+
+        @classmethod
+        async def shutdown(cls):
+            nap()
+
+    result = report_on(Opens, checks=only("event_loop"))["event_loop"]
+    assert result.verdict is Verdict.WARN
+    line = nap.__code__.co_firstlineno + 1
+    assert f"Opens.startup() blocks the event loop at tests/env/testing/test_author_mistakes.py:{line}; " in (
+        result.evidence
+    )
+    assert "Opens.shutdown() blocks the event loop at" in result.evidence
+
+
+def test_state_that_no_other_server_can_restore_warns():
+    class Locked(Guess):
+        """Guess a secret number between 1 and 20."""
+
+        def snapshot(self):
+            return {"secret": self.secret, "key": len}
+
+        def restore(self, state):
+            self.secret = state["secret"]
+
+    report = report_on(Locked, checks=only("fork"))
+    assert report["fork"].verdict is Verdict.WARN
+    assert "sessions have no failover (serve --resume): snapshot() of task 'locked' holds a " in (
+        report["fork"].evidence
+    )
+    assert f"({Path(__file__).relative_to(Path.cwd())}:" in report["fork"].evidence
+
+
+def test_state_that_is_too_large_for_another_server_warns():
+    class Stuffed(Guess):
+        def snapshot(self):
+            return {"secret": self.secret, "pad": "x" * 1_100_000}
+
+        def restore(self, state):
+            self.secret = state["secret"]
+
+    evidence = report_on(Stuffed, checks=only("fork"))["fork"].evidence
+    assert "bytes; at most 1,048,576 are kept" in evidence
+
+
 def test_code_that_waits_properly_passes_the_check_of_the_event_loop():
     class Waits(Guess):
         blocking = True
@@ -377,7 +426,7 @@ def test_broken_reset_prints_its_reason_once():
     assert [result.name for result in report.failures] == ["samples"]
     assert sum("no data file" in result.evidence for result in report.results) == 1
     others = {name for name, verdict in verdicts(report).items() if verdict == "skip"}
-    run = {"schema", "samples", "data_set", "event_loop", "shutdown"}
+    run = {"schema", "hooks", "samples", "data_set", "event_loop", "shutdown"}
     assert others >= {check.__name__ for check in CHECKS} - run
     assert report["order"].evidence == "Not run, for the reason that samples reports."
 
