@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -35,6 +37,27 @@ def test_sweep_of_the_paper_is_valid_and_has_five_seeds(name: str, paper: Path) 
     sweep = load_sweep(paper / f"{name}.toml", cores=2)
     assert sweep.config.name == name
     assert len(sweep.config.seeds) >= 5
+
+
+@pytest.mark.slow
+def test_run_of_the_paper_repeats_its_finding(paper: Path) -> None:
+    name = "task_normalization"
+    page = json.loads((EVIDENCE / f"{name}.json").read_text())
+    (measured,) = (one for one in page["variants"] if one["name"] == "task")
+    text = (paper / f"{name}.toml").read_text()
+    begin, _, _ = text.partition("[variants.none]")
+    _, _, chosen = text.partition("[variants.task]")
+    one = paper / "one.toml"
+    one.write_text(begin.replace("seeds = [0, 1, 2, 3, 4]", "seeds = [0]") + "[variants.task]" + chosen)
+    command = [sys.executable, "-m", "agentrl_train", "sweep", str(one)]
+    done = subprocess.run(command, cwd=paper.parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((paper.parents[2] / f"runs/paper/{name}/results.json").read_text())
+    tasks = found["variants"][0]["tasks"]
+    assert tasks.keys() == measured["tasks"].keys() == {"quiet", "loud"}
+    for task in tasks:
+        assert measured["tasks"][task]["success"]["low"] > 0.9
+        assert tasks[task]["success"]["mean"] > 0.9
 
 
 @pytest.mark.parametrize("name", MEASURED)

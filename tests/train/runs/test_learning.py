@@ -21,6 +21,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 def test_random_policy_learns_within_twenty_steps(tmp_path: Path) -> None:
     config = write_config(tmp_path, target="vowels.py:Vowels")
     settings = [

@@ -25,6 +25,7 @@ def judged(body: dict[str, Any]) -> Answer:
     return completion(text=f"Score: {share:.6f}")
 
 
+@pytest.mark.slow
 def test_run_trains_on_a_judge_and_leaves_out_what_it_fails_to_judge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
