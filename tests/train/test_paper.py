@@ -28,7 +28,7 @@ def paper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("checkout")
     write_policy(root / "runs/paper/policy")
     for half in ("front", "back"):
-        (root / f"runs/paper/specialists/{half}/seed-0/checkpoints/step_000024/model").mkdir(parents=True)
+        (root / f"runs/paper/specialists/{half}/seed-0/checkpoints/step_000036/model").mkdir(parents=True)
     return Path(shutil.copytree(PAPER, root / "tests/benchmarks/paper"))
 
 
