@@ -12,7 +12,7 @@ from agentrl_train.learner import Learner, PrivilegedCritic, TwinCritic, ValueCr
 from agentrl_train.loss import policy_loss
 from agentrl_train.runtime.config import load_config
 from agentrl_train.runtime.factories import learner_options, make_critic, require_vllm
-from agentrl_train.runtime.models import load_policy
+from agentrl_train.runtime.models import load_policy, open_policy
 from tests.conftest import make_model, make_tokenizer
 
 CONFIG = Path(__file__).parents[3] / "examples/quickstart/train.toml"
@@ -138,12 +138,15 @@ def test_critic_with_another_vocabulary_is_rejected() -> None:
         make_critic(load_config(CONFIG, chosen), model=make_model(), tokenizer=make_tokenizer())
 
 
-def test_critic_in_several_processes_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="torchrun started 2"):
-        make_critic(
-            load_config(CONFIG, ["algorithm.preset=ppo"]), model=make_model(), tokenizer=make_tokenizer()
-        )
+def test_critic_of_a_policy_whose_weights_are_in_their_files_is_a_copy_of_them() -> None:
+    config = load_config(CONFIG, ["algorithm.preset=ppo"])
+    model, tokenizer, _ = open_policy(config.model.path)
+    assert all(value.is_meta for value in model.parameters())
+    critic = make_critic(config, model=model, tokenizer=tokenizer)
+    assert critic is not None
+    whole, _ = load_policy(config.model.path)
+    for name, value in critic.model.base_model.named_parameters():
+        assert torch.equal(value, whole.base_model.get_parameter(name))
 
 
 def test_run_without_a_critic_has_none() -> None:
