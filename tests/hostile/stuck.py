@@ -31,6 +31,7 @@ async def step_into(ground: Ground, task: str, message: dict[str, object], what:
         timeout=None,
         trust_env=False,
         headers={"authorization": f"Bearer {ground.site.token}"},
+        limits=httpx.Limits(max_keepalive_connections=0),  # the server closes them after 3 s
     ) as http:
         session = ""
         try:
