@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.runs.processes import begin, finish, kill, steps, until, write_config
+from tests.train.runs.processes import begin, finish, kill, steps, until, until_step, write_config
 
 pytestmark = pytest.mark.slow
 
@@ -126,10 +126,10 @@ def test_interrupted_sweep_stops_its_runs_cleanly_and_prints_how_to_go_on(tmp_pa
 
 def test_curriculum_goes_on_to_harder_levels_also_in_a_resumed_run(tmp_path: Path) -> None:
     config, run = write_config(tmp_path, target="levels.py:Levels"), tmp_path / "run"
-    rules = '{levels = {levels = ["train", "train-2", "train-3"]}, window = 6, raise_at = 0.9}'
+    rules = '{levels = {levels = ["train", "train-2", "train-3"]}, window = 6, raise_at = 0.5}'
     options = (f"curriculum={rules}", "run.steps=10", "checkpoint.every=4")
     process = begin(config, *options)
-    until(process, lambda: any(line["step"] >= 6 for line in steps(run)))
+    until_step(process, run, 6)
     kill(process)
     done = finish(config, *options, resume=True)
     assert done.returncode == 0, done.stderr
