@@ -1,6 +1,7 @@
 """The sweeps of ``make paper``: their tasks, their policy, and the figures that are in the documentation."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from xml.etree import ElementTree
 import pytest
 
 from agentrl_env import EnvClient
-from agentrl_env.types import Message
+from agentrl_env.types import Message, ToolCall
+from agentrl_train.chat import ChatFormat
 from agentrl_train.runtime.sweep.plan import load_sweep
-from tests.benchmarks.paper import tasks
+from examples.quickstart.starter import new_tokenizer
+from tests.benchmarks.paper import rooms, tasks
 from tests.benchmarks.paper.__main__ import EVIDENCE, TITLES, write_evidence
 from tests.benchmarks.paper.policy import small_tokenizer, write_policy
 
@@ -27,6 +30,7 @@ def paper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder of the sweeps whose policy has been written, as ``make paper`` does first."""
     root = tmp_path_factory.mktemp("checkout")
     write_policy(root / "runs/paper/policy")
+    (root / "runs/paper/rooms").mkdir()
     for half in ("front", "back"):
         (root / f"runs/paper/specialists/{half}/seed-0/checkpoints/step_000036/model").mkdir(parents=True)
     return Path(shutil.copytree(PAPER, root / "tests/benchmarks/paper"))
@@ -123,6 +127,30 @@ async def test_noisy_choices_succeed_in_truth_and_are_rewarded_wrongly_now_and_t
             assert result.metrics["success"] == 1.0
             lies += result.reward == 0.0
     assert 4 <= lies <= 24
+
+
+async def test_rooms_are_opened_by_the_words_of_their_pages() -> None:
+    async with EnvClient.local(tasks.Rooms) as client:
+        for right in (True, False):
+            session = await client.open("rooms", seed=3)
+            words = []
+            for room in session.messages[0].content.split():
+                result = await session.step(Message.assistant("", ToolCall.of("read", room=room)))
+                words += re.findall(r"lock (\w+)" if right else r"door (\w+)", result.messages[0].content)
+            assert 1 <= len(words) <= 3
+            result = await session.step(Message.assistant("", ToolCall.of("submit", code=" ".join(words))))
+            assert result.terminated
+            assert result.reward == float(right)
+
+
+def test_readers_err_in_both_forms_of_the_rooms() -> None:
+    chat = ChatFormat(new_tokenizer([], vocab_size=0))
+    heard = [chat.tokenizer.decode(one.token_ids) for one in rooms.traces(chat, rooms.workers(), episodes=60)]
+    reports = [text for text in heard if "submit(code)" not in text]
+    assert sum("delegate(task)" in text and "read(room)" not in text for text in heard) == 20
+    assert 20 < len(reports) < 60
+    right = [text.split("lock ")[1].split()[0] == text[: -len("<|im_end|>")].split()[-1] for text in reports]
+    assert 0.4 < sum(right) / len(right) < 0.8
 
 
 def test_tokens_of_the_policy_are_letters() -> None:

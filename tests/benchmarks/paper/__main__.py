@@ -15,6 +15,7 @@ from typing import Any
 from agentrl_train.runtime.sweep.command import sweep
 from agentrl_train.runtime.sweep.page import figure
 from tests.benchmarks.paper.policy import write_policy
+from tests.benchmarks.paper.rooms import write_reader
 
 ROOT = Path(__file__).parents[3]
 HERE = Path("tests/benchmarks/paper")
@@ -26,6 +27,7 @@ TITLES = {
     "states": "Three doors, seen again after a mistake",
     "turn_rewards": "Four choices, each with its reward",
     "long_credit": "Six turns, the first of which decides",
+    "workers": "One to three rooms with long pages",
     "replay": "A combination lock, and a replay of successes",
     "noise": "Two choices, one reward in five is wrong",
     "horizon": "Three doors, back to the first after a mistake",
@@ -67,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.chdir(ROOT)
     write_policy(ROOT / "runs/paper/policy")
     for name in options.names or TITLES:
+        if name == "workers":
+            write_reader(ROOT / "runs/paper/rooms")
         for one in (*BEFORE.get(name, ()), name):
             path, cores = HERE / f"{one}.toml", len(os.sched_getaffinity(0))
             if status := sweep(path, cores=cores, processes=options.processes, replace=False):

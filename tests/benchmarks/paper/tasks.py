@@ -6,7 +6,7 @@ the action. A sample of a task is always the same problem: what differs is how r
 
 from __future__ import annotations
 
-from agentrl_env import Done, Environment, Reply, tool
+from agentrl_env import Done, Environment, Reply, ToolError, tool
 
 ACTIONS = 4
 
@@ -191,3 +191,50 @@ class Noisy(Choice):
     def score(self) -> dict[str, float]:
         """Return whether the episode has succeeded in truth."""
         return {"success": super().reward()}
+
+
+ROOMS = ("attic", "cellar", "garage", "hall", "kitchen", "study")
+WORDS = ("amber", "bronze", "coral", "denim", "ebony", "fawn", "gold", "hazel")
+WORDS += ("ivory", "jade", "khaki", "lemon", "mint", "navy", "ocher", "plum")
+"""Words that a page may name."""
+FILLER = ("hum", "dust", "lamp", "rug")
+
+
+class Rooms(Environment):
+    """Submit the words of one to three rooms; the page of a room is long and names a wrong word, too."""
+
+    blocking = False
+    max_turns = 16
+
+    def reset(self, sample, rng):  # type: ignore[no-untyped-def]
+        self.rooms = [str(room) for room in rng.permutation(ROOMS)[: rng.integers(1, 4)]]
+        self.right, self.wrong = {}, {}
+        self.pages = {}
+        words = iter(rng.permutation(WORDS))
+        for room in self.rooms:
+            self.right[room], self.wrong[room] = str(next(words)), str(next(words))
+            named = [f"lock {self.right[room]}", f"door {self.wrong[room]}"]
+            begin, middle, end = (" ".join(rng.choice(FILLER, 5)) for _ in range(3))
+            first, second = (named[i] for i in rng.permutation(2))
+            self.pages[room] = f"{begin} {first} {middle} {second} {end}"
+        return " ".join(self.rooms)
+
+    @tool
+    def read(self, room: str) -> str:
+        """Read the page of a room.
+
+        Args:
+            room: Name of the room.
+        """
+        if room not in self.pages:
+            raise ToolError("no such room")
+        return self.pages[room]
+
+    @tool
+    def submit(self, code: str) -> Done:
+        """Submit the words of all rooms, in the order of the rooms.
+
+        Args:
+            code: The words.
+        """
+        return Done("", reward=float(code.split() == [self.right[room] for room in self.rooms]))
