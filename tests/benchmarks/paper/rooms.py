@@ -36,7 +36,7 @@ EPISODES = 6000
 """Episodes of these readers."""
 STEPS = 900
 """Updates of the policy that imitates them."""
-PAGES = 200
+PAGES = 100
 """Pages that show what a policy has learned."""
 Moves = Sequence[tuple[Message, str]]
 """Messages of an agent, each with the result of its call."""
