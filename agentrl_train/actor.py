@@ -311,6 +311,7 @@ class _Attempt:
         self._turns: list[Turn] = []
         self._segments: list[Segment] = []
         self._contexts = 1
+        self._samples = range(1 + rollout.alternatives)  # the last one is played, so the engine has its cache
         helper = rollout.sub_agent
         self._sub_agent = helper if helper is not None and helper.serves(episode.task) else None
         self._opening: Sequence[Message] = ()
@@ -393,7 +394,7 @@ class _Attempt:
             turns_left -= 1
             count = len(self._turns) + 1
             with self._trace.span(self._track, f"turn {count}"):
-                completion = await self.complete(context, segment=number)
+                *spare, completion = [await self.complete(context, segment=number) for _ in self._samples]
                 message, thought = self._chat.parse(completion.token_ids, turn=count, tools=tools)
                 turn = partial(
                     Turn,
@@ -402,6 +403,7 @@ class _Attempt:
                     message=message,
                     thought=thought,
                     segment=number,
+                    alternatives=spare,
                 )
                 if number and not (message.tool_calls and turns_left):
                     self._turns.append(turn(reply=(), reward=0.0))

@@ -98,6 +98,23 @@ def sequence(
     )
 
 
+def completions(trajectory: Trajectory, group: TrajectoryGroup) -> list[list[TokenSequence]]:
+    """Return each turn's completions as rows behind its context, the one that was played first.
+
+    Only the tokens of the completion are in the loss. Turns without alternatives have an empty list.
+    """
+    contexts: dict[int, list[int]] = {}
+    found: list[list[TokenSequence]] = []
+    for turn in trajectory.turns:
+        context = contexts.setdefault(turn.segment, [])
+        context += turn.prompt_ids
+        choices = [turn.completion, *turn.alternatives] if turn.alternatives else []
+        lone = [replace(turn, prompt_ids=list(context), completion=one, segment=0) for one in choices]
+        found.append([sequence(replace(trajectory, turns=[one]), 0.0, group) for one in lone])
+        context += turn.completion.token_ids
+    return found
+
+
 def sequences(
     groups: Sequence[TrajectoryGroup], advantages: Sequence[Sequence[ArrayLike | None]]
 ) -> list[TokenSequence]:

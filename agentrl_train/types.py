@@ -133,6 +133,8 @@ class Turn:
     """The thought of the completion; it is recorded, and the environment never sees it."""
     segment: int = 0
     """Number of the segment in its trajectory whose context the turn extends."""
+    alternatives: Sequence[Completion] = ()
+    """Further completions of the same context, which the environment never saw."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -471,7 +471,7 @@ def make_actor(
     weights: str = "current",
 ) -> Actor:
     """Return the actor of a run; for evaluation it samples from one policy only."""
-    alone = config.rollout.model_copy(update={"stale_fraction": 0.0})
+    alone = config.rollout.model_copy(update={"stale_fraction": 0.0, "alternatives": 0})
     made = partial(
         Actor,
         engine=policy.engine,

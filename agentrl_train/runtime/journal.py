@@ -141,48 +141,54 @@ def _unpack_segment(structure: dict[str, Any]) -> Segment:
 
 
 def _pack_turn(turn: Turn, ints: list[int], floats: list[float]) -> dict[str, Any]:
-    completion = turn.completion
     ints.extend(turn.prompt_ids)
-    ints.extend(completion.token_ids)
-    ints.extend(completion.versions)
-    floats.extend(completion.logprobs)
+    completion = _pack_completion(turn.completion, ints, floats)
     return {
-        "sizes": [
-            len(turn.prompt_ids),
-            len(completion.token_ids),
-            len(completion.versions),
-            len(completion.logprobs),
-        ],
-        "finish_reason": completion.finish_reason,
-        "policy": completion.policy,
+        **completion,
+        "sizes": [len(turn.prompt_ids), *completion["sizes"]],
         "message": _pack_message(turn.message),
         "reply": [_pack_message(message) for message in turn.reply],
         "reward": turn.reward,
         "invalid_calls": turn.invalid_calls,
         "thought": turn.thought,
         "segment": turn.segment,
+        "alternatives": [_pack_completion(one, ints, floats) for one in turn.alternatives],
+    }
+
+
+def _pack_completion(completion: Completion, ints: list[int], floats: list[float]) -> dict[str, Any]:
+    ints.extend(completion.token_ids)
+    ints.extend(completion.versions)
+    floats.extend(completion.logprobs)
+    return {
+        "sizes": [len(completion.token_ids), len(completion.versions), len(completion.logprobs)],
+        "finish_reason": completion.finish_reason,
+        "policy": completion.policy,
     }
 
 
 def _unpack_turn(structure: dict[str, Any], reader: _Reader) -> Turn:
-    prompt, tokens, versions, logprobs = structure["sizes"]
-    prompt_ids = reader.take_ints(prompt)
-    completion = Completion(
-        token_ids=reader.take_ints(tokens),
-        versions=reader.take_ints(versions),
-        logprobs=reader.take_floats(logprobs),
-        finish_reason=structure["finish_reason"],
-        policy=structure["policy"],
-    )
     return Turn(
-        prompt_ids=prompt_ids,
-        completion=completion,
+        prompt_ids=reader.take_ints(structure["sizes"][0]),
+        completion=_unpack_completion(structure, reader),
         message=Message.model_validate(structure["message"]),
         reply=tuple(Message.model_validate(one) for one in structure["reply"]),
         reward=structure["reward"],
         invalid_calls=structure["invalid_calls"],
         thought=structure.get("thought"),
         segment=structure.get("segment", 0),
+        alternatives=tuple(_unpack_completion(one, reader) for one in structure.get("alternatives", ())),
+    )
+
+
+def _unpack_completion(structure: dict[str, Any], reader: _Reader) -> Completion:
+    tokens, versions, logprobs = structure["sizes"][-3:]
+    return Completion(
+        token_ids=reader.take_ints(tokens),
+        versions=reader.take_ints(versions),
+        logprobs=reader.take_floats(logprobs),
+        finish_reason=structure["finish_reason"],
+        policy=structure["policy"],
     )
 
 

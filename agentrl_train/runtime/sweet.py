@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from agentrl_train.advantage import Values
-from agentrl_train.batch import pack
+from agentrl_train.batch import completions, pack
 from agentrl_train.errors import ConfigError
 from agentrl_train.gae import turn_numbers
 from agentrl_train.learner import PrivilegedCritic
@@ -27,7 +27,7 @@ from agentrl_train.runtime.critic import (
     spread,
     trained_rows,
 )
-from agentrl_train.sweet import preference_loss, turn_means
+from agentrl_train.sweet import dpo, drawn_pairs, preference_loss, turn_means
 from agentrl_train.types import FloatArray, TokenSequence, Trajectory, TrajectoryGroup
 
 PREFIX = "In light of what is known about this task:\n"
@@ -59,6 +59,8 @@ class PreferenceTrainer:
         self._plain: Sequence[TokenSequence] = ()
         self._shown: Sequence[TokenSequence] = ()
         self._reference: Sequence[FloatArray] = ()
+        self._facts: dict[str, float] = {}
+        """Metrics of the pairs of the last ``rows``."""
 
     def alone(self, step: int) -> bool:
         """Return whether only the critic learns in a step, counted from 1."""
@@ -67,12 +69,17 @@ class PreferenceTrainer:
     def rows(self, groups: Sequence[TrajectoryGroup]) -> list[TokenSequence]:
         """Return the rows of the trajectories that are trained on, each turn with its advantage.
 
+        With ``critic.pairs`` they are the completions of its pairs instead, whose policy gradient is that of
+        DPO.
+
         Raises:
             ConfigError: a sample has no privileged information.
         """
         plain, shown = self._both(groups)
         reference = self._critic.reference_logprobs(plain)
         self._groups, self._plain, self._shown, self._reference = groups, plain, shown, reference
+        if self._settings.pairs:
+            return self._compared(groups)
         ratios = _ratios(self._critic.logprobs(shown), reference, shown, plain)
         means = self._turn_means(groups, plain, ratios)
         found = [
@@ -97,7 +104,7 @@ class PreferenceTrainer:
         for number in range(self._settings.passes):
             rows, facts = self._preferences(self._groups, self._plain, self._shown, self._reference)
             if not facts["preference_pairs"]:
-                return facts
+                return self._facts | facts
             batches = pack(
                 rows,
                 aggregation="token_mean",
@@ -108,7 +115,7 @@ class PreferenceTrainer:
             done = self._critic.step(batches)
             own = {REPORTED[name]: done[name] for name in ("grad_norm", "loss_tokens", "seconds")}
             found = own | facts | found  # the facts before the first update
-        return found
+        return self._facts | found
 
     def parts(self) -> list[Part]:
         """Return a copy of the state of the critic, for a checkpoint."""
@@ -157,6 +164,45 @@ class PreferenceTrainer:
             "preference_pairs": float(pairs),
         }
 
+    def _compared(self, groups: Sequence[TrajectoryGroup]) -> list[TokenSequence]:
+        """Return the completions in the pairs of all turns, whose policy gradient is that of DPO.
+
+        Aggregated by ``token_mean`` it is that of the mean over pairs, with the sampler's log-probabilities.
+        """
+        settings = self._settings
+        kept = self._select(groups, [self._shaped(group) for group in groups], _zeros(groups))
+        turns = [
+            (privileged_text(one), rows)
+            for group, values in zip(groups, kept, strict=True)
+            for one, value in zip(group.trajectories, values, strict=True)
+            if value is not None
+            for rows in completions(one, group)
+        ]
+        plain = [row for _, rows in turns for row in rows]
+        ids = {text: np.array(self._encode(text), np.int64) for text, _ in turns}
+        shown = [_behind(ids[text], row) for text, rows in turns for row in rows]
+        reference = self._critic.reference_logprobs(plain)
+        ratios = _ratios(self._critic.logprobs(shown), reference, shown, plain)
+        advantages = np.array([one.mean() for one in ratios])
+        behaviour = zip(plain, reference, strict=True)
+        scores = np.array([(sampled(row.logprobs, row) - sampled(old, row)).sum() for row, old in behaviour])
+        generator = np.random.default_rng((self._seed, *(group.group_id for group in groups)))
+        pairs, end = [], 0
+        for _, rows in turns:
+            begin, end = end, end + len(rows)
+            drawn = drawn_pairs(advantages[begin:end], count=settings.pairs, generator=generator)
+            pairs += [(begin + better, begin + worse) for better, worse in drawn]
+        pairs = [(i, j) for i, j in pairs if not np.array_equal(plain[i].token_ids, plain[j].token_ids)]
+        sizes = np.array([len(one) for one in ratios])
+        loss, slopes = dpo(scores, pairs, sizes=sizes, beta=settings.beta, likelihood=settings.likelihood)
+        self._facts = {"dpo_pairs": float(len(pairs)), "dpo_loss": loss}
+        chosen = np.flatnonzero(slopes)
+        by_token = -slopes * sizes[chosen].sum()  # undoes the mean over tokens
+        return [
+            replace(plain[number], advantages=plain[number].loss_mask * np.float32(by_token[number]))
+            for number in chosen
+        ]
+
     def _both(self, groups: Sequence[TrajectoryGroup]) -> tuple[list[TokenSequence], list[TokenSequence]]:
         """Return the rows of all trajectories, without and with the privileged information in front."""
         plain = all_rows(groups)
@@ -184,6 +230,11 @@ class PreferenceTrainer:
             ]
             for group, own in zip(groups, rows_of_trajectories(groups, plain), strict=True)
         ]
+
+
+def _zeros(groups: Sequence[TrajectoryGroup]) -> list[list[Values]]:
+    """Return a zero for each token sampled in each trajectory of each group."""
+    return [[np.zeros(one.num_sampled_tokens) for one in group.trajectories] for group in groups]
 
 
 def privileged_text(trajectory: Trajectory) -> str:

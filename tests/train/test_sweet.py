@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from agentrl_env import Done, EnvClient, Environment
 from agentrl_env.types import Message, TaskSample
 from agentrl_train.actor import Episode
-from agentrl_train.batch import sequences
+from agentrl_train.batch import completions, sequences, token_weights
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner import PrivilegedCritic
 from agentrl_train.runtime.config import AlgorithmSection, TrainSection
 from agentrl_train.runtime.config.sections import CriticSection
+from agentrl_train.runtime.journal import decode_group, encode_group
 from agentrl_train.runtime.sweet import PreferenceTrainer
-from agentrl_train.sweet import preference_loss, turn_means
+from agentrl_train.sweet import dpo, drawn_pairs, preference_loss, turn_means
 from agentrl_train.types import Trajectory, Turn
 from tests.train.fakes import CHAT, ScriptedEngine, always, make_actor
 from tests.train.learner.test_learner import qwen
@@ -186,6 +187,111 @@ def test_resumed_critic_with_privileged_information_continues_bit_for_bit(tmp_pa
     assert timeless[0] == timeless[1]
 
 
+@given(scores, st.integers(0, 100), st.floats(0.05, 2.0))
+def test_gradient_of_pairs_matches_finite_differences(values, seed: int, beta: float) -> None:
+    generator, sizes = np.random.default_rng(seed), np.full(len(values), 3)
+    pairs = drawn_pairs(values, count=4, generator=generator)
+    _, gradient = dpo(values, pairs, sizes=sizes, beta=beta, likelihood=0.0)
+    step = 1e-5
+    for i in range(len(values)):
+        moved = [
+            dpo(
+                values + sign * step * (np.arange(len(values)) == i),
+                pairs,
+                sizes=sizes,
+                beta=beta,
+                likelihood=0,
+            )
+            for sign in (1, -1)
+        ]
+        assert gradient[i] == pytest.approx((moved[0][0] - moved[1][0]) / (2 * step), abs=1e-5)
+
+
+def test_pair_of_equal_scores_has_the_loss_of_a_coin_and_draws_both_equally() -> None:
+    loss, gradient = dpo(np.zeros(2), [(1, 0)], sizes=np.array([4, 2]), beta=0.5, likelihood=0.01)
+    assert loss == pytest.approx(np.log(2))
+    assert gradient == pytest.approx([0.25, -0.25 - 0.01 / 2])  # the likelihood is that of a token
+
+
+@given(scores, st.integers(0, 100))
+def test_pairs_are_of_the_better_and_the_worse_half(values, seed: int) -> None:
+    pairs = drawn_pairs(values, count=8, generator=np.random.default_rng(seed))
+    ranks = {int(number): rank for rank, number in enumerate(np.argsort(-values, kind="stable"))}
+    half = len(values) // 2
+    assert len(pairs) == 8
+    for better, worse in pairs:
+        assert ranks[better] < half
+        assert ranks[worse] >= len(values) - half
+    assert drawn_pairs(values[:1], count=8, generator=np.random.default_rng(seed)) == []
+
+
+def choosing(*played: list[int], others: list[int], **options) -> Trajectory:
+    """Return an episode each of whose turns could have sampled one of ``others`` in its place."""
+    one = said(*played, **options)
+    turns = [
+        replace(turn, alternatives=[replace(turn.completion, token_ids=[token]) for token in others])
+        for turn in one.turns
+    ]
+    lone = [replace(turn, logprobs=[-1.0], versions=[0]) for each in turns for turn in each.alternatives]
+    return replace(
+        one,
+        turns=[
+            replace(turn, alternatives=lone[number * len(others) : (number + 1) * len(others)])
+            for number, turn in enumerate(turns)
+        ],
+    )
+
+
+def test_completions_of_a_turn_are_rows_behind_its_context() -> None:
+    one = choosing([5, 6], [7], others=[8, 9])
+    first, second = completions(one, group(one))
+    assert [row.token_ids.tolist() for row in first] == [[0, 5, 6], [0, 8], [0, 9]]
+    assert [row.token_ids.tolist() for row in second] == [[0, 5, 6, 0, token] for token in (7, 8, 9)]
+    assert [row.loss_mask.tolist() for row in second] == [[0, 0, 0, 0, 1]] * 3
+    plain = said([5, 6], [7])
+    assert completions(plain, group(plain)) == [[], []]
+
+
+def test_rows_of_pairs_have_the_gradient_of_their_mean_loss() -> None:
+    groups = [group(choosing([5], [7], others=[6, 8, 9], reward=1.0), choosing([6], [9], others=[5, 8, 7]))]
+    one = trainer(pairs=3, likelihood=0.0)
+    rows = one.rows(groups)
+    weights = token_weights(rows, aggregation="token_mean")
+    slopes = np.array([-(row.advantages * weight).sum() for row, weight in zip(rows, weights, strict=True)])
+    # With each pair it is the same by the better as by the worse one, and never steeper than beta.
+    assert slopes.sum() == pytest.approx(0.0, abs=1e-6)
+    assert 0.0 < slopes[slopes > 0].sum() < 0.5
+    assert {row.token_ids.tolist()[0] for row in rows} == {0}  # nothing privileged
+    assert one.learn(step=1)["dpo_pairs"] == 12.0
+
+
+def test_pairs_move_the_policy_towards_what_the_critic_knows_to_be_right() -> None:
+    one = trainer(
+        encode=lambda text: [20 + int(text.strip()[-1])],
+        learning_rate=3e-3,
+        passes=2,
+        pairs=4,
+        likelihood=0.0,
+    )
+    groups = [
+        group(
+            *(
+                knowing(choosing([first], others=[5, 6], reward=float(first == 5 + known)), str(known))
+                for first in (5, 6)
+            ),
+            number=known,
+        )
+        for known in (0, 1)
+    ]
+    for step in range(1, 31):
+        rows = one.rows(groups)
+        metrics = one.learn(step=step)
+    assert metrics["preference_accuracy"] == 1.0
+    assert metrics["dpo_pairs"] > 0
+    for row in rows:
+        assert (row.advantages.sum() > 0) == (row.token_ids[-1] == 5 + row.group_id)
+
+
 class Riddle(Environment):
     """Guess a word that the sample holds."""
 
@@ -230,3 +336,34 @@ async def test_privileged_information_reaches_the_critic_and_never_the_actor() -
     assert shown_texts
     assert all("zanzibar" in text for text in shown_texts)
     assert all(not row.loss_mask[: len(encode(shown_texts[0]))].any() for row in shown)
+
+
+async def test_alternatives_of_a_turn_are_sampled_in_its_context_and_never_played() -> None:
+    words = iter(f"word {number}" for number in range(100))
+    engine = ScriptedEngine(CHAT, lambda context, key: Message.assistant(next(words)))
+    async with EnvClient.local(Riddle) as client:
+        actor = make_actor(engine, client, alternatives=2)
+        played, _ = await actor.group(
+            Episode(task="countdown", split="train", index=0, seed=0, draw_seed=(0,)),
+            size=1,
+            group_id=0,
+            admitted_version=0,
+        )
+    (trajectory,) = played.trajectories
+    assert [len(turn.alternatives) for turn in trajectory.turns] == [2, 2]
+    said_words = [[CHAT.text(one.token_ids) for one in turn.alternatives] for turn in trajectory.turns]
+    assert [turn.message.content for turn in trajectory.turns] == ["word 2", "word 5"]
+    assert [[text.split("<")[0] for text in texts] for texts in said_words] == [
+        ["word 0", "word 1"],
+        ["word 3", "word 4"],
+    ]
+    contexts = [context for _, context, _, _ in engine.calls]
+    assert [contexts.count(context) for context in contexts] == [3] * 6
+    assert len({sampling.seed for _, _, sampling, _ in engine.calls}) == 6
+    assert "word 0" not in CHAT.text(contexts[-1])
+    assert decode_group(encode_group(played)).trajectories[0].turns[0].alternatives == tuple(
+        replace(
+            one, token_ids=tuple(one.token_ids), logprobs=tuple(one.logprobs), versions=tuple(one.versions)
+        )
+        for one in trajectory.turns[0].alternatives
+    )

@@ -301,7 +301,9 @@ def _problems_of_critic(config: RunConfig) -> list[str]:
     algorithm, critic = config.algorithm, config.critic
     if critic is None:
         if not algorithm.by_critic:
-            return []
+            return ["rollout.alternatives are for critic.pairs of credit 'sweet' alone: set it to 0"] * bool(
+                config.rollout.alternatives
+            )
         return [
             f"algorithm.credit = {algorithm.credit!r} takes advantages from the values of a critic: add "
             "a section [critic], or use credit = 'turn' or 'state'"
@@ -316,6 +318,20 @@ def _problems_of_critic(config: RunConfig) -> list[str]:
         found.append(
             "algorithm.credit = 'sweet' learns from pairs of siblings, but rollout.group_size is 1: use a "
             "larger group or another credit"
+        )
+    if critic.pairs and algorithm.credit != "sweet":
+        found.append(
+            f"critic.pairs are ranked by the critic of credit 'sweet', not {algorithm.credit!r}: set it to 0"
+        )
+    elif bool(critic.pairs) != bool(config.rollout.alternatives):
+        found.append(
+            f"critic.pairs = {critic.pairs} are drawn from the completions that rollout.alternatives = "
+            f"{config.rollout.alternatives} adds to each turn: set both, or neither"
+        )
+    elif critic.pairs and algorithm.aggregation != "token_mean":
+        found.append(
+            "critic.pairs weighs all pairs equally, which needs algorithm.aggregation = 'token_mean', not "
+            f"{algorithm.aggregation!r}"
         )
     if critic.replay and algorithm.credit != "archer":
         found.append(

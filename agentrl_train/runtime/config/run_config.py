@@ -66,7 +66,8 @@ class RunConfig(Section):
         """
         rollout, engine = self.rollout, self.engine
         episode_s = rollout.episode_limit_s(max_context=engine.max_context)
-        turn_s = engine.completion_deadline_s + rollout.environment_timeout_s
+        sampled_s = (1 + rollout.alternatives) * engine.completion_deadline_s
+        turn_s = sampled_s + rollout.environment_timeout_s
         attempt_s = 2 * rollout.environment_timeout_s + episode_s + turn_s
         waits_s = episode_s + rollout.environment_wait_timeout_s
         if self.reward.functions:
@@ -92,7 +93,7 @@ class RunConfig(Section):
         alone = {"concurrent": False, "max_sessions": None}
         return self.model_copy(
             update={
-                "rollout": self.rollout.model_copy(update={"stale_fraction": 0.0}),
+                "rollout": self.rollout.model_copy(update={"stale_fraction": 0.0, "alternatives": 0}),
                 "eval": self.eval.model_copy(update=alone),
             }
         )

@@ -253,6 +253,10 @@ class CriticSection(Section):
     """Groups of earlier steps that turns are learned from again, for credit "archer"; 0 is off."""
     beta: Positive = 0.1
     """Steepness of preferences, for credit "sweet"."""
+    pairs: CountOrOff = 0
+    """Pairs of completions of each turn from which the policy learns by DPO, for credit "sweet"; 0 is off."""
+    likelihood: NonNegative = 0.01
+    """Weight of the log-likelihood of the better completion of a pair, by token."""
     target_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
     """Share of the difference by which target networks follow in an update, for credit "archer"."""
     max_grad_norm: Positive = 1.0
@@ -452,7 +456,7 @@ class RolloutSection(Section):
     episode_timeout_s: Positive | None = None
     """Time limit of one episode, waiting for a free session not included. The turn in progress ends, then the
     episode is truncated: it keeps its turns and its reward and is trained on. Left out, a minute more than
-    ``engine.max_context`` tokens take at 5 tokens/s."""
+    ``engine.max_context`` tokens take at 5 tokens/s, for each of a turn's completions."""
     environment_timeout_s: Positive = 120.0
     """Deadline of one answer of an environment, after which the episode counts as failed."""
     environment_retries: CountOrOff = 2
@@ -475,10 +479,13 @@ class RolloutSection(Section):
     """Steps of one stage of ``horizon``."""
     sub_agent: SubAgentSection | None = None
     """A sub-agent as a tool; left out, it is off."""
+    alternatives: CountOrOff = 0
+    """Further completions of each turn of a training episode, which are not played, for ``critic.pairs``."""
 
     def episode_limit_s(self, *, max_context: int) -> float:
         """Return ``episode_timeout_s``, or its default for a context of this length."""
-        return self.episode_timeout_s or SLACK_S + max_context / SLOWEST_TOKENS_PER_S
+        tokens = (1 + self.alternatives) * max_context
+        return self.episode_timeout_s or SLACK_S + tokens / SLOWEST_TOKENS_PER_S
 
     @property
     def staleness_bound(self) -> int:

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
             "practitioner",
             "archer",
             "sweet",
+            "sweet_dpo",
             "matpo",
             "lightning",
             "spear",
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.slow
     ],
 )
 def test_preset_trains_and_its_keys_are_recorded(preset: str, tmp_path: Path) -> None:
-    task = "riddles.py:Riddles" if preset == "sweet" else "vowels.py:Vowels"
+    task = "riddles.py:Riddles" if preset.startswith("sweet") else "vowels.py:Vowels"
     config, run = write_config(tmp_path, target=task), tmp_path / "run"
     chosen = (
         f"algorithm.preset={preset}",
