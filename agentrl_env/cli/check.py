@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from traceback import print_exception
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +28,7 @@ from agentrl_env.cli.options import (
 from agentrl_env.errors import AgentRLError, TargetError
 
 if TYPE_CHECKING:
-    from agentrl_env.testing.quality import TaskQuality
+    from agentrl_env.testing.quality import Load, TaskQuality
     from agentrl_env.testing.report import Report
 
 
@@ -102,8 +104,7 @@ def check(
         found = run_quality(connect, task=task, deadline=deadline, samples=samples, splits=own, model=player)
         if not hold or is_url(target):
             return found
-        load = measure_load(target, task=task, sessions=hold)
-        return [one.model_copy(update={"load": load}) for one in found]
+        return _with_load(found, partial(measure_load, target, task=task, sessions=hold, deadline=deadline))
 
     def conform(target: str) -> list[Report]:
         connect = client_of(target, key, timeout=deadline)
@@ -143,6 +144,16 @@ def check(
     if not ok and found and not quality and not traceback:
         print("--traceback shows the tracebacks of the task's code.", file=sys.stderr)
     raise typer.Exit(0 if ok else 1)
+
+
+def _with_load(tasks: list[TaskQuality], measure: Callable[[], Load]) -> list[TaskQuality]:
+    """Return the figures with those of a server, or with a finding where it cannot be measured."""
+    try:
+        load = measure()
+    except AgentRLError as error:
+        said = f"its server could not be measured: {type(error).__name__}: {error}"
+        return [task.model_copy(update={"findings": (*task.findings, said)}) for task in tasks]
+    return [task.model_copy(update={"load": load}) for task in tasks]
 
 
 def _measured(file: Path | None) -> dict[str, list[TaskQuality]]:

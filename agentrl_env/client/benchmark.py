@@ -18,6 +18,9 @@ from agentrl_env.wire import choose_task
 NUM_CALLS = 256
 """Number of random calls, drawn before the measurement and then repeated."""
 
+STOP_S = 10.0
+"""Seconds that calls get to end after the measurement; those of a slow task are cancelled then."""
+
 
 class LoadResult(BaseModel):
     """The figures of one measurement."""
@@ -128,7 +131,9 @@ async def _measure(
         await asyncio.sleep(seconds)
         load.counting, elapsed = False, time.perf_counter() - begin
         load.stopping = True
-        await asyncio.gather(*players)
+        _, stuck = await asyncio.wait(players, timeout=STOP_S)
+        for player in stuck:
+            player.cancel()
     if not load.times:
         reason = f": {load.failures[0]}" if load.failures else "; measure for longer"
         raise AgentRLError(f"no step of {task.name!r} succeeded{reason}")

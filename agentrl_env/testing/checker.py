@@ -20,7 +20,7 @@ from agentrl_env.server.loader import load_target
 from agentrl_env.session.loop_watch import ADVICE, Block, LoopWatch
 from agentrl_env.testing.checks import BLOCKED_S, CHECKS, LAST, RECORDS
 from agentrl_env.testing.context import CLOSE_TIMEOUT, CheckContext
-from agentrl_env.testing.quality import TaskQuality, measure_quality
+from agentrl_env.testing.quality import START_S, TaskQuality, measure_quality, time_limit
 from agentrl_env.testing.report import CheckOutcome, CheckResult, Report, failed, skipped, warned
 from agentrl_env.testing.shared_state import SharedState
 from agentrl_env.types import TaskInfo
@@ -122,30 +122,39 @@ def run_quality(
     Args:
         connect: Returns the client, as for ``run_checks``.
         task: Name of the task; all by default.
-        deadline: Seconds that one policy may take on one split.
+        deadline: Seconds in which the episodes of one policy on one split begin.
         samples: Samples of each split.
         splits: Names of splits; all by default.
         model: A model to play groups of episodes; it is closed at the end.
 
     Raises:
-        AgentRLError: The tasks could not be listed, or a split is unknown.
+        AgentRLError: The tasks could not be listed, a split is unknown, or a call blocks for ever.
     """
 
-    async def run() -> list[TaskQuality]:
-        found = []
-        async with contextlib.AsyncExitStack() as stack:
-            client = await stack.enter_async_context(connect())
-            tasks = await client.tasks()
-            own = await stack.enter_async_context(model) if model is not None else None
-            for info in tasks.values() if task is None else [tasks[choose_task(task, tasks)]]:
-                if unknown := [split for split in splits if split not in info.splits]:
-                    known = ", ".join(info.splits)
-                    raise UnknownSample(f"task {info.name!r} has no split {unknown[0]!r}; splits: {known}")
-                context = CheckContext(client=client, task=info, deadline=deadline)
-                found.append(await measure_quality(context, samples=samples, splits=splits, model=own))
-        return found
+    async def measure(tasks: Sequence[TaskInfo]) -> list[TaskQuality]:
+        async with model or contextlib.nullcontext():
+            contexts = [CheckContext(client=client, task=info, deadline=deadline) for info in tasks]
+            return [
+                await measure_quality(context, samples=samples, splits=splits, model=model)
+                for context in contexts
+            ]
 
-    return asyncio.run(run())
+    loop, client = LoopThread("agentrl-env-quality"), connect()
+    try:
+        tasks = _tasks_of(loop, client, max(deadline, START_S))
+        selected = list(tasks.values()) if task is None else [tasks[choose_task(task, tasks)]]
+        for info in selected:
+            if unknown := [split for split in splits if split not in info.splits]:
+                known = ", ".join(info.splits)
+                raise UnknownSample(f"task {info.name!r} has no split {unknown[0]!r}; splits: {known}")
+        limit = time_limit(deadline, [len(splits or info.splits) for info in selected])
+        try:
+            return loop.run(measure(selected), limit)
+        except TimeoutError:
+            reason = "a call of the task may block the event loop"
+            raise CallTimeout(f"the tasks could not be measured in {limit:g} s; {reason}") from None
+    finally:
+        _close(loop, client, CLOSE_TIMEOUT)
 
 
 def _tasks_of(loop: LoopThread, client: EnvClient, deadline: float) -> dict[str, TaskInfo]:

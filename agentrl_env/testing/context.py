@@ -384,7 +384,8 @@ class CheckContext:
 
     async def replay(self, rollout: Rollout) -> Rollout:
         """Play the same sample and seed again, with the same messages."""
-        return await self.play(replay_policy(rollout.actions), rollout.sample.index, rollout.sample.seed)
+        sample = rollout.sample
+        return await self.play(replay_policy(rollout.actions), sample.index, sample.seed, sample.split)
 
     async def replay_interleaved(self, recorded: Sequence[Rollout]) -> list[Rollout]:
         """Replay the rollouts concurrently that the server opens in half of the time, turn by turn."""

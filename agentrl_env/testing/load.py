@@ -6,27 +6,31 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from agentrl_env.client.benchmark import measure
+from agentrl_env.client.benchmark import LoadResult, measure
 from agentrl_env.client.client import ClientSession, EnvClient
 from agentrl_env.errors import AgentRLError
 from agentrl_env.launch.process import ServerProcess
-from agentrl_env.testing.quality import Load
+from agentrl_env.testing.quality import START_S, Load
 
 SESSIONS = 64
 """Sessions to hold at once."""
 PLAYERS = 16
 """Sessions that are stepped at once, to count steps."""
-START_S = 300.0
-"""Seconds that a server may take to start."""
-LONGER = 15
-"""Times as long that steps are counted where the first time had none."""
+CLOSE_S = 5.0
+"""Seconds to wait for the sessions to close before the server is stopped."""
 
 
 def measure_load(
-    target: str, *, task: str | None = None, sessions: int = SESSIONS, seconds: float = 2.0
+    target: str,
+    *,
+    task: str | None = None,
+    sessions: int = SESSIONS,
+    seconds: float = 2.0,
+    deadline: float = 60.0,
 ) -> Load:
     """Serve a target in a process of its own, hold sessions in it, and let random calls play.
 
@@ -35,52 +39,77 @@ def measure_load(
         task: Name of the task; None if there is only one.
         sessions: Sessions to hold at once.
         seconds: Seconds in which steps are counted.
+        deadline: Seconds in which they are counted where that time saw no episode begin, and in which the
+            sessions have to open.
 
     Raises:
-        LaunchError: The server does not start.
-        AgentRLError: No step succeeded.
+        AgentRLError: The server does not start, or opens no session.
     """
     begin = time.monotonic()
-    with ServerProcess(target, max_sessions=max(sessions, PLAYERS), start_timeout=START_S) as server:
+    with ServerProcess(target, max_sessions=sessions + PLAYERS, start_timeout=START_S) as server:
         connect = partial(EnvClient.connect, server.url)
-        pid = server.pid or 0
-        start_s, held, memory = asyncio.run(_hold(connect(), task, sessions, pid, begin))
-        count = partial(measure, connect, task=task, sessions=PLAYERS, warmup=0.5)
-        try:
-            load = count(seconds=seconds)
-        except AgentRLError:  # no step of a slow task has ended
-            load = count(seconds=LONGER * seconds)
+        asyncio.run(_open_one(connect(), task))
+        start_s = time.monotonic() - begin
+        load = _count(partial(measure, connect, task=task, sessions=PLAYERS, warmup=0.5), seconds, deadline)
+        # Last, as a server may go on to open what has not opened in time.
+        held, memory = asyncio.run(hold_sessions(connect(), task, sessions, server.pid or 0, deadline))
     return Load(
         start_s=start_s,
         sessions=held,
         asked=sessions,
         mb_per_session=None if memory is None or not held else memory / held / 1e6,
-        episodes_per_s=load.episodes / load.seconds,
-        steps_per_s=load.steps_per_s,
+        episodes_per_s=load.episodes / load.seconds if load else None,
+        steps_per_s=load.steps_per_s if load else None,
     )
 
 
-async def _hold(
-    client: EnvClient, task: str | None, count: int, pid: int, begin: float
-) -> tuple[float, int, int | None]:
-    """Return the seconds until the first session was open, the sessions held at once, and their memory."""
+def _count(count: Callable[..., LoadResult], seconds: float, deadline: float) -> LoadResult | None:
+    """Count steps, and again for longer where no episode began; return None where no step ended."""
+    found = None
+    for time_s in (seconds, deadline):
+        with contextlib.suppress(AgentRLError):  # no step has ended
+            found = count(seconds=time_s)
+            if found.episodes:
+                break
+    return found
+
+
+async def _open_one(client: EnvClient, task: str | None) -> None:
+    async with client, await client.open(task or ""):
+        pass
+
+
+async def hold_sessions(
+    client: EnvClient, task: str | None, count: int, pid: int, deadline: float
+) -> tuple[int, int | None]:
+    """Return the sessions that are open at once when all are, or at the deadline, and their memory.
+
+    The memory is None where some were opening at the deadline, as the server has that of these as well.
+    """
     async with client:
-        async with await client.open(task or ""):
-            start_s = time.monotonic() - begin
         before = tree_memory(pid)
-        held = await asyncio.gather(*(_open(client, task or "") for _ in range(count)))
+        opening = [asyncio.create_task(_open(client, task or "")) for _ in range(count)]
+        _, late = await asyncio.wait(opening, timeout=deadline)
         after = tree_memory(pid)
-        sessions = [session for session in held if session is not None]
-        for session in sessions:
-            await session.close()
-    memory = None if before is None or after is None else max(after - before, 0)
-    return start_s, len(sessions), memory
+        opened = [session for one in opening if one.done() and (session := one.result()) is not None]
+        for one in opening:
+            one.cancel()
+        closing = [asyncio.create_task(_close(session)) for session in opened]
+        if closing:
+            await asyncio.wait(closing, timeout=CLOSE_S)
+    memory = None if late or before is None or after is None else max(after - before, 0)
+    return len(opened), memory
 
 
 async def _open(client: EnvClient, task: str) -> ClientSession | None:
     with contextlib.suppress(AgentRLError):  # a session that cannot be held is counted by its absence
         return await client.open(task, wait=5.0)
     return None
+
+
+async def _close(session: ClientSession) -> None:
+    with contextlib.suppress(AgentRLError):  # the server is about to stop
+        await session.close()
 
 
 def tree_memory(pid: int) -> int | None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -38,6 +39,10 @@ EASY = 0.2
 """Success rate of a policy without skill from which on a task says little."""
 WAIT_S = 60.0
 """Seconds to wait for a place on a full server."""
+START_S = 300.0
+"""Seconds that a task or its server may take to start."""
+CUT_OFF = 2
+"""Times the deadline of a policy after which its episodes that have not ended are cut off."""
 
 
 class _Frozen(BaseModel):
@@ -64,6 +69,11 @@ class PolicyScore(_Frozen):
     tokens: float | None
     """Tokens that the model wrote in an episode, by its own count; None of other policies."""
 
+    @property
+    def whole(self) -> int:
+        """Episodes that did not fail, over which the means are."""
+        return self.episodes - self.failed
+
 
 class GroupScore(_Frozen):
     """Result of a model's groups, each of several episodes of one sample."""
@@ -82,8 +92,10 @@ class SplitQuality(_Frozen):
 
     samples: int | None
     """Number of samples; None for an endless split."""
+    asked: int
+    """Samples that each policy was to play."""
     played: int
-    """Samples that were played, by the policy that played most."""
+    """Samples that were played without a failure: by the expert, or by empty turns where there is none."""
     distinct: int | None
     """Different problems among them; None where neither data nor an expert tells."""
     policies: dict[str, PolicyScore]
@@ -100,9 +112,10 @@ class Load(_Frozen):
     asked: int
     """Sessions that were asked for."""
     mb_per_session: float | None
-    """Memory of the server and its child processes for each of them; None where it cannot be read."""
-    episodes_per_s: float
-    steps_per_s: float
+    """Memory of the server and its child processes for each of them; None where it cannot be told."""
+    episodes_per_s: float | None
+    steps_per_s: float | None
+    """Both are None where no step ended in time."""
 
 
 class TaskQuality(_Frozen):
@@ -225,6 +238,12 @@ _UNSKILLED = {"nothing": "empty turns", "random": "random calls", "repeat": "rep
 """The policies without skill, and what they do in words."""
 
 
+def time_limit(deadline: float, splits: Iterable[int]) -> float:
+    """Return the seconds in which tasks of so many splits are measured, unless a call blocks the loop."""
+    policies = len(_UNSKILLED) + 2  # the expert and the model
+    return sum((CUT_OFF * policies * count + 1) * deadline + START_S for count in splits)
+
+
 async def measure_quality(
     context: CheckContext,
     *,
@@ -236,7 +255,7 @@ async def measure_quality(
     """Play every policy on every split and return what it reached.
 
     Args:
-        context: The task; its deadline is what one policy may take on one split.
+        context: The task; in its deadline the episodes of one policy on one split begin.
         samples: Samples of each split.
         splits: Names of splits; all by default.
         model: A model whose groups are played as well.
@@ -252,21 +271,23 @@ async def measure_quality(
         }
         if context.offers_expert:
             makers["expert"] = lambda index: expert_policy
-        played = {name: await _play_all(context, split, indices, make) for name, make in makers.items()}
+        played = {name: await play_all(context, split, indices, make) for name, make in makers.items()}
+        typical = _typical(played)
         groups = None
         if model is not None:
             attempts = [index for index in indices for _ in range(group_size)]
-            episodes = await _play_all(context, split, attempts, lambda index: ChatPolicy(model))
+            episodes = await play_all(context, split, attempts, lambda index: ChatPolicy(model))
             played["model"] = episodes
             groups = [[episode for i, episode in episodes if i == index] for index in indices]
         measured[split] = SplitQuality(
             samples=context.size(split),
-            played=len(indices),
-            distinct=_distinct(played),
+            asked=len(indices),
+            played=len(typical),
+            distinct=_distinct(typical, whole="expert" in played),
             policies={name: score([episode for _, episode in found]) for name, found in played.items()},
             groups=score_groups([group for group in groups if group]) if groups is not None else None,
         )
-    replayed, repeated, difference = await _replays(context)
+    replayed, repeated, difference = await _replays(context, next(iter(measured)))
     quality = TaskQuality(
         task=context.task.name,
         splits=measured,
@@ -325,20 +346,36 @@ class ChatPolicy:
         return completion.message
 
 
-async def _play_all(
+async def play_all(
     context: CheckContext, split: str, indices: Sequence[int], make: Callable[[int], Policy]
 ) -> list[tuple[int, Episode]]:
-    """Play an episode of each sample, some at a time, until the deadline; return those that were played."""
-    end, pending = context.clock() + context.deadline, list(reversed(indices))
+    """Play an episode of each sample, some at a time, and return those that were played.
+
+    None begins after the deadline, and one that has not ended after ``CUT_OFF`` times as long has failed.
+    """
+    begin, pending = context.clock(), list(reversed(indices))
     played: list[tuple[int, Episode]] = []
 
     async def play_some() -> None:
-        while pending and (context.clock() < end or not played):
+        while pending and (context.clock() < begin + context.deadline or not played):
             index = pending.pop()
-            played.append((index, await _play(context, split, index, make(index))))
+            left = begin + CUT_OFF * context.deadline - context.clock()
+            played.append((index, await _play_until(context, split, index, make(index), left)))
 
     await asyncio.gather(*(play_some() for _ in range(min(CONCURRENT, len(indices)))))
     return sorted(played, key=lambda pair: pair[0])
+
+
+async def _play_until(
+    context: CheckContext, split: str, index: int, policy: Policy, seconds: float
+) -> Episode:
+    """Play an episode that is cut off after some seconds, without waiting for what it is doing then."""
+    playing = asyncio.ensure_future(_play(context, split, index, policy))
+    await asyncio.wait((playing,), timeout=max(seconds, 0.0))
+    if playing.done():
+        return playing.result()
+    playing.cancel()
+    return Episode(error=f"cut off, as it had not ended at {CUT_OFF} times the deadline")
 
 
 async def _play(context: CheckContext, split: str, index: int, policy: Policy) -> Episode:
@@ -360,26 +397,43 @@ async def _play(context: CheckContext, split: str, index: int, policy: Policy) -
     return Episode(rollout=rollout, error=error, tokens=getattr(policy, "tokens", None))
 
 
-async def _replays(context: CheckContext) -> tuple[int, int, str | None]:
-    """Play random episodes twice; return their number, how many were equal, and the first difference."""
-    replayed, repeated, found = 0, 0, None
-    for index in context.indices(REPLAYED):
-        first = await context.play(draw_calls(index), index)
-        if first.reason:
-            continue
-        difference = first.difference(await context.replay(first))
-        replayed, repeated = replayed + 1, repeated + (difference is None)
-        found = found or (difference and f"{first.name}, {difference}")
-    return replayed, repeated, found
+async def _replays(context: CheckContext, split: str) -> tuple[int, int, str | None]:
+    """Play random episodes twice; return their number, how many were equal, and the first difference.
+
+    Episodes that fail do not count, nor those that have not ended at the deadline.
+    """
+    differences: list[str | None] = []
+
+    async def play_twice() -> None:
+        for index in context.indices(REPLAYED, split):
+            with contextlib.suppress(AgentRLError):
+                first = await context.play(draw_calls(index), index, split=split)
+                if not first.reason:
+                    difference = first.difference(await context.replay(first))
+                    differences.append(difference and f"{first.name}, {difference}")
+
+    playing = asyncio.ensure_future(play_twice())
+    await asyncio.wait((playing,), timeout=context.deadline)
+    if not playing.done():
+        playing.cancel()
+    else:
+        playing.result()
+    await context.close_all()
+    found = [difference for difference in differences if difference]
+    return len(differences), len(differences) - len(found), found[0] if found else None
 
 
-def _distinct(played: Mapping[str, Sequence[tuple[int, Episode]]]) -> int | None:
-    """Count different problems: by what the expert meets, else by data and opening."""
+def _typical(played: Mapping[str, Sequence[tuple[int, Episode]]]) -> list[Rollout]:
+    """Return the episodes that did not fail: of the expert, or of empty turns where there is none."""
     name = "expert" if "expert" in played else "nothing"
-    rollouts = [episode.rollout for _, episode in played[name] if episode.rollout and not episode.error]
-    if name != "expert" and not all(rollout.sample.data for rollout in rollouts):
+    return [episode.rollout for _, episode in played[name] if episode.rollout and not episode.error]
+
+
+def _distinct(rollouts: Sequence[Rollout], *, whole: bool) -> int | None:
+    """Count different problems: by what the expert meets in whole episodes, else by data and opening."""
+    if not whole and not all(rollout.sample.data for rollout in rollouts):
         return None
-    return len({readable([r.sample.data, *_texts(r, name == "expert")]) for r in rollouts})
+    return len({readable([r.sample.data, *_texts(r, whole)]) for r in rollouts})
 
 
 def _texts(rollout: Rollout, whole: bool) -> list[str]:

@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from agentrl_env.testing.quality import GroupScore, Load, SplitQuality, TaskQuality, mean
+from agentrl_env.testing.quality import Load, SplitQuality, TaskQuality, mean
 
 _POLICIES = ("nothing", "random", "repeat", "expert")
 
@@ -49,7 +49,10 @@ def _task_cells(task: TaskQuality) -> dict[str, str]:
     else:
         best = task.best_unskilled()
         typical = "random" if task.mean("expert", "turns") is None else "expert"
-        cells = {name: _pair(task.mean(name, "success"), task.mean(name, "reward")) for name in _POLICIES}
+        cells = {
+            name: _pair(task.mean(name, "success"), task.mean(name, "reward"), *_counts(name, splits))
+            for name in _POLICIES
+        }
         cells |= {
             "best": _number(best.best if best else None),
             "turns": _number(task.mean(typical, "turns"), 1),
@@ -57,8 +60,7 @@ def _task_cells(task: TaskQuality) -> dict[str, str]:
             "differ": "",
             "failed": str(sum(own.failed for split in splits for own in split.policies.values()) or ""),
         }
-        groups = [split.groups for split in splits if split.groups is not None]
-        cells |= _model_cells(groups, task.mean("model", "turns"), task.mean("model", "tokens"))
+        cells |= _model_cells(splits, task.mean("model", "turns"), task.mean("model", "tokens"))
     return cells | {"same": f"{task.repeated}/{task.replayed}"} | _load_cells(task.load)
 
 
@@ -66,7 +68,10 @@ def _split_cells(split: SplitQuality) -> dict[str, str]:
     own = split.policies
     typical = own.get("expert", own["random"])
     best = [own[name].best for name in ("nothing", "random", "repeat") if name in own]
-    cells = {name: _pair(own[name].success, own[name].reward) if name in own else "" for name in _POLICIES}
+    cells = {
+        name: _pair(own[name].success, own[name].reward, *_counts(name, [split])) if name in own else ""
+        for name in _POLICIES
+    }
     cells |= {
         "best": _number(max((value for value in best if value is not None), default=None)),
         "turns": _number(typical.turns, 1),
@@ -75,16 +80,24 @@ def _split_cells(split: SplitQuality) -> dict[str, str]:
         "failed": str(sum(score.failed for score in own.values()) or ""),
     }
     if split.groups is not None:
-        cells |= _model_cells([split.groups], own["model"].turns, own["model"].tokens)
+        cells |= _model_cells([split], own["model"].turns, own["model"].tokens)
     return cells
 
 
-def _model_cells(groups: Sequence[GroupScore], turns: float | None, tokens: float | None) -> dict[str, str]:
+def _counts(policy: str, splits: Sequence[SplitQuality]) -> tuple[int, int]:
+    """Return the episodes of a policy that did not fail, and those asked for."""
+    found = [split.policies[policy].whole for split in splits if policy in split.policies]
+    return sum(found), sum(split.asked for split in splits)
+
+
+def _model_cells(splits: Sequence[SplitQuality], turns: float | None, tokens: float | None) -> dict[str, str]:
     """Return the cells of a model: means over splits."""
+    groups = [split.groups for split in splits if split.groups is not None]
     if not groups:
         return {}
+    played, asked = sum(group.groups for group in groups), sum(split.asked for split in splits)
     return {
-        "pass@1": _percent(mean(group.pass_1 for group in groups)),
+        "pass@1": _percent(mean(group.pass_1 for group in groups)) + _of(played, asked),
         f"pass@{groups[0].size}": _percent(mean(group.pass_k for group in groups)),
         "signal": _percent(mean(group.signal for group in groups)),
         "model turns": _number(turns, 1),
@@ -104,8 +117,13 @@ def _load_cells(load: Load | None) -> dict[str, str]:
     }
 
 
-def _pair(success: float | None, reward: float | None) -> str:
-    return "" if success is None else f"{_percent(success)} {_number(reward)}"
+def _pair(success: float | None, reward: float | None, played: int, asked: int) -> str:
+    return "" if success is None else f"{_percent(success)}{_of(played, asked)} {_number(reward)}"
+
+
+def _of(played: int, asked: int) -> str:
+    """Return what is said of a share of fewer episodes than were asked for."""
+    return f" of {played}" if played < asked else ""
 
 
 def _percent(value: float | None) -> str:

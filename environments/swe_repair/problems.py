@@ -11,7 +11,7 @@ import functools
 import itertools
 import random
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -207,16 +207,25 @@ def places(data: Mapping[str, Any]) -> tuple[Place, ...]:
 @functools.lru_cache(256)
 def _problem(family: str, options: tuple[str, ...], level: int, slot: int, number: int) -> Problem:
     kind, on = FAMILIES[family], frozenset(options)
-    chosen = places({"family": family, "options": options, "level": level, "slot": slot})
-    for attempt in range(8):
-        rng = random.Random(stable_seed("swe_repair problem", level, family, options, slot, number, attempt))
-        names = {name: str(rng.choice(words)) for name, words in kind.names.items()}
-        library = build(kind, on, names)
-        planted = [bugs(module, library.modules[module])[place] for module, place in chosen]
-        made = _assemble(library, planted, _pool(kind, on, names, rng, 2 * CASES), rng, level)
-        if made:
-            return made
+    data = {"family": family, "options": options, "level": level, "slot": slot}
+    for chosen in _alternatives(data):
+        for attempt in range(8):
+            seed = stable_seed("swe_repair problem", level, family, options, slot, number, attempt)
+            rng = random.Random(seed)
+            names = {name: str(rng.choice(words)) for name, words in kind.names.items()}
+            library = build(kind, on, names)
+            planted = [bugs(module, library.modules[module])[place] for module, place in chosen]
+            made = _assemble(library, planted, _pool(kind, on, names, rng, 2 * CASES), rng, level)
+            if made:
+                return made
     raise Unsolvable(f"no cases show the bugs of {family} with {options}, level {level}, slot {slot}")
+
+
+def _alternatives(data: Mapping[str, Any]) -> Iterator[tuple[Place, ...]]:
+    """Yield the places of a sample's bugs, then others that no slot has: a bug may hang in further cases."""
+    yield places(data)
+    found = usable(data["family"], tuple(data["options"]), data["level"], 2 * SLOTS)
+    yield from found[SLOTS + data["slot"] :]
 
 
 def problem(data: Mapping[str, Any]) -> Problem:

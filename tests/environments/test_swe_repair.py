@@ -139,6 +139,12 @@ def test_problems_are_verified_and_have_the_files_of_their_level(level):
         assert {"README.md", f"tests/test_{made.package}.py"} < set(made.files)
 
 
+def test_bug_that_hangs_in_further_cases_has_another_in_its_place():
+    pairs = problems.choices("test")
+    index = pairs.index(("dates", ("late", "saturday", "sticky", "sunday")))
+    assert verify(1, index).files
+
+
 @pytest.mark.slow
 @every_level
 def test_all_held_out_problems_are_verified_and_different(level):

@@ -1,5 +1,6 @@
 """Quality of a task: tasks with one fault each, real tasks, and a model behind a real HTTP server."""
 
+import asyncio
 import json
 import random
 import sys
@@ -8,19 +9,21 @@ from collections import Counter
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
+from rich.console import Console
 
 from agentrl_env import Done, EnvClient, Environment, Message, Reply, StepResult, ToolCall, tool
 from agentrl_env.__main__ import main
-from agentrl_env.errors import UnknownSample
+from agentrl_env.client import benchmark
+from agentrl_env.errors import ServeError, UnknownSample
 from agentrl_env.evaluation import ChatModel, chat_model
-from agentrl_env.launch.process import ServerThread
+from agentrl_env.launch.process import ServerProcess, ServerThread
 from agentrl_env.server.loader import load_target
-from agentrl_env.testing import run_quality
+from agentrl_env.testing import load, run_quality
 from agentrl_env.testing.context import Rollout, RolloutTurn
-from agentrl_env.testing.load import measure_load, tree_memory
+from agentrl_env.testing.load import hold_sessions, measure_load, tree_memory
 from agentrl_env.testing.quality import Episode, score, score_groups
 from agentrl_env.testing.quality_table import quality_table
 from agentrl_env.types import SessionStatus, TaskSample
@@ -167,6 +170,76 @@ def test_tool_whose_arguments_cannot_be_drawn_leaves_the_others():
     assert policies(quality_of(Odd, samples=4))["random"].failed == 0
 
 
+class Stuck(Sums):
+    """Add two numbers; the right answer to a sample of an even number is never heard."""
+
+    tool_timeout = 3600.0
+
+    @tool
+    async def answer(self, total: int):
+        """Answer."""
+        if total == self.total and total % 16:
+            await asyncio.Event().wait()
+        return Done("Over.", reward=float(total == self.total))
+
+
+class StuckThread(Stuck):
+    """The same, with a thread that never returns."""
+
+    blocking = True
+
+    @tool
+    def answer(self, total: int):
+        """Answer."""
+        if total == self.total and total % 16:
+            threading.Event().wait()
+        return Done("Over.", reward=float(total == self.total))
+
+
+@pytest.mark.parametrize("environment", [Stuck, StuckThread])
+def test_episodes_that_never_end_are_cut_off_and_counted(environment, capsys):
+    found = quality_of(environment, deadline=3.0)
+    own, stuck = policies(found), sum(index % 2 == 0 for index in even_or_odd(12))
+    assert 0 < stuck < 12
+    assert (own["nothing"].episodes, own["nothing"].failed) == (12, 0)
+    assert (own["expert"].episodes, own["expert"].failed, own["expert"].success) == (12, stuck, 1.0)
+    assert own["expert"].failure == "cut off, as it had not ended at 2 times the deadline"
+    split = found.splits["train"]
+    assert (split.asked, split.played, split.distinct) == (12, 12 - stuck, 12 - stuck)
+    assert not any("samples differ" in sentence for sentence in found.findings)
+    Console(width=200).print(quality_table([found]))
+    assert f"100% of {12 - stuck} 1.00" in capsys.readouterr().out
+
+
+def test_episodes_that_never_end_are_not_played_again():
+    class Silent(Sums):
+        @tool
+        async def answer(self, total: int):
+            """Answer."""
+            await asyncio.Event().wait()
+
+    found = quality_of(Silent, samples=1, deadline=0.2)
+    assert (found.replayed, found.repeated) == (0, 0)
+    assert policies(found)["expert"].success is None
+
+
+def test_replays_are_of_the_split_that_is_measured():
+    class Held(Sums):
+        splits = ("held-out",)
+
+    found = quality_of(Held, splits=("held-out",))
+    assert (found.replayed, found.repeated) == (5, 5)
+
+
+def test_episode_that_cannot_be_opened_is_not_played_again():
+    class Closed(Sums):
+        def reset(self, sample, rng):
+            raise RuntimeError("closed")
+
+    found = quality_of(Closed, samples=2)
+    assert (found.replayed, policies(found)["nothing"].failed) == (0, 2)
+
+
 def test_unknown_split_is_refused():
     with pytest.raises(UnknownSample, match="task 'sums' has no split 'dev'; splits: train, test"):
         quality_of(Sums, splits=("dev",))
@@ -191,6 +264,34 @@ def test_load_counts_sessions_and_steps(tmp_path):
     assert load.episodes_per_s > 0
     assert load.mb_per_session is None or load.mb_per_session >= 0
     assert tree_memory(10**9) is None
+
+
+class OpensOnce(Sums):
+    """Add two numbers, in the first session only."""
+
+    blocking = True
+    opened: ClassVar[list] = []
+
+    def reset(self, sample, rng):
+        self.opened.append(self)
+        if len(self.opened) > 1:
+            threading.Event().wait()
+        return super().reset(sample, rng)
+
+
+def test_load_of_a_task_that_does_not_open_in_time_has_no_rates(monkeypatch):
+    monkeypatch.setattr(benchmark, "STOP_S", 0.1)
+    load = measure_load(f"{__file__}:OpensOnce", sessions=4, seconds=0.1, deadline=0.2)
+    assert (load.sessions, load.asked, load.mb_per_session) == (0, 4, None)
+    assert (load.episodes_per_s, load.steps_per_s) == (None, None)
+
+
+def test_memory_of_sessions_that_are_opening_is_counted_for_none_that_is_open():
+    with ServerProcess(f"{__file__}:OpensOnce") as server:
+        connect = EnvClient.connect(server.url)
+        held, memory = asyncio.run(hold_sessions(connect, None, 4, server.pid, deadline=1.0))
+    assert held <= 1
+    assert memory is None
 
 
 def episode(reward, *, success=None, error=None, tokens=None):
@@ -313,8 +414,6 @@ def test_endpoint_that_is_none_is_named(monkeypatch):
 
 
 def test_table_has_a_row_for_each_task_and_split(capsys):
-    from rich.console import Console
-
     with ServerThread(Guess, oracle=True) as server:
         (guess,) = run_quality(lambda: EnvClient.connect(server.url), samples=3)
     with endpoint() as (url, _):
@@ -369,6 +468,17 @@ def test_command_prints_quality_as_json(cli, monkeypatch):
     assert (task["task"], task["load"]) == ("sums", None)
     assert task["splits"]["train"]["groups"]["groups"] == 2
     assert requests[0][1] == "Bearer secret"
+
+
+def test_command_keeps_the_figures_of_a_task_whose_server_does_not_start(cli, monkeypatch):
+    def fail(*arguments, **options):
+        raise ServeError("it ended")
+
+    monkeypatch.setattr(load, "measure_load", fail)
+    code, out, _ = cli(f"{__file__}:Sums", "--quality", "--samples", 2, "--split", "train")
+    assert code == 0
+    assert "100% 1.00" in out
+    assert "sums: its server could not be measured: ServeError: it ended." in out
 
 
 def test_command_goes_on_with_the_figures_of_a_file(cli, tmp_path):
