@@ -109,7 +109,8 @@ async def _started(
         for name in names:
             folder = make_folder(readable="sandbox" in name)
             try:
-                sites.append(LAYOUTS[name](folder))
+                # A layout may build an image; the clients of other lanes must not fall silent meanwhile.
+                sites.append(await asyncio.to_thread(LAYOUTS[name], folder))
             except Skipped as error:
                 account.skip(name, str(error))
                 shutil.rmtree(folder)
