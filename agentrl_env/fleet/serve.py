@@ -15,7 +15,7 @@ from starlette.routing import WebSocketRoute
 from agentrl_env.errors import ServeError
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.link_endpoint import link_endpoint
-from agentrl_env.fleet.supervisor import START_S, Replica, Supervisor
+from agentrl_env.fleet.supervisor import Replica, Supervisor
 from agentrl_env.launch.process import ServerHandle, ServerProcess
 from agentrl_env.server.app import create_app
 from agentrl_env.server.auth import AgentTokens, is_link_token, link_token
@@ -175,7 +175,6 @@ class WorkerServer:
             stuck_after=stuck_s,
             arguments=arguments,
             forward_output=True,
-            start_timeout=START_S,
         )
         self._supervisor = Supervisor(
             [Replica(name=f"worker {number}", make=make) for number in range(workers)],

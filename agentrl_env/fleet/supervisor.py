@@ -19,8 +19,6 @@ T = TypeVar("T")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
 STEADY_S = 10.0
 """A server that ran for this long restarts after the first pause; earlier ends double the pause."""
-START_S = 120.0
-"""Seconds that a server may take to start."""
 
 
 @dataclass(slots=True, kw_only=True)

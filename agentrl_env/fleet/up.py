@@ -16,7 +16,7 @@ from rich.table import Table
 from agentrl_env.fleet.config import FleetConfig, TaskConfig
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import STARVED_FACTOR, ControllerServer
-from agentrl_env.fleet.supervisor import START_S, Replica, Supervisor
+from agentrl_env.fleet.supervisor import Replica, Supervisor
 from agentrl_env.launch.docker import DockerServer
 from agentrl_env.launch.image import build_image
 from agentrl_env.launch.process import ServerHandle, ServerProcess
@@ -125,7 +125,6 @@ class LocalFleet:
         options = {
             "token": self._link_token,
             "controllers": [self._controller.local_url],
-            "start_timeout": START_S,
             "environment": task.environment,
             **task.serve_options(),
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import re
 import signal
@@ -31,9 +32,13 @@ if TYPE_CHECKING:
     from agentrl_env.environment import Environment
     from agentrl_env.server.serve import EnvServer
 
+logger = logging.getLogger("agentrl_env")
+
 _LISTENING = re.compile(rb"serving .* at (http://\S+)(?: with \d+ workers)?$")
 _CONNECTED = re.compile(rb"serving ")
 _POLL_S = 0.05
+_LATE_S = 30.0
+"""Seconds of a start after which a warning says that it is waited for."""
 _READ_BYTES = 1 << 20
 _VERDICT_BYTES = 1 << 16
 
@@ -50,7 +55,8 @@ class ServeOptions:
         drain: seconds that open sessions get to end when the server stops.
         oracle: whether clients may call ``expert``.
         stuck_after: seconds without its event loop after which the server is killed; 0 never does.
-        start_timeout: seconds until the server must answer.
+        start_timeout: seconds until the server must answer; a ``startup`` or ``samples`` that takes longer
+            than its task's ``reset_timeout`` ends the server earlier.
         controllers: ``http://HOST:PORT`` of controllers to connect to; the server then has no address of
             its own.
         environment: environment variables of the server.
@@ -63,7 +69,7 @@ class ServeOptions:
     drain: float = 0.0
     oracle: bool = False
     stuck_after: float = STUCK_S
-    start_timeout: float = 60.0
+    start_timeout: float = 600.0
     controllers: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     arguments: Sequence[str] = ()
@@ -361,12 +367,19 @@ class ServerThread(ServerHandle):
 
 def wait_until_ready(server: ServerHandle, answers: Callable[[], bool], timeout: float, name: str) -> None:
     """Return once ``answers()`` is true. Raises ServeError if the server ends, or at the timeout."""
-    deadline = time.monotonic() + timeout
+    begin, told = time.monotonic(), False
     while not answers():
         if not server.running:
             raise ServeError(f"{name} ended: {server.end_reason()}")
-        if time.monotonic() > deadline:
-            raise ServeError(f"{name} did not answer within {timeout:g} s: {server.end_reason()}")
+        passed = time.monotonic() - begin
+        if passed > timeout:
+            raise ServeError(
+                f"{name} did not answer within {timeout:g} s: {server.end_reason()}; "
+                "start_timeout is the option that lets it take longer"
+            )
+        if passed > _LATE_S and not told:
+            told = True
+            logger.warning("%s has not started after %g s, and is waited for", name, _LATE_S)
         time.sleep(_POLL_S)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from agentrl_env import EnvClient, Environment, tool
 from agentrl_env.errors import ServeError, TargetError
+from agentrl_env.launch import process
 from agentrl_env.launch.process import ServerHandle, ServerProcess, ServerThread
 from tests.env.tasks import Quick
 from tests.processes import alive, until_dead
@@ -140,9 +141,18 @@ def test_taken_port_is_a_clear_error():
 
 def test_server_that_starts_too_slowly_is_stopped():
     server = ServerProcess(TARGET, start_timeout=0.0)
-    with pytest.raises(ServeError, match="did not answer within 0 s"):
+    with pytest.raises(ServeError, match=r"did not answer within 0 s.*start_timeout"):
         server.start()
     assert not server.running
+
+
+def test_server_that_starts_late_is_waited_for_with_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(process, "_LATE_S", 0.0)
+    with ServerProcess(TARGET) as server:
+        assert server.running
+    assert [record.getMessage() for record in caplog.records] == [
+        "the server has not started after 0 s, and is waited for"
+    ]
 
 
 def test_log_file_is_appended_to(tmp_path):
