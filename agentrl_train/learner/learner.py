@@ -309,7 +309,7 @@ class Learner:
         index, count = self._data
         lengths = [len(one) for one in sequences]
         rows = (
-            shared_rows(lengths)
+            shared_rows(lengths, ranks=count)
             if attends_to_segments(scorer.model)
             else [[number] for number in range(len(lengths))]
         )

@@ -28,6 +28,8 @@ Part = tuple[int, int]
 WHOLE: Part = (0, 1)
 ATTENTION = "agentrl_segments"
 """Name of ``segment_attention`` among the attention implementations of transformers."""
+ROW_TOKENS = 2048
+"""Tokens of short sequences that share a forward pass without gradients."""
 
 
 class Scorer(nn.Module):
@@ -237,10 +239,14 @@ def one_row(*sequences: TokenSequence) -> MicroBatch:
     )
 
 
-def shared_rows(lengths: Sequence[int]) -> list[list[int]]:
-    """Distribute sequences over rows as long as the longest; the two shortest always fit into one."""
+def shared_rows(lengths: Sequence[int], *, ranks: int = 1) -> list[list[int]]:
+    """Distribute sequences over rows, of at least one for each rank where there are enough tokens.
+
+    A row holds the longest sequence, the two shortest, or as many as ``ROW_TOKENS`` hold, whichever is more:
+    a forward pass of a few short sequences costs nearly what one of a full row does.
+    """
     shortest = sorted(lengths)[:2]
-    room = max(*lengths, sum(shortest)) if lengths else 0
+    room = max(*lengths, sum(shortest), min(ROW_TOKENS, sum(lengths) // ranks)) if lengths else 0
     rows: list[list[int]] = []
     for number in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
         fitting = (row for row in rows if sum(lengths[one] for one in row) + lengths[number] <= room)

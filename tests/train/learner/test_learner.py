@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     GraniteConfig,
@@ -23,7 +25,7 @@ from transformers import (
 from agentrl_train.batch import pack
 from agentrl_train.errors import LossNotFinite
 from agentrl_train.learner import Learner, lr_fraction, sampled_logprobs, select_sampled
-from agentrl_train.learner.logprobs import padding_free, sampled_units, set_attention
+from agentrl_train.learner.logprobs import ROW_TOKENS, padding_free, sampled_units, set_attention, shared_rows
 from agentrl_train.loss import clip, importance_weights, old, policy_loss, sequence_ratio, sft_loss
 from agentrl_train.runtime.config import load_config
 from agentrl_train.runtime.factories import learner_options
@@ -126,6 +128,25 @@ def test_logprobs_match_full_model(model, temperature):
     scores = learner(model, temperature=temperature).logprobs(sequences)
     for one, row in zip(sequences, scores, strict=True):
         assert row == pytest.approx(whole_logprobs(model, one, temperature), abs=1e-5)
+
+
+@given(st.lists(st.integers(1, 3 * ROW_TOKENS), min_size=1, max_size=60), st.integers(1, 4))
+def test_each_sequence_is_in_one_row_that_no_two_rows_could_share(lengths, ranks):
+    rows = shared_rows(lengths, ranks=ranks)
+    assert sorted(number for row in rows for number in row) == list(range(len(lengths)))
+    sizes = sorted(sum(lengths[number] for number in row) for row in rows)
+    assert sizes[-1] <= max(*lengths, sum(sorted(lengths)[:2]), ROW_TOKENS)
+    assert len(sizes) == 1 or sizes[0] + sizes[1] > min(ROW_TOKENS, sum(lengths) // ranks)
+
+
+def test_many_short_sequences_share_a_forward_pass(model):
+    one, passes = learner(model), []
+    one.model.model.register_forward_hook(lambda *_: passes.append(1))
+    sequences = made(12)
+    scores = one.logprobs(sequences)
+    assert len(passes) == 1
+    for one, row in zip(sequences, scores, strict=True):
+        assert row == pytest.approx(whole_logprobs(model, one, 1.0), abs=1e-5)
 
 
 @pytest.mark.parametrize("row_tokens", [0, 64])
