@@ -25,9 +25,11 @@ from agentrl_train.types import (
     Batch,
     FloatArray,
     MicroBatch,
+    Row,
     TokenSequence,
     Trajectory,
     TrajectoryGroup,
+    pack_rows,
 )
 
 Aggregation = Literal[
@@ -39,9 +41,6 @@ Aggregation = Literal[
     "task_mean",
     "constant",
 ]
-
-Row = list[int]
-"""Indices of the sequences that share a row."""
 
 
 def sequence(
@@ -270,24 +269,6 @@ def without_high_covariance(
         advantages[on] = own
         found.append(replace(one, advantages=advantages))
     return found
-
-
-def pack_rows(lengths: Sequence[int], capacity: int) -> list[Row]:
-    """Assign sequences to rows of ``capacity`` tokens, first fit decreasing.
-
-    A sequence longer than ``capacity`` gets its own row.
-    """
-    free = np.zeros(len(lengths), np.int64)
-    rows: list[Row] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        fits = free[: len(rows)] >= lengths[i]
-        row = int(np.argmax(fits)) if fits.any() else len(rows)
-        if row == len(rows):
-            rows.append([])
-            free[row] = capacity
-        rows[row].append(i)
-        free[row] -= lengths[i]
-    return rows
 
 
 def _rollouts(sequences: Sequence[TokenSequence]) -> list[Hashable]:

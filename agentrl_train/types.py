@@ -266,6 +266,28 @@ class TokenSequence:
         return int(self.token_ids.shape[0])
 
 
+Row = list[int]
+"""Indices of the sequences that share a row."""
+
+
+def pack_rows(lengths: Sequence[int], capacity: int) -> list[Row]:
+    """Assign sequences to rows of ``capacity`` tokens, first fit decreasing.
+
+    A sequence longer than ``capacity`` gets its own row.
+    """
+    free = np.zeros(len(lengths), np.int64)
+    rows: list[Row] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fits = free[: len(rows)] >= lengths[i]
+        row = int(np.argmax(fits)) if fits.any() else len(rows)
+        if row == len(rows):
+            rows.append([])
+            free[row] = capacity
+        rows[row].append(i)
+        free[row] -= lengths[i]
+    return rows
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """Packed rows of one forward pass; all tensors are [rows, row length].

@@ -375,7 +375,7 @@ def wait_until_ready(server: ServerHandle, answers: Callable[[], bool], timeout:
         if passed > timeout:
             raise ServeError(
                 f"{name} did not answer within {timeout:g} s: {server.end_reason()}; "
-                "start_timeout is the option that lets it take longer"
+                "from Python, start_timeout=SECONDS waits longer"
             )
         if passed > _LATE_S and not told:
             told = True

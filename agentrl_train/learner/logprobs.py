@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from agentrl_train.architecture import attend, has_masks, hiding, layer_types, reach, read_logits
-from agentrl_train.types import MicroBatch, TokenSequence
+from agentrl_train.types import MicroBatch, Row, TokenSequence, pack_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -239,7 +239,7 @@ def one_row(*sequences: TokenSequence) -> MicroBatch:
     )
 
 
-def shared_rows(lengths: Sequence[int], *, ranks: int = 1) -> list[list[int]]:
+def shared_rows(lengths: Sequence[int], *, ranks: int = 1) -> list[Row]:
     """Distribute sequences over rows, of at least one for each rank where there are enough tokens.
 
     A row holds the longest sequence, the two shortest, or as many as ``ROW_TOKENS`` hold, whichever is more:
@@ -247,13 +247,7 @@ def shared_rows(lengths: Sequence[int], *, ranks: int = 1) -> list[list[int]]:
     """
     shortest = sorted(lengths)[:2]
     room = max(*lengths, sum(shortest), min(ROW_TOKENS, sum(lengths) // ranks)) if lengths else 0
-    rows: list[list[int]] = []
-    for number in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
-        fitting = (row for row in rows if sum(lengths[one] for one in row) + lengths[number] <= room)
-        if (row := next(fitting, None)) is None:
-            rows.append(row := [])
-        row.append(number)
-    return rows
+    return pack_rows(lengths, room)
 
 
 def _inputs(model: PreTrainedModel, micro: MicroBatch, part: Part, *, device: torch.device) -> dict[str, Any]:

@@ -140,10 +140,10 @@ def test_each_sequence_is_in_one_row_that_no_two_rows_could_share(lengths, ranks
 
 
 def test_many_short_sequences_share_a_forward_pass(model):
-    one, passes = learner(model), []
-    one.model.model.register_forward_hook(lambda *_: passes.append(1))
+    trained, passes = learner(model), []
+    trained.model.model.register_forward_hook(lambda *_: passes.append(1))
     sequences = made(12)
-    scores = one.logprobs(sequences)
+    scores = trained.logprobs(sequences)
     assert len(passes) == 1
     for one, row in zip(sequences, scores, strict=True):
         assert row == pytest.approx(whole_logprobs(model, one, 1.0), abs=1e-5)
