@@ -58,6 +58,7 @@ def test_program_is_trained_for_a_step(program: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("program", ["agents_sdk", "langgraph"])
 def test_starter_policy_learns_in_a_program(program: str, tmp_path: Path) -> None:
     records = train(tmp_path, f"environments.0.program={PROGRAMS}:{program}", "run.steps=9")

@@ -37,6 +37,7 @@ async def test_expert_crosses_sixty_held_out_lakes_that_are_not_slippery(client)
         assert 10 <= session.turn <= 20
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("level", LEVELS[1:])
 async def test_expert_reaches_the_proven_chance_on_sixty_slippery_lakes(client, level):
     """The successes are within four standard deviations of the sum of the chances."""

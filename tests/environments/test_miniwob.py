@@ -43,6 +43,7 @@ def call(name, **arguments):
     return Message.assistant(None, ToolCall.of(name, **arguments))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("page", ALL_PAGES)
 async def test_oracle_solves_the_page(client, page):
     for seed in range(4):
@@ -96,6 +97,7 @@ async def test_what_an_element_is_not_for_is_an_error_that_the_model_reads(clien
     assert (await play(session))[1] == 1.0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("page", ["enter-text", "use-autocomplete-nodelay", "search-engine", "find-word"])
 async def test_text_that_is_code_is_only_text(client, page):
     for text in ATTACKS:

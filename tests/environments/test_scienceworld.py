@@ -72,6 +72,7 @@ async def wait_until(condition):
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.extended
 async def test_gold_path_solves_and_a_seed_gives_one_transcript_in_new_and_used_processes(client):
     SCIENCEWORLD.simulators.close()
     played = []
@@ -94,6 +95,7 @@ async def test_gold_path_solves_held_out_variations(client, level):
         assert reward == pytest.approx(1.0)
 
 
+@pytest.mark.extended
 async def test_problems_that_the_gold_path_fails_are_left_out(client):
     played = {(one["task"], one["variation"]) for one in variations.problems("train", 1)}
     assert not played & variations.UNSOLVED
@@ -177,6 +179,7 @@ async def test_idle_processes_and_episodes_of_a_process_are_limited(client, monk
     await wait_until(lambda: java_processes() == set())
 
 
+@pytest.mark.extended
 async def test_gold_path_is_computed_once_and_outside_the_processes_of_sessions(client, monkeypatch):
     SCIENCEWORLD.simulators.close()
     SCIENCEWORLD.simulators.paths.clear()

@@ -43,6 +43,7 @@ async def solves(client, split, indices):
         assert reward == 1.0, transcript
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("level", LEVELS)
 async def test_expert_solves_boards_of_every_level(client, level):
     for split in generator.NUM_SAMPLES:
@@ -63,6 +64,7 @@ def test_a_thousand_held_out_boards_differ_even_when_turned(level):
         assert len({generator.alike(boards[i]["board"]) for i in range(len(boards))}) >= 1000
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_splits_share_no_board_even_when_turned(level):
     drawn = {

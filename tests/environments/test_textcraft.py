@@ -46,6 +46,7 @@ async def test_expert_crafts_sixty_held_out_targets(client, level):
         assert reward == 1.0, transcript
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_splits_have_a_thousand_different_problems_and_share_none(level):
     drawn = {}

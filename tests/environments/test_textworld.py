@@ -159,6 +159,7 @@ async def test_fork_continues_on_a_process_of_its_own(client):
     assert (await play(fork))[1] == (await play(session))[1] == 1.0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("how", [signal.SIGSEGV, signal.SIGKILL])
 async def test_crash_of_the_engine_fails_its_own_session_alone(client, how):
     await wait_for_children(0) if TEXTWORLD.engine.process else None
@@ -173,6 +174,7 @@ async def test_crash_of_the_engine_fails_its_own_session_alone(client, how):
     await wait_for_children(0)
 
 
+@pytest.mark.extended
 async def test_death_of_the_engine_itself_spares_the_sessions_and_the_next_one_starts_it(client):
     session = await client.open("textworld", split="test", index=0)
     process = TEXTWORLD.engine.process
@@ -195,6 +197,7 @@ def test_request_without_end_ends_with_its_process():
         engine.close()
 
 
+@pytest.mark.extended
 def test_at_most_so_many_games_are_compiled_at_once(monkeypatch):
     engine, running, most = workers.Engine(starts=2), [], []
     call = workers.Player.call
@@ -263,6 +266,7 @@ async def test_no_file_of_a_game_exists_while_it_is_played(client, tmp_path, mon
     await session.close()
 
 
+@pytest.mark.extended
 async def test_the_way_to_win_is_not_in_what_a_session_tells(client):
     session = await client.open("textworld", split="test-3", index=0)
     plan = run_generator("print(json.dumps(make('test', 3, 0).walkthrough))")
@@ -294,6 +298,7 @@ print("null")
     return tmp_path
 
 
+@pytest.mark.extended
 async def test_games_of_a_folder_are_played(games):
     official = load_target(str(shutil.copytree(FOLDER, games.parent / "textworld-official")))
     assert {"official", "official-train"} <= set(official.splits)

@@ -32,6 +32,7 @@ TITLES = {
     "noise": "Two choices, one reward in five is wrong",
     "horizon": "Three doors, back to the first after a mistake",
     "multi_task": "Three tasks: one policy, and three specialists",
+    "starter_tasks": "Household, shop and database: one policy, and three specialists",
     "two_policies": "Four choices, two policies that know two each",
     "cross_policy": "Two choices, with and without an older policy",
 }

@@ -76,7 +76,7 @@ async def test_every_replica_loads_weights(pool: Subject) -> None:
         assert pool.difference(prompt(1), completion) < pool.tolerance
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.extended)])
 async def test_dead_or_hung_engine_is_restarted_with_last_weights_and_loses_no_completion(
     pool: Subject, number: signal.Signals
 ) -> None:
@@ -107,6 +107,7 @@ async def test_dead_or_hung_engine_is_restarted_with_last_weights_and_loses_no_c
         os.killpg(victim, 0)
 
 
+@pytest.mark.extended
 async def test_repeatedly_failing_engine_is_abandoned_with_reason(
     options: ServingOptions,
 ) -> None:

@@ -24,6 +24,7 @@ def test_configuration_loads_and_serves_the_task_of_its_name(file):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_run_goes_on_from_a_starter_that_imitates_the_expert(tmp_path):
     starter = tmp_path / "starter"
     script = [sys.executable, ROOT / "examples/quickstart/starter.py", "--tasks", "dbbench", "--width", "64"]

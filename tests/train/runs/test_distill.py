@@ -26,6 +26,7 @@ def reward(run: Path, task: str) -> list[float]:
     return [line["tasks"][task]["reward"] for line in steps(run)]
 
 
+@pytest.mark.extended
 def test_two_specialists_become_one_policy(tmp_path: Path) -> None:
     config = write_config(tmp_path, target="vowels.py:Vowels")
     learnt = {}
@@ -72,6 +73,7 @@ def test_distillation_of_a_run_that_cannot_work_is_refused(tmp_path: Path) -> No
     assert "has other tokens than the policy" in done.stderr
 
 
+@pytest.mark.extended
 def test_teachers_are_sharded_like_the_policy(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     make_model(seed=1).save_pretrained(tmp_path / "teacher")

@@ -22,6 +22,7 @@ SETTINGS = {
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_random_policy_learns_within_twenty_steps(tmp_path: Path) -> None:
     config = write_config(tmp_path, target="vowels.py:Vowels")
     settings = [
@@ -44,6 +45,7 @@ def test_random_policy_learns_within_twenty_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_starter_policy_improves_within_ten_steps(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "agentrl_train", "run", str(QUICKSTART)]
     for key, value in {**SETTINGS, "run.folder": tmp_path}.items():

@@ -14,23 +14,15 @@ from tests.train.runs.processes import finish, steps, write_config
 pytestmark = pytest.mark.slow
 
 
+CORE = ("dapo", "a3po", "gigpo", "ppo_turn", "sweet_dpo")
+EXTENDED = (
+    *("remax", "tis", "gspo", "scaling_inter", "starpo_s", "ppo", "ppo_bi_level"),
+    *("practitioner", "archer", "sweet", "matpo", "lightning", "spear"),
+)
+
+
 @pytest.mark.parametrize(
-    "preset",
-    [
-        *("remax", "dapo", "tis", "a3po", "gigpo", "gspo", "scaling_inter", "starpo_s"),
-        *(
-            "ppo",
-            "ppo_turn",
-            "ppo_bi_level",
-            "practitioner",
-            "archer",
-            "sweet",
-            "sweet_dpo",
-            "matpo",
-            "lightning",
-            "spear",
-        ),
-    ],
+    "preset", [*CORE, *(pytest.param(name, marks=pytest.mark.extended) for name in EXTENDED)]
 )
 def test_preset_trains_and_its_keys_are_recorded(preset: str, tmp_path: Path) -> None:
     task = "riddles.py:Riddles" if preset.startswith("sweet") else "vowels.py:Vowels"

@@ -59,7 +59,7 @@ def straight(config: Path) -> list[tuple[float, float]]:
     return losses(config.parent / "one")
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.extended)])
 def test_run_resumes_with_different_number_of_processes(
     config: Path, straight: list[tuple[float, float]], before: int, after: int
 ) -> None:
@@ -80,6 +80,7 @@ def test_run_resumes_with_different_number_of_processes(
         assert theirs[1] == pytest.approx(ours[1], abs=1e-3)
 
 
+@pytest.mark.extended
 def test_torchrun_starts_ranks(config: Path, straight: list[tuple[float, float]]) -> None:
     line = command(config, 'run.name="torchrun"')[1:]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *line]
@@ -89,6 +90,7 @@ def test_torchrun_starts_ranks(config: Path, straight: list[tuple[float, float]]
         assert theirs[0] == pytest.approx(ours[0], abs=1e-5)
 
 
+@pytest.mark.extended
 def test_critic_beside_two_ranks_learns_what_it_learns_beside_one(config: Path) -> None:
     found = []
     for processes in (1, 2):
@@ -103,7 +105,7 @@ def test_critic_beside_two_ranks_learns_what_it_learns_beside_one(config: Path) 
         assert two == pytest.approx(one, abs=1e-4)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.extended)])
 def test_lost_rank_ends_run_with_clear_error(config: Path, number: signal.Signals) -> None:
     name = f"gone{int(number)}"
     options = (f'run.name="{name}"', TWO, "train.rank_timeout_s=20", "run.steps=500")

@@ -74,6 +74,7 @@ def test_run_whose_rewards_always_fail_ends_with_the_reason(
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_example_with_own_rewards_runs(tmp_path: Path) -> None:
     assert load_config(OWN).reward.fade_steps == {"named": 10}
     done = finish(OWN, "run.steps=2", f"run.folder={tmp_path}", "eval.samples=0", "run.threads=2")

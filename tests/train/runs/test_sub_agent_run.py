@@ -128,6 +128,7 @@ async def taught(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+@pytest.mark.extended
 async def test_planner_and_workers_learn_from_one_reward(tmp_path: Path) -> None:
     await taught(tmp_path / "model")
     config = tmp_path / "train.toml"

@@ -56,6 +56,7 @@ def trained(folder: Path) -> dict[str, list[int]]:
     return {f"{run.parent.name} {run.name}": [line["step"] for line in steps(run)] for run in runs}
 
 
+@pytest.mark.extended
 def test_killed_sweep_goes_on_from_its_checkpoints_and_keeps_what_is_finished(tmp_path: Path) -> None:
     path, first = write_sweep(tmp_path), tmp_path / "tiny/grpo/seed-0"
     process = start(path)

@@ -310,6 +310,7 @@ print(max(seen) - seen[0], len(seen))
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_memory_is_bounded_by_one_tensor(tmp_path):
     generator = torch.Generator().manual_seed(0)

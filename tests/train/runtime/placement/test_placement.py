@@ -253,6 +253,7 @@ def test_two_nodes_leave_no_gpu_idle() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_two_torchrun_nodes_match_two_local_processes(tmp_path: Path) -> None:
     options = ("engine.deterministic=true", "run.steps=3")
     config = write_config(tmp_path / "nodes")
