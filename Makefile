@@ -109,7 +109,7 @@ hostile: $(VENV)/.dev  ## HOSTILE_SECONDS=120 of attacks drawn from HOSTILE_SEED
 	@$(BIN)/python -m tests.hostile --seconds $(HOSTILE_SECONDS) --seed $(HOSTILE_SEED) $(ARGS)
 
 faults: $(VENV)/.dev  ## runs that are killed and go on, engines without memory
-	$(BIN)/python -m pytest -m faults $(ARGS)
+	$(BIN)/python -m pytest -m faults -n $(TEST_PROCESSES) $(ARGS)
 
 chaos: $(VENV)/.dev  ## CHAOS_SECONDS=900 of faults drawn from CHAOS_SEED=1; prints their account last
 	-@.ci/system-packages redis-server

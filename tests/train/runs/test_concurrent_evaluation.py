@@ -76,7 +76,7 @@ def test_steps_are_trained_while_an_evaluation_plays(tmp_path: Path, released: P
     assert not (run / "checkpoints" / "step_000000").exists()
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.extended)])
 def test_evaluation_that_was_stopped_is_repeated_with_its_own_weights(
     tmp_path: Path, released: Path, end: signal.Signals
 ) -> None:

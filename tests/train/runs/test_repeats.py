@@ -37,7 +37,14 @@ def critic_state(run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("every", "preset"), [(3, ()), (100, ()), (3, SPEAR)])
+@pytest.mark.parametrize(
+    ("every", "preset"),
+    [
+        (3, ()),
+        pytest.param(100, (), marks=pytest.mark.extended),
+        pytest.param(3, SPEAR, marks=pytest.mark.extended),
+    ],
+)
 def test_resumed_synchronous_run_matches_uninterrupted_run_bit_for_bit(
     tmp_path: Path, every: int, preset: tuple[str, ...]
 ) -> None:
@@ -60,6 +67,7 @@ def test_resumed_synchronous_run_matches_uninterrupted_run_bit_for_bit(
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 def test_resumed_run_with_a_critic_matches_uninterrupted_run_bit_for_bit(tmp_path: Path) -> None:
     options = ("engine.deterministic=true", "algorithm.preset=ppo", "critic.learning_rate=1e-3")
@@ -101,7 +109,10 @@ def test_resumed_asynchronous_run_trains_same_samples(tmp_path: Path) -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.extended)],
+)
 def test_signal_stops_run_after_current_step_and_resume_matches(
     tmp_path: Path, number: signal.Signals, status: int
 ) -> None:

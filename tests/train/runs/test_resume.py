@@ -20,7 +20,7 @@ STEPS, PER_STEP = 14, 3
 AHEAD = ("rollout.max_staleness=2", "rollout.window=5")
 
 
-@pytest.mark.parametrize("every", [4, 100])
+@pytest.mark.parametrize("every", [4, pytest.param(100, marks=pytest.mark.extended)])
 def test_killed_run_loses_no_finished_group_and_trains_none_twice(tmp_path: Path, every: int) -> None:
     config, run, draw = write_config(tmp_path), tmp_path / "run", random.Random(every)
     options = (
