@@ -56,7 +56,7 @@ docker: $(VENV)/.dev  ## tests in containers; starts a Docker daemon of its own 
 	$(BIN)/python -m pytest -m docker tests/docker $(ARGS)
 
 bridges: $(VENV)/.bridges $(AGENTRL)/.installed $(MCP2)/.installed $(HARBOR)/.installed  ## the real peers of other protocols: AgentRL, OpenEnv, MCP, TRL, Harbor, agents' SDKs
-	$(BIN)/python -m pytest -m bridges tests $(ARGS)
+	$(BIN)/python -m pytest -m bridges -n $(TEST_PROCESSES) --dist loadfile tests $(ARGS)
 
 $(VENV)/.bridges: $(VENV)/.dev
 	$(PIP) install -c constraints.txt -e '.[train,dev,bench,agentrl,agents]'
