@@ -19,7 +19,7 @@ from agentrl_train.types import SamplingParams, TokenSequence
 from agentrl_train.weights import drift, probe_sequence
 from tests.architectures import VOCABULARY, WINDOW, tiny
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.extended]
 
 TOLERANCE = 1e-3
 SERVABLE = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 64, "moe_intermediate_size": 64}

@@ -54,7 +54,7 @@ def gone(leader: int) -> bool:
     return not members(leader)
 
 
-@pytest.mark.parametrize("victim", ["core", "hangs"])
+@pytest.mark.parametrize("victim", ["core", pytest.param("hangs", marks=pytest.mark.extended)])
 async def test_killed_engine_is_restarted_and_loses_no_completion(subject: Subject, victim: str) -> None:
     engine = subject.engine
     assert isinstance(engine, EnginePool)

@@ -26,6 +26,7 @@ def pair(start_engine: Callable[..., EnginePool]) -> Iterator[Subject]:
     asyncio.run(engine.close())
 
 
+@pytest.mark.extended
 async def test_full_cache_loses_no_completion_and_lowers_limit(pair: Subject) -> None:
     engine = pair.engine
     assert isinstance(engine, EnginePool)

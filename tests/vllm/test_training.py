@@ -122,6 +122,7 @@ def test_two_ray_engines_load_drained_weights(python: str, tmp_path: Path) -> No
     assert changed_in_the_middle(run) == 0
 
 
+@pytest.mark.extended
 def test_adapters_are_evaluated_beside_training_and_by_the_command(python: str, tmp_path: Path) -> None:
     run, errors = tmp_path / "vllm", tmp_path / "output"
     process = started(
