@@ -33,6 +33,8 @@ def paper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "runs/paper/rooms").mkdir()
     for half in ("front", "back"):
         (root / f"runs/paper/specialists/{half}/seed-0/checkpoints/step_000036/model").mkdir(parents=True)
+    for folder in ("environments", "examples"):
+        (root / folder).symlink_to(ROOT / folder)
     return Path(shutil.copytree(PAPER, root / "tests/benchmarks/paper"))
 
 

@@ -259,13 +259,23 @@ def _at(x: float, curve: Points) -> float:
 def _paired(
     runs: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]], key: str
 ) -> dict[str, Any] | None:
-    """Return the mean difference to the baseline at equal seeds, its interval, and how often it is above."""
-    before = {one["seed"]: one["final"][key] for one in base if one["status"] == "finished"}
-    pairs = [
-        one["final"][key] - before[one["seed"]]
-        for one in runs
-        if one["status"] == "finished" and None not in (one["final"][key], before.get(one["seed"]))
-    ]
+    """Return the mean difference to the baseline at equal seeds, its interval, and how often it is above.
+
+    Only the tasks that both have are compared, as a run of one task differs from the mean over several by
+    their difficulty too. Areas are those of all tasks, and differ by nothing else only where these are equal.
+    """
+    before = {one["seed"]: one["final"] for one in base if one["status"] == "finished"}
+    pairs = []
+    for one in runs:
+        if one["status"] == "finished" and one["seed"] in before:
+            ours, theirs = one["final"], before[one["seed"]]
+            tasks = ours["tasks"].keys() & theirs["tasks"].keys()
+            if tasks == ours["tasks"].keys() | theirs["tasks"].keys():
+                values = [final[key] for final in (ours, theirs)]
+            else:
+                values = [_mean(final["tasks"][task].get(key) for task in tasks) for final in (ours, theirs)]
+            if None not in values:
+                pairs.append(values[0] - values[1])
     found = interval(pairs)
     return None if found is None else found | {"above": sum(pair > 0 for pair in pairs)}
 

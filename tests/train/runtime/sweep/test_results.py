@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -18,16 +19,22 @@ from tests.browser import CHROMIUM, needs_chromium
 from tests.train.runtime.sweep.test_plan import write
 
 STEPS = 20
+TWO_TASKS = {"shop": 1.0, "sql": 1.0}
 
 
-def write_run(run: PlannedRun, *, slope: float, dropped: int = 0) -> None:
-    """Write the files of a finished run of two tasks."""
+def write_run(
+    run: PlannedRun, *, slope: float, dropped: int = 0, ease: Mapping[str, float] = TWO_TASKS
+) -> None:
+    """Write the files of a finished run; ``ease`` maps its tasks to a factor of their success."""
     run.folder.mkdir(parents=True)
     chance = random.Random(f"{run.variant} {run.seed}")
     lines, evaluations = [], []
     for step in range(STEPS + 1):
         share = min(1.0, 0.2 + slope * step + chance.uniform(-0.05, 0.05))
-        tasks = {task: {"success": share, "reward": 2 * share, "episodes": 8.0} for task in ("shop", "sql")}
+        tasks = {
+            task: {"success": part * share, "reward": 2 * part * share, "episodes": 8.0}
+            for task, part in ease.items()
+        }
         if step:
             lines.append({"step": step, "tasks": tasks, "dropped_groups": float(dropped * step)})
         if step % 5 == 0:
@@ -36,11 +43,11 @@ def write_run(run: PlannedRun, *, slope: float, dropped: int = 0) -> None:
                     "name": f"step {step}",
                     "policy_version": step,
                     "task": task,
-                    "success": share,
-                    "greedy": share / 2,
+                    "success": part * share,
+                    "greedy": part * share / 2,
+                    "reward": 2 * part * share,
                 }
-                | {"reward": 2 * share}
-                for task in tasks
+                for task, part in ease.items()
             ]
     for name, content in (("metrics", lines), ("evaluations", evaluations)):
         (run.folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
@@ -109,6 +116,21 @@ def test_variants_are_ranked_by_final_held_out_success(found: dict[str, Any]) ->
     assert by_name["rloo"]["processor_s"] == 30.0
     assert by_name["dead"]["final"]["success"] is None
     assert {run["status"] for run in by_name["dead"]["runs"]} == {"failed"}
+
+
+def test_difference_is_that_of_the_tasks_which_both_variants_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sweep = load_sweep(write(tmp_path, 'seeds = [0, 1, 2, 3, 4]\npresets = ["grpo", "rloo"]\n'), cores=2)
+    for run in sweep.runs:
+        write_run(run, slope=0.02, ease={"shop": 1.0, "sql": 0.2} if run.variant == "grpo" else {"shop": 1.0})
+    both, one = results(sweep, command="agentrl-train sweep sweep.toml", failed={})["variants"]
+    assert one["final"]["success"]["mean"] - both["final"]["success"]["mean"] > 0.2
+    assert abs(one["difference"]["success"]["mean"]) < 0.1
+    assert abs(one["difference"]["greedy"]["mean"]) < 0.05
+    assert one["difference"]["area"] is None
+    assert both["difference"]["area"]["mean"] == 0.0
 
 
 def test_dropped_groups_count_as_samples_and_areas_end_where_all_runs_have_played(
