@@ -375,7 +375,8 @@ def wait_until_ready(server: ServerHandle, answers: Callable[[], bool], timeout:
         if passed > timeout:
             raise ServeError(
                 f"{name} did not answer within {timeout:g} s: {server.end_reason()}; "
-                "from Python, start_timeout=SECONDS waits longer"
+                "start_timeout=SECONDS in Python, or environments.start_timeout_s in a training "
+                "configuration, waits longer"
             )
         if passed > _LATE_S and not told:
             told = True

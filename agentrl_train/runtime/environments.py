@@ -102,6 +102,7 @@ async def environments(
                 "max_sessions": max_sessions,
                 "oracle": oracle,
                 "lease": LEASE_S + idle_s,
+                "start_timeout": section.start_timeout_s,
             }
             url, client = await _client(section, stack, timeout_s=timeout_s, options=options)
             tasks = await _tasks(client, section)

@@ -343,6 +343,8 @@ class EnvironmentSection(Section):
 
     serve: tuple[str, ...] = ()
     """Targets to serve from a child process: folders, ``file.py:Class`` or ``module:Class``."""
+    start_timeout_s: Positive = 600.0
+    """Deadline for the server of ``serve`` to start."""
     url: str | None = None
     """Address of a running server or controller."""
     samples: str | None = None

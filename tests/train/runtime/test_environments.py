@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from agentrl_env.server.serve import EnvServer
-from agentrl_train.errors import ConfigError
+from agentrl_train.errors import ConfigError, EnvironmentUnavailable
 from agentrl_train.runtime.config import EnvironmentSection
 from agentrl_train.runtime.environments import environments
 from tests.train.fakes import Countdown
@@ -39,3 +39,10 @@ async def test_token_of_the_environment_is_not_sent_to_a_server_whose_section_na
     with pytest.raises(ConfigError, match=r"needs a token: .*environments.token_env"):
         async with environments([EnvironmentSection(url=server.url)], max_sessions=1):
             raise AssertionError("the server has accepted the call")
+
+
+async def test_server_that_starts_too_late_names_the_key_of_its_deadline() -> None:
+    section = EnvironmentSection(serve=("tests.train.fakes:Countdown",), start_timeout_s=0.001)
+    with pytest.raises(EnvironmentUnavailable, match=r"within 0.001 s.*environments.start_timeout_s"):
+        async with environments([section], max_sessions=1):
+            raise AssertionError("the server has answered at once")
