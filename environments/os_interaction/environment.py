@@ -94,6 +94,8 @@ class OsInteraction(Environment):
     splits = (*LEVELS, *FILES)
     max_turns = 8
     box = None
+    expert_noise = 0.0
+    """Probability that the expert only lists the files instead of a gold command, or gives a wrong answer."""
 
     @classmethod
     def samples(cls, split):
@@ -165,11 +167,13 @@ class OsInteraction(Environment):
     def expert(self, rng):
         problem = self.problem
         asked = problem.answer is not None or problem.pattern is not None or None in (problem.checks or [])
+        slip = self.expert_noise > 0 and rng.random() < self.expert_noise
         if self.seen is None and problem.gold:
-            return Message.assistant("Let me see.", ToolCall.of("bash_action", script=problem.gold[1]))
+            script = "ls" if slip else problem.gold[1]
+            return Message.assistant("Let me see.", ToolCall.of("bash_action", script=script))
         if not asked:
             return Message.assistant("It is done.", ToolCall.of("finish_action", thought="It is done."))
-        text = (self.example or self.seen or problem.answer or "").strip()
+        text = "none" if slip else (self.example or self.seen or problem.answer or "").strip()
         return Message.assistant(f"It is {text}.", ToolCall.of("answer_action", answer=text))
 
     @property

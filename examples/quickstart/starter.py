@@ -6,7 +6,8 @@ Nothing is downloaded. Noisy experts play the level-1 tasks; a tokenizer is trai
 random Qwen3 model is trained to imitate them. It becomes as good as they are, with their wrong habit of
 where to look first: what is better is left to reinforcement learning. Takes about five minutes on one core.
 
-With ``--tasks dbbench --width 192`` it imitates the expert of another task of ``environments/`` as it is;
+With ``--tasks dbbench --width 192`` it imitates the expert of another task of ``environments/`` as it is,
+or with ``--noise 0.4`` its mistakes too, where the task's expert makes some;
 ``examples/agentbench`` starts from such policies.
 """
 
@@ -37,12 +38,20 @@ CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 
-def clumsy(name: str) -> type[Environment]:
-    """Return a task; a starter task with a noisy expert, which looks for things by a wrong habit."""
+def clumsy(name: str, noise: float = 0.0) -> type[Environment]:
+    """Return a task; a starter task with a noisy expert, which looks for things by a wrong habit.
+
+    Args:
+        name: folder of ``environments``.
+        noise: ``expert_noise`` of a task without one in ``EXPERT_NOISE``.
+    """
     task = load_target(str(ENVIRONMENTS / name))
-    if name not in EXPERT_NOISE:
+    noise = EXPERT_NOISE.get(name, noise)
+    if not noise:
         return task
-    return type(task.__name__, (task,), {"name": name, "expert_noise": EXPERT_NOISE[name]})
+    if not hasattr(task, "expert_noise"):
+        raise SystemExit(f"--noise {noise}: the expert of {name} has no expert_noise; leave --noise out")
+    return type(task.__name__, (task,), {"name": name, "expert_noise": noise})
 
 
 def new_tokenizer(texts: Sequence[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
@@ -117,7 +126,8 @@ def new_model(tokenizer: PreTrainedTokenizerFast, *, width: int, seed: int) -> Q
 
 async def make(arguments: argparse.Namespace) -> None:
     """Play episodes, train the tokenizer and the model, and save both."""
-    clients = {name: EnvClient.local(clumsy(name), max_sessions=arguments.traces) for name in arguments.tasks}
+    tasks = {name: clumsy(name, arguments.noise) for name in arguments.tasks}
+    clients = {name: EnvClient.local(task, max_sessions=arguments.traces) for name, task in tasks.items()}
     sources = {name: TaskSource(task=name) for name in clients}
     letters = ChatFormat(new_tokenizer([], vocab_size=0))
     heard, success = await expert_sequences(clients, letters, sources=sources, count=arguments.traces // 10)
@@ -161,6 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--output", type=Path, default=HERE / "starter")
     parser.add_argument("--tasks", nargs="+", default=list(EXPERT_NOISE), help="folders of environments/")
+    parser.add_argument("--noise", type=float, default=0.0, help="expert_noise of other tasks")
     parser.add_argument("--width", type=int, default=128, help="a multiple of 32")
     parser.add_argument("--traces", type=int, default=2000, help="expert episodes a task")
     parser.add_argument("--steps", type=int, default=1500)

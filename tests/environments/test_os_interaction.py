@@ -86,6 +86,13 @@ async def test_expert_always_succeeds(level):
                 ] == 1.0
 
 
+async def test_noisy_expert_fails_in_a_part_of_its_episodes():
+    noisy = type("Noisy", (OsInteraction,), {"name": "os_interaction", "expert_noise": 0.5})
+    async with EnvClient.local(noisy) as client:
+        rewards = [(await play(await client.open("os_interaction", index=index)))[1] for index in range(16)]
+    assert set(rewards) == {0.0, 1.0}
+
+
 @pytest.mark.parametrize("suffix", ["", "-2", "-3"])
 async def test_same_seed_plays_the_same_twice(suffix):
     async with EnvClient.local(OsInteraction) as client:

@@ -45,6 +45,13 @@ def render(tokenizer, messages, **options):
     return tokenizer.apply_chat_template([m.wire() for m in messages], tokenize=False, **options)
 
 
+def test_noise_is_that_of_a_task_whose_expert_can_err(starter):
+    assert starter.clumsy("dbbench", 0.4).expert_noise == 0.4
+    assert starter.clumsy("sql", 0.4).expert_noise == starter.EXPERT_NOISE["sql"]
+    with pytest.raises(SystemExit, match=r"the expert of textcraft has no expert_noise; leave --noise out"):
+        starter.clumsy("textcraft", 0.4)
+
+
 def test_messages_append_to_rendered_text(tokenizer):
     messages = conversation()
     for end in range(1, len(messages)):
