@@ -442,6 +442,7 @@ class ThreadPool:
                 self.calls.release(memory, row)
                 return
             if job is None:
+                done = None  # a thread that waits keeps no environment in memory
                 self._wake_ups.get()
             else:
                 memory[row] = job.session
@@ -502,6 +503,8 @@ class Executor:
             if on_thread:
                 job = self._job = self._threads.submit(call, limit, self._session, self.opening)
                 value, error = await job.answer
+                if job.ran:
+                    self._job = None  # it refers to the environment, and the session may outlive that
                 if error is not None:
                     raise error
             else:
@@ -530,10 +533,12 @@ class Executor:
 
     async def settle(self, timeout: float) -> None:
         """Wait until the last call has ended, even past its deadline; at most ``timeout`` seconds."""
-        if self._job is not None:
-            await self._job.ended(timeout)
-        if self._awaitable is not None:
-            await asyncio.wait((self._awaitable,), timeout=timeout)
+        job, self._job = self._job, None
+        if job is not None:
+            await job.ended(timeout)
+        awaitable, self._awaitable = self._awaitable, None
+        if awaitable is not None:
+            await asyncio.wait((awaitable,), timeout=timeout)
 
     @types.coroutine
     def _shown(self, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
@@ -569,8 +574,8 @@ class Executor:
         try:
             await asyncio.wait((task,), timeout=None if timeout == math.inf else timeout)
         finally:
-            if not task.done():
-                task.cancel()
+            self._awaitable = None if task.done() else task
+            task.cancel()  # unless it is done
         if not task.done():
             raise AuthorTimeout(f"still running after {timeout:g} s")
         if task.cancelled():

@@ -519,15 +519,17 @@ class _Resumed(asyncio.Future[T]):
     def cancel(self, msg: Any = None) -> bool:
         """Cancel the coroutine."""
         self._cancelling = not self.done()
-        self._awaited.cancel(msg)
+        if self._awaited is not None:
+            self._awaited.cancel(msg)
         return self._cancelling
 
     def _await(self, awaited: asyncio.Future[Any]) -> None:
         awaited._asyncio_future_blocking = False  # as a task confirms it
-        self._awaited = awaited
+        self._awaited: asyncio.Future[Any] | None = awaited
         awaited.add_done_callback(self._resume)
 
     def _resume(self, _: asyncio.Future[Any]) -> None:
+        self._awaited = None  # an error that it holds refers to the environment
         try:
             if self._cancelling:
                 awaited = self._coroutine.throw(asyncio.CancelledError())
