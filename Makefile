@@ -48,7 +48,7 @@ environments: $(VENV)/.environments  ## the tasks on their real engines: MariaDB
 	$(BIN)/python -m pytest -m 'environments and not slow' -n $(TEST_PROCESSES) --dist loadfile tests/environments $(ARGS)
 
 $(VENV)/.environments: $(VENV)/.dev
-	$(PIP) install -c constraints.txt -e '.[train,dev,dbbench,knowledgegraph,alfworld,swe_repair,textworld,scienceworld,babyai,miniwob]'
+	$(PIP) install -c constraints.txt -e '.[train,dev,dbbench,knowledgegraph,alfworld,swe-repair,textworld,scienceworld,babyai,miniwob]'
 	touch $@
 
 docker: $(VENV)/.dev  ## tests in containers; starts a Docker daemon of its own (root, on Debian)

@@ -260,3 +260,17 @@ def test_reference_has_every_public_name() -> None:
             if isinstance(found, type) or callable(found):
                 documented = (f"::: {found.__module__}.{found.__name__}\n", f"::: {found.__module__}\n")
                 assert any(directive in reference for directive in documented), public
+
+
+def test_extras_in_the_text_exist_and_have_names_that_every_pip_finds() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    folders = ("agentrl_env", "agentrl_train", "environments", "examples", "docs")
+    files = [
+        path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".md", ".py")
+    ]
+    text = "\n".join(path.read_text() for path in [*files, ROOT / "README.md", ROOT / "Makefile"])
+    named = re.findall(r"(?:agentrl-kit|'\.)\[([a-z0-9_,. -]+)\]", text)
+    asked = {extra.strip() for names in named for extra in names.split(",")}
+    assert len(asked) > 10
+    assert asked <= extras.keys()
+    assert [extra for extra in extras if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", extra)] == []

@@ -38,7 +38,7 @@ def _archive() -> bytes:
             try:
                 files = [file for file in distribution(name).files or [] if _wanted(file.as_posix())]
             except PackageNotFoundError as error:
-                message = f"{name} is not installed; pip install '.[swe_repair]' installs it"
+                message = f"{name} is not installed; pip install '.[swe-repair]' installs it"
                 raise SandboxFailed(message) from error
             for file in files:
                 source = str(file.locate())
