@@ -269,10 +269,10 @@ def _paired(
     for one in runs:
         if one["status"] == "finished" and one["seed"] in before:
             ours, theirs = one["final"], before[one["seed"]]
-            tasks = ours["tasks"].keys() & theirs["tasks"].keys()
-            if tasks == ours["tasks"].keys() | theirs["tasks"].keys():
+            if ours["tasks"].keys() == theirs["tasks"].keys():
                 values = [final[key] for final in (ours, theirs)]
             else:
+                tasks = ours["tasks"].keys() & theirs["tasks"].keys()
                 values = [_mean(final["tasks"][task].get(key) for task in tasks) for final in (ours, theirs)]
             if None not in values:
                 pairs.append(values[0] - values[1])
