@@ -52,6 +52,8 @@ class Alfworld(Environment):
     splits = _splits()
     max_turns = MAX_ACTIONS
     tool_timeout = reset_timeout = 300.0
+    expert_noise = 0.0
+    """Probability with which the expert takes any of the available actions."""
     engine = Engine()
     player = None
 
@@ -115,6 +117,8 @@ class Alfworld(Environment):
 
     def expert(self, rng):
         """Follow the planner's solution; after another action, the planner solves what is left."""
+        if rng.random() < self.expert_noise:
+            return Message.assistant(None, ToolCall.of("take_action", action=str(rng.choice(self.commands))))
         if self.plan is None:
             self.plan = self.player.call("plan")
         return Message.assistant(

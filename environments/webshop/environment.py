@@ -56,6 +56,8 @@ class Webshop(Environment):
     )
     max_turns = 20
     reset_timeout = 3600.0 if OFFICIAL else 120.0
+    expert_noise = 0.0
+    """Probability with which the expert clicks anything on the page, if there is anything to click."""
     show = staticmethod(as_text)
     """Renders the pages."""
 
@@ -120,7 +122,10 @@ class Webshop(Environment):
         Searches in the words of the instruction; if none of the results fits, in the words of the
         target's title.
         """
-        return Message.assistant(None, self._next_call())
+        slip = rng.random() < self.expert_noise
+        buttons = page_of(self.visit, shop()).buttons() if slip else []
+        call = _click(str(rng.choice(buttons))) if buttons else self._next_call()
+        return Message.assistant(None, call)
 
     def snapshot(self):
         return {"goal": self.goal, "visit": asdict(self.visit)}

@@ -123,6 +123,15 @@ async def test_expert_finds_the_way_back_after_other_actions(client):
     assert (await play(session))[1] == 1.0
 
 
+async def test_noisy_expert_takes_detours_and_wins(client):
+    noisy = type("Noisy", (ALFWORLD,), {"name": "alfworld", "expert_noise": 0.3})
+    async with EnvClient.local(noisy) as other:
+        plans = [await play(await client.open("alfworld", index=index)) for index in range(4)]
+        detours = [await play(await other.open("alfworld", index=index)) for index in range(4)]
+    assert [played.reward for played in detours] == [1.0] * 4
+    assert sum(len(played.transcript) for played in detours) > sum(len(played.transcript) for played in plans)
+
+
 async def test_fork_continues_on_a_process_of_its_own(client):
     session = await client.open("alfworld", split="test", index=2)
     await session.step(await session.expert())

@@ -57,6 +57,14 @@ async def test_expert_answers_questions_of_every_level(client, level):
             assert len(transcript) <= 1 + 2 * KG.max_turns
 
 
+@pytest.mark.parametrize("level", ["", "-3"])
+async def test_noisy_expert_follows_other_relations_and_fails(level):
+    noisy = type("Noisy", (KG,), {"name": "knowledgegraph", "expert_noise": 0.5})
+    async with EnvClient.local(noisy) as client:
+        sessions = [await client.open("knowledgegraph", split="train" + level, index=n) for n in range(16)]
+        assert {(await play(session)).reward for session in sessions} == {0.0, 1.0}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 async def test_expert_answers_two_hundred_held_out_questions(client, level):

@@ -51,6 +51,13 @@ async def click(session, value):
     return await call(session, "click_action", value=value)
 
 
+async def test_noisy_expert_clicks_anything_and_fails_in_a_part_of_its_episodes(task):
+    noisy = type("Noisy", (task,), {"name": "webshop", "expert_noise": 0.6})
+    async with EnvClient.local(noisy) as client:
+        rewards = [(await play(await client.open("webshop", index=index))).reward for index in range(24)]
+    assert min(rewards) < 1.0 == max(rewards)
+
+
 @pytest.mark.parametrize("split", SPLITS)
 async def test_expert_always_buys_what_fits(client, split):
     for index in range(15):
