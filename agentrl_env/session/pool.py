@@ -325,7 +325,8 @@ class SessionPool:
         self._check_quiet()
         if timeout_s > 0:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._quiet.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await self._quiet.wait()
         await self._capacity.cancel_openings()
         if self._table.live and hand_over is not None:
             await hand_over()

@@ -128,7 +128,8 @@ class TorchEngine:
         future.add_done_callback(self._waiting.discard)
         try:
             self._post(lambda: self._replicas[policy].submit(request))
-            return await asyncio.wait_for(asyncio.wrap_future(future), self._deadline_s)
+            async with asyncio.timeout(self._deadline_s):
+                return await asyncio.wrap_future(future)
         except TimeoutError as error:
             self.release(session_key)
             raise EngineError(f"the engine returned no completion within {self._deadline_s:g} s") from error

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -43,6 +44,25 @@ async def test_first_claim_of_an_opening_wins(store):
     assert await store.claim("r", "a") == "a"
     assert await store.claim("r", "b") == "a"
     assert await store.claimed("r") == "a"
+
+
+async def test_cancellation_ends_a_call_even_where_the_client_drops_it(redis, monkeypatch):
+    sent = asyncio.Event()
+
+    async def drops_cancellation(self, name):
+        sent.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.get_running_loop().create_future()
+        return "a"
+
+    monkeypatch.setattr("redis.asyncio.Redis.get", drops_cancellation)
+    store = RedisStore(redis.url)
+    call = asyncio.create_task(store.claimed("r"))
+    await sent.wait()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await store.aclose()
 
 
 async def test_only_the_owner_drops_a_claim(store):
