@@ -154,14 +154,13 @@ class RedisStore:
         cancellations = task.cancelling() if task else 0
         try:
             async with asyncio.timeout(2 * ANSWER_S):
-                answer = await call
+                return await call
         except (RedisError, OSError, TimeoutError) as error:
             reason = f"the controller's Redis does not answer ({error or type(error).__name__}); try again"
             raise StateUnavailable(reason, retry_after=1) from error
         finally:
             if self._closed:  # a call under way may have connected again
                 await self._redis.aclose()
-        if task and task.cancelling() > cancellations:
-            # redis-py calls wait_for, which in Python 3.11 drops a cancellation that comes with the result.
-            raise asyncio.CancelledError
-        return answer
+            if task and task.cancelling() > cancellations:
+                # redis-py uses wait_for; in Python 3.11 it drops a cancellation that comes with the result.
+                raise asyncio.CancelledError

@@ -46,13 +46,16 @@ async def test_first_claim_of_an_opening_wins(store):
     assert await store.claimed("r") == "a"
 
 
-async def test_cancellation_ends_a_call_even_where_the_client_drops_it(redis, monkeypatch):
+@pytest.mark.parametrize("error", [None, OSError("closed")])
+async def test_cancellation_ends_a_call_even_where_the_client_drops_it(redis, monkeypatch, error):
     sent = asyncio.Event()
 
     async def drops_cancellation(self, name):
         sent.set()
         with suppress(asyncio.CancelledError):
             await asyncio.get_running_loop().create_future()
+        if error:
+            raise error
         return "a"
 
     monkeypatch.setattr("redis.asyncio.Redis.get", drops_cancellation)
