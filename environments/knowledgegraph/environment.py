@@ -205,9 +205,9 @@ class Knowledgegraph(Environment):
         shown = {entity: name for name, entity in self.names.items()}
         values = [self._here(shown.get(part, part)) for part in arguments]
         if name == "get_neighbors" and rng.random() < self.expert_noise:
-            others = set(self._ask(sparql.relations(self._set(values[0])))) - {values[1]}
-            visible = sorted(relation for relation in others if not relation.startswith(sparql.HIDDEN))
-            values[1] = str(rng.choice(visible)) if visible else values[1]
+            listed = _visible(self._ask(sparql.relations(self._set(values[0]))))
+            others = [relation for relation in listed if relation != values[1]]
+            values[1] = str(rng.choice(others)) if others else values[1]
         return Message.assistant(None, ToolCall.of(name, **dict(zip(PARAMETERS[name], values, strict=True))))
 
     def _here(self, argument):
@@ -271,7 +271,7 @@ class Knowledgegraph(Environment):
         return f"Variable #{len(self.variables) - 1}, which {what}."
 
     def _list(self, found):
-        return f"[{', '.join(sorted(name for name in found if not name.startswith(sparql.HIDDEN)))}]"
+        return f"[{', '.join(_visible(found))}]"
 
     def _ask(self, query):
         try:
@@ -283,6 +283,11 @@ class Knowledgegraph(Environment):
 PARAMETERS = {
     spec.function.name: list(spec.function.parameters["properties"]) for spec in Knowledgegraph.tool_specs()
 }
+
+
+def _visible(found):
+    """Return the relations or attributes that the tools list, in order."""
+    return sorted(name for name in found if not name.startswith(sparql.HIDDEN))
 
 
 def _parse(action):

@@ -11,16 +11,21 @@ from agentrl_train import load_config
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "examples" / "agentbench").glob("*.toml"))
+TASKS = {"alfworld", "dbbench", "knowledgegraph", "os_interaction", "webshop"}
+
+
+def test_every_task_has_a_configuration_and_one_trains_all():
+    assert {file.stem for file in FILES} == TASKS | {"five"}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_configuration_loads_and_serves_the_task_of_its_name(file):
+def test_configuration_loads_and_serves_its_tasks(file):
     config = load_config(file, [f"model.path={ROOT / 'examples/quickstart/starter'}"])
     assert config.run.name == file.stem
     assert config.eval.greedy
-    assert [Path(path).resolve() for one in config.environments for path in one.serve] == [
-        ROOT / "environments" / file.stem
-    ]
+    served = [Path(path).resolve() for one in config.environments for path in one.serve]
+    tasks = TASKS if file.stem == "five" else {file.stem}
+    assert sorted(served) == [ROOT / "environments" / task for task in sorted(tasks)]
 
 
 @pytest.mark.slow

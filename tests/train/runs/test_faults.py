@@ -141,7 +141,7 @@ async def test_watchdog_reports_open_spans_of_every_slot() -> None:
             with watchdog.span("trainer/steps", "wait for groups"):
                 await actor.group(EPISODE, size=2, group_id=0, admitted_version=0)
     first = reports[0].splitlines()
-    assert re.match(r"no progress for \d+ s", first[0])
+    assert re.fullmatch(r"no progress for \d+ s; open spans:", first[0])
     assert first[1].split() == [
         *["slot", "task", "sample", "sibling", "attempt", "session", "turn", "waiting", "for", "seconds"]
     ]
