@@ -6,6 +6,7 @@ them: the tokens that each kind of layer attends to, and the scaling and capping
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -40,6 +41,13 @@ def layer_types(config: PreTrainedConfig) -> list[str]:
 def layer_kinds(model: PreTrainedModel) -> set[str]:
     """Return the kinds of layers that a model has."""
     return set(layer_types(model.config))
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Return the name of the argument of a model's body that takes the key/value cache."""
+    # transformers renamed "past_key_values" in 5.24.
+    parameters = inspect.signature(model.base_model.forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
 
 
 def has_masks(model: PreTrainedModel) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import AttentionInterface
 
-from agentrl_train.architecture import attend, hiding, layer_types
+from agentrl_train.architecture import attend, cache_argument, hiding, layer_types
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,6 +118,7 @@ class SlotCache(Cache):
         self.max_context = max_context
         self.kinds = layer_types(model.config)
         self.config = model.config.get_text_config()
+        self._argument = cache_argument(model)
         self.groups: Sequence[Group] = ()
         self.positions = torch.empty(0)
         self._slots = torch.empty(0)
@@ -137,7 +138,7 @@ class SlotCache(Cache):
             yield {
                 "input_ids": tokens[None],
                 "position_ids": self.positions[None],
-                "past_key_values": self,
+                self._argument: self,
                 "use_cache": True,
             }
         finally:
