@@ -53,7 +53,7 @@ class Alfworld(Environment):
     max_turns = MAX_ACTIONS
     tool_timeout = reset_timeout = 300.0
     expert_noise = 0.0
-    """Probability with which the expert takes any of the available actions."""
+    """Probability with which the expert, who knows where things are, goes to any of the places instead."""
     engine = Engine()
     player = None
 
@@ -118,7 +118,9 @@ class Alfworld(Environment):
     def expert(self, rng):
         """Follow the planner's solution; after another action, the planner solves what is left."""
         if rng.random() < self.expert_noise:
-            return Message.assistant(None, ToolCall.of("take_action", action=str(rng.choice(self.commands))))
+            places = [command for command in self.commands if command.startswith("go to ")]
+            action = str(rng.choice(places or self.commands))
+            return Message.assistant(None, ToolCall.of("take_action", action=action))
         if self.plan is None:
             self.plan = self.player.call("plan")
         return Message.assistant(

@@ -7,7 +7,8 @@ random Qwen3 model is trained to imitate them. It becomes as good as they are, w
 where to look first: what is better is left to reinforcement learning. Takes about five minutes on one core.
 
 With ``--tasks dbbench --width 192`` it imitates the expert of another task of ``environments/`` as it is,
-or with ``--noise 0.4`` its mistakes too, where the task's expert makes some;
+or with ``--noise 0.4`` its mistakes too, where the task's expert makes some. ``--induction`` is for tasks
+with names of several tokens, or with long episodes: the model copies such names from the start.
 ``examples/agentbench`` starts from such policies.
 """
 
@@ -87,12 +88,15 @@ def new_tokenizer(texts: Sequence[str], *, vocab_size: int) -> PreTrainedTokeniz
     )
 
 
-def new_model(tokenizer: PreTrainedTokenizerFast, *, width: int, seed: int) -> Qwen3ForCausalLM:
+def new_model(
+    tokenizer: PreTrainedTokenizerFast, *, width: int, seed: int, induction: bool = False
+) -> Qwen3ForCausalLM:
     """Return a random Qwen3: half a million parameters with a width of 128, a million with 192.
 
     Three departures from the defaults make it learn to copy words within minutes: wide initial weights, a
     short rotary base, and attention that begins by looking for similar tokens and copying them
-    (arXiv 2305.09828).
+    (arXiv 2305.09828). With ``induction`` it has the usual weights and a long rotary base instead, and
+    ``set_induction_heads``.
     """
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -104,8 +108,8 @@ def new_model(tokenizer: PreTrainedTokenizerFast, *, width: int, seed: int) -> Q
         num_key_value_heads=width // 32,
         head_dim=32,
         max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-        initializer_range=0.1,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6 if induction else 100.0},
+        initializer_range=0.02 if induction else 0.1,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -119,7 +123,44 @@ def new_model(tokenizer: PreTrainedTokenizerFast, *, width: int, seed: int) -> Q
             value, out = attention.v_proj.weight, attention.o_proj.weight
             key.copy_(0.8 * query + 0.6 * key)
             out.copy_(0.8 * value.T + 0.6 * out)
+        if induction:
+            set_induction_heads(model)
     return model
+
+
+def set_induction_heads(model: Qwen3ForCausalLM) -> None:
+    """Set the weights of all but two heads of the first two layers to those of induction heads.
+
+    Such a head of the first layer attends to the token before, and writes it to the residual stream. One of
+    the second layer looks for positions at which the token before is the current one, and copies the token
+    there: what followed once follows again. Such heads form late in training (arXiv 2209.11895).
+    """
+    config, (first, second) = model.config, (layer.self_attn for layer in model.model.layers[:2])
+    size, half = config.head_dim, config.head_dim // 2
+    speeds = config.rope_parameters["rope_theta"] ** (-torch.arange(half) / half)  # radians a token
+    # Rotary pairs: fast ones tell a position from the next, slow ones compare tokens at any distance.
+    fast, slow = torch.arange(3), torch.tensor([*range(6, half), *range(half + 6, size)])
+    token, before, copied = (torch.linalg.qr(torch.randn(2 * [config.hidden_size]))[0] for _ in range(3))
+    with torch.no_grad():
+        embedding = model.model.embed_tokens.weight.normal_(0, 0.1)
+        embedding[:, 0] = 0.4  # the same for all tokens: by it a query can ask for a position alone
+        token[:, 0] = before[0] = copied[:, 0] = 0
+        for attention, sharpness in (first, 2.0), (second, 1.5):
+            attention.q_norm.weight.fill_(sharpness)
+            attention.k_norm.weight.fill_(sharpness)
+        for start in range(0, size * (config.num_attention_heads - 2), size):
+            head = slice(start, start + size)
+            for projection in (first.q_proj, first.k_proj, second.q_proj, second.k_proj):
+                projection.weight[head] *= 0.1
+            first.q_proj.weight[start + fast, 0] = 1
+            first.k_proj.weight[start + fast, 0] = speeds[fast].cos()
+            first.k_proj.weight[start + half + fast, 0] = speeds[fast].sin()
+            first.v_proj.weight[head] = token[head]
+            first.o_proj.weight[:, head] = 0.2 * before[:, head]
+            second.q_proj.weight[start + slow] = token[head][: len(slow)]
+            second.k_proj.weight[start + slow] = before[:, head].T[: len(slow)]
+            second.v_proj.weight[head] = copied[head]
+            second.o_proj.weight[:, head] = 3 * copied[head].T
 
 
 async def make(arguments: argparse.Namespace) -> None:
@@ -133,7 +174,7 @@ async def make(arguments: argparse.Namespace) -> None:
     texts = [letters.tokenizer.decode(sequence.token_ids) for sequence in heard]
     chat = ChatFormat(tokenizer := new_tokenizer(texts, vocab_size=1024))
     sequences, _ = await expert_sequences(clients, chat, sources=sources, count=arguments.traces)
-    model = new_model(tokenizer, width=arguments.width, seed=arguments.seed)
+    model = new_model(tokenizer, width=arguments.width, seed=arguments.seed, induction=arguments.induction)
     size = sum(parameter.numel() for parameter in model.parameters())
     print(f"{size:,} parameters, {len(tokenizer)} tokens, {len(sequences)} episodes", flush=True)
     train_sft(
@@ -171,6 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tasks", nargs="+", default=list(EXPERT_NOISE), help="folders of environments/")
     parser.add_argument("--noise", type=float, default=0.0, help="expert_noise of other tasks that have one")
     parser.add_argument("--width", type=int, default=128, help="a multiple of 32")
+    parser.add_argument("--induction", action="store_true", help="can copy several tokens from the start")
     parser.add_argument("--traces", type=int, default=2000, help="expert episodes a task")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--seed", type=int, default=0)

@@ -114,8 +114,19 @@ async def test_starter_makes_valid_calls(tokenizer, starter, task):
     assert np.mean(good) > 0.8
 
 
+@pytest.mark.parametrize("induction", [False, True])
+def test_model_with_induction_heads_continues_a_repetition_before_training(starter, tokenizer, induction):
+    model = starter.new_model(tokenizer, width=128, seed=0, induction=induction)
+    torch.manual_seed(0)
+    once = torch.stack([torch.randperm(len(tokenizer))[:60] for _ in range(8)])
+    with torch.no_grad():
+        guesses = model(torch.cat([once, once], dim=1)).logits[:, 60:-1].argmax(-1)
+    continued = (guesses == once[:, 1:]).float().mean()
+    assert continued > 0.3 if induction else continued < 0.1
+
+
 def test_script_creates_loadable_model(starter, tmp_path):
-    arguments = ["--output", str(tmp_path), "--traces", "20", "--steps", "2"]
+    arguments = ["--output", str(tmp_path), "--traces", "20", "--steps", "2", "--induction"]
     starter.main(arguments)
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template
     assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() < 1_000_000
