@@ -13,8 +13,11 @@ from itertools import product
 from agentrl_env import Done, Environment, Message, ToolCall, tool
 from agentrl_env.sandbox import open_sandbox
 
-WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron")
-FOLDERS = ("notes", "letters", "drafts", "reports")
+TREES = ("birch", "cedar", "larch", "maple", "spruce", "willow", "rowan", "alder")
+BIRDS = ("heron", "raven", "robin", "swift", "finch", "plover", "curlew", "egret")
+PLACES = ("delta", "fjord", "grove", "inlet", "jetty", "meadow", "vale", "harbour")
+WORDS = (*TREES, *BIRDS, *PLACES)
+FOLDERS = ("notes", "letters", "drafts", "reports", "minutes", "plans")
 FILES = ("one.txt", "two.txt", "three.txt", "four.txt", "five.txt")
 COLUMNS = ("price", "amount", "weight")
 NUM_SAMPLES = {"train": 10_000, "test": 1_000}
@@ -140,16 +143,16 @@ class Terminal(Environment):
         return open_sandbox(memory="96m", disk="16m", pids=32, timeout=10.0, max_output=4000, files=files)
 
     def _texts(self, rng):
-        """Generate the files of every folder; for "find", exactly one file contains the word."""
+        """Generate the files; the word is in some of the folder asked about, for "find" in exactly one."""
         files = {}
         for folder, name in product(FOLDERS, FILES):
             lines = [" ".join(rng.choice(WORDS, size=4)) for _ in range(int(rng.integers(3, 9)))]
             files[f"{folder}/{name}"] = "\n".join(lines) + "\n"
+        word, home = self.data["word"], f"{self.data['folder']}/{rng.choice(FILES)}"
+        other = next(w for w in WORDS if w != word)
         if self.data["ask"] == "find":
-            word, home = self.data["word"], f"{self.data['folder']}/{rng.choice(FILES)}"
-            other = next(w for w in WORDS if w != word)
             files = {path: text.replace(word, other) for path, text in files.items()}
-            files[home] += f"{word} {other}\n"
+        files[home] += f"{word} {other}\n"
         return files
 
     def _table(self, rng):
