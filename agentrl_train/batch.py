@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
+from agentrl_train.prefixes import families
 from agentrl_train.types import (
     Batch,
     FloatArray,
@@ -144,6 +145,7 @@ def pack(
     seed: int = 0,
     row_tokens: int = 0,
     packed: bool = True,
+    shared: bool = False,
     constant_tokens: int | None = None,
     skip_zero_advantages: bool = False,
     version: int | None = None,
@@ -155,7 +157,9 @@ def pack(
     decreasing, into rows as long as the longest sequence (or ``row_tokens``, if that is more), and rows of
     similar length into micro-batches of at most ``max_tokens`` slots; a longer row is a micro-batch of its
     own. ``version`` is that of the weights before the step, from which the ages of the tokens are counted.
-    ``packed=False`` puts one sequence in a row, for models that do not support packed rows.
+    ``packed=False`` puts one sequence in a row, for models that do not support packed rows. With ``shared``,
+    sequences that begin alike are in the same micro-batches, of at most ``max_tokens`` tokens if common
+    beginnings count once (``prefixes``), for models that compute them once.
 
     With ``skip_zero_advantages``, sequences without any advantage are not computed, but still count in the
     denominators: the policy gradient is the same at less cost, but entropy and KL terms leave them out. A
@@ -174,9 +178,8 @@ def pack(
             live = [i for i, one in enumerate(chosen) if one.advantages.any()]
             chosen, weights = [chosen[i] for i in live], [weights[i] for i in live]
         if chosen:
-            lengths = [len(one) for one in chosen]
-            rows = pack_rows(lengths, max(row_tokens, *lengths) if packed else 0)
-            batches.append(_batch(chosen, weights, rows, max_tokens, version))
+            parts = _shared(chosen, max_tokens) if shared else _packed(chosen, max_tokens, row_tokens, packed)
+            batches.append(_batch(chosen, weights, parts, version))
     return batches
 
 
@@ -294,28 +297,37 @@ def _unit(one: TokenSequence, index: int, rollout: Hashable, aggregation: Aggreg
 def _batch(
     sequences: Sequence[TokenSequence],
     weights: Sequence[FloatArray],
-    rows: Sequence[Row],
-    max_tokens: int,
+    parts: Sequence[Sequence[Row]],
     version: int | None,
 ) -> Batch:
-    lengths = [len(one) for one in sequences]
-    micro_batches = [
-        _micro_batch(sequences, weights, part, version) for part in _split_rows(rows, lengths, max_tokens)
-    ]
+    micro_batches = [_micro_batch(sequences, weights, part, version) for part in parts]
     return Batch(
         micro_batches=micro_batches,
         num_sequences=len(sequences),
         num_loss_tokens=int(sum(one.loss_mask.sum() for one in sequences)),
-        num_tokens=sum(lengths),
+        num_tokens=sum(len(one) for one in sequences),
         num_slots=sum(micro.token_ids.numel() for micro in micro_batches),
     )
 
 
-def _split_rows(rows: Sequence[Row], lengths: Sequence[int], max_tokens: int) -> list[list[Row]]:
-    """Split rows into micro-batches of similar length and at most ``max_tokens`` slots.
+def _shared(sequences: Sequence[TokenSequence], max_tokens: int) -> list[list[Row]]:
+    """Return the rows of micro-batches in which sequences that begin alike are together."""
+    found: list[list[Row]] = []
+    for part in families([one.token_ids for one in sequences], max_tokens):
+        lengths = [len(sequences[i]) for i in part]
+        found.append([[part[i] for i in row] for row in pack_rows(lengths, max(lengths))])
+    return found
+
+
+def _packed(
+    sequences: Sequence[TokenSequence], max_tokens: int, row_tokens: int, packed: bool
+) -> list[list[Row]]:
+    """Return the rows of micro-batches of similar length and at most ``max_tokens`` slots.
 
     Rows of one sequence come first: without packed rows among them they need no attention mask.
     """
+    lengths = [len(one) for one in sequences]
+    rows = pack_rows(lengths, max(row_tokens, *lengths) if packed else 0)
     sizes = {row[0]: sum(lengths[i] for i in row) for row in rows}
     parts: list[list[Row]] = []
     width = 0

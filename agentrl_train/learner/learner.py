@@ -33,10 +33,11 @@ from agentrl_train.learner.logprobs import (
     attends_to_segments,
     one_row,
     padding_free,
+    rows_to_score,
     sampled_units,
     select_sampled,
     set_attention,
-    shared_rows,
+    shares_prefixes,
 )
 from agentrl_train.learner.lora import Lora, adapters_off, add_adapters, is_adapter, merged
 from agentrl_train.learner.sequence_parallel import use_sequence_parallel
@@ -186,7 +187,8 @@ class Learner:
     one sequence after another, "eager", with one sequence in a row, or the name of a flash-attn that
     transformers supports; ``max_logits`` bounds the entries of a chunk of logits. An update is rejected if
     its gradient norm exceeds ``spike_factor`` times the recent median; 0 is off.
-    ``packs_rows`` is whether the model supports several sequences per row.
+    ``packs_rows`` is whether the model supports several sequences per row, and ``shares_prefixes`` whether
+    those that begin alike are computed as a tree.
 
     ``mesh`` has the dimensions ``data`` and ``sequence``: parameters are sharded over all ranks,
     micro-batches over ``data``, the tokens of each row over ``sequence``. ``storage_group`` is a
@@ -264,6 +266,7 @@ class Learner:
         disable_dropout(model)
         self._scorer = self._prepare(model, stored)
         self.packs_rows = attends_to_segments(model)
+        self.shares_prefixes = shares_prefixes(model) and self._part == WHOLE
         self._reference = None if reference is None else self._prepare(reference, stored)
         self._teachers = {name: self._prepare(*teacher) for name, teacher in teachers.items()}
         self._updated = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -308,11 +311,7 @@ class Learner:
         self.model.eval()
         index, count = self._data
         lengths = [len(one) for one in sequences]
-        rows = (
-            shared_rows(lengths, ranks=count)
-            if attends_to_segments(scorer.model)
-            else [[number] for number in range(len(lengths))]
-        )
+        rows = rows_to_score(scorer.model, sequences, part=self._part, ranks=count)
         micros = [one_row(*(sequences[number] for number in row)) for row in rows]
         scored = torch.zeros(sum(lengths), *shape)
         places = torch.arange(sum(lengths)).split(lengths)

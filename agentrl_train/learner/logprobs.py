@@ -1,16 +1,19 @@
 """Packed rows -> log-probabilities of the sampled tokens.
 
-Attention is computed for one sequence after another, so that its cost is that of the sequences alone. The
-head and the softmax run only at sampled tokens, in chunks, so that no [tokens, vocabulary] tensor is
-materialized.
+Attention is computed for one sequence after another, so that its cost is that of the sequences alone, and
+sequences that begin alike share the hidden states of their beginning (``prefixes``). The head and the softmax
+run only at sampled tokens, in chunks, so that no [tokens, vocabulary] tensor is materialized.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dis
+import inspect
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -18,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from agentrl_train.architecture import attend, has_masks, hiding, layer_types, reach, read_logits
+from agentrl_train.prefixes import Branch, families, prefix_tree
 from agentrl_train.types import MicroBatch, Row, TokenSequence, pack_rows
 
 if TYPE_CHECKING:
@@ -97,10 +101,22 @@ def hidden_before(model: PreTrainedModel, micro: MicroBatch, *, part: Part = WHO
     device = next(model.parameters()).device
     if attends_to_segments(model) and part == WHOLE:
         micro = padding_free(micro)
+    predicts = _next(micro.loss_mask, part) > 0
+    targets = _next(micro.token_ids, part)[predicts].to(device)
+    if shares_prefixes(model) and part == WHOLE:
+        begins = (micro.position_ids[0] == 0).nonzero()[1:, 0].tolist()
+        tree = prefix_tree(np.split(micro.token_ids[0].numpy(), begins))
+        hidden = model.base_model(
+            input_ids=micro.token_ids[:, tree.kept].to(device),
+            position_ids=micro.position_ids[:, tree.kept].to(device),
+            branches=tree.branches,
+            use_cache=False,
+        )[0]
+        places = torch.from_numpy(tree.places)[predicts[0]]
+        return hidden[0].index_select(0, places.to(device)), targets
     inputs = _inputs(model, micro, part, device=device)
     hidden = model.base_model(use_cache=False, **inputs)[0]
-    predicts = (_next(micro.loss_mask, part) > 0).to(device)
-    return hidden[predicts], _next(micro.token_ids, part).to(device)[predicts]
+    return hidden[predicts.to(device)], targets
 
 
 def select_sampled(values: Tensor, micro: MicroBatch, part: Part = WHOLE) -> Tensor:
@@ -159,7 +175,7 @@ def segment_attention(
     value: Tensor,
     attention_mask: Tensor | None = None,
     *,
-    segments: Sequence[int] | None = None,
+    branches: Sequence[Branch] | None = None,
     position_ids: Tensor | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
@@ -174,42 +190,86 @@ def segment_attention(
         key: [rows, heads or fewer, tokens, dim].
         value: like ``key``.
         attention_mask: unused; a token sees those before it in its sequence.
-        segments: lengths of the sequences; a model that does not pass them on passes ``position_ids``.
+        branches: the sequences; a model that does not pass them on passes ``position_ids``.
         position_ids: positions of the tokens in their sequences.
         scaling: factor of the scores.
         softcap: bound of the scores (Gemma-2).
         s_aux: attention sinks of each head (gpt-oss).
+
+    Raises:
+        ValueError: the model passes neither on for sequences that share their beginnings.
     """
     config: Any = module.config
     kind = layer_types(config)[int(module.layer_idx)]  # type: ignore[arg-type]
-    window = reach(config, kind)
-    lengths = list(_segments(position_ids, query.shape[2]) if segments is None else segments)
     score = partial(attend, scaling=scaling, softcap=softcap, sinks=s_aux)
     found: list[Tensor] = []
-    for asked, keys, values in zip(*(one.split(lengths, dim=2) for one in (query, key, value)), strict=True):
-        length = asked.shape[2]
-        if length <= window:
-            found.append(score(asked, keys, values, is_causal=True))
-            continue
-        places = torch.arange(length, device=query.device)
-        for begin in range(0, length, int(window)):
-            end, first = min(begin + int(window), length), max(0, begin + 1 - int(window))
-            queries, nearby = places[begin:end, None], places[first:end]
-            mask = hiding(config, kind, queries=queries, keys=nearby, dtype=query.dtype)
-            near = slice(first, end)
-            found.append(score(asked[:, :, begin:end], keys[:, :, near], values[:, :, near], mask=mask))
+    for branch in _segments(position_ids, query.shape[2]) if branches is None else branches:
+        asked = query[:, :, branch.begin : branch.end]
+        spans = [*branch.context, (branch.begin, branch.end)]
+        keys, values = (_joined([one[:, :, begin:end] for begin, end in spans]) for one in (key, value))
+        found += _attended(asked, keys, values, config=config, kind=kind, score=score)
     return torch.cat([one.transpose(1, 2) for one in found], dim=1), None
+
+
+def _attended(
+    query: Tensor, key: Tensor, value: Tensor, *, config: Any, kind: str, score: Callable[..., Tensor]
+) -> list[Tensor]:
+    """Return the attention of the last tokens of a sequence, which are the queries, in parts."""
+    length, window = key.shape[2], reach(config, kind)
+    start = length - query.shape[2]
+    if start == 0 and length <= window:
+        return [score(query, key, value, is_causal=True)]
+    found: list[Tensor] = []
+    places, size = torch.arange(length, device=query.device), int(min(window, length))
+    for begin in range(start, length, size):
+        end, first = min(begin + size, length), max(0, begin + 1 - size if window < length else 0)
+        queries, nearby = places[begin:end, None], places[first:end]
+        mask = hiding(config, kind, queries=queries, keys=nearby, dtype=query.dtype)
+        asked, near = query[:, :, begin - start : end - start], slice(first, end)
+        found.append(score(asked, key[:, :, near], value[:, :, near], mask=mask))
+    return found
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 AttentionInterface.register(ATTENTION, segment_attention)
 
 
-def _segments(position_ids: Tensor | None, tokens: int) -> list[int]:
-    """Return the lengths of the sequences of a row, each of which begins at position 0."""
+def _segments(position_ids: Tensor | None, tokens: int) -> list[Branch]:
+    """Return the sequences of a row, each of which begins at position 0."""
     if position_ids is None or position_ids.shape[1] != tokens:
-        return [tokens]
-    begins = (position_ids[0] == 0).nonzero()[:, 0].tolist()
-    return [end - begin for begin, end in zip(begins, [*begins[1:], tokens], strict=True)]
+        return [Branch(begin=0, end=tokens)]
+    positions = position_ids[0]
+    begins = (positions == 0).nonzero()[:, 0].tolist()
+    if bool(((positions.diff() != 1) & (positions[1:] != 0)).any()):
+        raise ValueError(
+            "this model does not tell its attention which sequences share their beginning: "
+            "set model.attention = 'eager'."
+        )
+    return [Branch(begin=begin, end=end) for begin, end in zip(begins, [*begins[1:], tokens], strict=True)]
+
+
+def shares_prefixes(model: PreTrainedModel) -> bool:
+    """Return whether sequences that begin alike are computed as a tree.
+
+    Further arguments of the body must reach its attention.
+    """
+    if not has_masks(model) or model.config._attn_implementation != ATTENTION:
+        return False
+    body = model.base_model
+    names = [name for name, one in body.named_modules() if hasattr(one, "layer_idx")]
+    around = {path for name in names for path in (name, name.rpartition(".")[0])}
+    passing = [body, *(one for one in map(body.get_submodule, around) if not isinstance(one, nn.ModuleList))]
+    return bool(names) and all(_passes_arguments(module.forward) for module in passing)
+
+
+def _passes_arguments(function: Callable[..., Any]) -> bool:
+    """Return whether a function uses its ``**kwargs``; some take them and drop them."""
+    code = inspect.unwrap(function).__code__
+    loaded = [one.argval for one in dis.get_instructions(code) if one.opname.startswith("LOAD_FAST")]
+    return any("kwargs" in (one if isinstance(one, tuple) else (one,)) for one in loaded)
 
 
 def attends_to_segments(model: PreTrainedModel) -> bool:
@@ -239,6 +299,18 @@ def one_row(*sequences: TokenSequence) -> MicroBatch:
     )
 
 
+def rows_to_score(
+    model: PreTrainedModel, sequences: Sequence[TokenSequence], *, part: Part = WHOLE, ranks: int = 1
+) -> list[Row]:
+    """Distribute sequences over rows for a pass without gradients, those that begin alike to the same row."""
+    lengths = [len(one) for one in sequences]
+    if not attends_to_segments(model):
+        return [[number] for number in range(len(lengths))]
+    if shares_prefixes(model) and part == WHOLE:
+        return families([one.token_ids for one in sequences], min(ROW_TOKENS, sum(lengths) // ranks))
+    return shared_rows(lengths, ranks=ranks)
+
+
 def shared_rows(lengths: Sequence[int], *, ranks: int = 1) -> list[Row]:
     """Distribute sequences over rows, of at least one for each rank where there are enough tokens.
 
@@ -260,7 +332,7 @@ def _inputs(model: PreTrainedModel, micro: MicroBatch, part: Part, *, device: to
     if attends_to_segments(model):
         inputs["position_ids"] = _cut(micro.position_ids, part).to(device)
         positions = _padded(micro.position_ids, part)
-        inputs["segments"] = _segments(positions, positions.shape[1])
+        inputs["branches"] = _segments(positions, positions.shape[1])
     elif int(micro.segment_ids.max()) > 1:
         raise ValueError(
             "this model does not separate packed sequences: it has layers without attention, or "

@@ -127,6 +127,7 @@ class CriticTrainer:
                 num_minibatches=train.minibatches,
                 seed=self._seed + step * self._settings.passes + number,
                 packed=self._critic.packs_rows,
+                shared=self._critic.shares_prefixes,
             )
         ]
         found = self._critic.step(batches)

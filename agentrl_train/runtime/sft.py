@@ -116,7 +116,11 @@ def train_sft(
     for step in range(1, steps + 1):
         chosen = [sequences[next(order)] for _ in range(batch_size)]
         batches = pack(
-            chosen, aggregation="token_mean", max_tokens=micro_batch_tokens, packed=learner.packs_rows
+            chosen,
+            aggregation="token_mean",
+            max_tokens=micro_batch_tokens,
+            packed=learner.packs_rows,
+            shared=learner.shares_prefixes,
         )
         report(step, learner.step(batches))
 

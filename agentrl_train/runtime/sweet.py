@@ -111,6 +111,7 @@ class PreferenceTrainer:
                 max_tokens=self._train.micro_batch_tokens,
                 seed=self._seed + step * self._settings.passes + number,
                 packed=self._critic.packs_rows,
+                shared=self._critic.shares_prefixes,
             )
             done = self._critic.step(batches)
             own = {REPORTED[name]: done[name] for name in ("grad_norm", "loss_tokens", "seconds")}

@@ -240,6 +240,7 @@ class StepTrainer:
                 num_minibatches=train.minibatches,
                 seed=self._seed + policy_version,
                 packed=self.learner.packs_rows,
+                shared=self.learner.shares_prefixes,
                 constant_tokens=algorithm.constant_tokens or self._max_context,
                 skip_zero_advantages=algorithm.kl_coef == 0 and algorithm.entropy_coefficient == 0,
                 version=policy_version - 1,

@@ -155,6 +155,7 @@ class TurnCriticTrainer:
                 num_minibatches=train.minibatches,
                 seed=self._seed + step * self._settings.passes + number,
                 packed=self._critic.packs_rows,
+                shared=self._critic.shares_prefixes,
             )
             found = self._critic.step(batches)
         self._replay.extend(self._groups)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from agentrl_train.batch import pack
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.errors import EngineError, WeightMismatch
 from agentrl_train.learner import Learner, Lora, StoredModel, auto_class, logprobs, safetensors_files
-from agentrl_train.learner.logprobs import one_row, sampled_logprobs, set_attention
+from agentrl_train.learner.logprobs import one_row, sampled_logprobs, set_attention, shares_prefixes
 from agentrl_train.learner.stored import allocate
 from agentrl_train.runtime.models import load_policy
 from agentrl_train.types import SamplingParams, TokenSequence
@@ -142,6 +143,33 @@ def test_gradient_of_packed_rows_is_that_of_single_sequences(name: str) -> None:
         gradients.append([value.grad for value in model.parameters() if value.grad is not None])
     for packed, alone in zip(*gradients, strict=True):
         assert torch.allclose(packed, alone, rtol=1e-3, atol=1e-4 * float(alone.abs().max()) + 1e-7)
+
+
+def alike(seed: int = 0) -> list[TokenSequence]:
+    """Return sequences that begin alike, within and beyond the window; two of them are equal."""
+    rng = np.random.default_rng(seed)
+    opening = rng.integers(1, VOCABULARY, 2 * WINDOW + 3)
+    turn = np.concatenate([opening, rng.integers(1, VOCABULARY, 2 * WINDOW)])
+    ends = [(opening, 3), (turn, 7), (turn[:-5], WINDOW), (turn, 0), (turn, 0), (opening[:-1], 4)]
+    tokens = [np.concatenate([head, rng.integers(1, VOCABULARY, size)]) for head, size in ends]
+    made_to_fit = made(tuple(len(one) for one in tokens), seed=seed)
+    return [replace(one, token_ids=ids) for one, ids in zip(made_to_fit, tokens, strict=True)]
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_common_beginnings_computed_once_change_neither_logprobs_nor_gradient(name: str) -> None:
+    model, sequences, weights = tiny(name), alike(), torch.rand(1000)
+    set_attention(model)
+    assert shares_prefixes(model) == (name not in {"StableLM"})
+    found: list[list[torch.Tensor]] = []
+    for micros in ([one_row(*sequences)], [one_row(one) for one in sequences]):
+        model.zero_grad()
+        scores = torch.cat([sampled_logprobs(model, micro)[0] for micro in micros])
+        (scores * weights[: len(scores)]).sum().backward()
+        parameters = [value.grad for value in model.parameters() if value.grad is not None]
+        found.append([scores.detach(), *parameters])
+    for shared, alone in zip(*found, strict=True):
+        assert torch.allclose(shared, alone, rtol=1e-3, atol=1e-4 * float(alone.abs().max()) + 1e-7)
 
 
 @pytest.mark.parametrize("name", MASKED)
