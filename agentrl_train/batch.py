@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from agentrl_train.prefixes import families
 from agentrl_train.types import (
     Batch,
     FloatArray,
@@ -30,6 +29,7 @@ from agentrl_train.types import (
     TokenSequence,
     Trajectory,
     TrajectoryGroup,
+    families,
     pack_rows,
 )
 
@@ -159,7 +159,7 @@ def pack(
     own. ``version`` is that of the weights before the step, from which the ages of the tokens are counted.
     ``packed=False`` puts one sequence in a row, for models that do not support packed rows. With ``shared``,
     sequences that begin alike are in the same micro-batches, of at most ``max_tokens`` tokens if common
-    beginnings count once (``prefixes``), for models that compute them once.
+    beginnings count once, for models that compute them once.
 
     With ``skip_zero_advantages``, sequences without any advantage are not computed, but still count in the
     denominators: the policy gradient is the same at less cost, but entropy and KL terms leave them out. A

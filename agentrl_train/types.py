@@ -266,6 +266,8 @@ class TokenSequence:
         return int(self.token_ids.shape[0])
 
 
+SHORTEST_BEGINNING = 16
+"""Tokens that sequences must have in common for their beginning to be computed once."""
 Row = list[int]
 """Indices of the sequences that share a row."""
 
@@ -286,6 +288,38 @@ def pack_rows(lengths: Sequence[int], capacity: int) -> list[Row]:
         rows[row].append(i)
         free[row] -= lengths[i]
     return rows
+
+
+def families(sequences: Sequence[IntArray], max_tokens: int) -> list[list[int]]:
+    """Divide sequences into parts whose trees have at most ``max_tokens`` tokens; those alike stay together.
+
+    A longer sequence is a part of its own.
+    """
+    parts: list[list[int]] = []
+    before, size = np.empty(0, np.int64), 0
+    for i in alphabetical(sequences):
+        one = sequences[i]
+        added = len(one) - shared_beginning(before, one)
+        if not parts or size + added > max_tokens:
+            parts.append([])
+            size, added = 0, len(one)
+        parts[-1].append(i)
+        before, size = one, size + added
+    return parts
+
+
+def alphabetical(sequences: Sequence[IntArray]) -> list[int]:
+    """Return the order in which each sequence has its longest common beginning with the one before it."""
+    keys = [one.astype(">i8").tobytes() for one in sequences]
+    return sorted(range(len(keys)), key=keys.__getitem__)
+
+
+def shared_beginning(a: IntArray, b: IntArray) -> int:
+    """Return the length of the common beginning, 0 where it is shorter than ``SHORTEST_BEGINNING``."""
+    size = min(len(a), len(b))
+    unlike = np.flatnonzero(a[:size] != b[:size])
+    same = int(unlike[0]) if len(unlike) else size
+    return same if same >= SHORTEST_BEGINNING else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Packed rows -> log-probabilities of the sampled tokens.
 
 Attention is computed for one sequence after another, so that its cost is that of the sequences alone, and
-sequences that begin alike share the hidden states of their beginning (``prefixes``). The head and the softmax
-run only at sampled tokens, in chunks, so that no [tokens, vocabulary] tensor is materialized.
+sequences that begin alike share the hidden states of their beginning. The head and the softmax run only at
+sampled tokens, in chunks, so that no [tokens, vocabulary] tensor is materialized.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from agentrl_train.architecture import attend, has_masks, hiding, layer_types, reach, read_logits
-from agentrl_train.prefixes import Branch, families, prefix_tree
-from agentrl_train.types import MicroBatch, Row, TokenSequence, pack_rows
+from agentrl_train.types import (
+    IntArray,
+    MicroBatch,
+    Row,
+    TokenSequence,
+    alphabetical,
+    families,
+    pack_rows,
+    shared_beginning,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,6 +43,43 @@ ATTENTION = "agentrl_segments"
 """Name of ``segment_attention`` among the attention implementations of transformers."""
 ROW_TOKENS = 2048
 """Tokens of short sequences that share a forward pass without gradients."""
+Span = tuple[int, int]
+"""Begin and end among the tokens of a tree."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """Adjacent tokens of a tree that follow one another in a sequence."""
+
+    begin: int
+    end: int
+    context: tuple[Span, ...] = ()
+    """Where the tokens before them are, in their order."""
+
+    @property
+    def start(self) -> int:
+        """Position of the first token in its sequence."""
+        return sum(end - begin for begin, end in self.context)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixTree:
+    """Sequences that share their common beginnings.
+
+    Nothing that follows a beginning changes it, so the tokens of a tree give the hidden states of all::
+
+        a b c d e      kept      a b c d e  x y  z      branches   0 to 5, 5 to 7 behind 0 to 3,
+        a b c x y      places    0 1 2 3 4                         and 7 to 8 behind 0 to 2
+        a b z                    0 1 2 5 6
+                                 0 1 7
+    """
+
+    kept: IntArray
+    """Index of each token of the tree in the concatenated sequences."""
+    places: IntArray
+    """Index in the tree of each token of the concatenated sequences."""
+    branches: Sequence[Branch]
+    """In the order of the tokens of the tree, which they cover."""
 
 
 class Scorer(nn.Module):
@@ -166,6 +212,43 @@ def set_attention(model: PreTrainedModel, name: str = "sdpa") -> None:
         raise ValueError(
             f"model.attention = {name!r} is not available: {reason}; set it to 'sdpa'"
         ) from error
+
+
+def prefix_tree(sequences: Sequence[IntArray]) -> PrefixTree:
+    """Return the tree of sequences of token ids, which are not empty."""
+    starts = np.cumsum([0, *(len(one) for one in sequences)])
+    places = np.empty(starts[-1], np.int64)
+    kept: list[IntArray] = []
+    branches: list[Branch] = []
+    path: list[Span] = []
+    before, size = np.empty(0, np.int64), 0
+    for i in alphabetical(sequences):
+        one = sequences[i]
+        same = shared_beginning(before, one)
+        path = _truncated(path, same)
+        if added := len(one) - same:
+            branches.append(Branch(begin=size, end=size + added, context=tuple(path)))
+            path = [*path, (size, size + added)]
+            kept.append(np.arange(starts[i] + same, starts[i + 1]))
+            size += added
+        places[starts[i] : starts[i + 1]] = np.concatenate([np.arange(*span) for span in path])
+        before = one
+    return PrefixTree(kept=np.concatenate(kept), places=places, branches=branches)
+
+
+def _truncated(path: Sequence[Span], length: int) -> list[Span]:
+    """Return the first ``length`` tokens of a path; adjacent spans are one."""
+    found: list[Span] = []
+    for begin, end in path:
+        end = min(end, begin + length)
+        if begin == end:
+            break
+        length -= end - begin
+        if found and found[-1][1] == begin:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((begin, end))
+    return found
 
 
 def segment_attention(

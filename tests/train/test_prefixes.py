@@ -4,7 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl_train.prefixes import SHORTEST, families, prefix_tree
+from agentrl_train.learner.logprobs import prefix_tree
+from agentrl_train.types import SHORTEST_BEGINNING as SHORTEST
+from agentrl_train.types import families
 
 HEAD = st.integers(0, 3 * SHORTEST)
 
