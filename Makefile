@@ -40,7 +40,7 @@ test: $(VENV)/.dev  ## all quick tests that need no Docker, in TEST_PROCESSES=2 
 	-@.ci/system-packages chromium redis-server bubblewrap
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
-slow: $(VENV)/.dev  ## tests from end to end that take more than ten seconds each
+slow: $(VENV)/.dev  ## tests from end to end that take more than ten seconds, and further cases of quick ones
 	$(BIN)/python -m pytest -m 'slow and not environments' -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
 environments: $(VENV)/.environments  ## the tasks on their real engines: MariaDB, TextWorld, Java, RDF, Chromium, sandboxes

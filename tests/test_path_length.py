@@ -14,8 +14,8 @@ from agentrl_train.learner import Learner
 from agentrl_train.runtime.config import AlgorithmSection, EngineSection, RolloutSection, TrainSection
 from agentrl_train.runtime.trainer import StepTrainer
 from agentrl_train.weights import Publisher
-from tests.conftest import make_model, make_tokenizer
 from tests.env.tasks import Guess
+from tests.tiny_models import make_model, make_tokenizer
 
 ROOT = Path(__file__).parent.parent
 

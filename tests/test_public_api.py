@@ -108,11 +108,11 @@ def test_import_of_the_trainers_command_line_loads_no_torch() -> None:
     [
         ["import gymnasium", GUESS],
         [GUESS, "import gymnasium"],
-        ["import agentrl_env", "import gymnasium", GUESS],
-        ["import gymnasium", "import agentrl_env", GUESS],
-        ["import agentrl_env.gym.env", "import gymnasium", GUESS],
+        pytest.param(["import agentrl_env", "import gymnasium", GUESS], marks=pytest.mark.slow),
+        pytest.param(["import gymnasium", "import agentrl_env", GUESS], marks=pytest.mark.slow),
+        pytest.param(["import agentrl_env.gym.env", "import gymnasium", GUESS], marks=pytest.mark.slow),
         ["import importlib.util", GUESS, "assert importlib.util.find_spec('gymnasium')", "import gymnasium"],
-        ["from agentrl_env import GymEnv", "import gymnasium", GUESS],
+        pytest.param(["from agentrl_env import GymEnv", "import gymnasium", GUESS], marks=pytest.mark.slow),
     ],
     ids=" then ".join,
 )

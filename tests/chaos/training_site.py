@@ -11,7 +11,7 @@ from pathlib import Path
 
 from agentrl_train.runtime.telemetry.metrics import read_jsonl
 from tests.chaos.site import MARK, TASKS_FILE, Part, agentrl, free_ports
-from tests.conftest import make_model, make_tokenizer
+from tests.tiny_models import make_model, make_tokenizer
 
 GROUP_SIZE, PER_STEP = 2, 4
 SERVERS = 2

@@ -14,7 +14,7 @@ from agentrl_train.errors import EngineError
 from agentrl_train.reward import Rewards
 from agentrl_train.runtime.config import EngineSection, RolloutSection
 from agentrl_train.types import Completion, SamplingParams
-from tests.conftest import make_tokenizer
+from tests.tiny_models import make_tokenizer
 
 CHAT = ChatFormat(make_tokenizer())
 EPISODE = Episode(task="countdown", split="train", index=3, seed=None, draw_seed=(0, 3))

@@ -11,7 +11,7 @@ from agentrl_env.types import FunctionSpec, Message, ToolCall, ToolSpec
 from agentrl_train import chat
 from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import ConfigError
-from tests.conftest import CHAT_TEMPLATE, make_tokenizer
+from tests.tiny_models import CHAT_TEMPLATE, make_tokenizer
 
 CHAT = ChatFormat(make_tokenizer())
 TOOL = ToolSpec(function=FunctionSpec(name="look", description="Look.", parameters={"type": "object"}))

@@ -19,7 +19,7 @@ from agentrl_train.runtime.trainer import no_calls_warning
 from agentrl_train.template_check import check_format, check_sessions
 from agentrl_train.tool_calls import PARSERS
 from agentrl_train.types import TrajectoryGroup
-from tests.conftest import CHAT_TEMPLATE, make_model, make_tokenizer
+from tests.tiny_models import CHAT_TEMPLATE, make_model, make_tokenizer
 from tests.train.fakes import EPISODE, Countdown, ScriptedEngine
 
 SOURCES = [TaskSource(task="countdown")]

@@ -15,7 +15,7 @@ from agentrl_train.runtime.config import load_config
 from agentrl_train.runtime.factories import make_threads
 from agentrl_train.runtime.placement.launcher import make_launcher
 from agentrl_train.types import SamplingParams, Threads
-from tests.conftest import make_model
+from tests.tiny_models import make_model
 from tests.train.test_architectures import made
 
 CONFIG = "examples/quickstart/train.toml"

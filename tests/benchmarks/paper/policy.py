@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.conftest import make_model, make_tokenizer
+from tests.tiny_models import make_model, make_tokenizer
 
 
 def write_policy(folder: Path) -> None:

@@ -11,10 +11,10 @@ from tests.env.evaluation.chat_server import ChatServer
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/how-to/bridges.md"
 pytestmark = pytest.mark.bridges
-openai = pytest.importorskip("openai", reason="OpenAI's SDK is not installed; make bridges installs it")
 
 
 async def test_program_of_the_documentation_plays_an_episode(serving):
+    openai = pytest.importorskip("openai", reason="OpenAI's SDK is not installed; make bridges installs it")
     server = await serving(str(ROOT / "environments/household"), oracle=True)
     _, moves = await by_wire(server.url, "household", {"split": "test", "index": 3})
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

@@ -9,16 +9,24 @@ from tests.env.tasks import Guess, Quick, until
 
 pytestmark = pytest.mark.bridges
 pytest.importorskip("openenv", reason="OpenEnv is not installed; make bridges installs it")
-
-from openenv.core.generic_client import GenericEnvClient  # noqa: E402
-from openenv.core.mcp_client import MCPToolClient  # noqa: E402
-
 TOKEN = "a-token-of-this-test-1234567890"
+
+
+def generic_client(**options):
+    from openenv.core.generic_client import GenericEnvClient  # takes seconds, which other tests do not have
+
+    return GenericEnvClient(**options)
+
+
+def tool_client(**options):
+    from openenv.core.mcp_client import MCPToolClient
+
+    return MCPToolClient(**options)
 
 
 async def test_generic_client_plays_an_episode(serving):
     server = await serving(Quick)
-    async with GenericEnvClient(base_url=f"{server.url}/openenv/quick") as client:
+    async with generic_client(base_url=f"{server.url}/openenv/quick") as client:
         begun = await client.reset(index=2, seed=5, episode_id="mine")
         assert [message["role"] for message in begun.observation["messages"]] == ["system", "user"]
         assert (begun.metadata["index"], begun.metadata["seed"]) == (2, 5)
@@ -35,7 +43,7 @@ async def test_generic_client_plays_an_episode(serving):
 
 async def test_turn_limit_is_done_and_truncated(serving):
     server = await serving(Guess)
-    async with GenericEnvClient(base_url=f"{server.url}/openenv/guess") as client:
+    async with generic_client(base_url=f"{server.url}/openenv/guess") as client:
         await client.reset()
         for _ in range(Guess.max_turns):
             result = await client.step({"tool_name": "guess", "arguments": {"n": 0}})
@@ -49,7 +57,7 @@ async def test_generic_client_sends_whole_messages_too(serving):
         {"id": str(n), "type": "function", "function": {"name": "note", "arguments": '{"text": "a"}'}}
         for n in range(2)
     ]
-    async with GenericEnvClient(base_url=f"{server.url}/openenv/quick") as client:
+    async with generic_client(base_url=f"{server.url}/openenv/quick") as client:
         await client.reset(index=1)
         result = await client.step({"message": {"role": "assistant", "content": "Hm.", "tool_calls": calls}})
         assert [one["tool_call_id"] for one in result.observation["messages"]] == ["0", "1"]
@@ -59,7 +67,7 @@ async def test_generic_client_sends_whole_messages_too(serving):
 
 async def test_tool_client_lists_and_calls_tools(serving):
     server = await serving(Guess)
-    async with MCPToolClient(base_url=f"{server.url}/openenv/guess") as client:
+    async with tool_client(base_url=f"{server.url}/openenv/guess") as client:
         begun = await client.reset(seed=3)
         assert begun.observation.messages[0]["content"].startswith("I picked a number")
         (tool,) = await client.list_tools()
@@ -75,10 +83,10 @@ async def test_synchronous_wrapper_works(serving):
     server = await serving(Guess)
 
     def play():
-        with GenericEnvClient(base_url=f"{server.url}/openenv/guess").sync() as client:
+        with generic_client(base_url=f"{server.url}/openenv/guess").sync() as client:
             client.reset(seed=3)
             first = client.step({"tool_name": "guess", "arguments": {"n": 0}}).observation["result"]["data"]
-        with MCPToolClient(base_url=f"{server.url}/openenv/guess").sync() as client:
+        with tool_client(base_url=f"{server.url}/openenv/guess").sync() as client:
             client.reset(seed=3)
             return first, client.call_tool("guess", n=0), [tool.name for tool in client.list_tools()]
 
@@ -88,7 +96,7 @@ async def test_synchronous_wrapper_works(serving):
 
 async def test_end_of_the_socket_and_another_reset_close_the_session(serving):
     server = await serving(Guess)
-    async with GenericEnvClient(base_url=f"{server.url}/openenv/guess") as client:
+    async with generic_client(base_url=f"{server.url}/openenv/guess") as client:
         for _ in range(3):
             await client.reset()
             assert server.pool.open_sessions == 1
@@ -105,7 +113,7 @@ async def test_end_of_the_socket_and_another_reset_close_the_session(serving):
 )
 async def test_bad_reset_is_an_error_and_the_socket_goes_on(serving, choice, words):
     server = await serving(Quick)
-    async with GenericEnvClient(base_url=f"{server.url}/openenv/quick") as client:
+    async with generic_client(base_url=f"{server.url}/openenv/quick") as client:
         with pytest.raises(RuntimeError, match=words):
             await client.reset(**choice)
         assert not (await client.reset()).done
@@ -113,7 +121,7 @@ async def test_bad_reset_is_an_error_and_the_socket_goes_on(serving, choice, wor
 
 async def test_failure_of_the_environment_is_an_error_and_not_a_reward(serving):
     server = await serving(Quick)
-    async with GenericEnvClient(base_url=f"{server.url}/openenv/quick") as client:
+    async with generic_client(base_url=f"{server.url}/openenv/quick") as client:
         await client.reset(index=1)
         with pytest.raises(RuntimeError, match="the episode has no reward"):
             await client.step({"tool_name": "crash"})
@@ -124,7 +132,7 @@ async def test_failure_of_the_environment_is_an_error_and_not_a_reward(serving):
 async def test_full_server_answers_capacity_reached(serving):
     server = await serving(Guess, max_sessions=1)
     url = f"{server.url}/openenv/guess"
-    async with GenericEnvClient(base_url=url) as one, GenericEnvClient(base_url=url) as other:
+    async with generic_client(base_url=url) as one, generic_client(base_url=url) as other:
         await one.reset()
         with pytest.raises(RuntimeError, match="CAPACITY_REACHED"):
             await other.reset()
@@ -138,8 +146,8 @@ async def test_operator_token_is_required(serving):
     server = await serving(Guess, token=TOKEN)
     url = f"{server.url}/openenv/guess"
     with pytest.raises(ConnectionError):
-        await GenericEnvClient(base_url=url).reset()
-    async with GenericEnvClient(base_url=url, headers={"Authorization": f"Bearer {TOKEN}"}) as client:
+        await generic_client(base_url=url).reset()
+    async with generic_client(base_url=url, headers={"Authorization": f"Bearer {TOKEN}"}) as client:
         assert not (await client.reset()).done
 
 

@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from agentrl_env.cli.play import UnreadableLine, parse_line, signature
 from agentrl_env.client.http import HttpBackend
 from agentrl_env.errors import Unauthorized
 from agentrl_env.launch.process import ServerProcess
+from agentrl_env.testing.fresh_process import FRESH
 
 HERE = __file__
 
@@ -64,6 +66,8 @@ class Slow(Environment):
 
 class Polite(Environment):
     """Says hello back."""
+
+    max_turns = 4
 
     def reset(self, sample, rng):
         return "Hello."
@@ -124,6 +128,12 @@ def server():
         yield server
 
 
+@pytest.fixture
+def one_process(monkeypatch):
+    """Let the checks compare this process with no other one, as in a process that they have started."""
+    monkeypatch.setenv(FRESH, "1")
+
+
 def one_line(text):
     assert "Traceback" not in text
     assert len(text.strip().splitlines()) == 1
@@ -153,7 +163,8 @@ def test_tests_of_two_new_environments_run_together(cli, tmp_path):
     cli("new", "one")
     cli("new", "two")
     collect = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "one", "two"]
-    ran = subprocess.run(collect, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    bare = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    ran = subprocess.run(collect, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=bare)
     assert "2 tests collected" in ran.stdout, ran.stdout
 
 
@@ -187,6 +198,7 @@ def test_check_prints_a_table_and_succeeds(cli):
     assert "place: " in out
 
 
+@pytest.mark.usefixtures("one_process")
 def test_check_fails_if_a_check_fails(cli):
     code, out, err = cli("check", f"{HERE}:Guess")
     assert code == 1
@@ -194,11 +206,13 @@ def test_check_fails_if_a_check_fails(cli):
     assert "Traceback" not in out + err
 
 
+@pytest.mark.usefixtures("one_process")
 def test_check_shows_tracebacks_on_demand(cli):
     _, _, err = cli("check", f"{HERE}:Guess", "--traceback")
     assert 'raise RuntimeError("unlucky")' in err
 
 
+@pytest.mark.usefixtures("one_process")
 def test_check_as_json_is_one_object_on_stdout(cli):
     code, out, _ = cli("check", f"{HERE}:Guess", "--json")
     report = json.loads(out)
@@ -357,7 +371,7 @@ def test_play_reads_from_a_pipe(cli):
     )
     assert code == 0
     assert "Says hello back." in out
-    assert "[1/20] > what now" in out
+    assert "[1/4] > what now" in out
     assert "user: Hello again." in out
     assert "completed after 2 turns: success, reward 1" in out
     assert "never read" not in out
@@ -604,6 +618,7 @@ def test_serve_stops_cleanly_on_interrupt():
         assert [line.split(" INFO ")[1].split(" pid=")[0] for line in lines] == ["draining", "stopped"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_serve_reloads_a_changed_task_until_a_signal(tmp_path, stop):
     folder, helper = tmp_path / "guess", tmp_path / "guess" / "words.py"
@@ -644,3 +659,18 @@ def test_reload_and_controller_are_mutually_exclusive(cli):
     code, _, err = cli("serve", f"{HERE}:Guess", "--reload", "--controller", "http://127.0.0.1:9")
     assert code == 1
     assert "give --reload or --controller" in one_line(err)
+
+
+def test_workers_and_controller_are_mutually_exclusive(cli):
+    code, _, err = cli("serve", f"{HERE}:Guess", "--workers", "2", "--controller", "http://x")
+    assert code == 1
+    assert err == "error: --workers starts a controller of its own; give --workers or --controller\n"
+
+
+def test_resume_without_workers_is_rejected(cli):
+    code, _, err = cli("serve", f"{HERE}:Guess", "--resume")
+    assert code == 1
+    assert err == (
+        "error: --resume resumes the sessions of a dead worker and needs --workers; "
+        "for separate servers use agentrl-env controller --resume\n"
+    )

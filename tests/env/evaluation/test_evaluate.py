@@ -105,7 +105,7 @@ def test_table_and_report_are_written(cli):
     assert page.count("<summary>sample ") == 8
 
 
-@pytest.mark.parametrize("served", ["server", "controller"])
+@pytest.mark.parametrize("served", ["server", pytest.param("controller", marks=pytest.mark.slow)])
 def test_model_is_evaluated_on_a_server_by_url(cli, served):
     options = {"workers": 2} if served == "controller" else {}
     arguments = ["--workers", "2"] if options else []

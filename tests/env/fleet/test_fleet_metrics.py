@@ -6,6 +6,7 @@ import signal
 import time
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from agentrl_env import EnvClient, ToolCall
@@ -141,6 +142,7 @@ async def test_counts_are_whole_at_a_controller_that_starts_later():
             await later.stop()
 
 
+@pytest.mark.slow
 async def test_workers_are_whole_behind_their_address_though_one_is_killed():
     with serving("--workers", "2", "--drain", "0") as (_, url):
         async with EnvClient.connect(url, timeout=60) as client:

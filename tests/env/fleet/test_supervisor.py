@@ -118,6 +118,7 @@ async def test_sessions_stay_with_their_worker_and_are_lost_with_it():
         until_dead(alive, pid)
 
 
+@pytest.mark.slow
 async def test_sessions_of_a_killed_worker_resume_even_if_the_others_are_full():
     options = ["--workers", "2", "--max-sessions", "4", "--drain", "0", "--resume"]
     with serving(*options, target=f"{__file__}:Count") as (process, url):
@@ -150,6 +151,7 @@ async def own_workers():
         await server.stop()
 
 
+@pytest.mark.slow
 async def test_failed_restart_of_a_worker_is_retried(monkeypatch, caplog):
     start, errors = ServerProcess.start, iter([BlockingIOError(11, "Resource temporarily unavailable")])
 
@@ -186,6 +188,7 @@ async def test_worker_keeps_serving_if_its_output_cannot_be_written(monkeypatch)
         assert await ask(await client.open("process", wait=30)) != dead
 
 
+@pytest.mark.slow
 async def test_workers_end_with_a_killed_parent():
     with serving("--workers", "2") as (process, url):
         async with EnvClient.connect(url, timeout=60) as client:
@@ -194,6 +197,7 @@ async def test_workers_end_with_a_killed_parent():
         until_dead(*pids)
 
 
+@pytest.mark.slow
 async def test_stop_drains_and_a_second_signal_ends_the_drain():
     with serving("--workers", "2", "--drain", "60") as (process, url):
         async with EnvClient.connect(url, timeout=60) as client:
@@ -204,25 +208,6 @@ async def test_stop_drains_and_a_second_signal_ends_the_drain():
             process.send_signal(signal.SIGTERM)  # ends the drain
             assert process.wait(60) == 0
             until_dead(*found)
-
-
-def test_workers_and_controller_are_mutually_exclusive():
-    command = [sys.executable, "-m", "agentrl_env", "serve", TARGET, "--workers", "2"]
-    done = subprocess.run([*command, "--controller", "http://x"], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr == (
-        "error: --workers starts a controller of its own; give --workers or --controller\n"
-    )
-
-
-def test_resume_without_workers_is_rejected():
-    command = [sys.executable, "-m", "agentrl_env", "serve", TARGET, "--resume"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr == (
-        "error: --resume resumes the sessions of a dead worker and needs --workers; "
-        "for separate servers use agentrl-env controller --resume\n"
-    )
 
 
 def test_workers_that_cannot_start_end_the_server_with_one_error_line():

@@ -29,7 +29,7 @@ from agentrl_env.errors import (
     UnknownTask,
 )
 from agentrl_env.gym.vector import GymVectorEnv, stack_infos
-from agentrl_env.launch.process import ServerProcess
+from agentrl_env.launch.process import ServerProcess, ServerThread
 from tests.env.intercepted_client import InterceptedClient, pool_of
 
 ID = "agentrl_env:agentrl/Env-v0"
@@ -196,7 +196,7 @@ def assert_runs_are_the_same(pairs, run):
         assert ours.np_random_seed == theirs.np_random_seed
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(runs())
 def test_equals_gymnasiums_sync_vector_env(local_pairs, run):
     assert_runs_are_the_same(local_pairs, run)
@@ -678,7 +678,7 @@ def test_close_ignores_an_unreachable_server(make):
 
 
 def test_reset_works_after_a_server_restart():
-    server = ServerProcess(f"{__file__}:Pick", port=free_port())
+    server = ServerThread(Pick, port=free_port())
     with server:
         env = GymVectorEnv(2, client=lambda: EnvClient(HttpBackend(server.url, patience=0.1)))
         first = env.reset(seed=0)

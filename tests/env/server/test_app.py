@@ -340,7 +340,7 @@ def is_object(body: bytes) -> bool:
         return False
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(REQUESTS, max_size=8), st.binary(max_size=30).filter(lambda body: not is_object(body)))
 def test_no_request_body_causes_an_internal_error(requests, garbage):
     async def run():

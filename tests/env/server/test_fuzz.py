@@ -20,6 +20,7 @@ def document(**options):
     return create_app(SessionPool([Quick]), Metrics(), **options).openapi()
 
 
+@pytest.mark.slow
 def test_fuzzing_finds_no_failures():
     account = fuzz(300, seed=7)
     assert account["ok"], account

@@ -153,7 +153,12 @@ def play(url):
 
 @pytest.mark.parametrize(
     ("form", "level", "workers"),
-    [("text", "debug", "1"), ("json", None, "1"), ("text", None, "2"), ("json", "debug", "2")],
+    [
+        ("text", "debug", "1"),
+        ("json", None, "1"),
+        pytest.param("text", None, "2", marks=pytest.mark.slow),
+        ("json", "debug", "2"),
+    ],
 )
 def test_log_says_where_and_what_failed_but_not_what_was_said(form, level, workers):
     chosen = ("--log-level", level) if level else ()
@@ -174,7 +179,7 @@ def test_log_says_where_and_what_failed_but_not_what_was_said(form, level, worke
     assert_whole(log, form)
 
 
-@pytest.mark.parametrize("form", ["text", "json"])
+@pytest.mark.parametrize("form", ["text", pytest.param("json", marks=pytest.mark.slow)])
 def test_log_with_messages_tells_everything_and_is_not_forged(form):
     log = log_of("--log-format", form, "--log-messages")
     assert log.count(SECRET) > 2 * len(WAYS)

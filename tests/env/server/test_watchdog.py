@@ -92,6 +92,7 @@ class Inline(Sticks):
 
 
 STICKING = [ToolCall.of("backtrack"), ToolCall.of("block", seconds=600.0)]
+BACKTRACK_SLOW = [pytest.param(STICKING[0], marks=pytest.mark.slow), STICKING[1]]
 TARGET = f"{__file__}:Sticks"
 
 
@@ -146,7 +147,7 @@ async def test_stuck_worker_is_killed_and_replaced_and_its_neighbours_stay(worke
     assert "ended (exit code -9); starting another" in errors
 
 
-@pytest.mark.parametrize("call", STICKING, ids=lambda call: call.function.name)
+@pytest.mark.parametrize("call", BACKTRACK_SLOW, ids=lambda call: call.function.name)
 async def test_session_that_sticks_kills_one_worker_only_and_its_neighbours_go_on(call):
     options = ("--workers", "2", "--stuck-after", "1", "--resume")
     with serving(*options, task="Kept") as (process, url):
@@ -170,6 +171,7 @@ async def test_session_that_sticks_kills_one_worker_only_and_its_neighbours_go_o
     assert f"(--stuck-after); session {guilty.session_id} held it; its stacks follow" in line
 
 
+@pytest.mark.slow
 async def test_legal_message_of_127_slow_calls_loses_no_neighbour():
     with serving("--workers", "2", "--stuck-after", "2", task="Inline") as (_, url):
         async with EnvClient.connect(url, timeout=60) as client:
@@ -208,9 +210,14 @@ async def test_stuck_server_of_up_is_replaced_with_the_reason():
 
 
 @pytest.mark.parametrize(
-    "stuck_after", ["1", pytest.param("0", marks=pytest.mark.slow)], ids=["watched", "unwatched"]
+    ("call", "stuck_after"),
+    [
+        pytest.param(STICKING[0], "1", id="backtrack-watched"),
+        pytest.param(STICKING[0], "0", id="backtrack-unwatched", marks=pytest.mark.slow),
+        pytest.param(STICKING[1], "1", id="block-watched", marks=pytest.mark.slow),
+        pytest.param(STICKING[1], "0", id="block-unwatched", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("call", STICKING, ids=lambda call: call.function.name)
 async def test_stuck_worker_ends_with_a_killed_parent(call, stuck_after):
     with serving("--workers", "2", "--stuck-after", stuck_after) as (process, url):
         async with EnvClient.connect(url, timeout=60) as client:
@@ -224,6 +231,7 @@ async def test_stuck_worker_ends_with_a_killed_parent(call, stuck_after):
                 await step
 
 
+@pytest.mark.slow
 async def test_worker_whose_threads_hang_ends_with_a_killed_parent_and_not_after_its_drain():
     with serving("--workers", "2", "--drain", "3600") as (process, url):
         async with EnvClient.connect(url, timeout=60) as client:
@@ -237,7 +245,7 @@ async def test_worker_whose_threads_hang_ends_with_a_killed_parent_and_not_after
             await asyncio.gather(*steps, return_exceptions=True)
 
 
-@pytest.mark.parametrize("log_format", ["text", "json"])
+@pytest.mark.parametrize("log_format", [pytest.param("text", marks=pytest.mark.slow), "json"])
 async def test_stuck_server_without_workers_ends_with_a_line_in_its_log(log_format):
     with serving("--stuck-after", "1", "--log-format", log_format) as (process, url):
         async with EnvClient.connect(url, timeout=60) as client:
@@ -255,6 +263,7 @@ async def test_stuck_server_without_workers_ends_with_a_line_in_its_log(log_form
     assert "in backtrack" in errors
 
 
+@pytest.mark.slow
 async def test_busy_worker_is_not_lost():
     with serving("--workers", "2", "--stuck-after", "60") as (_, url):
         async with EnvClient.connect(url, timeout=60) as client:

@@ -361,7 +361,7 @@ NAMES = ["tasks", "open", "step", "step_many", "info", "close", "expert", "fork"
 FIELDS = ["id", "call", "session_id", "seq", "message", "steps", "wait_s", "n", "task", "index", "request_id"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.lists(
         st.text(max_size=20)

@@ -152,7 +152,7 @@ def facts(value):
     return kind, value
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(STATES)
 def test_decode_inverts_encode(state):
     data = encode(state, Task)
@@ -431,7 +431,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.binary() | JSON.map(lambda node: json.dumps(node).encode()))
 def test_arbitrary_bytes_decode_or_raise_state_error(data):
     try:

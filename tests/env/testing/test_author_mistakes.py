@@ -52,13 +52,25 @@ UNSTABLE = {
 }
 
 
+def named(cases: dict, quick: tuple) -> list:
+    """Return cases under their names; those that are not among the quick ones are slow."""
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            id=name,
+            marks=() if name in quick else pytest.mark.slow,
+        )
+        for name, case in cases.items()
+    ]
+
+
 def listed(folder: Path, samples: str, extra: str = "") -> str:
     folder.mkdir(exist_ok=True)
     (folder / "environment.py").write_text(ENVIRONMENT.format(samples=samples, extra=extra))
     return str(folder)
 
 
-@pytest.mark.parametrize("samples", UNSTABLE.values(), ids=UNSTABLE)
+@pytest.mark.parametrize("samples", named(UNSTABLE, quick=("the order of a set", "its length")))
 def test_data_set_that_differs_between_processes_fails(tmp_path, samples):
     task = load_target(listed(tmp_path / "unstable", samples))
     (report,) = run_checks(task.local, checks=only("data_set"))
@@ -75,7 +87,7 @@ HASHED = {
 }
 
 
-@pytest.mark.parametrize(("opening", "answer"), HASHED.values(), ids=HASHED)
+@pytest.mark.parametrize(("opening", "answer"), named(HASHED, quick=("a draw from a set", "the process")))
 def test_episode_that_differs_between_processes_fails(tmp_path, opening, answer):
     (tmp_path / "hashed").mkdir()
     source = f"""
@@ -145,7 +157,11 @@ def test_process_that_cannot_read_the_data_set_warns(tmp_path):
     assert "no second process, please" in report["data_set"].evidence
 
 
-@pytest.mark.parametrize("command", [["script.py"], ["-m", "script"], ["-c", "import script"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [["script.py"], pytest.param(["-m", "script"], marks=pytest.mark.slow), ["-c", "import script"]],
+    ids=" ".join,
+)
 def test_script_that_checks_its_own_class_ends(tmp_path, command):
     source = ENVIRONMENT.format(samples='return [{"split": split}]', extra="import agentrl_env.testing")
     source += "\nprint(agentrl_env.testing.check_environment(Listed)['data_set'])\n"
@@ -248,10 +264,10 @@ def test_deadline_of_a_blocked_event_loop_names_the_line():
             return "higher"
 
     try:
-        report = report_on(Stuck, deadline=1.0, checks=only("random_play", "fuzz", "event_loop"))
+        report = report_on(Stuck, deadline=0.5, checks=only("random_play", "fuzz", "event_loop"))
     finally:
         release.set()
-    assert "Not finished within 1 s" in report["random_play"].evidence
+    assert "Not finished within 0.5 s" in report["random_play"].evidence
     assert "Stuck.guess() blocks the event loop at tests/" in report["random_play"].evidence
     assert report["fuzz"].verdict is Verdict.SKIP
     assert report["event_loop"].verdict is Verdict.WARN
@@ -327,7 +343,8 @@ def test_state_that_is_too_large_for_another_server_warns():
 def test_code_that_waits_properly_passes_the_check_of_the_event_loop():
     class Waits(Guess):
         blocking = True
-        max_turns = 2
+        max_turns = 1
+        expert = Environment.expert
 
         @tool
         async def guess(self, n: int):
@@ -406,10 +423,12 @@ def test_shutdown_that_does_not_end_warns(monkeypatch):
 
 def test_output_without_bound_warns_and_is_cut():
     class Chatty(Guess):
+        max_turns = 2
+
         @tool
         def log(self):
             """Print the log."""
-            return "x" * 5_000_000
+            return "x" * 2_000_000
 
     report = report_on(Chatty, checks=only("random_play", "output"))
     assert report.ok, report.text()
@@ -531,6 +550,8 @@ class Stored(Guess):
 
 def test_reply_with_long_parts_counts_as_output():
     class Parts(Guess):
+        max_turns = 2
+
         @tool
         def guess(self, n: int):
             """Guess the number."""

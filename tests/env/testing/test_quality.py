@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import os
 import random
+import signal
 import sys
 import threading
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -196,7 +199,7 @@ class StuckThread(Stuck):
         return Done("Over.", reward=float(total == self.total))
 
 
-@pytest.mark.parametrize("environment", [Stuck, StuckThread])
+@pytest.mark.parametrize("environment", [Stuck, pytest.param(StuckThread, marks=pytest.mark.slow)])
 def test_episodes_that_never_end_are_cut_off_and_counted(environment, capsys):
     found = quality_of(environment, deadline=3.0)
     own, stuck = policies(found), sum(index % 2 == 0 for index in even_or_odd(12))
@@ -290,6 +293,7 @@ def test_memory_of_sessions_that_are_opening_is_counted_for_none_that_is_open():
     with ServerProcess(f"{__file__}:OpensOnce") as server:
         connect = EnvClient.connect(server.url)
         held, memory = asyncio.run(hold_sessions(connect, None, 4, server.pid, deadline=1.0))
+        os.kill(server.pid, signal.SIGKILL)  # it would wait for the threads that open sessions
     assert held <= 1
     assert memory is None
 
@@ -442,7 +446,8 @@ def cli(monkeypatch, capsys, tmp_path):
     return run
 
 
-def test_command_measures_several_tasks_at_once(cli):
+def test_command_measures_several_tasks_at_once(cli, monkeypatch):
+    monkeypatch.setattr(load, "measure_load", partial(measure_load, seconds=0.5))
     files = [ENVIRONMENTS / name for name in ("README.md", "household", "sql")]
     options = ["--quality", "--samples", 3, "--split", "test-2", "--hold", 4]
     code, out, err = cli(*files, *options)

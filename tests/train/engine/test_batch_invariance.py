@@ -10,7 +10,7 @@ import torch
 from agentrl_train.engine.scheduler import FIXED_ROWS, Scheduler, independent_rows
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.types import Completion, SamplingParams
-from tests.conftest import make_model
+from tests.tiny_models import make_model
 
 NUM_SESSIONS, TURNS = 30, 2
 

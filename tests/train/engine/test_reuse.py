@@ -15,7 +15,7 @@ from agentrl_train.engine.reuse import BLOCK, CAPACITY, CONTEXT, MOST, Drafts, P
 from agentrl_train.engine.scheduler import Request, Scheduler, shared_prefix
 from agentrl_train.types import Completion, SamplingParams
 from tests.architectures import tiny
-from tests.conftest import make_model
+from tests.tiny_models import make_model
 
 
 @pytest.fixture(autouse=True)

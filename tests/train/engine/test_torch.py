@@ -13,7 +13,7 @@ from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.errors import EngineError
 from agentrl_train.types import Completion, SamplingParams
 from agentrl_train.weights import FOREIGN, Publisher
-from tests.conftest import make_model
+from tests.tiny_models import make_model
 
 
 def reference_logprobs(

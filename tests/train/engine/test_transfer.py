@@ -16,7 +16,7 @@ from agentrl_train.engine.transfer import DeviceWeights, Fingerprint, SharedWeig
 from agentrl_train.learner import Learner, Lora
 from agentrl_train.learner.sharding import buckets
 from tests.architectures import tiny
-from tests.conftest import make_model
+from tests.tiny_models import make_model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

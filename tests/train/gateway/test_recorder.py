@@ -12,7 +12,7 @@ from agentrl_env.types import FunctionSpec, Message, ToolCall, ToolSpec
 from agentrl_train.chat import ChatFormat
 from agentrl_train.gateway.recorder import Call, Recorder
 from agentrl_train.types import Completion, Segment, Turn
-from tests.conftest import make_tokenizer
+from tests.tiny_models import make_tokenizer
 
 CHAT = ChatFormat(make_tokenizer())
 PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}}}

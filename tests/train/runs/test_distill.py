@@ -5,7 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from tests.conftest import make_model, make_tokenizer
+from tests.tiny_models import make_model, make_tokenizer
 from tests.train.runs.processes import finish, steps, write_config
 
 pytestmark = pytest.mark.slow

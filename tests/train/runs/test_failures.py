@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from tests.conftest import CHAT_TEMPLATE, make_model
+from tests.tiny_models import CHAT_TEMPLATE, make_model
 from tests.train.runs.fragile import BROKEN, COUNT
 from tests.train.runs.processes import finish, steps, write_config
 

@@ -29,7 +29,7 @@ from agentrl_train.runtime.trainer import StepTrainer
 from agentrl_train.runtime.watchdog import Watchdog, in_thread
 from agentrl_train.types import Completion, EpisodeEnd, SamplingParams, Trajectory, TrajectoryGroup, Turn
 from agentrl_train.weights import Publisher
-from tests.conftest import make_model
+from tests.tiny_models import make_model
 from tests.train.fakes import CHAT, DOWN, EPISODE, Countdown, ScriptedEngine, always, make_actor
 
 # --- sessions and servers ---
@@ -290,7 +290,7 @@ HUNGRY = """
 import asyncio, resource
 from pathlib import Path
 import torch
-from tests.conftest import make_model
+from tests.tiny_models import make_model
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.types import SamplingParams
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentrl_train.weights import FOREIGN
-from tests.conftest import make_model, make_tokenizer
+from tests.tiny_models import make_model, make_tokenizer
 from tests.train.runs.processes import finish, steps, write_config
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from agentrl_train.loss import policy_loss
 from agentrl_train.runtime.config import load_config
 from agentrl_train.runtime.factories import learner_options, make_critic, require_vllm
 from agentrl_train.runtime.models import load_policy, open_policy
-from tests.conftest import make_model, make_tokenizer
+from tests.tiny_models import make_model, make_tokenizer
 
 CONFIG = Path(__file__).parents[3] / "examples/quickstart/train.toml"
 

@@ -31,7 +31,7 @@ from agentrl_train.runtime.merging import (
     read_header,
     ties,
 )
-from tests.conftest import make_model, make_tokenizer
+from tests.tiny_models import make_model, make_tokenizer
 from tests.train.learner.test_lora import trained
 
 ROOT = Path(__file__).parents[3]

@@ -18,7 +18,7 @@ from agentrl_train.runtime.environments import Served
 from agentrl_train.runtime.models import copy_of, load_policy, open_policy
 from agentrl_train.runtime.placement.launcher import Local, make_launcher
 from agentrl_train.types import UNTRACED, SamplingParams, Threads
-from tests.conftest import make_model, make_tokenizer
+from tests.tiny_models import make_model, make_tokenizer
 
 CONFIG = Path(__file__).parents[3] / "examples/quickstart/train.toml"
 

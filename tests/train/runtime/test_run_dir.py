@@ -8,7 +8,7 @@ from agentrl_train.errors import CheckpointError, ConfigError
 from agentrl_train.learner import Learner
 from agentrl_train.runtime.config import RunConfig
 from agentrl_train.runtime.run_dir import changed_settings, claim_run_dir, write_config
-from tests.conftest import make_model
+from tests.tiny_models import make_model
 from tests.train.learner.test_learner import llama, qwen
 
 

@@ -4,7 +4,7 @@ from agentrl_env.errors import AgentRLError
 from agentrl_train.chat import ChatFormat
 from agentrl_train.runtime.admission import TaskSource
 from agentrl_train.runtime.sft import expert_sequences
-from tests.conftest import make_tokenizer
+from tests.tiny_models import make_tokenizer
 from tests.train.fakes import Countdown
 
 CHAT = ChatFormat(make_tokenizer())
