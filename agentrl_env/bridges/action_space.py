@@ -66,7 +66,8 @@ class _NoJson(Exception):
 def _flat(space: Dict) -> bool:
     """Return whether the keys of a dict space can be the names of arguments."""
     return all(
-        name.isidentifier() and not keyword.iskeyword(name) and name != "self" for name in space.spaces
+        isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name) and name != "self"
+        for name in space.spaces
     )
 
 
@@ -89,6 +90,8 @@ def _annotation(space: Space[Any]) -> Any:
             )
             return Annotated[str, limits]
         case Dict():
+            if wrong := [name for name in space.spaces if not isinstance(name, str)]:
+                raise _NoJson(f"the key {wrong[0]!r} is no text")
             make: Any = TypedDict
             return make("Fields", {name: _annotation(part) for name, part in space.spaces.items()})
         case Tuple():

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import io
 import json
 import re
 from collections.abc import Mapping
@@ -94,7 +95,8 @@ class GymnasiumTask(Environment):
             info: The ``info`` beside it.
         """
         assert self.env is not None
-        text = str(self.env.render()) if self.env.render_mode == "ansi" else ""
+        shown: Any = self.env.render() if self.env.render_mode == "ansi" else None
+        text = str(shown.getvalue() if isinstance(shown, io.StringIO) else shown or "")
         text = _HIGHLIGHT.sub(r"[\1]", text).strip("\n")
         return "\n".join([*[text] * bool(text), f"Observation: {observation_text(observation)}"])
 

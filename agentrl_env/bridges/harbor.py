@@ -167,7 +167,7 @@ class HarborTask:
                 verifier_env=_variables(settings, "verifier.env"),
                 solution_env=_variables(settings, "solution.env"),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise Unusable(f"task.toml: {error}") from error
         if task.user is not None and not task.needs_image:
             raise Unusable("agent.user asks for another user, which needs an image")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from agentrl_env.errors import AgentRLError
 from agentrl_env.types import Message, ToolSpec
@@ -21,7 +21,20 @@ PAUSE_S = 0.5
 """Seconds before the second request; each further pause is twice as long."""
 MAX_PAUSE_S = 120.0
 """Longest pause that an endpoint can ask for with ``Retry-After``."""
-_CONTEXT = ("context_length", "context length", "context window", "maximum context", "too many tokens")
+_CONTEXT = (
+    "context_length",
+    "context length",
+    "context window",
+    "context size",
+    "maximum context",
+    "maximum number of tokens",
+    "prompt is too long",
+    "too many tokens",
+    "`inputs` tokens",
+)
+"""Words for a conversation that is too long, those of llama.cpp, Anthropic, Gemini and TGI among them."""
+_NO_ANSWER = ("content_filter", "error")
+"""Reasons for an end that are the endpoint's and not the model's."""
 
 
 class ModelFailed(AgentRLError):
@@ -186,25 +199,32 @@ def _refusal(response: httpx.Response) -> type[ModelFailed]:
 
 def _completion(url: str, response: httpx.Response, *, seconds: float, repeats: int) -> Completion:
     try:
-        body = response.json()
+        body = json.loads(_clean(json.dumps(response.json(), ensure_ascii=False)))
         choice = body["choices"][0]
-        found = choice["message"]
-        calls = [_call(call, number) for number, call in enumerate(found.get("tool_calls") or ())]
-        content = _clean(found.get("content"))
+        found, finish = choice["message"], choice.get("finish_reason")
+        if finish in _NO_ANSWER:
+            reason = choice.get("error") or found.get("refusal") or "it gives no reason"
+            raise ModelFailed(f"{url} ended the answer by {finish}: {reason}"[:300])
+        asked = found.get("tool_calls") or [{"function": old} for old in [found.get("function_call")] if old]
+        calls = [_call(call, number) for number, call in enumerate(asked)]
+        content = found.get("content")
         if not calls:  # endpoints take no message with neither text nor calls
-            content = content or ""
+            content = content or found.get("refusal") or ""
         thought = found.get("reasoning_content") or found.get("reasoning")
         message = {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
         return Completion(
             message=Message.model_validate(message),
-            thought=_clean(thought) if isinstance(thought, str) else None,
-            finish_reason=choice.get("finish_reason"),
-            usage=_usage(body.get("usage") or {}),
+            thought=thought if isinstance(thought, str) else None,
+            finish_reason=finish if isinstance(finish, str) else None,
+            usage=_usage(_mapping(body, "usage")),
             seconds=seconds,
             repeats=repeats,
         )
-    except (ValueError, LookupError, TypeError, AttributeError, ValidationError) as error:
-        raise ModelFailed(f"{url} answered something that is no chat completion: {error}"[:300]) from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelFailed(
+            f"{url} answered something that is no chat completion: {response.text[:200]!r} "
+            f"({type(error).__name__}: {error})"[:400]
+        ) from error
 
 
 def _call(call: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -216,20 +236,23 @@ def _call(call: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {
         "id": call.get("id") or f"call_{number}",
         "type": "function",
-        "function": {"name": _clean(function["name"]), "arguments": _clean(arguments)},
+        "function": {"name": function["name"], "arguments": arguments},
     }
 
 
-def _clean(text: Any) -> Any:
+def _clean(text: str) -> str:
     """Replace halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
-    if not isinstance(text, str):
-        return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+def _mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return an object of a body, or an empty one."""
+    found = body.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
 def _usage(usage: Mapping[str, Any]) -> Usage:
-    read = usage.get("prompt_tokens_details") or {}
-    written = usage.get("completion_tokens_details") or {}
+    read, written = _mapping(usage, "prompt_tokens_details"), _mapping(usage, "completion_tokens_details")
     values = {
         "input": usage.get("prompt_tokens"),
         "output": usage.get("completion_tokens"),

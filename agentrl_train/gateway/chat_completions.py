@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 
-from agentrl_env.types import FunctionCall, Message, ToolCall, ToolSpec
+from agentrl_env.types import FunctionCall, FunctionSpec, Message, ToolCall, ToolSpec
 from agentrl_train.chat import ChatFormat
 from agentrl_train.gateway.errors import InvalidRequest
 from agentrl_train.gateway.recorder import Call
@@ -21,14 +21,16 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
-    "tool_choice": ("auto",),
-    "functions": (),
+    "tool_choice": ("auto", {"type": "auto"}),
+    "functions": ([],),
     "function_call": (),
     "modalities": (["text"],),
     "prediction": (),
 }
 """Parameters that would change what is sampled, or that no engine has: the values that change nothing."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
 class SamplingFields(BaseModel):
@@ -72,8 +74,29 @@ class _ChatMessage(BaseModel):
         )
 
 
+class Function(BaseModel):
+    """A function as clients describe it, who may write null for what they leave out."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+    def spec(self) -> ToolSpec:
+        """Return the tool."""
+        return ToolSpec(
+            function=FunctionSpec(
+                name=self.name, description=self.description or "", parameters=self.parameters or {}
+            )
+        )
+
+
+class _Tool(BaseModel):
+    type: Literal["function"] = "function"
+    function: Function
+
+
 class _StreamOptions(BaseModel):
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class ChatRequest(SamplingFields):
@@ -81,14 +104,19 @@ class ChatRequest(SamplingFields):
 
     model: str = "policy"
     messages: list[_ChatMessage] = Field(min_length=1)
-    tools: list[ToolSpec] | None = None
+    tools: list[_Tool] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     stop: str | list[str] | None = None
-    stream: bool = False
+    stream: bool | None = None
     stream_options: _StreamOptions | None = None
     logprobs: bool | None = None
     return_token_ids: bool | None = None
+
+    @property
+    def specs(self) -> list[ToolSpec]:
+        """Return the tools."""
+        return [tool.function.spec() for tool in self.tools or ()]
 
     @property
     def limit(self) -> int | None:
@@ -109,21 +137,48 @@ def refuse_unsupported(body: dict[str, Any], *, unsupported: dict[str, tuple[Any
         if value is not None and value not in harmless:
             if name == "tool_choice" and (value == "none" and not body.get("tools")):
                 continue
-            words = f"leave it out, or use {harmless[0]!r}" if harmless else "leave it out"
+            words = f"leave it out, or use {harmless[0]!r}" if harmless and harmless[0] else "leave it out"
             raise InvalidRequest(f"{name} = {value!r} is not supported: {words}", param=name)
 
 
-def text_of(content: str | list[dict[str, Any]] | None) -> str | None:
-    """Return content as text. Raises ``InvalidRequest`` for a part that is no text."""
-    if not isinstance(content, list):
+def validated(model: type[_Model], value: Any, *, within: str = "") -> _Model:
+    """Return a value of a request as a model. Raises ``InvalidRequest``, which names the place.
+
+    Args:
+        model: the model.
+        value: the value.
+        within: where in the request it stands.
+    """
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(filter(None, (within, *map(str, first["loc"]))))
+        raise InvalidRequest(f"{where}: {first['msg']}", param=where or None) from error
+
+
+def text_of(content: Any) -> str | None:
+    """Return content as text. Raises ``InvalidRequest`` for what is no text."""
+    if content is None or isinstance(content, str):
         return content
-    for part in content:
-        if not isinstance(part.get("text", part.get("refusal")), str):
-            raise InvalidRequest(
-                f"a content part of type {part.get('type')!r} is not supported: the policy reads text only",
-                param="messages",
-            )
-    return "\n".join(str(part.get("text", part.get("refusal"))) for part in content)
+    if not isinstance(content, list):
+        raise InvalidRequest(
+            f"a content of type {type(content).__name__} is not supported: write text, or a list of parts",
+            param="messages",
+        )
+    return "\n".join(map(_text_of_part, content))
+
+
+def _text_of_part(part: Any) -> str:
+    kind, text = type(part).__name__, None
+    if isinstance(part, dict):
+        kind, text = str(part.get("type")), part.get("text", part.get("refusal"))
+    if not isinstance(text, str):
+        raise InvalidRequest(
+            f"a content part of type {kind!r} without text is not supported: the policy reads text only",
+            param="messages",
+        )
+    return text
 
 
 def finish_reason(call: Call, *, cut: bool) -> str:
@@ -160,6 +215,8 @@ class ChatAnswer:
     def body(self) -> dict[str, Any]:
         """Return the whole answer."""
         message: dict[str, Any] = self._call.message.wire() | {"refusal": None}
+        if not self._call.message.tool_calls:  # null is for calls alone, and programs read the text
+            message["content"] = self._call.message.content or ""
         if self._call.thought is not None:
             message["reasoning_content"] = self._call.thought
         choice = {"index": 0, "message": message, **self._tokens(), "finish_reason": self._reason}

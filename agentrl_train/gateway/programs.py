@@ -222,9 +222,10 @@ async def _call(function: Function, base_url: str, sample: TaskSample) -> Reward
         else:
             given = await asyncio.to_thread(function, base_url, sample)
             given = await given if inspect.isawaitable(given) else given  # of an object that can be called
-    except asyncio.CancelledError:
-        raise
-    except Exception as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # the run cancels the episode; else the program let a cancellation of its own out
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise ProgramFailed(
             f"the program raised {type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from agentrl_env.types import FunctionCall, FunctionSpec, Message, ToolCall, ToolSpec
-from agentrl_train.gateway.chat_completions import SamplingFields, text_of
+from agentrl_env.types import FunctionCall, Message, ToolCall, ToolSpec
+from agentrl_train.gateway.chat_completions import Function, SamplingFields, text_of, validated
 from agentrl_train.gateway.errors import InvalidRequest
 from agentrl_train.gateway.recorder import Call
 
@@ -16,11 +16,18 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "conversation": (),
     "prompt": (),
-    "text": ({"format": {"type": "text"}}, {}),
     "tool_choice": ("auto",),
     "top_logprobs": (0,),
 }
 """Parameters that would change what is sampled, or that no engine has: the values that change nothing."""
+
+
+class _Format(BaseModel):
+    type: Literal["text"] = "text"
+
+
+class _Text(BaseModel):
+    format: _Format | None = None
 
 
 class ResponseRequest(SamplingFields):
@@ -29,15 +36,16 @@ class ResponseRequest(SamplingFields):
     model: str = "policy"
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
+    text: _Text | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     previous_response_id: str | None = None
-    stream: bool = False
+    stream: bool | None = None
 
     @property
     def specs(self) -> list[ToolSpec]:
         """Return the tools. Raises ``InvalidRequest`` for one that is no function."""
-        return [_tool(tool) for tool in self.tools]
+        return [_tool(tool, number) for number, tool in enumerate(self.tools or ())]
 
     def messages(self, earlier: Sequence[Message] = ()) -> list[Message]:
         """Return the conversation as chat messages: instructions, earlier messages and the input."""
@@ -46,51 +54,51 @@ class ResponseRequest(SamplingFields):
         return [*head, *earlier, *_messages(items)]
 
 
-class _Function(BaseModel):
+class _CallItem(BaseModel):
+    call_id: str
     name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
+    arguments: str = ""
 
 
-def _tool(tool: dict[str, Any]) -> ToolSpec:
+def _tool(tool: dict[str, Any], number: int) -> ToolSpec:
     if tool.get("type") != "function":
         raise InvalidRequest(
             f"a tool of type {tool.get('type')!r} is not supported: the policy calls functions only",
             param="tools",
         )
-    one = _Function.model_validate(tool)
-    return ToolSpec(
-        function=FunctionSpec(
-            name=one.name, description=one.description or "", parameters=one.parameters or {}
-        )
-    )
+    return validated(Function, tool, within=f"tools.{number}").spec()
 
 
 def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
     """Return input items as chat messages: the text and the calls of one answer are one message."""
     found: list[Message] = []
     open_turn = False
-    for item in items:
+    for number, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "reasoning":
             continue
         if kind == "function_call_output":
-            output = item.get("output")
-            text = output if isinstance(output, str) else text_of(output)
+            text = text_of(item.get("output"))
             found.append(Message(role="tool", content=text, tool_call_id=str(item.get("call_id"))))
             open_turn = False
             continue
         if kind == "function_call":
-            call = ToolCall(
-                id=str(item.get("call_id")),
-                function=FunctionCall(name=str(item.get("name")), arguments=str(item.get("arguments", ""))),
-            )
+            one = validated(_CallItem, item, within=f"input.{number}")
+            call = ToolCall(id=one.call_id, function=FunctionCall(name=one.name, arguments=one.arguments))
             before = found.pop() if open_turn else Message.assistant()
             found.append(Message.assistant(before.content, *(before.tool_calls or ()), call))  # type: ignore[arg-type]
             open_turn = True
             continue
-        if kind != "message" or item.get("role") not in ("system", "developer", "user", "assistant"):
-            raise InvalidRequest(f"an input item of type {kind!r} is not supported", param="input")
+        if kind != "message":
+            raise InvalidRequest(
+                f"an input item of type {kind!r} is not supported: write messages, calls and their outputs "
+                "into the input, or continue with previous_response_id",
+                param="input",
+            )
+        if item.get("role") not in ("system", "developer", "user", "assistant"):
+            raise InvalidRequest(
+                f"input.{number}: a message of role {item.get('role')!r} is not supported", param="input"
+            )
         found.append(Message(role=item["role"], content=text_of(item.get("content"))))
         open_turn = item["role"] == "assistant"
     return found
@@ -173,7 +181,7 @@ class ResponseAnswer:
             "temperature": request.temperature,
             "text": {"format": {"type": "text"}},
             "tool_choice": "auto",
-            "tools": request.tools,
+            "tools": request.tools or [],
             "top_p": request.top_p,
             "truncation": "disabled",
             "usage": None,

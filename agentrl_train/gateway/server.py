@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
@@ -17,7 +19,7 @@ from secrets import token_urlsafe
 from typing import Any, TypeVar
 
 import uvicorn
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -41,6 +43,7 @@ from agentrl_train.gateway.errors import (
 from agentrl_train.gateway.recorder import Call, Recorder
 from agentrl_train.gateway.responses import ResponseAnswer, ResponseRequest
 from agentrl_train.runtime.config import EngineSection
+from agentrl_train.tool_calls.turn import without_surrogates
 from agentrl_train.types import Sampler
 
 logger = logging.getLogger(__name__)
@@ -53,6 +56,8 @@ NOTICE_S = 0.1
 """Time for the end of a connection to be noticed, where a client gives up and asks the same again at once."""
 AGENT_HEADER = "x-agentrl-agent"
 """Name of the agent that calls, where a program has several."""
+_BEARER = re.compile(r"^bearer ", re.IGNORECASE)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 _Body = TypeVar("_Body", bound=BaseModel)
 
@@ -342,11 +347,11 @@ class Gateway:
         return handle
 
     def _session(self, request: Request) -> Session:
-        bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        bearer = _BEARER.sub("", request.headers.get("authorization", "")).strip()
         key = request.path_params.get("key")
         if self._token is not None and bearer != self._token:
             raise Unauthorized("the API key is not the token of this gateway: set OPENAI_API_KEY to it")
-        key = key or bearer
+        key = key or (bearer if self._token is None else "")
         if key in self._closed:
             raise SessionClosed(f"the session {key!r} is closed: its episode is over")
         if key not in self.sessions:
@@ -362,7 +367,7 @@ class Gateway:
         session.check_sampling(asked)
         messages = [message.message() for message in asked.messages]
         call = await session.answer(
-            messages, asked.tools or (), limit=asked.limit, stop=asked.stops, request=request
+            messages, asked.specs, limit=asked.limit, stop=asked.stops, request=request
         )
         answer = ChatAnswer(call, request=asked, chat=session.chat, created=int(time.time()))
         if not asked.stream:
@@ -423,17 +428,30 @@ async def _parsed(
     request: Request, model: type[_Body], *, unsupported: dict[str, tuple[Any, ...]] | None = None
 ) -> _Body:
     try:
-        body = json.loads(await request.body())
-        if not isinstance(body, dict):
-            raise InvalidRequest("the body is not a JSON object")
-        chat_completions.refuse_unsupported(body, unsupported=unsupported or {})
-        return model.model_validate(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise InvalidRequest(f"{where}: {first['msg']}", param=where or None) from error
+        body = _read(await request.body())
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body is not a JSON object")
+    chat_completions.refuse_unsupported(body, unsupported=unsupported or {})
+    try:
+        return chat_completions.validated(model, body)
+    except RecursionError as error:
+        raise InvalidRequest("the body is nested too deeply") from error
+
+
+def _read(content: bytes) -> Any:
+    """Return the value of JSON, without halves of surrogate pairs, which no file of a rollout can hold."""
+    value = json.loads(content.decode(), parse_constant=_finite, parse_float=_finite)
+    if _SURROGATE.search(content) is None:
+        return value
+    return json.loads(without_surrogates(json.dumps(value, ensure_ascii=False)))
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is no number that can be answered")
+    return number
 
 
 async def _disconnected(request: Request) -> None:
@@ -455,8 +473,11 @@ async def _error(request: Request, error: GatewayError) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    if error.status_code == 404:
+        message += "; the base_url is /s/KEY/v1, with chat/completions, responses, models and reward below it"
     body = {
-        "message": f"{request.method} {request.url.path}: {error.detail}",
+        "message": message,
         "type": "invalid_request_error",
         "param": None,
         "code": None,

@@ -89,7 +89,11 @@ async def record(
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    with make_launcher(config) as launcher, launcher.single(), output.open("a", encoding="utf-8") as file:
+    with (
+        make_launcher(config) as launcher,
+        launcher.single(),
+        output.open("a", encoding="utf-8", errors="replace") as file,
+    ):
         async with served_policy(config, path=config.model.path, launcher=launcher, served=nothing) as ready:
             samplers: dict[str, SeededSampler] = {}
 

@@ -191,7 +191,8 @@ class MetricsLog:
         lines = [readable(trajectory, group) for group, trajectory in episodes]
         content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         with run_folder_errors(self._folder):
-            (self._folder / "trajectories" / f"{name}.jsonl").write_text(content, encoding="utf-8")
+            path = self._folder / "trajectories" / f"{name}.jsonl"
+            path.write_text(content, encoding="utf-8", errors="replace")
 
 
 def readable(trajectory: Trajectory, group: TrajectoryGroup | None = None) -> dict[str, Any]:

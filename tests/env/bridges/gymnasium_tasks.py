@@ -1,5 +1,6 @@
 """Gymnasium environments for the tests of the bridge: unusual spaces, and environments that fail."""
 
+import io
 import time
 
 import gymnasium
@@ -55,6 +56,23 @@ class Drifting(Echo):
         return time.perf_counter_ns(), 0.0, False, False, {}
 
 
+class Printed(Echo):
+    """Renders as the stream that Gymnasium permits beside a text; the seed 13 renders nothing."""
+
+    metadata = {"render_modes": ["ansi"]}  # noqa: RUF012
+
+    def __init__(self, render_mode=None):
+        super().__init__(spaces.Discrete(2))
+        self.render_mode = render_mode
+
+    def reset(self, *, seed=None, options=None):
+        self.seed = seed
+        return super().reset(seed=seed)
+
+    def render(self):
+        return None if self.seed == 13 else io.StringIO("the board")
+
+
 SPACES = {
     "Numbers": spaces.MultiDiscrete([2, 3], start=[0, 1]),
     "Switches": spaces.MultiBinary(3),
@@ -65,6 +83,7 @@ SPACES = {
     "Form": spaces.Dict({"kind": spaces.Discrete(3, start=1), "where": spaces.Box(0, 9, (2,), np.int64)}),
     "Odd": spaces.Dict({"a b": spaces.Discrete(2), "class": spaces.Text(2)}),
     "Pair": spaces.Tuple([spaces.Discrete(2), spaces.Sequence(spaces.Discrete(3))]),
+    "Numbered": spaces.Dict({0: spaces.Discrete(2)}),
     "Graph": spaces.Graph(spaces.Box(0, 1, (1,)), None),
     "Huge": spaces.Box(0, 1, (1000,)),
 }
@@ -72,6 +91,7 @@ for name, space in SPACES.items():
     gymnasium.register(f"{name}-v0", Echo, kwargs={"space": space})
 gymnasium.register("Faulty-v0", Faulty)
 gymnasium.register("Drifting-v0", Drifting)
+gymnasium.register("Printed-v0", Printed)
 gymnasium.register("Unseeded-v0", Drifting, nondeterministic=True)
 
 

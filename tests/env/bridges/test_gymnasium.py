@@ -115,7 +115,7 @@ def schema_of(task):
     return task.tool_specs()[0].function.parameters["properties"]
 
 
-@pytest.mark.parametrize("name", [name for name in SPACES if name not in ("Graph", "Huge")])
+@pytest.mark.parametrize("name", [name for name in SPACES if name not in ("Numbered", "Graph", "Huge")])
 def test_calls_drawn_from_the_schema_are_actions_of_the_space(name):
     task, rng = load_target(f"gym:{TOY}:{name}-v0"), np.random.default_rng(1)
     with task.session(seed=1) as session:
@@ -175,6 +175,14 @@ def test_action_outside_the_space_is_an_error_that_the_model_reads(name, argumen
         assert (result.reward, result.status) == (0.0, SessionStatus.RUNNING)
 
 
+def test_rendering_may_be_a_stream_or_nothing():
+    task = load_target(f"gym:{TOY}:Printed-v0")
+    with task.session(seed=1) as session:
+        assert "the board\nObservation: " in session.messages[-1].content
+    with task.session(seed=13) as session:
+        assert "None" not in session.messages[-1].content
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [
@@ -186,6 +194,7 @@ def test_action_outside_the_space_is_an_error_that_the_model_reads(name, argumen
         ("gym:CartPole-v1#nothing", "there is no renderer 'nothing'"),
         ("gym:CartPole-v1#math:pi", "is no function"),
         (f"gym:{TOY}:Graph-v0", "has no JSON form"),
+        (f"gym:{TOY}:Numbered-v0", "the key 0 is no text"),
         (f"gym:{TOY}:Huge-v0", "1,000 numbers"),
     ],
 )

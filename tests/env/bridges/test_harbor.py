@@ -155,6 +155,8 @@ def test_folders_of_splits_are_splits(tmp_path):
         ({"settings": "this is not TOML"}, "cannot read it"),
         ({"settings": SETTINGS.replace("cpus = 1", "cpus = -1")}, "cpus = -1 is not a positive number"),
         ({"settings": SETTINGS.replace('"256M"', '"much"')}, "'much' is not a size"),
+        ({"settings": "[verifier]\nenv = ['UNIT=cm']\n"}, "task.toml: 'list' object"),
+        ({"settings": "[environment]\nmemory_mb = inf\n"}, "cannot convert float infinity"),
         (
             {"settings": SETTINGS.replace('"cm"', '"${NO_SUCH_UNIT}"')},
             "needs the environment variable NO_SUCH_UNIT",

@@ -2,6 +2,7 @@
 
 import json
 
+import httpx
 import pytest
 
 from agentrl_env import Message, ToolCall
@@ -60,6 +61,10 @@ async def test_endpoint_that_stays_busy_fails():
         (401, "wrong key", ModelRefused),
         (404, "no such model", ModelRefused),
         (400, "This model's maximum context length is 8192 tokens.", ContextFull),
+        (400, "the request exceeds the available context size (4096 tokens)", ContextFull),
+        (400, "prompt is too long: 205000 tokens > 200000 maximum", ContextFull),
+        (400, "The input token count exceeds the maximum number of tokens allowed (1048576).", ContextFull),
+        (422, "`inputs` tokens + `max_new_tokens` must be <= 4096", ContextFull),
         (400, "the field tools is unknown", ModelFailed),
     ],
 )
@@ -75,6 +80,60 @@ async def test_answer_that_is_no_completion_fails(answer):
     found, _ = await ask(answer)
     assert type(found) is ModelFailed
     assert "no chat completion" in str(found)
+
+
+async def test_error_in_an_answer_of_status_200_is_shown():
+    found, _ = await ask({"error": {"message": "the provider is down", "code": 502}})
+    assert type(found) is ModelFailed
+    assert "the provider is down" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
+        ({"finish_reason": "content_filter"}, "content_filter"),
+        ({"finish_reason": "error", "error": {"message": "the provider is down"}}, "the provider is down"),
+    ],
+)
+async def test_answer_that_the_endpoint_withholds_or_breaks_off_fails(choice, reason):
+    found, _ = await ask({"choices": [{"message": {"role": "assistant", "content": ""}, **choice}]})
+    assert type(found) is ModelFailed
+    assert reason in str(found)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"finish_reason": 5},
+        {"finish_reason": "\ud83d"},
+        {"usage": [1]},
+        {"usage": {"prompt_tokens": 5, "prompt_tokens_details": [1]}},
+        {"message": {"content": [{"type": "text", "text": "\ud83d"}]}},
+        {"message": {"tool_calls": [{"id": "\ud83d", "function": {"name": "\ud83d"}}]}},
+    ],
+)
+async def test_odd_values_beside_an_answer_end_no_evaluation(odd):
+    usage = odd.pop("usage", None)
+    found, _ = await ask({"choices": [{"message": {"content": "Yes."}, **odd}], "usage": usage})
+    assert isinstance(found.finish_reason, str | None)
+    assert found.message.model_dump_json().encode()
+    (found.finish_reason or "").encode()
+
+
+def test_nesting_that_no_parser_reads_is_a_failure():
+    with pytest.raises(ModelFailed, match="no chat completion"):
+        chat_model._completion("url", httpx.Response(200, text="[" * 100_000), seconds=0.0, repeats=0)
+
+
+async def test_refusal_is_what_the_model_said():
+    found, _ = await ask({"choices": [{"message": {"content": None, "refusal": "I must not."}}]})
+    assert found.message.content == "I must not."
+
+
+async def test_call_in_the_old_form_is_read():
+    found, _ = await ask({"choices": [{"message": {"function_call": {"name": "look", "arguments": "{}"}}}]})
+    (read,) = found.message.tool_calls
+    assert read.function.name == "look"
 
 
 async def test_calls_that_only_approach_the_format_are_read():

@@ -116,6 +116,14 @@ async def crashing(base_url: str, sample: TaskSample) -> float:
     raise RuntimeError("the agent is broken")
 
 
+def leaving(base_url: str, sample: TaskSample) -> float:
+    sys.exit(3)
+
+
+async def cancelled(base_url: str, sample: TaskSample) -> float:
+    raise asyncio.CancelledError
+
+
 async def hanging(base_url: str, sample: TaskSample) -> float:
     await ask(base_url)
     await asyncio.Event().wait()
@@ -147,6 +155,8 @@ async def impatient(base_url: str, sample: TaskSample) -> float:
     ("run", "reason"),
     [
         (crashing, "the program raised RuntimeError: the agent is broken (test_programs.py:"),
+        (leaving, "the program raised SystemExit: 3"),
+        (cancelled, "the program raised CancelledError"),
         (hanging, "gave no reward within 2 s"),
         (without_reward, "ended without a reward"),
         (without_call, "ended without an answer of the model"),

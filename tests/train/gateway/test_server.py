@@ -149,11 +149,55 @@ async def test_request_that_cannot_be_honoured_is_refused_with_a_sentence(more: 
         {"top_k": -1},
         {"n": 1, "user": "me", "seed": 3, "store": False, "presence_penalty": 0.0},
         {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
+        {"tools": None, "stream": None, "stream_options": {"include_usage": None}, "functions": []},
+        {"tools": [{"type": "function", "function": {"name": "down", "description": None}}]},
+        {"tools": [{"type": "function", "function": {"name": "down", "parameters": None, "strict": None}}]},
+        {"tools": [TOOL], "tool_choice": {"type": "auto"}},
     ],
 )
 async def test_parameters_that_change_nothing_are_accepted(harmless: dict) -> None:
     async with opened() as (client, *_):
         assert (await chat(client, HELLO, **harmless))["choices"][0]["message"]["content"] == "hi"
+
+
+@pytest.mark.parametrize("more", [{"model": "\ud83d"}, {"messages": [HELLO | {"name": "\ud83d"}]}])
+async def test_half_of_a_surrogate_pair_reaches_no_answer_and_no_rollout(more: dict) -> None:
+    async with opened() as (client, session, _):
+        content = json.dumps({"messages": [HELLO]} | more)
+        answer = await client.post("/chat/completions", content=content)
+        assert answer.status_code == 200, answer.text
+        assert session.recorder.opening[0].name in (None, "?")
+        answer.text.encode()
+
+
+async def test_numbers_that_json_has_not_are_refused() -> None:
+    async with opened() as (client, *_):
+        for number in ("NaN", "-Infinity", "1e999"):
+            tool = f'{{"type": "function", "name": "down", "parameters": {{"maximum": {number}}}}}'
+            answer = await client.post("/responses", content=f'{{"input": "go", "tools": [{tool}]}}')
+            assert (answer.status_code, number in answer.json()["error"]["message"]) == (400, True)
+
+
+async def test_answer_without_text_and_calls_is_an_empty_text() -> None:
+    async with opened(ScriptedEngine(CHAT, always(Message.assistant("")))) as (client, *_):
+        assert (await chat(client, HELLO))["choices"][0]["message"]["content"] == ""
+
+
+async def test_token_of_the_gateway_is_the_key_of_no_session() -> None:
+    def unknown(gateway: Gateway, key: str) -> Session:
+        sampler = DirectSampler(ScriptedEngine(CHAT, always(HI)))
+        return gateway.open(chat=CHAT, sampler=sampler, stated=sampler.sampling, key=key)
+
+    async with Gateway(unknown=unknown, token="secret") as gateway, httpx.AsyncClient() as client:
+        options: dict[str, Any] = {
+            "json": {"messages": [HELLO]},
+            "headers": {"Authorization": "bearer secret"},
+        }
+        keyless = await client.post(f"{gateway.url}/v1/chat/completions", **options)
+        assert (keyless.status_code, keyless.json()["error"]["code"]) == (404, "session_not_found")
+        assert "/s/KEY/v1" in keyless.json()["error"]["message"]
+        keyed = await client.post(f"{gateway.url}/s/one/v1/chat/completions", **options)
+        assert (keyed.status_code, list(gateway.sessions)) == (200, ["one"])
 
 
 async def test_errors_of_sessions_are_typed() -> None:
@@ -166,6 +210,7 @@ async def test_errors_of_sessions_are_typed() -> None:
         assert (closed.status_code, closed.json()["error"]["code"]) == (410, "session_closed")
         missing = await client.get(f"{gateway.url}/nothing")
         assert (missing.status_code, missing.json()["error"]["type"]) == (404, "invalid_request_error")
+        assert "/s/KEY/v1" in missing.json()["error"]["message"]
         malformed = await client.post("/reward", content=b"{")
         assert malformed.status_code == 410
 
@@ -288,3 +333,32 @@ async def test_responses_api_holds_the_same_conversation() -> None:
         [Message(role="system", content="Count."), Message(role="user", content="go")],
         session.recorder._conversations[0].tools,
     )
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        ({"input": [{"role": "user", "content": 5}]}, "type int"),
+        ({"input": [{"role": "user", "content": ["a"]}]}, "type 'str'"),
+        ({"input": [{"type": "function_call_output", "call_id": "a", "output": 5}]}, "type int"),
+        ({"input": [{"type": "function_call", "call_id": "a", "arguments": "{}"}]}, "input.0.name"),
+        ({"input": [{"type": "function_call", "call_id": "a", "name": "b", "arguments": {}}]}, "arguments"),
+        ({"input": [{"content": "a"}]}, "role None"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "item_reference"),
+        ({"input": "go", "tools": [TOOL]}, "tools.0.name"),
+        ({"input": "go", "text": {"format": {"type": "json_object"}}}, "text.format.type"),
+    ],
+)
+async def test_response_that_cannot_be_given_is_refused_with_a_sentence(body: dict, word: str) -> None:
+    async with opened() as (client, session, _):
+        answer = await client.post("/responses", json=body)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+        assert word in answer.json()["error"]["message"]
+        assert session.recorder.rollout()[0] == []
+
+
+async def test_nulls_and_the_verbosity_of_a_response_change_nothing() -> None:
+    async with opened() as (client, *_):
+        body = {"input": "go", "tools": None, "stream": None, "text": {"verbosity": "low"}}
+        answer = await client.post("/responses", json=body)
+        assert (answer.status_code, answer.json()["tools"]) == (200, [])

@@ -113,6 +113,16 @@ def test_some_episodes_of_each_task_are_written(tmp_path: Path):
     assert [(one["task"], one["reward"]) for one in episodes] == [("shop", 1.0), ("sql", 1.0), ("shop", 0.0)]
 
 
+def test_text_that_utf8_cannot_hold_ends_no_run(tmp_path: Path):
+    failed = replace(make_trajectory(), error="the program raised ValueError: \ud83d")
+    group = replace(make_group(1, "shop"), trajectories=(failed,))
+    log = MetricsLog(tmp_path)
+    log.log_step(1, policy_version=1, elapsed_s=1.0, metrics={}, tasks={}, groups=[group])
+    log.close()
+    (episode,) = read_jsonl(tmp_path / "trajectories" / "step_000001.jsonl")
+    assert episode["error"] == "the program raised ValueError: ?"
+
+
 def test_zero_trajectories_writes_none(tmp_path: Path):
     log_steps(tmp_path, 1, trajectories=0)
     assert list((tmp_path / "trajectories").iterdir()) == []
