@@ -19,7 +19,7 @@ from .official import grade, read_questions
 from .sparql import EmbeddedStore, Endpoint, QueryTooSlow
 from .world import NUM_QUESTIONS, SHAPES, Questions, world
 
-FINAL = re.compile(r"final answer:\s*#?\s*(\d+)", re.IGNORECASE)
+FINAL = re.compile(r"final answer:\s*(?:#\s*)?(\d+)", re.IGNORECASE)
 MAX_VARIABLES = 64
 INSTRUCTIONS = (
     "Answer the question with the tools, which query a knowledge base. The results of get_neighbors, "

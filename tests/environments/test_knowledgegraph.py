@@ -426,6 +426,14 @@ def test_dirty_records_load_and_tell_what_they_need(tmp_path):
             load(tmp_path, None, text=text)
 
 
+def test_answer_of_many_blanks_is_read_at_once():
+    module = sys.modules[KG.__module__]
+    assert module.FINAL.search("final answer:" + " " * 1_000_000 + "x") is None
+    assert [module.FINAL.search(f"Final Answer:{text}")[1] for text in (" #3", "3", " # 3", "\n#3.")] == [
+        "3"
+    ] * 4
+
+
 def test_bad_line_of_a_file_is_told_by_its_question_alone(tmp_path):
     lines = [json.dumps(RECORDS[0]), "{oops", json.dumps(RECORDS[1])]
     records = load(tmp_path, None, text="\n".join(lines))
