@@ -349,6 +349,8 @@ HOSTILE = [
     "BEGIN",
     "SAVEPOINT x",
     "SELECT random()",
+    "SELECT printf('%.*c', 2000000000, 'x')",
+    "SELECT format('%.*c', 2000000000, 'x')",
     "SELECT CURRENT_TIMESTAMP",
     "SELECT hex(zeroblob(100000000))",
     "SELECT fts5('x')",
