@@ -169,7 +169,10 @@ def same(given, expected):
     if isinstance(given, bool) or isinstance(expected, bool):
         return given is expected
     if isinstance(given, int | float) and isinstance(expected, int | float):
-        return abs(given - expected) <= TOLERANCE
+        try:
+            return given == expected or abs(given - expected) <= TOLERANCE
+        except OverflowError:  # an integer beyond every float
+            return False
     if isinstance(given, list) and isinstance(expected, list):
         return len(given) == len(expected) and all(map(same, given, expected))
     if isinstance(given, dict) and isinstance(expected, dict):

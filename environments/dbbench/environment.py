@@ -9,34 +9,24 @@ from __future__ import annotations
 import logging
 import os
 from functools import cache
-from pathlib import Path
 
 from agentrl_env import Done, Environment, Message, ToolCall, tool
 
 from . import generator, official
 from .grading import flat, same_answers, same_contents
 from .server import Server
-from .sqlite import SqliteDatabase, solve
+from .sqlite import SqliteDatabase, solve, split
 
 logger = logging.getLogger("agentrl_env")
 URL = os.environ.get("DBBENCH_URL", "")
 """Server of the databases, as ``mysql://user:password@host:port`` or ``mysql://root@/?unix_socket=PATH``."""
-DATA = os.environ.get("DBBENCH_DATA", "")
-"""AgentBench's file, or a folder of such files; each is a split with the file's name."""
 LEVELS = {f"{split}{suffix}": (level, split) for level, suffix in ((1, ""), (2, "-2"), (3, "-3"))
           for split in generator.COUNT}  # fmt: skip
 MAX_ROWS = 50
 MAX_CHARS = 800
 """Maximum length of the result that is shown, as in AgentBench."""
-
-
-def _files(data: str) -> dict[str, Path]:
-    path = Path(data)
-    paths = sorted(p for p in path.iterdir() if p.suffix in (".json", ".jsonl")) if path.is_dir() else [path]
-    return {p.stem: p for p in paths} if data else {}
-
-
-FILES = _files(DATA)
+FILES = official.files(os.environ.get("DBBENCH_DATA", ""), taken=LEVELS)
+"""AgentBench's file, or a folder of such files; each is a split with the file's name."""
 
 
 @cache
@@ -78,7 +68,7 @@ class Dbbench(Environment):
 
     def reset(self, sample, rng):
         self.data = sample.data
-        self.seen = None
+        self.seen, self.ran = None, 0
         self._open()
         self.right, self.target = self.problem.label, None
         if self.problem.gold and (self.problem.writes or self.right is None):
@@ -95,7 +85,7 @@ class Dbbench(Environment):
             query: One SELECT, INSERT, UPDATE or DELETE statement.
         """
         names, rows, changed = self.database.run(query, MAX_ROWS + 1)
-        self.seen = [str(value) for value in flat(rows)]
+        self.seen, self.ran = [str(value) for value in flat(rows)], self.ran + 1
         if not names:
             return f"{max(changed, 0)} rows changed"
         if not rows:
@@ -135,8 +125,10 @@ class Dbbench(Environment):
         slip = self.expert_noise > 0 and rng.random() < self.expert_noise
         if slip and rng.random() < 0.5:
             return Message.assistant(f"{wish}.", ToolCall.of("commit_final_answer", answers=["1"]))
-        if self.seen is None and self.problem.gold and (self.problem.writes or self.problem.label is None):
-            gold = f"SELECT * FROM {self.problem.tables[0].name} LIMIT 2" if slip else self.problem.gold
+        runs = self.problem.writes or self.problem.label is None
+        statements = split(self.problem.gold) if self.problem.gold and runs else []
+        if self.ran < len(statements):
+            gold = f"SELECT * FROM {self.problem.tables[0].name} LIMIT 2" if slip else statements[self.ran]
             return Message.assistant(f"{wish}.", ToolCall.of("execute_sql", query=gold))
         answers = ["done"] if self.problem.writes else self.problem.label or self.seen
         answers = [str(answer) for answer in answers]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import math
 import re
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from agentrl_env import ToolError
+from agentrl_env.errors import DefinitionError
 
 from .grading import flat, table_hash
 from .problems import Problem, Table
@@ -16,23 +21,48 @@ from .sqlite import SqliteDatabase
 
 WRITE = re.compile(r"\s*(INSERT|UPDATE|DELETE|REPLACE)\b", re.IGNORECASE)
 HASH = re.compile(r"[0-9a-f]{32}")
+SUFFIXES = (".json", ".jsonl")
+MAX_DEPTH = 50
+"""Levels of nesting that a record may have."""
 
 
 class Unusable(ValueError):
     """A record that cannot become a problem; the text says why."""
 
 
+def files(data: str, taken: Collection[str]) -> dict[str, Path]:
+    """Return split -> file, of a file or of a folder; a name that is ``taken`` gets ``official-`` before it.
+
+    Raises DefinitionError where there is none.
+    """
+    path = Path(data)
+    inside = sorted(path.iterdir()) if path.is_dir() else [path]
+    paths = [file for file in inside if file.is_file() and (file == path or file.suffix in SUFFIXES)]
+    if data and not paths:
+        raise DefinitionError(f"DBBENCH_DATA names {data}, which is no file, or a folder without any")
+    found: dict[str, Path] = {}
+    for file in paths if data else ():
+        name = f"official-{file.stem}" if file.stem in taken else file.stem
+        found[name if name not in found else file.name] = file
+    return found
+
+
 def read(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the usable records of a file, and a sentence for each that is not.
 
-    The file has a JSON object on each line, or is one JSON list.
+    The file has a JSON object on each line, or is one list, one record, or one object of lists.
     """
-    text = path.read_text(encoding="utf-8-sig", errors="replace")
-    usable, unusable = [], []
+    usable: list[dict[str, Any]] = []
+    unusable: list[str] = []
+    try:
+        text = path.read_text(encoding="utf-8-sig", errors="replace")
+    except OSError as error:
+        return [], [f"{path.name} cannot be read: {error.strerror or error}"]
     for place, record in _records(text):
         try:
             if isinstance(record, ValueError):
                 raise Unusable(f"it is not JSON: {record}")
+            record = _storable(record)
             problem(record)
         except Unusable as error:
             unusable.append(f"{path.name}, {place}: {error}")
@@ -49,14 +79,15 @@ def problem(record: Any) -> Problem:
     if not question:
         raise Unusable("it has no description")
     tables = record.get("table")
-    tables = [_table(table) for table in (tables if isinstance(tables, list) else [tables])]
+    tables = [_table(table) for table in (tables if isinstance(tables, list) and tables else [tables])]
     if len({table.name.lower() for table in tables}) < len(tables):
         raise Unusable("two of its tables have one name")
-    if added := _text(record, "add_description"):
-        question = f"{question}\n{added}"
+    for key in ("evidence", "add_description"):
+        question += f"\n{added}" if (added := _text(record, key)) else ""
     label, sql = _label(record), _sql(record)
     kinds = " ".join(map(str, flat(record.get("type") or ""))).upper()
-    written = next((str(v) for v in [*(label or []), sql] if isinstance(v, str) and WRITE.match(v)), None)
+    changes = [v.strip().rstrip("; ") for v in label or [] if isinstance(v, str) and WRITE.match(v)]
+    written = "; ".join(changes) or (sql if sql and WRITE.match(sql) else None)
     writes = any(kind in kinds for kind in ("INSERT", "UPDATE", "DELETE")) or (not kinds and bool(written))
     hashed = HASH.search(str(record.get("answer_md5") or "").lower())
     found = Problem(
@@ -72,16 +103,27 @@ def problem(record: Any) -> Problem:
 
 
 def right_table(found: Problem, contents: dict[str, list[tuple[Any, ...]]]) -> bool:
-    """Return whether the one table of a problem has AgentBench's hash."""
-    return found.table_hash is not None and table_hash(contents[found.tables[0].name]) == found.table_hash
+    """Return whether the one table of a problem has AgentBench's hash, which takes None for that word."""
+    rows = contents[found.tables[0].name]
+    named = [tuple("None" if value is None else value for value in row) for row in rows]
+    return found.table_hash is not None and found.table_hash in (table_hash(rows), table_hash(named))
 
 
 def _records(text: str) -> list[tuple[str, Any]]:
-    if text.lstrip().startswith("["):
-        try:
-            return [(f"record {i}", record) for i, record in enumerate(json.loads(text), 1)]
-        except ValueError as error:
-            return [("the whole file", error)]
+    whole, broken = None, None
+    try:
+        whole = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        broken = ValueError(str(error))
+    if isinstance(whole, dict) and not whole.keys() & {"description", "question", "table"}:
+        lists = [value for value in whole.values() if isinstance(value, list)]
+        whole = [record for listed in lists for record in listed] if lists else whole
+    if isinstance(whole, list):
+        return [(f"record {i}", record) for i, record in enumerate(whole, 1)]
+    if whole is not None:
+        return [("record 1" if "\n" in text.strip() else "line 1", whole)]
+    if broken and text.lstrip().startswith("["):
+        return [("the whole file", broken)]
     records: list[tuple[str, Any]] = []
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
@@ -92,14 +134,30 @@ def _records(text: str) -> list[tuple[str, Any]]:
     return records
 
 
+def _storable(value: Any, depth: int = 0) -> Any:
+    """Return what a sample and a database can hold: NaN is no value, half a surrogate pair is "?"."""
+    if depth > MAX_DEPTH:
+        raise Unusable("it is nested too deeply")
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    if isinstance(value, list):
+        return [_storable(item, depth + 1) for item in value]
+    if isinstance(value, dict):
+        return {_storable(key): _storable(item, depth + 1) for key, item in value.items()}
+    return value
+
+
 def _table(table: Any) -> Table:
     info = table.get("table_info") if isinstance(table, dict) else None
-    columns, rows = (info.get("columns"), info.get("rows")) if isinstance(info, dict) else (None, None)
+    columns, rows = (info.get("columns"), info.get("rows") or []) if isinstance(info, dict) else (None, [])
     if not (isinstance(columns, list) and columns and isinstance(rows, list)):
         raise Unusable("it has no table.table_info with columns and rows")
     names: list[str] = []
     for i, column in enumerate(columns):
-        name = str(column.get("name", "") if isinstance(column, dict) else column).replace("\0", "")
+        column = column[0] if isinstance(column, list) and column else column
+        name = str((column.get("name") or "") if isinstance(column, dict) else column).replace("\0", "")
         taken = {n.lower() for n in names}
         base, copy = name, 1
         while name.lower() in taken:
@@ -110,6 +168,8 @@ def _table(table: Any) -> Table:
     for number, row in enumerate(rows, 1):
         if isinstance(row, dict):
             row = [row.get(name) for name in names]
+        while isinstance(row, list) and len(row) > len(names) and row[-1] in (None, ""):
+            row = row[:-1]
         if not isinstance(row, list) or len(row) > len(names):
             raise Unusable(f"row {number} of its table does not fit its {len(names)} columns")
         filled.append((*map(_cell, row), *[None] * (len(names) - len(row))))
@@ -120,7 +180,7 @@ def _table(table: Any) -> Table:
 def _cell(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else str(value)
 
 
 def _text(record: dict[str, Any], key: str) -> str:
@@ -129,14 +189,22 @@ def _text(record: dict[str, Any], key: str) -> str:
 
 
 def _label(record: dict[str, Any]) -> list[Any] | None:
-    label = record.get("label", record.get("answer"))
-    if label is None or isinstance(label, dict):
+    """Return the values of the label; one without any, which is not a value of None, tells nothing."""
+    label = record.get("label")
+    label = record.get("answer") if label is None else label
+    if label in (None, "", []) or isinstance(label, dict):
         return None
     return [json.dumps(v) if isinstance(v, dict) else v for v in flat(label)]
 
 
 def _sql(record: dict[str, Any]) -> str | None:
+    """Return the SQL of ``{"query"}``, which some records have as text."""
     sql = record.get("sql")
+    if isinstance(sql, str) and sql.lstrip().startswith("{"):
+        for parsed in (json.loads, ast.literal_eval):
+            with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+                sql = parsed(sql)
+                break
     sql = sql.get("query") if isinstance(sql, dict) else sql
     return sql if isinstance(sql, str) and sql.strip() else None
 
@@ -149,7 +217,9 @@ def _verified(found: Problem) -> Problem:
         raise Unusable(f"its table cannot be created: {error}") from error
     try:
         if found.gold:
-            database.trial(found.gold)
+            before, after = database.contents(), database.trial(found.gold)[1]
+            if found.table_hash and after == before and not right_table(found, before):
+                found = replace(found, gold=None)  # it does nothing here, and something in MySQL
         reason = "it has no gold SQL" if found.writes else "it has neither a label nor gold SQL"
     except ToolError as error:
         reason = f"its gold SQL fails: {error}"

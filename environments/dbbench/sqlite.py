@@ -20,12 +20,15 @@ MAX_PAGES = 2048
 """Maximum size of a database, in pages of 4 KiB."""
 TICK = 1000
 FUNCTIONS = re.compile(
-    "abs|avg|char|coalesce|count|cume_dist|dense_rank|first_value|format|group_concat|hex|ifnull|iif|instr|"
-    "lag|last_value|lead|length|like|lower|ltrim|max|min|nth_value|ntile|nullif|percent_rank|printf|quote|rank|"
+    "abs|avg|char|coalesce|count|cume_dist|dense_rank|first_value|group_concat|hex|ifnull|iif|instr|"
+    "lag|last_value|lead|length|like|lower|ltrim|max|min|nth_value|ntile|nullif|percent_rank|quote|rank|"
     "replace|round|row_number|rtrim|sign|substr|substring|sum|total|trim|typeof|unicode|upper",
     re.IGNORECASE,
 )
-"""Functions that a statement may call; none is random, reads the clock or accesses files."""
+"""Functions that a statement may call; none is random, reads the clock or accesses files.
+
+One call of printf or format can take minutes, in a single instruction.
+"""
 READS = frozenset(
     {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 )

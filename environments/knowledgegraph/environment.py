@@ -19,7 +19,7 @@ from .official import grade, read_questions
 from .sparql import EmbeddedStore, Endpoint, QueryTooSlow
 from .world import NUM_QUESTIONS, SHAPES, Questions, world
 
-FINAL = re.compile(r"final answer:\s*#?\s*(\d+)", re.IGNORECASE)
+FINAL = re.compile(r"final answer:\s*(?:#\s*)?(\d+)", re.IGNORECASE)
 MAX_VARIABLES = 64
 INSTRUCTIONS = (
     "Answer the question with the tools, which query a knowledge base. The results of get_neighbors, "
@@ -88,7 +88,7 @@ class Knowledgegraph(Environment):
         known = set(self.names.values())
         # Some records start from an identifier that their list of entities lacks.
         for _, arguments in self.gold:
-            known |= {part for part in arguments[:1] if part[0] != "#"}
+            known |= {part for part in arguments[:1] if sparql.IDENTIFIER.fullmatch(part)}
         self.known = sorted(known)
         entities = ", ".join(self.names)
         return f"{INSTRUCTIONS}\n\nQuestion: {data['question']}\nEntities: [{entities}]"
@@ -202,6 +202,8 @@ class Knowledgegraph(Environment):
         if self.progress == len(self.gold):
             return Message.assistant(f"Final Answer: {self.mapping[len(self.mapping) - 1]}")
         name, arguments = self.gold[self.progress]
+        if len(arguments) != len(PARAMETERS.get(name, ())):
+            raise ToolError(f"The gold call {name!r:.80} of this question is no call of a tool.")
         shown = {entity: name for name, entity in self.names.items()}
         values = [self._here(shown.get(part, part)) for part in arguments]
         if name == "get_neighbors" and rng.random() < self.expert_noise:

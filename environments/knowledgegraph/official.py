@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from typing import Any
 
 from agentrl_env.errors import DefinitionError
 
@@ -11,48 +13,62 @@ from .sparql import IDENTIFIER, NS
 
 
 def read_questions(path: str | os.PathLike[str]) -> list[dict]:
-    """Return the records of a file: a JSON list, an object of lists, or one JSON object on each line.
+    """Return the records of a file: a JSON list, an object of records or of lists, or an object a line.
 
     A record keeps the fields that the task uses, cleaned, and ``needs``: what must be given before it can
-    be played. Records keep their positions.
+    be played. Records keep their positions, also those of lines that are no JSON.
 
-    Raises DefinitionError where the file cannot be read.
+    Raises DefinitionError where the file cannot be read, or holds no record.
     """
     try:
-        with open(path, encoding="utf-8-sig") as file:
+        with open(path, encoding="utf-8-sig", errors="replace") as file:
             text = file.read()
-        try:
-            content = json.loads(text)
-        except ValueError:
-            content = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise DefinitionError(f"cannot read the questions of {os.fspath(path)}: {error}") from error
-    if isinstance(content, dict):
-        lists = [value for value in content.values() if isinstance(value, list)]
-        content = [record for records in lists for record in records] if lists else [content]
-    if not isinstance(content, list):
-        raise DefinitionError(f"{os.fspath(path)} holds no list of questions")
-    return [_clean(record if isinstance(record, dict) else {}) for record in content]
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        content = [_line(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if isinstance(content, dict) and "question" not in content:
+        values = content.values()
+        content = [one for value in values for one in (value if isinstance(value, list) else [value])]
+    content = content if isinstance(content, list) else [content]
+    records = [_clean(record if isinstance(record, dict) else {}) for record in content]
+    if text.strip() and not any(isinstance(record, dict) and "question" in record for record in content):
+        raise DefinitionError(f"cannot read the questions of {os.fspath(path)}: it holds none")
+    return records
+
+
+def _line(number: int, line: str) -> Any:
+    """Return the record of a line; of one that is no JSON, a record that says so when it is opened."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return {"needs": f"JSON on line {number}: {error}"}
 
 
 def _clean(record: dict) -> dict:
     entities = record.get("entities") or {}
     if not isinstance(entities, dict):
-        entities = {str(entity): entity for entity in entities if isinstance(entity, str)}
-    entities = {str(name): short(entity) for name, entity in entities.items() if isinstance(entity, str)}
-    given = record.get("answer", record.get("answers")) or []
+        listed = entities if isinstance(entities, list) else [entities]
+        entities = {_text(entity): entity for entity in listed}
+    entities = {" ".join(_text(name).split()): short(_text(entity)) for name, entity in entities.items()}
+    given = record.get("answer")
+    given = record.get("answers") if given is None else given
     answers = [_answer(one) for one in (given if isinstance(given, list) else [given])]
+    answers = [answer for answer in answers if answer["answer_argument"]]
     actions = record.get("actions") or []
-    question = str(record.get("question") or "")
+    question = _text(record.get("question"))
     needs = ["a SPARQL endpoint that holds its facts"]
+    needs += [str(record["needs"])] if isinstance(record.get("needs"), str) else []
     needs += ["a question"] * (not question) + ["answers, to be graded"] * (not answers)
     bad = [entity for entity in entities.values() if not IDENTIFIER.fullmatch(entity)]
-    needs += [f"identifiers instead of {', '.join(bad)}"] if bad else []
+    needs += [f"identifiers instead of {', '.join(bad) or 'none'}"] if bad else []
     return {
-        "qid": str(record.get("qid", "")),
+        "qid": _text(record.get("qid")),
         "question": question,
         "entities": {name: entity for name, entity in entities.items() if entity not in bad},
-        "actions": [str(action) for action in actions] if isinstance(actions, list) else [],
+        "actions": [_text(action) for action in actions] if isinstance(actions, list) else [],
         "answer": answers,
         "needs": needs,
     }
@@ -61,12 +77,21 @@ def _clean(record: dict) -> dict:
 def _answer(given) -> dict:
     if not isinstance(given, dict):
         given = {"answer_argument": given}
-    return {"answer_argument": short(str(given.get("answer_argument", given.get("entity_name", ""))))}
+    return {"answer_argument": short(_text(given.get("answer_argument", given.get("entity_name"))))}
+
+
+def _text(value: Any) -> str:
+    """Return text or a number as text that can be sent, the first of a list, and "" for anything else."""
+    value = value[0] if isinstance(value, list) and value else value
+    text = str(value) if isinstance(value, str | int | float) else ""
+    return text.encode("utf-8", "replace").decode()
 
 
 def short(name: str) -> str:
-    """Return an identifier without the namespace that it may have."""
-    return name.strip().strip("<>").removeprefix(NS).removeprefix("ns:")
+    """Return an identifier or a number without the namespace or type that it may have."""
+    name = re.sub(r'^"(.*)"$', r"\1", re.sub(r"\^\^[^^]*$", "", name.strip()).strip())
+    name = name.strip("<>").removeprefix(NS).removeprefix("ns:")
+    return re.sub(r"^/(\w+)/(\w+)$", r"\1.\2", name)
 
 
 def grade(found: list[str], answer: list[dict]) -> tuple[bool, float]:

@@ -9,7 +9,9 @@ import io
 import logging
 import os
 import re
+import shlex
 import tarfile
+from decimal import Decimal
 from functools import cache
 from pathlib import Path
 
@@ -23,10 +25,10 @@ from .problems import COMMANDS, Problem
 logger = logging.getLogger("agentrl_env")
 IMAGE = os.environ.get("OS_INTERACTION_IMAGE") or None
 """Container image of the machines of generated problems; by default this machine's programs are used."""
-FILES = official.files(os.environ.get("OS_INTERACTION_DATA", ""))
-"""AgentBench's file, or its folder; each file is a split."""
 LEVELS = {f"{split}{suffix}": (level, split) for level, suffix in ((1, ""), (2, "-2"), (3, "-3"))
           for split in generator.COUNT}  # fmt: skip
+FILES = official.files(os.environ.get("OS_INTERACTION_DATA", ""), taken=LEVELS)
+"""AgentBench's file, or its folder; each file is a split."""
 MAX_CHARS = 800
 """Maximum length of an output that is shown, as in AgentBench."""
 MAX_ANSWER = 4000
@@ -47,6 +49,9 @@ CHECK_ENV = {
     "PYTHONNOUSERSITE": "1",
 }
 """In a check, what the machine has comes before programs and modules that the agent may have written."""
+FOUND_NOTHING = 3
+SEARCH = ["python3", "-I", "-S", "-c",
+          f"import re, sys; sys.exit(0 if re.search(*sys.argv[1:]) else {FOUND_NOTHING})"]  # fmt: skip
 USERS = {
     "daemon": 1, "bin": 2, "sys": 3, "sync": 4, "games": 5, "man": 6, "lp": 7, "mail": 8, "news": 9,
     "uucp": 10, "proxy": 13, "www-data": 33, "backup": 34, "list": 38, "irc": 39, "nobody": 65534,
@@ -58,6 +63,8 @@ GROUPS = {
     "nogroup": 65534,
 }  # fmt: skip
 """The accounts of Debian."""
+NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]*[1-9])?")
+"""A number, and nothing like 0644 or version 3.10."""
 LIMITS = {"memory": "128m", "disk": "32m", "pids": 48, "timeout": 15.0, "max_output": 4000}
 
 
@@ -110,7 +117,8 @@ class OsInteraction(Environment):
         self.problem = _problem(sample.data)
         self.example = self.seen = None
         self.box = self._machine()
-        self._script(self.box, self.problem.init, "init")
+        for script in self.problem.init:
+            self._script(self.box, script, "init")
         if any(check is None for check in self.problem.checks or [self.problem]):
             self.example = self._example()
         self._start(self.box)
@@ -169,7 +177,9 @@ class OsInteraction(Environment):
         asked = problem.answer is not None or problem.pattern is not None or None in (problem.checks or [])
         slip = self.expert_noise > 0 and rng.random() < self.expert_noise
         if self.seen is None and problem.gold:
-            script = "ls" if slip else problem.gold[1]
+            language, code = problem.gold
+            code = f"python3 -c {shlex.quote(code)}" if language == "python" else code
+            script = "ls" if slip else code
             return Message.assistant("Let me see.", ToolCall.of("bash_action", script=script))
         if not asked:
             return Message.assistant("It is done.", ToolCall.of("finish_action", thought="It is done."))
@@ -185,10 +195,18 @@ class OsInteraction(Environment):
         if problem.answer is not None:
             right = answer is not None and same_answer(problem.answer, answer)
         elif problem.pattern is not None:
-            right = answer is not None and bool(re.match(problem.pattern, answer[:MAX_ANSWER].strip()))
+            right = answer is not None and self._matches(answer[:MAX_ANSWER].replace("\0", "").strip())
         else:
-            right = self._state_is_right(answer or "")
+            right = self._state_is_right(answer)
         return Done("Well done." if right else "That is not right.", reward=float(right))
+
+    def _matches(self, answer):
+        """Search for the pattern in a sandbox: an answer could make it take hours."""
+        with self._open() as machine:
+            done = machine.run([*SEARCH, self.problem.pattern, answer], env=CHECK_ENV)
+        if done.code not in (0, FOUND_NOTHING) and not done.killed_by:
+            raise SandboxFailed(f"the pattern of the problem cannot be searched for: {done.text}")
+        return done.code == 0
 
     def _open(self):
         return open_sandbox(
@@ -213,24 +231,28 @@ class OsInteraction(Environment):
 
     def _script(self, box, script, name):
         """Run code of the task itself; a failure is the task's and not the agent's."""
-        if script is None:
-            return ""
         language, code = script
         done = box.run([*COMMANDS[language], *(["-c", code])], **self._manner)
         if done.killed_by:
             raise SandboxFailed(f"the {name} script of the problem was {done.note}")
-        return done.stdout
+        return done
 
     def _start(self, box):
         if self.problem.start:
             self._script(box, ("bash", self.problem.start), "start")
 
     def _example(self):
-        """Return what the gold command prints on a second machine like the agent's."""
+        """Return what the gold command prints on a second machine like the agent's.
+
+        Raises SandboxFailed where it fails and prints nothing, for then nothing tells what is right.
+        """
         with self._open() as twin:
             twin.restore(self.box.snapshot())
             self._start(twin)
-            return self._script(twin, self.problem.gold, "example")
+            done = self._script(twin, self.problem.gold, "example")
+        if done.code != 0 and not done.stdout.strip():
+            raise SandboxFailed(f"the example script of the problem fails: {done.text[:MAX_CHARS]}")
+        return done.stdout
 
     def _state_is_right(self, answer):
         """Check a clean machine with the agent's files and none of its processes.
@@ -256,11 +278,16 @@ class OsInteraction(Environment):
     def _checks(self, machine, answer):
         """Run the checks as AgentBench does: each gets the answer and what the ones before printed.
 
-        What the example printed is a right answer even where the check fails to read it.
+        What the example printed is a right answer even where the check fails to read it, and the only one
+        where there is no other check. Where it printed nothing, that has to be answered.
         """
-        if None in self.problem.checks and answer.strip() and answer.strip() == self.example.strip():
-            return True
-        given = [answer[:MAX_ANSWER].replace("\0", "")]
+        if None in self.problem.checks:
+            right, given = self.example.strip(), (answer or "").strip()
+            if right == given and (right or answer is not None):
+                return True
+            if not any(self.problem.checks) or not (right or given):
+                return bool(right and given) and same_answer(right, given)
+        given = [(answer or "")[:MAX_ANSWER].replace("\0", "")]
         for number, check in enumerate(self.problem.checks):
             if check is None:
                 given.append(self.example)
@@ -278,10 +305,13 @@ class OsInteraction(Environment):
 
 def same_answer(right: str, given: str) -> bool:
     """Return whether a given answer is the right one: the same text or number, of a path the last part."""
-    given, right = (text.strip().strip("'\"`").rstrip(".").strip() for text in (given[:MAX_ANSWER], right))
-    if re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", right):
-        return bool(re.fullmatch(r"-?[0-9]{1,30}(\.[0-9]{1,30})?", given)) and float(given) == float(right)
-    return right in (given, given.rsplit("/", 1)[-1])
+    given, right = given[:MAX_ANSWER].strip(), right.strip()
+    if given == right:
+        return True
+    given, right = (text.strip("'\"`").rstrip(".").strip() for text in (given, right))
+    if NUMBER.fullmatch(right) and re.fullmatch(r"-?[0-9]{1,30}(\.[0-9]{1,30})?", given):
+        return Decimal(given) == Decimal(right)
+    return right != "" and right in (given, given.rsplit("/", 1)[-1])
 
 
 def _problem(data):

@@ -153,7 +153,7 @@ def executables(rng: Rng) -> Problem:
     return Problem(
         question=f"How many files in {folder} may be executed by their owner?",
         files={f"{folder}/{name}": f"{name}\n" for name in sorted(names)},
-        init=("bash", f"chmod 644 {folder}/*; chmod {pick(rng, ('755', '700', '744'))} {paths}"),
+        init=[("bash", f"chmod 644 {folder}/*; chmod {pick(rng, ('755', '700', '744'))} {paths}")],
         gold=("bash", f"find {folder} -type f -perm -u=x | wc -l"),
         answer=str(len(chosen)),
     )
@@ -200,7 +200,7 @@ def links(rng: Rng) -> Problem:
     return Problem(
         question=f"Which file is {link}, after all symbolic links?",
         files={f"{name}.txt": f"{name}\n" for name in names},
-        init=("bash", "; ".join(commands)),
+        init=[("bash", "; ".join(commands))],
         gold=("bash", f"basename $(readlink -f {link})"),
         answer=f"{target}.txt",
     )

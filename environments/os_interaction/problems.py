@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 Script = tuple[str, str]
@@ -16,7 +17,7 @@ class Problem:
     question: str
     files: dict[str, str] = field(default_factory=dict)
     """Path -> content, written before ``init``."""
-    init: Script | None = None
+    init: Sequence[Script] = ()
     start: str | None = None
     """Bash code that starts processes, which go on running."""
     gold: Script | None = None

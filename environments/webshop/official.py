@@ -59,7 +59,7 @@ def open_official(folder: str | os.PathLike[str]) -> Store:
 
 def read_array(path: str | os.PathLike[str]) -> Iterator[Any]:
     """Yield the objects of a JSON array, without holding the whole file. Raises DataError."""
-    decoder, text, begun = json.JSONDecoder(), "", False
+    decoder, text, begun, number = json.JSONDecoder(), "", False, 1
     with open(path, encoding="utf-8", errors="replace") as file:
         while True:
             chunk = file.read(CHUNK)
@@ -80,10 +80,11 @@ def read_array(path: str | os.PathLike[str]) -> Iterator[Any]:
                 except json.JSONDecodeError as error:
                     if not chunk:
                         raise DataError(
-                            f"{path}: the file ends within an element, or is no JSON: {error}"
+                            f"{path}: the file ends within element {number}, or it is no JSON: {error}"
                         ) from error
                     break
                 yield element
+                number += 1
                 text = text[end:]
             if not chunk:
                 raise DataError(f"{path}: the file ends before the array does")
@@ -104,7 +105,7 @@ def _products(
     path: Path, described: dict[str, Any], instructions: dict[str, Any], goals: list[dict[str, Any]]
 ) -> Iterator[Product]:
     """Yield the products of a file; appends the goals that are made for them to ``goals``."""
-    skipped = count = 0
+    skipped = count = wishes = 0
     seen = set()
     for record in read_array(path):
         count += 1
@@ -113,8 +114,9 @@ def _products(
             skipped += 1
             continue
         seen.add(product.asin)
-        given = instructions.get(product.asin) or instructions.get(product.asin.lower()) or []
+        given = _of(instructions, product.asin) or []
         for number, instruction in enumerate(given if isinstance(given, list) else [given]):
+            wishes += 1
             if goal := _goal(product, instruction, number):
                 goals.append(goal)
         yield product
@@ -122,6 +124,14 @@ def _products(
         logger.warning(
             "%s: %d of %d products were left out, without a name or twice there", path, skipped, count
         )
+    if len(goals) < wishes:
+        left_out = wishes - len(goals)
+        logger.warning("%s: %d instructions were left out, without a text or attributes", path, left_out)
+
+
+def _of(records: dict[str, Any], asin: str) -> Any:
+    """Return what a file has of a product, whose identifier it may write in small letters."""
+    return records.get(asin) or records.get(asin.lower())
 
 
 def _product(record: Any, described: dict[str, Any]) -> Product | None:
@@ -130,8 +140,7 @@ def _product(record: Any, described: dict[str, Any]) -> Product | None:
     asin, title = _text(record.get("asin")).upper(), _text(record.get("name"))
     if not asin or asin == "NAN" or len(asin) > 10 or not title:
         return None
-    about = described.get(asin) or {}
-    features = record.get("small_description") or ()
+    about = _of(described, asin)
     return Product(
         asin=asin,
         title=title,
@@ -139,7 +148,7 @@ def _product(record: Any, described: dict[str, Any]) -> Product | None:
         query=_text(record.get("query")).lower(),
         price=_price(record.get("pricing"), asin),
         description=_text(record.get("full_description")),
-        features=_texts([features] if isinstance(features, str) else features),
+        features=_texts(record.get("small_description")),
         attributes=_texts(about.get("attributes") if isinstance(about, dict) else ()),
         options=_options(record.get("customization_options")),
         rating=_rating(record.get("average_rating")),
@@ -154,8 +163,6 @@ def _goal(product: Product, given: Any, number: int) -> dict[str, Any] | None:
     attributes = _texts(given.get("instruction_attributes"))
     if not text or not attributes:
         return None
-    asked = given.get("instruction_options") or ()
-    values = asked.values() if isinstance(asked, dict) else asked
     rng = random.Random(f"{product.asin} {number}")
     steps = [step for step in PRICE_STEPS if step > product.price][:4]
     limit = float(max(rng.sample(steps, 2))) if len(steps) >= 2 else None
@@ -164,7 +171,7 @@ def _goal(product: Product, given: Any, number: int) -> dict[str, Any] | None:
         "kind": product.query,
         "instruction": text if limit is None else f"{text}, and price lower than {limit:.2f} dollars",
         "attributes": list(attributes),
-        "options": {str(i): value for i, value in enumerate(_texts(values))},
+        "options": {str(i): value for i, value in enumerate(_texts(given.get("instruction_options")))},
         "price_upper": limit,
     }
 
@@ -172,7 +179,8 @@ def _goal(product: Product, given: Any, number: int) -> dict[str, Any] | None:
 def _options(given: Any) -> dict[str, tuple[str, ...]]:
     options = {}
     for name, contents in given.items() if isinstance(given, dict) else ():
-        values = [content.get("value") for content in contents or () if isinstance(content, dict)]
+        listed = contents if isinstance(contents, list) else [contents]
+        values = [content.get("value") if isinstance(content, dict) else content for content in listed]
         if cleaned := tuple(dict.fromkeys(value.replace("/", " | ").lower() for value in _texts(values))):
             options[_text(name).lower()] = cleaned
     return options
@@ -181,13 +189,14 @@ def _options(given: Any) -> dict[str, tuple[str, ...]]:
 def _price(given: Any, asin: str) -> float:
     """Return the price in dollars. As in WebShop, one of a range is drawn, and an absent one is 100."""
     texts = given if isinstance(given, list) else _text(given).split("$")
-    found = [float(match.group()) for text in texts if (match := _NUMBER.search(str(text).replace(",", "")))]
+    matches = (_NUMBER.search(str(text).replace(",", "")) for text in texts)
+    found = [price for match in matches if match and math.isfinite(price := float(match.group()))]
     if len(found) > 1:
         return round(random.Random(asin).uniform(min(found[:2]), max(found[:2])), 2)
     return found[0] if found else 100.0
 
 
-_NUMBER = re.compile(r"\d+(\.\d+)?")
+_NUMBER = re.compile(r"\d+(\.\d+)?|\.\d+")
 
 
 def _rating(given: Any) -> float | None:
@@ -196,11 +205,17 @@ def _rating(given: Any) -> float | None:
 
 
 def _text(given: Any) -> str:
-    return " ".join(str(given).split()) if isinstance(given, str | int | float) else ""
+    """Return text or a number as text; NaN is none, and half a surrogate pair a question mark."""
+    if not isinstance(given, str | int | float) or given != given:
+        return ""
+    return " ".join(str(given).encode("utf-8", "replace").decode().split())
 
 
 def _texts(given: Any) -> tuple[str, ...]:
-    return tuple(text for item in given or () if (text := _text(item)))
+    """Return the texts of a list, of an object, or of one text; of a pair with an image the first."""
+    items = list(given.values()) if isinstance(given, dict) else given if isinstance(given, list) else [given]
+    firsts = (item[0] if isinstance(item, list) and item else item for item in items)
+    return tuple(text for item in firsts if (text := _text(item)))
 
 
 def _file(folder: str | os.PathLike[str], names: tuple[str, ...]) -> Path:

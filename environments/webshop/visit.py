@@ -93,6 +93,7 @@ def click(visit: Visit, value: str, store: Store) -> None:
     """Click a button, a product or a value of an option. Raises ToolError where the page does not have it."""
     page = page_of(visit, store)
     names = {name.lower(): name for name in reversed(page.buttons())}
+    names |= {name.lower(): name for name in page.actions}  # an option may have the value "buy now"
     wanted = " ".join(value.lower().split())
     if wanted not in names:
         raise ToolError(

@@ -286,6 +286,10 @@ async def test_solution_may_print(client):
         ({"a": 1}, {"a": 1.0}, True),
         ({"a": 1}, {"a": 1, "b": 0}, False),
         (float("nan"), 1, False),
+        (float("inf"), 1, False),
+        (10**400, 1.5, False),
+        (10**400, 10**400 + 1, False),
+        (2**53 + 1, 2**53 + 1, True),
         ("1", 1, False),
     ],
 )

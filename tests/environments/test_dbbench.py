@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from agentrl_env import EnvClient, TaskSample, ToolCall, ToolError
+from agentrl_env.errors import DefinitionError
 from agentrl_env.server.loader import load_target
 from tests.environments import agentbench
 from tests.environments.play import play
@@ -16,6 +17,7 @@ from tests.environments.play import play
 pytestmark = pytest.mark.environments
 
 Dbbench = load_target(str(Path(__file__).parents[2] / "environments" / "dbbench"))
+module = sys.modules[Dbbench.__module__]
 PACKAGE = Dbbench.__module__.rpartition(".")[0]
 generator, grading, official, problems = (
     sys.modules[f"{PACKAGE}.{name}"] for name in ("generator", "grading", "official", "problems")
@@ -165,7 +167,6 @@ def test_development_records_have_the_hash_of_their_gold_sql():
 
 async def test_file_of_agentbench_becomes_a_split_which_the_expert_solves(monkeypatch):
     path = dev_records()
-    module = sys.modules[Dbbench.__module__]
     monkeypatch.setitem(module.FILES, "dev", path)
     task = type("Dbbench", (Dbbench,), {"splits": (*Dbbench.splits, "dev")})
     async with EnvClient.local(task) as client:
@@ -209,11 +210,91 @@ def changed(path="", **fields):
         (changed("table table_info", rows=[["1"], [None, 2], []]), ["2"]),
         (changed("table table_info", rows=[{"a": 1, "b": 2.5}]), ["2"]),
         (changed("table", table_name='odd "name`; DROP'), ["2"]),
+        (changed("table table_info", columns=[["a", "TEXT"], {"name": None}]), ["2"]),
+        (changed("table table_info", rows=[["1", "x", None, ""]]), ["2"]),
+        (changed("table table_info", rows=None), ["2"]),
+        (changed("table table_info", rows=[[float("nan"), float("inf")], ["\ud83d", True]]), ["2"]),
+        (changed(description="How many \ud83d?", label=["2", float("nan")]), ["2", "none"]),
+        (changed(label=[None], sql="SELECT COUNT(*) FROM t"), ["none"]),
+        (changed(label=[], sql="SELECT COUNT(*) FROM t"), ["2"]),
+        (changed(label="", sql="{'query': 'SELECT COUNT(*) FROM t', 'length': 22}"), ["2"]),
+        (changed(label=None, sql='{"query": "SELECT COUNT(*) FROM t"}'), ["2"]),
     ],
 )
-def test_dirty_records_load(record, answers):
+async def test_dirty_records_of_a_file_are_played_by_the_expert_and_won_by_their_answer_alone(
+    record, answers, tmp_path, monkeypatch
+):
+    path = tmp_path / "dirty.jsonl"
+    path.write_text(json.dumps(record))
+    monkeypatch.setitem(module.FILES, "dirty", path)
+    module._records.cache_clear()
+    task = type("Dbbench", (Dbbench,), {"splits": (*Dbbench.splits, "dirty")})
+    async with EnvClient.local(task) as client:
+        sessions = [await client.open("dbbench", split="dirty", index=0) for _ in range(3)]
+        assert (await play(sessions[0])).reward == 1.0
+        for session, given, expected in zip(sessions[1:], (answers, ["7"]), (1.0, 0.0), strict=True):
+            result = await session.step(ToolCall.of("commit_final_answer", answers=given))
+            assert result.reward == expected
+
+
+def test_evidence_is_part_of_the_question():
+    question = started(record=changed(evidence="a is a number", add_description="t has a and b")).problem
+    assert question.question == "How many?\na is a number\nt has a and b"
+
+
+def test_change_of_several_statements_is_right_when_all_of_them_ran():
+    changes = ["UPDATE t SET b = 'z' WHERE a = '1';", "DELETE FROM t WHERE a = '2'"]
+    record = changed(type=["UPDATE"], label=changes)
+    for done, expected in ((changes, 1.0), (changes[:1], 0.0), ([], 0.0)):
+        environment = started(record=record)
+        for statement in done:
+            environment.execute_sql(statement)
+        assert reward(environment) == expected
     environment = started(record=record)
-    assert reward(environment, answers) == 1.0
+    for statement in changes:
+        query = json.loads(environment.expert(None).tool_calls[0].function.arguments)["query"]
+        assert query.rstrip(";") == statement.rstrip(";")
+        environment.execute_sql(query)
+    assert environment.expert(None).tool_calls[0].function.name == "commit_final_answer"
+
+
+def test_gold_sql_that_does_nothing_here_leaves_the_decision_to_the_hash():
+    rows = [("1", "z"), ("2", None)]
+    hashed = f"[('{grading.table_hash([('1', 'z'), ('2', 'None')])}',)]"
+    update = {"type": ["UPDATE"], "label": ["UPDATE t SET b = 'z' WHERE a = '1 '"], "answer_md5": hashed}
+    record = changed("table table_info", rows=[["1", "x"], ["2", None]]) | update
+    idle = started(record=record)
+    assert reward(idle) == 0.0
+    environment = started(record=record)
+    environment.execute_sql("UPDATE t SET b = 'z' WHERE a = '1'")
+    assert environment.database.contents() == {"t": rows}
+    assert reward(environment) == 1.0
+
+
+def test_broken_file_leaves_the_others_alone(tmp_path):
+    written = {
+        "deep.json": "[" * 100_000,
+        "nested.jsonl": json.dumps(RECORD).replace('["2"]', "[" * 400 + '"2"' + "]" * 400),
+        "train.jsonl": json.dumps(RECORD),
+        "std.json": json.dumps([RECORD]),
+        "std.jsonl": json.dumps(RECORD),
+        "pretty.json": json.dumps(RECORD, indent=2),
+        "wrapped.json": json.dumps({"data": [RECORD, RECORD]}),
+    }
+    for name, text in written.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "gone.json").symlink_to(tmp_path / "missing")
+    found = official.files(str(tmp_path), taken=Dbbench.splits)
+    counts = {split: [len(records) for records in official.read(path)] for split, path in found.items()}
+    assert counts == {
+        "deep": [0, 1], "nested": [0, 1], "official-train": [1, 0], "std": [1, 0], "std.jsonl": [1, 0],
+        "pretty": [1, 0], "wrapped": [2, 0],
+    }  # fmt: skip
+    assert official.read(tmp_path / "missing") == ([], ["missing cannot be read: No such file or directory"])
+    for data in (tmp_path / "missing.jsonl", tmp_path / "empty"):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with pytest.raises(DefinitionError, match="DBBENCH_DATA names"):
+            official.files(str(data), taken=())
 
 
 def test_unusable_records_are_named_with_the_reason(tmp_path):
@@ -225,6 +306,7 @@ def test_unusable_records_are_named_with_the_reason(tmp_path):
         "[1]",
         json.dumps(changed(description="")),
         json.dumps(changed(table=None)),
+        json.dumps(changed(table=[])),
         json.dumps(changed("table table_info", rows=[["1", "2", "3"]])),
         json.dumps(changed(label=None)),
         json.dumps(changed(**write)),
@@ -238,12 +320,13 @@ def test_unusable_records_are_named_with_the_reason(tmp_path):
         "no JSON object",
         "no description",
         "table_info",
+        "table_info",
         "row 1",
         "neither a label",
         "no such table",
     )
     assert len(unusable) == len(reasons)
-    for sentence, number, reason in zip(unusable, (3, 4, 5, 6, 7, 8, 9), reasons, strict=True):
+    for sentence, number, reason in zip(unusable, range(3, 11), reasons, strict=True):
         assert f"std.jsonl, line {number}:" in sentence
         assert reason in sentence
 
@@ -266,6 +349,8 @@ HOSTILE = [
     "BEGIN",
     "SAVEPOINT x",
     "SELECT random()",
+    "SELECT printf('%.*c', 2000000000, 'x')",
+    "SELECT format('%.*c', 2000000000, 'x')",
     "SELECT CURRENT_TIMESTAMP",
     "SELECT hex(zeroblob(100000000))",
     "SELECT fts5('x')",

@@ -421,8 +421,65 @@ def test_dirty_records_load_and_tell_what_they_need(tmp_path):
     assert records[2]["needs"][1:] == records[3]["needs"][1:] == ["a question", "answers, to be graded"]
     lines = "\n".join(json.dumps(record) for record in RECORDS)
     assert [record["qid"] for record in load(tmp_path, None, text=lines)] == ["1", "2", ""]
-    with pytest.raises(Exception, match="cannot read the questions"):
-        load(tmp_path, None, text="{")
+    for text in ("{", "5", "[" * 100_000, '{"a": "b"}'):
+        with pytest.raises(Exception, match="cannot read the questions"):
+            load(tmp_path, None, text=text)
+
+
+def test_answer_of_many_blanks_is_read_at_once():
+    module = sys.modules[KG.__module__]
+    assert module.FINAL.search("final answer:" + " " * 1_000_000 + "x") is None
+    assert [module.FINAL.search(f"Final Answer:{text}")[1] for text in (" #3", "3", " # 3", "\n#3.")] == [
+        "3"
+    ] * 4
+
+
+def test_bad_line_of_a_file_is_told_by_its_question_alone(tmp_path):
+    lines = [json.dumps(RECORDS[0]), "{oops", json.dumps(RECORDS[1])]
+    records = load(tmp_path, None, text="\n".join(lines))
+    assert [record["qid"] for record in records] == ["1", "", "2"]
+    assert records[1]["needs"][1].startswith("JSON on line 2: ")
+    assert [len(record["needs"]) for record in records] == [1, 4, 1]
+
+
+def test_one_record_or_an_object_of_records_is_a_file_of_questions(tmp_path):
+    for content in (RECORDS[1], {"2": RECORDS[1]}, {"data": [RECORDS[1]]}):
+        records = load(tmp_path, None, text=json.dumps(content, indent=2))
+        assert [record["question"] for record in records] == ["how many ships were built there?"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "needs"),
+    [
+        ({"answer": [{"answer_argument": None, "entity_name": "One"}]}, "answers, to be graded"),
+        ({"answer": [{}], "answers": None}, "answers, to be graded"),
+        ({"answer": 0}, None),
+        ({"answer": [{"answer_argument": '"0"^^http://www.w3.org/2001/XMLSchema#integer'}]}, None),
+        ({"entities": "m.0yard"}, None),
+        ({"entities": {"Yard": ["/m/0yard"]}}, None),
+        ({"entities": {"Yard": None}}, "identifiers instead of none"),
+        ({"question": "how \ud83d many?", "entities": {"Yard \ud83d": "m.0yard"}}, None),
+        (
+            {"actions": ["count()", "get_relations", "frob(m.0yard, x)", "get_relations(> . ?s ?p ?o #)"]},
+            None,
+        ),
+    ],
+)
+async def test_dirty_record_is_opened_or_says_what_it_lacks(tmp_path, endpoint, client, fields, needs):
+    (record,) = load(tmp_path, [{**RECORDS[1], "answer": [{"answer_argument": "0"}], **fields}])
+    if needs:
+        assert record["needs"][1:] == [needs]
+        with pytest.raises(Exception, match=f"needs {needs}"):
+            await client.open("knowledgegraph", split="train", sample=record)
+        return
+    endpoint.store = graph([RECORDS[1]])
+    session = await client.open("knowledgegraph", split="train", sample=record)
+    result = await session.step(ToolCall.of("get_relations", variable="> . ?s ?p ?o #"))
+    assert "neither an entity" in result.messages[0].content
+    assert record["answer"] == [{"answer_argument": "0"}]
+    for name in (next(iter(record["entities"])), "m.0yard"):
+        listed = await session.step(ToolCall.of("get_relations", variable=name))
+        assert "boats.yard.ships" in listed.messages[0].content
 
 
 async def test_file_without_an_endpoint_says_what_to_set(tmp_path, client, monkeypatch):

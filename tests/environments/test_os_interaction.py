@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from agentrl_env import EnvClient, SessionStatus, TaskSample, ToolCall
-from agentrl_env.errors import SandboxUnavailable
+from agentrl_env.errors import DefinitionError, SandboxFailed, SandboxUnavailable
 from agentrl_env.sandbox.bubblewrap import check_available
 from agentrl_env.server.loader import load_target
 from tests.environments import agentbench
@@ -162,6 +162,15 @@ CHECKED = {"check": [None, {"language": "python", "code": "import sys; sys.exit(
         {**RECORD, "create": {"init": {"language": "python", "code": "print(5, file=open('a', 'w'))"}}},
         {**RECORD, "evaluation": {"match": 5}},
         {**RECORD, "evaluation": {"match": {"regex": "[45]$"}}},
+        {**RECORD, "evaluation": {"match": {"answer": 5.0, "strip": True}}},
+        {**RECORD, "create": {"init": ["echo 4 > a", None, {"code": "echo 5 > a"}]}},
+        {**RECORD, "evaluation": {"check": [None], "example": ["cd /root", {"code": "cat a"}]}},
+        {**RECORD, "start": ["sleep 100 &", {"code": "sleep 99 &"}], "evaluation": CHECKED},
+        {
+            **RECORD,
+            "description": "What is in \ud83d a?",
+            "create": {"init": "echo '\ud83d' > b; echo 5 > a"},
+        },
         {**RECORD, "evaluation": CHECKED},
         {**RECORD, "evaluation": CHECKED, "start": "sleep 100 &"},
         {**RECORD, "evaluation": {"check": CHECKED["check"]}, "example": {"code": "cat a"}},
@@ -175,6 +184,76 @@ def test_dirty_records_load_and_are_graded(start, record):
         assert start(**data).answer_action(answer).reward == reward
 
 
+def test_pattern_may_match_anywhere_in_the_answer_and_takes_no_server_down(start):
+    record = {**RECORD, "evaluation": {"match": {"regex": r"\b5\b"}}}
+    for answer, reward in (("It is 5.", 1.0), ("It is 55.", 0.0)):
+        environment = start(problem=official.problem(record, None))
+        assert environment.answer_action(answer).reward == reward
+    slow = start(problem=official.problem({**RECORD, "evaluation": {"match": {"regex": "^(a+)+$"}}}, None))
+    assert slow.answer_action("a" * 3000 + "b").reward == 0.0
+
+
+def test_image_ubuntu_has_its_file(start):
+    record = {
+        **RECORD,
+        "create": {"local": "ubuntu"},
+        "evaluation": {"check": [None], "example": "cat /file.txt"},
+    }
+    environment = start(problem=official.problem(record, None))
+    assert "tmp" in environment.bash_action("cat file.txt")
+    assert environment.answer_action("tmp").reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("right", "given", "same"),
+    [
+        ("5", "5.0", True),
+        ("3.10", "3.1", False),
+        ("0644", "644", False),
+        ("123456789012345678901", "123456789012345678902", False),
+        (".", ".", True),
+        (".", "", False),
+        ("log", "/root/log", True),
+        ("log", "`log`", True),
+    ],
+)
+def test_answers_are_compared_as_text_numbers_or_the_end_of_a_path(right, given, same):
+    assert environment_module.same_answer(right, given) is same
+
+
+def test_example_that_prints_nothing_gives_no_reward_for_doing_nothing(start):
+    equal = {"language": "python", "code": "import sys; sys.exit(sys.argv[1].strip() != sys.argv[2].strip())"}
+    for check in ([None], [None, equal]):
+        record = {**RECORD, "evaluation": {"check": check, "example": "true"}}
+        assert start(problem=official.problem(record, None)).finish_action("done").reward == 0.0
+        assert start(problem=official.problem(record, None)).answer_action("5").reward == 0.0
+    failing = {**RECORD, "evaluation": {"check": [None, equal], "example": "cat missing"}}
+    with pytest.raises(SandboxFailed, match="the example script of the problem fails"):
+        start(problem=official.problem(failing, None))
+
+
+def test_broken_file_leaves_the_others_alone(tmp_path):
+    written = {
+        "data/1/stock.json": json.dumps(RECORD),
+        "data/train.json": json.dumps([RECORD, RECORD]),
+        "data/lines.jsonl": json.dumps(RECORD) + "\n{oops\n" + json.dumps(RECORD),
+        "data/deep.json": "[" * 100_000,
+    }
+    for name, text in written.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "data/gone.json").symlink_to(tmp_path / "missing")
+    found = official.files(str(tmp_path), taken=OsInteraction.splits)
+    counts = {split: [len(records) for records in official.read(path)] for split, path in found.items()}
+    assert counts == {"1-stock": [1, 0], "official-train": [2, 0], "lines": [2, 1], "deep": [0, 1]}
+    assert "record 2" in official.read(found["lines"])[1][0]
+    assert official.read(tmp_path / "missing.json")[1] == [
+        "missing.json cannot be read: No such file or directory"
+    ]
+    with pytest.raises(DefinitionError, match="OS_INTERACTION_DATA names"):
+        official.files(str(tmp_path / "missing.json"))
+
+
 def test_unusable_records_are_named_with_the_reason(tmp_path):
     records = [
         RECORD,
@@ -186,6 +265,11 @@ def test_unusable_records_are_named_with_the_reason(tmp_path):
         {**RECORD, "evaluation": {"check": {"language": "c++", "code": "int main() {}"}}},
         {**RECORD, "evaluation": {"match": {"regex": "("}}},
         {**RECORD, "start": 7},
+        {**RECORD, "evaluation": {"match": ["5", "6"]}},
+        {**RECORD, "evaluation": {"match": {"answer": " "}}},
+        {**RECORD, "evaluation": {"check": [], "example": "cat a"}},
+        {**RECORD, "evaluation": {"check": {"file": "check/\0.sh"}}},
+        {**RECORD, "evaluation": {"check": {"file": "x" * 5000}}},
     ]
     (tmp_path / "std.json").write_text(json.dumps(records))
     usable, unusable = official.read(tmp_path / "std.json")
@@ -199,6 +283,11 @@ def test_unusable_records_are_named_with_the_reason(tmp_path):
         "c++",
         "regular",
         "7",
+        "neither text nor a number",
+        "neither text nor a number",
+        "neither a match",
+        "cannot be read",
+        "cannot be read",
     )
     for number, (sentence, reason) in enumerate(zip(unusable, reasons, strict=True), 2):
         assert f"std.json, record {number}:" in sentence

@@ -350,6 +350,7 @@ def write_official(folder, people=PEOPLE):
 def test_official_products_are_read_with_their_dirt(module, tmp_path, caplog):
     store = module("official").open_official(write_official(tmp_path))
     assert "4 of 7 products were left out" in caplog.text
+    assert "2 instructions were left out" in caplog.text
     assert store.count("products") == 3
     tripod, lamp, rug = (store.get(f"B00000000{i}") for i in (1, 3, 4))
     assert tripod.title == "Velmo Camera Tripod"
@@ -360,6 +361,63 @@ def test_official_products_are_read_with_their_dirt(module, tmp_path, caplog):
     assert (tripod.rating, lamp.price, rug.price) == (4.4, 100.0, 1299.5)
     assert store.search("bright lamp") == ("B000000003",)
     assert [path.name for path in tmp_path.iterdir() if "sqlite" in path.name] == ["catalogue.sqlite"]
+
+
+@pytest.mark.parametrize(
+    ("product", "described", "asked", "expected"),
+    [
+        ({"pricing": "$.99"}, {}, {}, {"price": 0.99}),
+        ({"pricing": "$" + "9" * 400}, {}, {}, {"price": 100.0}),
+        ({"small_description": 5, "full_description": float("nan")}, {}, {}, {"features": ("5",)}),
+        ({"small_description": {"a": "one"}}, {}, {}, {"features": ("one",)}),
+        ({"name": "A \ud83d lamp"}, {}, {"instruction": "a \ud83d lamp"}, {"title": "A ? lamp"}),
+        (
+            {
+                "customization_options": {
+                    "color": ["red", ["blue", "https://image"]],
+                    "size": 5,
+                    "fit": {"value": "x"},
+                }
+            },
+            {},
+            {"instruction_options": {"color": ["blue"]}},
+            {"options": {"color": ("red", "blue"), "size": ("5",), "fit": ("x",)}},
+        ),
+        ({}, {"attributes": 7}, {}, {"attributes": ("7",)}),
+        ({}, {"attributes": "foldable"}, {}, {"attributes": ("foldable",)}),
+        (
+            {"small_description": "foldable"},
+            {},
+            {"instruction_attributes": "foldable"},
+            {"features": ("foldable",)},
+        ),
+        (
+            {"customization_options": {"color": [{"value": "Buy Now"}]}},
+            {},
+            {},
+            {"options": {"color": ("buy now",)}},
+        ),
+    ],
+)
+async def test_dirty_product_is_sold(
+    module, task, tmp_path, monkeypatch, product, described, asked, expected
+):
+    record = {"asin": "B000000001", "name": "Lamp", "small_description": ["bright"], **product}
+    about = {"attributes": ["bright"], **described}
+    wish = {"instruction": "a lamp", "instruction_attributes": about["attributes"], **asked}
+    for name, content in (
+        ("items_shuffle", [record]),
+        ("items_ins_v2", {"b000000001": about}),
+        ("items_human_ins", {"B000000001": [wish]}),
+    ):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    store = module("official").open_official(tmp_path)
+    sold = store.get("B000000001")
+    assert {name: getattr(sold, name) for name in expected} == expected
+    monkeypatch.setattr(module("environment"), "shop", lambda: store)
+    async with EnvClient.local(task) as client:
+        session = await client.open("webshop", split="test", sample=store.goals(range(1))[0])
+        assert (await play(session)).reward == 1.0
 
 
 def test_long_texts_are_not_kept_and_find_nothing(module, tmp_path):
@@ -396,7 +454,7 @@ async def test_official_data_is_played(tmp_path, monkeypatch):
         ("", "the file ends before"),
         ("{}", "a JSON array is expected"),
         ("[{}, ", "the file ends"),
-        ("[1, {", "ends within an element"),
+        ("[1, {", "ends within element 2"),
     ],
 )
 def test_broken_official_file_is_named(module, tmp_path, text, sentence):
