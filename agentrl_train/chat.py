@@ -370,8 +370,8 @@ class ChatFormat:
             later = self._template([*opening, _SAID, _HELLO], (_PROBE,))
         except REFUSALS:
             return False
-        before, mark, _ = text.partition(_MARK)
-        return bool(mark) and later.startswith(before + mark)
+        start, mark, _ = text.partition(_MARK)
+        return bool(mark) and later.startswith(start + mark)
 
     def _find_ends(self) -> None:
         """Find the stop tokens that end turns, with and without calls, and those that the template writes."""
