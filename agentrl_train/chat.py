@@ -20,25 +20,31 @@ from transformers import PreTrainedTokenizerBase
 
 from agentrl_env.types import FunctionCall, FunctionSpec, Message, ToolCall, ToolSpec
 from agentrl_train.errors import ConfigError
-from agentrl_train.tool_calls import PARSERS, ParsedCall, ParsedTurn, ToolParser, parser_for, prompt_parser
+from agentrl_train.tool_calls import (
+    PARSERS,
+    PROMPT,
+    THOUGHT_BEGINS,
+    ParsedCall,
+    ParsedTurn,
+    ToolParser,
+    parser_for,
+    parser_named,
+)
 
 _MARK = "THE-COMPLETION-ENDS-AFTER-THIS"
 _BREAK = "\ufdd0"
 """Splits a control token within a message into two texts; Unicode reserves it for internal use."""
-THOUGHT_BEGINS = r"(?:<think>|\[THINK\]|<seed:think>|<\|channel>thought)"
-"""Pattern of what opens a thought."""
 _OPEN_THOUGHT = re.compile(rf"{THOUGHT_BEGINS}\s*\Z")
-REFUSALS = (TemplateError, TypeError, ValueError, AttributeError, LookupError)
+REFUSALS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, RecursionError)
 """Errors of templates for messages that they do not support."""
 _HELLO = {"role": "user", "content": "hello"}
+_SAID = {"role": "assistant", "content": "hello"}
 _TEXT_TURN = {"role": "assistant", "content": _MARK}
 _CALL_ID = "call00000"
 _DONE = Message(role="tool", content="done", tool_call_id=_CALL_ID, name="probe")
 _PROBE = ToolSpec(function=FunctionSpec(name="probe", parameters={"type": "object", "properties": {}}))
 _KEPT = 512
 """Texts whose encodings are kept, and tools: siblings share their opening, their tools and many replies."""
-PROMPT = "prompt"
-"""The value of ``tool_parser`` that describes tools and calls in the system prompt."""
 _INSTRUCTIONS = """\
 You can call these tools, described by their JSON Schemas:
 <tools>
@@ -112,7 +118,15 @@ class ChatFormat:
         self._stops |= {text: self._id_of(text) for text in stop}
         self._instead: dict[int, int] = {}
         """End of a turn within a conversation -> the stop token that the template writes there at its end."""
-        self._shown_roles = {role for role in ("system", "developer") if self._shows(role)}
+        self._no_tools: list[Any] | None = None
+        if self.in_prompt and not self._takes([_HELLO]):
+            self._no_tools = []  # some templates go through the tools without a look whether there are any
+        roles = ("system", "developer")
+        self._shown_roles = {role for role in roles if self._shows(role)}
+        self._later_roles = {role for role in roles if self._shows(role, before=[_HELLO, _SAID])}
+        """Roles that the template shows within a conversation as well."""
+        self._alternating = "system" not in self._shown_roles or not self._takes([_HELLO, _HELLO])
+        """Whether messages of the user never follow one another."""
         self._find_ends()
         self._check_template()
         self.parser = self._choose_parser(tool_parser)
@@ -219,7 +233,7 @@ class ChatFormat:
     def _render(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, generation_prompt: bool = True
     ) -> str:
-        prepared = self._with_system(self._prepared(messages), tools)
+        prepared = self._with_system(self._prepared(messages, opening=True), tools)
         return self._template(prepared, tools, generation_prompt=generation_prompt)
 
     def _template(
@@ -230,10 +244,10 @@ class ChatFormat:
         generation_prompt: bool = True,
     ) -> str:
         """Render prepared messages; in the text, ``_BREAK`` splits what only looks like a control token."""
-        shown = None if self.in_prompt else [self._shown_tool(tool.model_dump_json()) for tool in tools]
+        shown = [self._shown_tool(tool.model_dump_json()) for tool in tools]
         text = self.tokenizer.apply_chat_template(
             list(messages),
-            tools=shown,
+            tools=self._no_tools if self.in_prompt else shown,
             add_generation_prompt=generation_prompt,
             tokenize=False,
             **self._kwargs,
@@ -243,25 +257,26 @@ class ChatFormat:
 
     # Messages as templates take them
 
-    def _prepared(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def _prepared(self, messages: Sequence[Message], *, opening: bool = False) -> list[dict[str, Any]]:
         """Return messages as the template takes them; roles that it does not show take the next best one."""
         prepared: list[dict[str, Any]] = []
         for message in messages:
+            shown = self._shown_roles if opening and not prepared else self._later_roles
             data = message.wire() | {"content": _plain(message.content)}
             for call in data.get("tool_calls", ()):
                 call["function"]["arguments"] = self._arguments(call["function"]["arguments"])
                 data["content"] = data["content"] or self._form.no_content
             data = self._as_text(data)
-            if data["role"] == "developer" and "developer" not in self._shown_roles:
+            if data["role"] == "developer" and "developer" not in shown:
                 data["role"] = "system"
-            if data["role"] == "system" and "system" not in self._shown_roles:
+            if data["role"] == "system" and "system" not in shown:
                 data["role"] = "user"
             if self.in_prompt and message.role == "tool":
                 data = {"role": "user", "content": _RESULT.format(data["content"] or "")}
             if self.in_prompt and message.tool_calls:
                 data = {"role": "assistant", "content": self._written(message)}
             prepared.append(data)
-        if self.in_prompt or "system" not in self._shown_roles:
+        if self.in_prompt or self._alternating:
             return _joined(prepared)
         return prepared
 
@@ -339,16 +354,24 @@ class ChatFormat:
 
     # What the template can do
 
-    def _shows(self, role: str) -> bool:
-        """Return whether the template writes a first message of this role, and leaves it there later on."""
-        opening = [{"role": role, "content": _MARK}, _HELLO]
+    def _takes(self, messages: Sequence[dict[str, Any]]) -> bool:
+        """Return whether the template writes these messages without an error."""
         try:
-            text = self._template(opening, (_PROBE,))
-            later = self._template([*opening, {"role": "assistant", "content": "hello"}, _HELLO], (_PROBE,))
+            self._template(messages, (_PROBE,))
         except REFUSALS:
             return False
-        before, mark, _ = text.partition(_MARK)
-        return bool(mark) and later.startswith(before + mark)
+        return True
+
+    def _shows(self, role: str, *, before: Sequence[dict[str, Any]] = ()) -> bool:
+        """Return whether the template writes a message of this role there, and leaves it there later on."""
+        opening = [*before, {"role": role, "content": _MARK}, _HELLO]
+        try:
+            text = self._template(opening, (_PROBE,))
+            later = self._template([*opening, _SAID, _HELLO], (_PROBE,))
+        except REFUSALS:
+            return False
+        start, mark, _ = text.partition(_MARK)
+        return bool(mark) and later.startswith(start + mark)
 
     def _find_ends(self) -> None:
         """Find the stop tokens that end turns, with and without calls, and those that the template writes."""
@@ -439,16 +462,15 @@ class ChatFormat:
         if name is not None and name not in (*PARSERS, PROMPT):
             raise ConfigError(f"model.tool_parser: there is no {name!r}; choose one of {choices}")
         template = str(self.tokenizer.get_chat_template(tools=[_PROBE.model_dump()]))
-        if name == PROMPT:
-            return prompt_parser(template)
-        parser = PARSERS[name] if name else parser_for(template)
-        if parser is None:
+        if name is None and (written := parser_for(template)):
+            name = written.name
+        if name is None:
             raise ConfigError(
                 f"the chat template of {self.name} writes tool calls in no known syntax: set "
                 "model.tool_parser to that of the model, or to 'prompt' to describe tools and calls in the "
                 f"system prompt; choose one of {choices}"
             )
-        return parser
+        return parser_named(name, template)
 
 
 def _calling(calls: Sequence[dict[str, Any]], form: _CallForm) -> dict[str, Any]:

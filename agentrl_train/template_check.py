@@ -17,11 +17,12 @@ from agentrl_env.client import EnvClient
 from agentrl_env.errors import AgentRLError
 from agentrl_env.types import FunctionCall, Message, ToolCall, ToolSpec
 from agentrl_train.actor import require_room
-from agentrl_train.chat import REFUSALS, THOUGHT_BEGINS, ChatFormat
+from agentrl_train.chat import REFUSALS, ChatFormat
 from agentrl_train.errors import ConfigError
 from agentrl_train.runtime.admission import TaskSource
 from agentrl_train.runtime.config import EngineSection, SubAgentSection
 from agentrl_train.sub_agent import views
+from agentrl_train.tool_calls import THOUGHT_BEGINS
 
 logger = logging.getLogger(__name__)
 

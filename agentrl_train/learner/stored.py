@@ -7,6 +7,7 @@ and keeps its shards, so that no rank ever holds more of the whole model than on
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -119,7 +120,10 @@ class StoredModel:
             dtype_plan=model._get_dtype_plan(self._dtype),
             weight_mapping=self._conversions,
         )
-        return convert_and_load_state_dict_in_model(model, dict(tensors), config)[0]
+        # The first versions of transformers 5 cannot do without a plan of tensor parallelism.
+        accepted = inspect.signature(convert_and_load_state_dict_in_model).parameters
+        plan = {"tp_plan": None} if "tp_plan" in accepted else {}
+        return convert_and_load_state_dict_in_model(model, dict(tensors), config, **plan)[0]
 
     def _check_tied(self, read: Mapping[str, Tensor]) -> None:
         for name, other in self._empty.all_tied_weights_keys.items():

@@ -23,10 +23,22 @@ from agentrl_train.tool_calls.json_forms import (
     Mistral,
 )
 from agentrl_train.tool_calls.python_forms import PythonFamily
-from agentrl_train.tool_calls.turn import Family, ParsedCall, ParsedTurn, ToolParser
+from agentrl_train.tool_calls.turn import Family, ParsedCall, ParsedTurn, ToolParser, one_of
 from agentrl_train.tool_calls.xml_forms import XmlFamily
 
-__all__ = ["PARSERS", "ParsedCall", "ParsedTurn", "ToolParser", "parser_for", "prompt_parser"]
+__all__ = [
+    "PARSERS",
+    "PROMPT",
+    "THOUGHT_BEGINS",
+    "ParsedCall",
+    "ParsedTurn",
+    "ToolParser",
+    "parser_for",
+    "parser_named",
+]
+
+PROMPT = "prompt"
+"""The value of ``tool_parser`` that describes tools and calls in the system prompt."""
 
 _HERMES = JsonFamily(
     name="hermes",
@@ -67,7 +79,7 @@ _FAMILIES: tuple[Family | Harmony, ...] = (
     ),
     PythonFamily(
         name="lfm2",
-        template=r"<\|tool_(?:call|list)_start\|>",
+        template=r"<\|tool_(?:call|list)_start\|>|\bList of tools: \[",
         opening=r"<\|tool_call_start\|>",
         closing=r"<\|tool_call_end\|>",
         form="<|tool_call_start|>[{}]<|tool_call_end|>",
@@ -154,8 +166,26 @@ def parser_for(chat_template: str) -> ToolParser | None:
     return next((family for family in _FAMILIES if re.search(family.template, chat_template)), None)
 
 
-def prompt_parser(chat_template: str) -> ToolParser:
-    """Return the parser of calls that a prompt describes: Hermes, with the thoughts of the template."""
-    family, hermes = parser_for(chat_template), _HERMES
-    thoughts = family.thoughts if isinstance(family, Family | Harmony) else ()
-    return replace(hermes, thoughts=tuple(dict.fromkeys((*thoughts, *hermes.thoughts))))
+def parser_named(name: str, chat_template: str) -> ToolParser:
+    """Return the parser of a name, which reads the thoughts of the template as well.
+
+    The calls that a prompt describes are those of Hermes.
+    """
+    written, parser = parser_for(chat_template), _HERMES if name == PROMPT else PARSERS[name]
+    if not isinstance(parser, Family):
+        return parser
+    first = written.thoughts if isinstance(written, Family | Harmony) else ()
+    others = (form for family in _FAMILIES for form in family.thoughts if _tag(form) in chat_template)
+    forms: dict[str, str] = {}
+    for form in (*first, *parser.thoughts, *others):
+        forms.setdefault(_tag(form), form)
+    return replace(parser, thoughts=tuple(forms.values()))
+
+
+def _tag(thought: str) -> str:
+    """Return what opens a thought of some form."""
+    return thought.partition("{}")[0].strip()
+
+
+THOUGHT_BEGINS = f"(?:{one_of({_tag(form) for family in _FAMILIES for form in family.thoughts})})"
+"""Pattern of what opens a thought."""

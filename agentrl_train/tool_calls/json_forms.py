@@ -101,7 +101,7 @@ class Cohere(JsonFamily):
 class Llama(Family):
     """A turn that is ``{"name": ..., "parameters": {...}}``, or ``<|python_tag|>`` before it."""
 
-    opening: str = r'<\|python_(?:tag|start)\|>|(?<![^\s;,]){\s*"name"\s*:|(?:\A\s*+|(?<=\n)[ \t]*+){\s*"'
+    opening: str = r'<\|python_(?:tag|start)\|>|(?<![^\s;,}]){\s*"name"\s*:|(?:\A\s*+|(?<=\n)[ \t]*+){\s*"'
 
     def read(
         self, text: str, opening: re.Match[str], tools: Sequence[ToolSpec]
@@ -333,7 +333,9 @@ class Gemma(Family):
 
 
 _GEMMA_QUOTE = '<|"|>'
-_GEMMA_KEY = re.compile(r"[^\s:{}\[\],<]+")
+_GEMMA_KEY = re.compile(r"[^\s:{}\[\],<]+(?: +[^\s:{}\[\],<]+)*")
+_GEMMA_NULL = re.compile(r"None\b")
+"""The template writes null as Python does."""
 
 
 def _gemma_value(text: str, position: int) -> tuple[Any, int]:
@@ -348,6 +350,8 @@ def _gemma_value(text: str, position: int) -> tuple[Any, int]:
         end = text.index(_GEMMA_QUOTE, start)
         return text[start:end], end + len(_GEMMA_QUOTE)
     if text[position] not in "{[":
+        if null := _GEMMA_NULL.match(text, position):
+            return None, null.end()
         found = read_json(text, position)
         if found is None:
             raise ValueError("no value")

@@ -84,6 +84,20 @@ def python_calls(source: str) -> list[ParsedCall] | None:
     return None
 
 
+def python_value(text: str) -> Any:
+    """Return the JSON value of a Python literal, such as ``{'a': None}``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _literal(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError(f"no literal: {error}") from error
+
+
 def _quoted(source: str) -> str:
     """Return the source with all escaped in strings that run to the quote before what follows them."""
     parts, position = [], 0

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from agentrl_env.types import ToolSpec
+from agentrl_train.tool_calls.python_forms import python_value
 from agentrl_train.tool_calls.turn import (
     Family,
     ParsedCall,
@@ -137,8 +138,9 @@ _CDATA_BREAK = "]]]]><![CDATA[>"
 def typed(text: str, types: Set[str]) -> Any:
     """Return the value of some JSON types that a text stands for.
 
-    Strings stay text. Without a type it is JSON if it parses. What does not parse stays text, about which the
-    environment tells the model.
+    Strings stay text. Others are JSON, or lists and objects as Python writes them, as some templates do; so
+    are texts without a type, if they parse. What does not parse stays text, about which the environment tells
+    the model.
     """
     plain = text.strip()
     if "null" in types and plain in ("null", "None"):
@@ -148,7 +150,12 @@ def typed(text: str, types: Set[str]) -> Any:
     if plain in ("True", "False") and "boolean" in types:
         return plain == "True"
     found = read_json(plain, 0)
-    return found[0] if found and found[1] == len(plain) else text
+    if found and found[1] == len(plain):
+        return found[0]
+    try:
+        return python_value(plain) if plain[:1] in ("[", "{") else text
+    except ValueError:
+        return text
 
 
 def argument_types(schema: Mapping[str, Any], key: str) -> Set[str]:

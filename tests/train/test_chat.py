@@ -299,3 +299,65 @@ def test_base_model_stops_where_the_template_ends_turns() -> None:
     chat = ChatFormat(tokenizer)
     assert set(chat.stop_token_ids) == {0, 2}
     assert chat.completion(SAID)[-1] == 2
+
+
+FOR = "{%- for message in messages %}"
+FIRST_ONLY = {
+    "drops": CHAT_TEMPLATE.replace(
+        FOR, "{%- for message in messages if message.role != 'system' or message == messages[0] %}"
+    ),
+    "refuses": CHAT_TEMPLATE.replace(
+        FOR,
+        FOR + "{% if message.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}",
+    ),
+}
+
+
+@pytest.mark.parametrize("template", FIRST_ONLY.values(), ids=FIRST_ONLY)
+def test_later_system_message_is_shown_by_templates_that_know_only_a_first(template: str) -> None:
+    chat = chat_of(template)
+    rules, result = Message(role="system", content="rules"), Message(role="tool", content="done")
+    reply = chat.reply_text([result, rules], after=CALLED, tools=[TOOL])
+    assert "<|im_start|>user\nrules<|im_end|>" in reply
+    text = chat.render([rules, rules.model_copy(update={"content": "more"})], [TOOL])
+    assert "<|im_start|>system\nrules<|im_end|>" in text
+    assert "<|im_start|>user\nmore<|im_end|>" in text
+
+
+def test_messages_of_the_user_are_joined_for_templates_that_alternate() -> None:
+    refuse = (
+        "{% for m in messages %}{% if not loop.last and m.role == 'user' == messages[loop.index].role %}"
+        "{{ raise_exception('alternate') }}{% endif %}{% endfor %}"
+    )
+    chat = chat_of(refuse + CHAT_TEMPLATE)
+    said = [Message(role="user", content="one"), Message(role="user", content="two")]
+    assert "<|im_start|>user\none\n\ntwo<|im_end|>" in chat.render(said, [TOOL])
+    assert "<|im_start|>user\none\n\ntwo<|im_end|>" in chat.reply_text(said, after=SAID)
+
+
+def test_tools_in_the_prompt_need_no_template_that_can_do_without_tools() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for tool in tools %}{{ tool }}{% endfor %}" + CHAT_TEMPLATE
+    text = ChatFormat(tokenizer, tool_parser="prompt").render([Message(role="user", content="start")], [TOOL])
+    assert text.startswith("<|im_start|>system\nYou can call these tools")
+
+
+COHERE_THOUGHTS = CHAT_TEMPLATE.replace(
+    "<|im_start|>assistant\n", "<|im_start|>assistant\n<|START_THINKING|>"
+)
+
+
+@pytest.mark.parametrize("parser", [None, "cohere", "hermes", "prompt"])
+def test_thought_that_the_prompt_opens_is_none_of_the_content(parser: str | None) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = COHERE_THOUGHTS + "{# <|START_ACTION|> #}"
+    chat = ChatFormat(tokenizer, tool_parser=parser)
+    assert chat.in_thought
+    called = chat.completion(CALLED)
+    text = chat.text(called).removeprefix("<|END_THINKING|>")
+    assert text != chat.text(called)
+    for closed, calls in (("", None), ("<|END_THINKING|>", 1)):
+        ids = [*chat.tokenizer(f"Hmm.{closed}{text}", add_special_tokens=False)["input_ids"]]
+        message, thought = chat.parse(ids, turn=1, tools=[TOOL])
+        assert (message.content, len(message.tool_calls or ()) or None) == (None, calls)
+        assert str(thought).startswith("Hmm.")

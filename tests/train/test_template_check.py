@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 
 from agentrl_env import Done, Environment, tool
-from agentrl_env.types import Message, ToolCall
+from agentrl_env.types import FunctionSpec, Message, ToolCall, ToolSpec
 from agentrl_train.actor import Actor
 from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import ConfigError, EngineError
@@ -206,3 +206,13 @@ def test_unknown_parser_is_refused_with_the_choices() -> None:
 def test_every_parser_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs/how-to/chat-formats.md").read_text()
     assert [name for name in PARSERS if f"`{name}`" not in page] == []
+
+
+def test_template_that_recurses_without_end_is_refused_with_the_setting_that_mends_it() -> None:
+    endless = "{% macro of(schema) %}{{ of(schema) }}{% endmacro %}{% if tools[0].function.name != 'probe' %}"
+    chat = format_of(endless + "{{ of(tools) }}{% endif %}" + CHAT_TEMPLATE)
+    tool = ToolSpec(
+        function=FunctionSpec(name="look", parameters={"type": "object", "properties": {"v": {}}})
+    )
+    with pytest.raises(ConfigError, match=r"refuses its messages .*recursion.*tool_parser = 'prompt'"):
+        check_format(chat, task="any", opening=[Message(role="user", content="start")], tools=[tool])

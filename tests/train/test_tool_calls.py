@@ -323,6 +323,19 @@ def test_llama_python_tag(text: str, expected: ParsedCall) -> None:
     assert PARSERS["llama"].parse(text) == ParsedTurn(calls=(expected,))
 
 
+@pytest.mark.parametrize("between", ["", "\n", "; ", ", "])
+def test_llama_reads_calls_that_follow_one_another(between: str) -> None:
+    calls = call("look"), call("move", to="a")
+    text = between.join(f'{{"name": "{c.name}", "parameters": {c.arguments}}}' for c in calls)
+    assert PARSERS["llama"].parse(text) == ParsedTurn(calls=calls)
+
+
+def test_gemma_reads_nulls_and_keys_as_its_template_writes_them() -> None:
+    text = '<|tool_call>call:move{a b:true,deep:[{x:None}],none:None,to:<|"|>None<|"|>}<tool_call|>'
+    expected = call("move", **{"a b": True, "deep": [{"x": None}], "none": None, "to": "None"})
+    assert PARSERS["gemma4"].parse(text) == ParsedTurn(calls=(expected,))
+
+
 @pytest.mark.parametrize(
     ("schema", "text", "value"),
     [
@@ -339,6 +352,15 @@ def test_llama_python_tag(text: str, expected: ParsedCall) -> None:
         ({"type": ["string", "null"]}, "null", None),
         ({"type": ["string", "null"]}, "nil", "nil"),
         ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "None", None),
+        (
+            {"type": "object"},
+            "{'a': [1, {'b': None}], 'c': True}",
+            {"a": [1, {"b": None}], "c": True},
+        ),
+        ({"type": "array"}, "['a, b', \"c'd\"]", ["a, b", "c'd"]),
+        ({"type": "array"}, "[print(1)]", "[print(1)]"),
+        ({"type": "string"}, "['a']", "['a']"),
+        ({}, "[1, {'x': None}]", [1, {"x": None}]),
         ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "7", "7"),
         ({"enum": ["1", "2"]}, "1", "1"),
         ({"enum": [1, 2]}, "1", 1),
@@ -588,6 +610,7 @@ MARKS = [
     ("'[TOOL_CALLS]' + name + '[ARGS]' + arguments", "mistral_args"),
     ("'[TOOL_CALLS]' + name + '[CALL_ID]' + id + '[ARGS]'", "mistral_call_id"),
     ("'List of tools: <|tool_list_start|>['", "lfm2"),
+    ("'\\n' + 'List of tools: ['", "lfm2"),
     ("'<|tool_call_start|>[' + calls + ']<|tool_call_end|>'", "lfm2"),
     ("'<function_calls>' + calls + '</function_calls>'", "olmo3"),
     ("'<|start|>assistant<|channel|>analysis<|message|>'", "harmony"),

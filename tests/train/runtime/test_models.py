@@ -1,15 +1,17 @@
+import inspect
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
 from agentrl_train.errors import ConfigError
-from agentrl_train.learner import Lora
+from agentrl_train.learner import Lora, stored
 from agentrl_train.learner.lora import add_adapters, is_adapter, save_adapter
 from agentrl_train.runtime import compose, factories
 from agentrl_train.runtime.compose import served_policy
@@ -51,6 +53,26 @@ def test_file_that_is_cut_off_is_reported(load: Callable[..., object], tmp_path:
     os.truncate(tmp_path / "model.safetensors", 5000)
     with pytest.raises(ConfigError, match=r"cannot be loaded: .*header"):
         load(str(tmp_path))
+
+
+@pytest.mark.parametrize("needs_a_plan", [False, True])
+def test_weights_are_read_whether_or_not_transformers_needs_a_plan_of_tensor_parallelism(
+    needs_a_plan: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert = stored.convert_and_load_state_dict_in_model
+    own = {"tp_plan": None} if "tp_plan" in inspect.signature(convert).parameters else {}
+
+    def late(model: Any, state_dict: Any, load_config: Any) -> Any:
+        return convert(model, state_dict, load_config, **own)
+
+    def early(model: Any, state_dict: Any, load_config: Any, tp_plan: None) -> Any:
+        return late(model, state_dict, load_config)
+
+    name = "convert_and_load_state_dict_in_model"
+    monkeypatch.setattr(stored, name, early if needs_a_plan else late)
+    make_model().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    assert open_policy(str(tmp_path))[2] is not None
 
 
 def test_missing_device_is_reported(tmp_path: Path) -> None:
