@@ -313,7 +313,7 @@ def _attended(
     return found
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
