@@ -25,20 +25,21 @@ from tests.env.tasks import Quick, until
 
 TOKEN = "sesam"
 NOTE = Message.assistant(None, ToolCall.of("note", text="x"))
+UNHURRIED = Limits(loop_share=1.0)  # a busy machine holds the event loop for the agents
 
 
 @pytest.fixture(params=["server", "controller"])
 async def url(request):
     """A server with a token, alone or behind a controller."""
     if request.param == "server":
-        server = EnvServer([Quick, Walk], port=0, drain_s=0.0, token=TOKEN, oracle=True)
+        server = EnvServer([Quick, Walk], port=0, drain_s=0.0, token=TOKEN, oracle=True, limits=UNHURRIED)
         await server.start()
         yield server.url
         await server.stop()
     else:
-        front = ControllerServer(FleetService(), port=0, token=TOKEN)
+        front = ControllerServer(FleetService(), port=0, token=TOKEN, limits=UNHURRIED)
         await front.start()
-        options = {"drain_s": 0.0, "token": TOKEN, "oracle": True}
+        options = {"drain_s": 0.0, "token": TOKEN, "oracle": True, "limits": UNHURRIED}
         server = EnvServer([Quick, Walk], host="none", controllers=[front.url], **options)
         await server.start()
         yield front.url
