@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from agentrl_train.architecture import FULL, layer_kinds
-from agentrl_train.learner.logprobs import ATTENTION, segment_attention
+from agentrl_train.learner.logprobs import ATTENTION, Branch, segment_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,16 +50,16 @@ def use_sequence_parallel(model: PreTrainedModel, group: dist.ProcessGroup) -> N
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        segments: Sequence[int] | None = None,
+        branches: Sequence[Branch] | None = None,
         scaling: float | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        if segments is None:
+        if branches is None:
             raise ValueError(
                 f"train.sequence_parallel does not support {type(module).__name__}, which is not told where "
                 "sequences begin; set it to 1."
             )
-        return _attend(module, query, key, value, segments, scaling=scaling, group=group), None
+        return _attend(module, query, key, value, branches, scaling=scaling, group=group), None
 
     AttentionInterface.register(NAME, attend)
     model.set_attn_implementation(NAME)
@@ -70,7 +70,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    segments: Sequence[int],
+    branches: Sequence[Branch],
     *,
     scaling: float | None,
     group: dist.ProcessGroup,
@@ -80,7 +80,7 @@ def _attend(
         times = query.shape[1] // key.shape[1]
         key, value = (tensor.repeat_interleave(times, dim=1) for tensor in (key, value))
     query, key, value = (_Exchange.apply(tensor, 1, 2, group) for tensor in (query, key, value))
-    seen, _ = segment_attention(module, query, key, value, segments=segments, scaling=scaling)
+    seen, _ = segment_attention(module, query, key, value, branches=branches, scaling=scaling)
     back: Tensor = _Exchange.apply(seen, 1, 2, group)
     return back
 
