@@ -36,5 +36,5 @@ def test_learner_benchmark_runs_on_a_cpu() -> None:
     )
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if "tiny" in line]
-    assert len(rows) == 4
+    assert len(rows) == 5
     assert "out of memory" not in done.stdout
