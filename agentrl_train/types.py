@@ -268,6 +268,8 @@ class TokenSequence:
 
 SHORTEST_BEGINNING = 16
 """Tokens that sequences must have in common for their beginning to be computed once."""
+MOST_COPIES = 4
+"""Tokens of sequences for one of their tree, at most: attention copies the keys and values of beginnings."""
 Row = list[int]
 """Indices of the sequences that share a row."""
 
@@ -293,18 +295,18 @@ def pack_rows(lengths: Sequence[int], capacity: int) -> list[Row]:
 def families(sequences: Sequence[IntArray], max_tokens: int) -> list[list[int]]:
     """Divide sequences into parts whose trees have at most ``max_tokens`` tokens; those alike stay together.
 
-    A longer sequence is a part of its own.
+    The sequences of a part have at most ``MOST_COPIES`` times as many. A longer one is a part of its own.
     """
     parts: list[list[int]] = []
-    before, size = np.empty(0, np.int64), 0
+    before, size, whole = np.empty(0, np.int64), 0, 0
     for i in alphabetical(sequences):
         one = sequences[i]
         added = len(one) - shared_beginning(before, one)
-        if not parts or size + added > max_tokens:
+        if not parts or size + added > max_tokens or whole + len(one) > MOST_COPIES * max_tokens:
             parts.append([])
-            size, added = 0, len(one)
+            size, added, whole = 0, len(one), 0
         parts[-1].append(i)
-        before, size = one, size + added
+        before, size, whole = one, size + added, whole + len(one)
     return parts
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,8 @@ class Branch:
     end: int
     context: tuple[Span, ...] = ()
     """Where the tokens before them are, in their order."""
+    masks: dict[tuple[object, ...], Tensor] = field(default_factory=dict, compare=False)
+    """Masks of the attention, which layers of one kind share."""
 
     @property
     def start(self) -> int:
@@ -290,12 +292,19 @@ def segment_attention(
         asked = query[:, :, branch.begin : branch.end]
         spans = [*branch.context, (branch.begin, branch.end)]
         keys, values = (_joined([one[:, :, begin:end] for begin, end in spans]) for one in (key, value))
-        found += _attended(asked, keys, values, config=config, kind=kind, score=score)
+        found += _attended(asked, keys, values, config=config, kind=kind, score=score, masks=branch.masks)
     return torch.cat([one.transpose(1, 2) for one in found], dim=1), None
 
 
 def _attended(
-    query: Tensor, key: Tensor, value: Tensor, *, config: Any, kind: str, score: Callable[..., Tensor]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    config: Any,
+    kind: str,
+    score: Callable[..., Tensor],
+    masks: dict[tuple[object, ...], Tensor],
 ) -> list[Tensor]:
     """Return the attention of the last tokens of a sequence, which are the queries, in parts."""
     length, window = key.shape[2], reach(config, kind)
@@ -307,9 +316,10 @@ def _attended(
     for begin in range(start, length, size):
         end, first = min(begin + size, length), max(0, begin + 1 - size if window < length else 0)
         queries, nearby = places[begin:end, None], places[first:end]
-        mask = hiding(config, kind, queries=queries, keys=nearby, dtype=query.dtype)
+        if (one := (kind, begin, query.dtype)) not in masks:
+            masks[one] = hiding(config, kind, queries=queries, keys=nearby, dtype=query.dtype)
         asked, near = query[:, :, begin - start : end - start], slice(first, end)
-        found.append(score(asked, key[:, :, near], value[:, :, near], mask=mask))
+        found.append(score(asked, key[:, :, near], value[:, :, near], mask=masks[one]))
     return found
 
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl_train.learner.logprobs import prefix_tree
+from agentrl_train.types import MOST_COPIES, families
 from agentrl_train.types import SHORTEST_BEGINNING as SHORTEST
-from agentrl_train.types import families
 
 HEAD = st.integers(0, 3 * SHORTEST)
 
@@ -61,6 +61,7 @@ def test_each_sequence_is_in_one_family_whose_tree_fits(sequences, most):
     assert sorted(i for part in parts for i in part) == list(range(len(sequences)))
     for part in parts:
         assert len(part) == 1 or len(prefix_tree([sequences[i] for i in part]).kept) <= most
+        assert len(part) == 1 or sum(len(sequences[i]) for i in part) <= MOST_COPIES * most
 
 
 def test_siblings_share_their_opening_and_the_turns_in_which_they_agree():
@@ -69,7 +70,8 @@ def test_siblings_share_their_opening_and_the_turns_in_which_they_agree():
     others = [np.concatenate([opening, [300 + n]]) for n in range(4)]
     tree = prefix_tree([*siblings, *others])
     assert len(tree.kept) == 100 + 40 + 4 + 4
-    assert len(families([*others, *siblings], 148)) == 1
+    assert len(families([*others, *siblings], 242)) == 1
+    assert len(families([*others, *siblings], 148)) == 2
 
 
 def test_short_beginnings_are_not_shared():
