@@ -117,7 +117,7 @@ def prompt(number: int, length: int = 20) -> list[int]:
 
 async def sampled(engine: MeasuredEngine, count: float) -> None:
     """Wait until the engine has sampled ``count`` tokens in all."""
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(600):
         while engine.statistics()["sampled_tokens"] < count:  # noqa: ASYNC110 (it counts elsewhere)
             await asyncio.sleep(0.005)
 
