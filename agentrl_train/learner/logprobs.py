@@ -11,7 +11,8 @@ import dis
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,11 +58,6 @@ class Branch:
     """Where the tokens before them are, in their order."""
     masks: dict[tuple[object, ...], Tensor] = field(default_factory=dict, compare=False)
     """Masks of the attention, which layers of one kind share."""
-
-    @property
-    def start(self) -> int:
-        """Position of the first token in its sequence."""
-        return sum(end - begin for begin, end in self.context)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,7 +356,11 @@ def shares_prefixes(model: PreTrainedModel) -> bool:
 
 def _passes_arguments(function: Callable[..., Any]) -> bool:
     """Return whether a function uses its ``**kwargs``; some take them and drop them."""
-    code = inspect.unwrap(function).__code__
+    return _loads_kwargs(inspect.unwrap(function).__code__)
+
+
+@cache
+def _loads_kwargs(code: CodeType) -> bool:
     loaded = [one.argval for one in dis.get_instructions(code) if one.opname.startswith("LOAD_FAST")]
     return any("kwargs" in (one if isinstance(one, tuple) else (one,)) for one in loaded)
 
