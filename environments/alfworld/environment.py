@@ -167,10 +167,13 @@ def _official_games(split: str) -> list[dict]:
     path = os.environ["ALFWORLD_GAMES"]
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
-        lists = content.values() if isinstance(content, dict) else [content]
-        return [{"game": str(game)} for games in lists for game in games]
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise DefinitionError(f"cannot read the list of games {path}: {error}") from error
+    lists = list(content.values()) if isinstance(content, dict) else [content]
+    games = [game for listed in lists for game in (listed if isinstance(listed, list) else [listed])]
+    if not games or not all(isinstance(game, str) for game in games):
+        raise DefinitionError(f"{path}: a list of paths of games, or an object of such lists, is expected")
+    return [{"game": game} for game in games]
 
 
 def _playable(path: Path) -> bool:

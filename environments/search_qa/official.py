@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,12 @@ class StoredQuestions:
 
 
 def open_folder(folder: str | os.PathLike[str]) -> Index:
-    """Return the index of a folder; the first call reads its files and writes ``search_qa.sqlite``.
+    """Return the index of a folder; ``search_qa.sqlite`` is written first, if it is older than a file.
 
     Raises DataError.
     """
     path = Path(folder) / STORE
-    if not path.exists():
+    if not is_newest(path, _files(Path(folder))):
         files = question_files(folder)
         unfinished = tempfile.NamedTemporaryFile(dir=folder, prefix=STORE, delete=False)  # noqa: SIM115
         try:
@@ -62,6 +62,11 @@ def open_folder(folder: str | os.PathLike[str]) -> Index:
             unfinished.close()
             Path(unfinished.name).unlink(missing_ok=True)
     return Index(str(path))
+
+
+def is_newest(path: Path, files: Iterable[Path]) -> bool:
+    """Return whether a file exists, and is no older than any of ``files``."""
+    return path.exists() and all(file.stat().st_mtime <= path.stat().st_mtime for file in files)
 
 
 def question_files(folder: str | os.PathLike[str]) -> dict[str, Path]:
@@ -140,11 +145,12 @@ def _question(record: Any) -> dict[str, Any] | None:
     given = [record.get(key) for key in ("answer", "answers", "golden_answers", "answer_aliases")]
     answers = [text for one in given for text in (one if isinstance(one, list) else [one])]
     answers = [text.strip() for text in map(_text, answers) if text.strip()]
-    if not (answers and record["question"].strip()):
+    question = _text(record["question"]).strip()
+    if not (answers and question):
         return None
     titles = dict.fromkeys(_supporting(record.get("supporting_facts")))
     steps = [[title, title] for title in titles]
-    return {"question": record["question"].strip(), "answer": answers, "steps": steps}
+    return {"question": question, "answer": answers, "steps": steps}
 
 
 def _page(record: Any) -> tuple[str, str] | None:
@@ -164,7 +170,7 @@ def _contexts(record: Any) -> Iterator[tuple[str, str]]:
         return
     given = record.get("context") or record.get("paragraphs") or []
     if isinstance(given, dict):
-        given = list(zip(given.get("title") or (), given.get("sentences") or (), strict=False))
+        given = list(zip(_list(given.get("title")), _list(given.get("sentences")), strict=False))
     for one in given if isinstance(given, list) else ():
         if isinstance(one, dict):
             pair = one.get("title"), one.get("text") or one.get("paragraph_text")
@@ -178,15 +184,22 @@ def _contexts(record: Any) -> Iterator[tuple[str, str]]:
 def _supporting(given: Any) -> list[str]:
     """Return the titles of HotpotQA's supporting facts, in either of their two forms."""
     if isinstance(given, dict):
-        return [_text(title) for title in given.get("title") or ()]
-    return [_text(one[0]) for one in given or () if isinstance(one, list) and one]
+        titles = _list(given.get("title"))
+    else:
+        titles = [one[0] for one in _list(given) if isinstance(one, list) and one]
+    return [text for title in titles if (text := _text(title))]
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _text(value: Any) -> str:
-    """Return a value as text; the sentences of a list are joined."""
+    """Return a value as text: the sentences of a list joined, half of a surrogate pair a question mark."""
     if isinstance(value, list):
-        return "".join(f"{part}" if f"{part}"[:1].isspace() else f" {part}" for part in value).strip()
-    return value if isinstance(value, str) else str(value) if isinstance(value, int | float) else ""
+        value = "".join(f"{part}" if f"{part}"[:1].isspace() else f" {part}" for part in value).strip()
+    text = value if isinstance(value, str) else str(value) if isinstance(value, int | float) else ""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _about(text: str) -> str:

@@ -34,12 +34,15 @@ class DataError(ValueError):
 
 
 def open_official(folder: str | os.PathLike[str]) -> Store:
-    """Return the store of a folder; the first call reads the folder's files and writes ``catalogue.sqlite``.
+    """Return the store of a folder; ``catalogue.sqlite`` is written first, if it is older than a file.
 
     Raises DataError.
     """
     path = Path(folder) / STORE
-    if not path.exists():
+    sources = [
+        file for name in (*PRODUCTS, *ATTRIBUTES, *INSTRUCTIONS) if (file := Path(folder) / name).exists()
+    ]
+    if not path.exists() or any(file.stat().st_mtime > path.stat().st_mtime for file in sources):
         products, goals = _file(folder, PRODUCTS), []
         described = _load(_file(folder, ATTRIBUTES))
         people = next((file for name in INSTRUCTIONS if (file := Path(folder) / name).exists()), None)

@@ -243,6 +243,25 @@ async def test_games_of_alfworlds_download_load(tmp_path, monkeypatch, client):
     environment._official_games.cache_clear()
 
 
+@pytest.mark.parametrize("content", ['{"type": 5}', "[]", "5", '["a", 5]', '{"type": ["a", null]}', "{"])
+def test_list_of_games_that_is_none_is_refused(tmp_path, monkeypatch, content):
+    path = tmp_path / "games.json"
+    path.write_text(content)
+    monkeypatch.setenv("ALFWORLD_GAMES", str(path))
+    environment._official_games.cache_clear()
+    with pytest.raises(environment.DefinitionError, match=r"games\.json"):
+        environment._official_games("")
+
+
+def test_single_game_of_a_type_is_one_game(tmp_path, monkeypatch):
+    path = tmp_path / "games.json"
+    path.write_text('{"type": "a/game.tw-pddl", "other": ["b/game.tw-pddl"]}')
+    monkeypatch.setenv("ALFWORLD_GAMES", str(path))
+    environment._official_games.cache_clear()
+    assert environment._official_games("") == [{"game": "a/game.tw-pddl"}, {"game": "b/game.tw-pddl"}]
+    environment._official_games.cache_clear()
+
+
 @pytest.mark.slow
 async def test_games_that_agentbench_lists_are_played(tmp_path, monkeypatch, client):
     path = agentbench.folder("alfworld") / "dev.json"

@@ -1,6 +1,7 @@
 """Search QA: its questions and pages, its search, own corpora, and what a hostile policy gains."""
 
 import json
+import os
 import random
 import shutil
 import sys
@@ -349,6 +350,36 @@ async def test_questions_with_context_need_no_pages(tmp_path, monkeypatch):
         for split in ("train", "dev"):
             session = await client.open("search_qa", split=split, index=0)
             assert (await play(session)).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    "dirt",
+    [
+        {"supporting_facts": 5},
+        {"supporting_facts": {"title": 5}},
+        {"supporting_facts": [[]]},
+        {"supporting_facts": [[None, 0]]},
+        {"context": {"title": 5, "sentences": True}},
+        {"question": "half a pair \ud800?"},
+        {"answer": ["\udfff", "Rome"]},
+    ],
+)
+def test_dirty_records_do_not_stop_a_start(tmp_path, dirt):
+    folder = write(tmp_path / "data", wiki_jsonl=[*WIKI, {"title": "\ud800", "text": "half \udfff"}])
+    write(folder, nq_jsonl=[{"question": "where does ada live", "answer": "Rome"} | dirt])
+    index = sys.modules[f"{PACKAGE}.official"].open_folder(folder)
+    assert index.splits() == {"nq": 1}
+    assert index.question("nq", 0)["answer"]
+
+
+def test_index_is_written_again_when_a_file_changes(tmp_path):
+    official = sys.modules[f"{PACKAGE}.official"]
+    folder = write(tmp_path / "data", nq_jsonl=NQ, wiki_jsonl=WIKI)
+    assert official.open_folder(folder).splits() == {"nq": 2}
+    written = (folder / "search_qa.sqlite").stat().st_mtime
+    write(folder, nq_jsonl=[*NQ, NQ[0] | {"question": "and where does bob live"}])
+    os.utime(folder / "nq.jsonl", times=(written + 1, written + 1))
+    assert official.open_folder(folder).splits() == {"nq": 3}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 from importlib import import_module
 from pathlib import Path
@@ -463,6 +464,17 @@ def test_broken_official_file_is_named(module, tmp_path, text, sentence):
     with pytest.raises(ValueError, match=sentence):
         module("official").open_official(tmp_path)
     assert not [path.name for path in tmp_path.iterdir() if "sqlite" in path.name]
+
+
+def test_store_is_written_again_when_a_file_changes(module, tmp_path):
+    official = module("official")
+    store = official.open_official(write_official(tmp_path, None))
+    assert len(store.goals(range(10))) == 2
+    changed = tmp_path / "items_human_ins.json"
+    changed.write_text(json.dumps(PEOPLE))
+    written = (tmp_path / official.STORE).stat().st_mtime
+    os.utime(changed, times=(written + 1, written + 1))
+    assert len(official.open_official(tmp_path).goals(range(10))) == 3
 
 
 def test_missing_official_file_is_named(module, tmp_path):
