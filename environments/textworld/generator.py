@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +12,7 @@ from textworld import Game, GameOptions
 from textworld.generator import QuestGenerationError, make_game
 from textworld.generator.data import KnowledgeBase
 from textworld.generator.game import GameProgression
+from textworld.logic import Action
 
 SPLITS = ("train", "validation", "test")
 ATTEMPTS = 60
@@ -33,7 +36,10 @@ def knowledge() -> KnowledgeBase:
 
 
 def make(split: str, level: int, number: int) -> Game:
-    """Return the game of a number: the first that its seeds give whose quest has the level's length."""
+    """Return the game of a number: the first that its seeds give whose quest has the level's length.
+
+    Each thing of the shortest way can be named: it is not called "safe" in a game with an "old safe".
+    """
     rooms, things, quest = LEVELS[level]
     seeds = np.random.default_rng([SPLITS.index(split), level, number])
     for _ in range(ATTEMPTS):
@@ -46,6 +52,22 @@ def make(split: str, level: int, number: int) -> Game:
             game = make_game(options)
         except QuestGenerationError:
             continue
-        if len(GameProgression(game).winning_policy or ()) == quest:
+        way = GameProgression(game).winning_policy or ()
+        if len(way) == quest and not ambiguous(_named(game, way), game.objects_names):
             return game
     raise RuntimeError(f"no game in {ATTEMPTS} attempts")
+
+
+def ambiguous(names: Iterable[str], others: Iterable[str]) -> bool:
+    """Return whether all words of a name are in another one, so that the parser asks which one is meant."""
+    pairs = [
+        (frozenset(one.lower().split()), frozenset(other.lower().split()))
+        for one, other in product(names, others)
+    ]
+    return any(one < other for one, other in pairs)
+
+
+def _named(game: Game, way: Sequence[Action]) -> set[str]:
+    """Return the names of the things in the actions of a way."""
+    ids = {variable.name for action in way for variable in action.variables}
+    return {info.name for info in game.infos.values() if info.id in ids and info.name in game.objects_names}

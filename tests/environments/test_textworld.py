@@ -93,6 +93,22 @@ async def test_expert_wins_and_a_seed_gives_one_transcript(client, level):
     await wait_for_children(0)
 
 
+async def test_every_thing_of_the_way_can_be_named(client):
+    number = 934  # the first game of its seeds has a safe beside an "American style safe"
+    assert (await play(await client.open("textworld", split="test", index=number)))[1] == 1.0
+    code = (
+        "from generator import ambiguous\nprint(json.dumps([ambiguous(*c) for c in json.loads(sys.argv[1])]))"
+    )
+    cases = [
+        (["safe"], ["safe", "American style safe"]),
+        (["Safe"], ["old safe", "key"]),
+        (["American style safe"], ["safe", "American style safe"]),
+        (["key"], ["keycard", "safe", "key"]),
+        ([], ["safe", "old safe"]),
+    ]
+    assert run_generator(code, json.dumps(cases)) == [True, True, False, False, False]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 async def test_expert_wins_two_hundred_held_out_games(client, level):
