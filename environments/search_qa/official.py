@@ -49,7 +49,7 @@ def open_folder(folder: str | os.PathLike[str]) -> Index:
     Raises DataError.
     """
     path = Path(folder) / STORE
-    if not is_newest(path, _files(Path(folder))):
+    if not _is_newest(path, _files(Path(folder))):
         files = question_files(folder)
         unfinished = tempfile.NamedTemporaryFile(dir=folder, prefix=STORE, delete=False)  # noqa: SIM115
         try:
@@ -64,7 +64,7 @@ def open_folder(folder: str | os.PathLike[str]) -> Index:
     return Index(str(path))
 
 
-def is_newest(path: Path, files: Iterable[Path]) -> bool:
+def _is_newest(path: Path, files: Iterable[Path]) -> bool:
     """Return whether a file exists, and is no older than any of ``files``."""
     return path.exists() and all(file.stat().st_mtime <= path.stat().st_mtime for file in files)
 
