@@ -7,8 +7,10 @@ import json
 import os
 import secrets
 from codecs import BOM_UTF8
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
+from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -70,6 +72,87 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise DefinitionError(f"{path}:{number} is no JSON object: {error}") from error
     return samples
+
+
+def derived_file(
+    path: str | os.PathLike[str],
+    *,
+    sources: Iterable[str | os.PathLike[str]],
+    write: Callable[[Path], None],
+    version: int = 1,
+) -> Path:
+    """Return a file that is made of others once, such as an index of a data set.
+
+    It is made again where the content of a source has changed, or where there are other sources. A copy of
+    its folder keeps it, also on a read-only disk. ``<path>.sources`` records what it was made of.
+
+    Args:
+        path: The file.
+        sources: The files that it is made of.
+        write: Writes it to the given path, in the same folder. It appears under ``path`` when complete, so
+            that several processes may make it at once, and an error leaves nothing behind.
+        version: Number of the format: a file of another one is made again.
+
+    Raises:
+        DefinitionError: The file has to be made, and its folder cannot be written.
+    """
+    path, record = Path(path), Path(f"{os.fspath(path)}.sources")
+    files = sorted(Path(source) for source in sources)
+    now: dict[str, Any] = {"version": version, "files": {file.name: _stamp(file) for file in files}}
+    if path.exists() and _is_made_of(_read_record(record), files, now):
+        return path
+    for file in files:
+        now["files"][file.name]["digest"] = _digest(file)
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    try:
+        unfinished.touch(exist_ok=False)
+    except OSError as error:
+        raise DefinitionError(
+            f"{path} is missing or outdated and cannot be written ({error.strerror or error}): let the first "
+            "start write to its folder, or make it in a copy of that"
+        ) from error
+    try:
+        write(unfinished)
+        record.unlink(missing_ok=True)
+        unfinished.replace(path)
+        unfinished.write_text(json.dumps(now))
+        unfinished.replace(record)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return path
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """Return what a file was made of; empty where that is unknown."""
+    with suppress(OSError, msgspec.DecodeError):
+        return _json_decoder.decode(path.read_bytes())
+    return {}
+
+
+def _stamp(file: Path) -> dict[str, Any]:
+    status = file.stat()
+    return {"size": status.st_size, "modified_ns": status.st_mtime_ns}
+
+
+def _digest(file: Path) -> str:
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "blake2b").hexdigest()
+
+
+def _is_made_of(record: Mapping[str, Any], files: Iterable[Path], now: Mapping[str, Any]) -> bool:
+    """Return whether a record is that of these files; only those with another time than recorded are read."""
+    known = record.get("files")
+    if record.get("version") != now["version"] or not isinstance(known, dict):
+        return False
+    return known.keys() == now["files"].keys() and all(
+        _same_content(file, known[file.name], now["files"][file.name]) for file in files
+    )
+
+
+def _same_content(file: Path, known: Any, now: Mapping[str, Any]) -> bool:
+    if not isinstance(known, dict) or known.get("size") != now["size"]:
+        return False
+    return known.get("modified_ns") == now["modified_ns"] or known.get("digest") == _digest(file)
 
 
 def stable_seed(*parts: object) -> int:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from agentrl_env.dataset import derived_file
 
 from .index import Index
 
@@ -44,29 +45,19 @@ class StoredQuestions:
 
 
 def open_folder(folder: str | os.PathLike[str]) -> Index:
-    """Return the index of a folder; ``search_qa.sqlite`` is written first, if it is older than a file.
+    """Return the index of a folder, ``search_qa.sqlite``, which is written where it is missing or outdated.
 
     Raises DataError.
     """
-    path = Path(folder) / STORE
-    if not _is_newest(path, _files(Path(folder))):
+
+    def write(path: Path) -> None:
         files = question_files(folder)
-        unfinished = tempfile.NamedTemporaryFile(dir=folder, prefix=STORE, delete=False)  # noqa: SIM115
-        try:
-            index = Index.build(_pages(Path(folder), files), unfinished.name)
-            for split, file in files.items():
-                index.add_questions(split, _usable(file, _question))
-            index.close()
-            os.replace(unfinished.name, path)
-        finally:
-            unfinished.close()
-            Path(unfinished.name).unlink(missing_ok=True)
-    return Index(str(path))
+        index = Index.build(_pages(Path(folder), files), str(path))
+        for split, file in files.items():
+            index.add_questions(split, _usable(file, _question))
+        index.close()
 
-
-def _is_newest(path: Path, files: Iterable[Path]) -> bool:
-    """Return whether a file exists, and is no older than any of ``files``."""
-    return path.exists() and all(file.stat().st_mtime <= path.stat().st_mtime for file in files)
+    return Index(str(derived_file(Path(folder) / STORE, sources=_files(Path(folder)), write=write)))
 
 
 def question_files(folder: str | os.PathLike[str]) -> dict[str, Path]:

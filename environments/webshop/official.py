@@ -8,10 +8,11 @@ import math
 import os
 import random
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from agentrl_env.dataset import derived_file
 
 from .catalogue import PRICE_STEPS, Product
 from .store import Store
@@ -34,30 +35,24 @@ class DataError(ValueError):
 
 
 def open_official(folder: str | os.PathLike[str]) -> Store:
-    """Return the store of a folder; ``catalogue.sqlite`` is written first, if it is older than a file.
+    """Return the store of a folder, ``catalogue.sqlite``, which is written where it is missing or outdated.
 
     Raises DataError.
     """
-    path = Path(folder) / STORE
-    sources = [
-        file for name in (*PRODUCTS, *ATTRIBUTES, *INSTRUCTIONS) if (file := Path(folder) / name).exists()
-    ]
-    if not path.exists() or any(file.stat().st_mtime > path.stat().st_mtime for file in sources):
+    names = (*PRODUCTS, *ATTRIBUTES, *INSTRUCTIONS)
+
+    def write(path: Path) -> None:
         products, goals = _file(folder, PRODUCTS), []
         described = _load(_file(folder, ATTRIBUTES))
         people = next((file for name in INSTRUCTIONS if (file := Path(folder) / name).exists()), None)
         instructions = _load(people) if people else described
-        unfinished = tempfile.NamedTemporaryFile(dir=folder, prefix=STORE, delete=False)  # noqa: SIM115
-        try:
-            store = Store.build(_products(products, described, instructions, goals), unfinished.name)
-            random.Random(SHUFFLE).shuffle(goals)
-            store.add_goals(goals)
-            store.close()
-            os.replace(unfinished.name, path)
-        finally:
-            unfinished.close()
-            Path(unfinished.name).unlink(missing_ok=True)
-    return Store(str(path))
+        store = Store.build(_products(products, described, instructions, goals), str(path))
+        random.Random(SHUFFLE).shuffle(goals)
+        store.add_goals(goals)
+        store.close()
+
+    sources = [file for name in names if (file := Path(folder) / name).exists()]
+    return Store(str(derived_file(Path(folder) / STORE, sources=sources, write=write)))
 
 
 def read_array(path: str | os.PathLike[str]) -> Iterator[Any]:

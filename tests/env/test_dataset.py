@@ -1,3 +1,5 @@
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -5,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl_env import Environment, TaskSample, read_jsonl
-from agentrl_env.dataset import SEED_BITS, Dataset, stable_seed
+from agentrl_env.dataset import SEED_BITS, Dataset, derived_file, stable_seed
 from agentrl_env.errors import DefinitionError, UnknownSample
 from tests.env.tasks import Guess, Quick
 
@@ -202,3 +204,94 @@ def test_malformed_line_of_a_jsonl_file_is_named(tmp_path, line, reason):
 def test_jsonl_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(DefinitionError, match=r"cannot read train\.jsonl: No such file .*__file__"):
         read_jsonl("train.jsonl")
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """Two files that another is made of."""
+    files = [tmp_path / "data" / name for name in ("a.txt", "b.txt")]
+    files[0].parent.mkdir()
+    for file in files:
+        file.write_text(file.stem)
+    return files
+
+
+def joined(sources, *, version=1):
+    """Return the text of a file derived from others, and whether it was written for that."""
+    written = []
+
+    def write(path):
+        written.append(path)
+        path.write_text("".join(file.read_text() for file in sources))
+
+    path = derived_file(sources[0].with_name("all.txt"), sources=sources, write=write, version=version)
+    return path.read_text(), bool(written)
+
+
+def test_derived_file_is_written_once(sources):
+    assert joined(sources) == ("ab", True)
+    assert joined(sources) == ("ab", False)
+    assert {path.name for path in sources[0].parent.iterdir()} == {
+        *("a.txt", "b.txt", "all.txt"),
+        "all.txt.sources",
+    }
+
+
+def test_derived_file_is_written_again_when_a_source_changes_in_place(sources):
+    joined(sources)
+    status = sources[1].stat()
+    sources[1].write_text("c")  # as long as before, and its time goes back
+    os.utime(sources[1], ns=(status.st_atime_ns, status.st_mtime_ns - 1))
+    assert joined(sources) == ("ac", True)
+
+
+def test_derived_file_is_written_again_when_a_source_appears_or_goes(sources):
+    joined(sources)
+    added = sources[0].with_name("0.txt")
+    added.write_text("0")
+    assert joined([added, *sources]) == ("0ab", True)
+    assert joined([added, *sources[:1]]) == ("0a", True)
+
+
+def test_derived_file_is_written_again_for_another_version(sources):
+    joined(sources)
+    assert joined(sources, version=2) == ("ab", True)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["", "{", "[]", '{"version": 1, "files": 5}', '{"version": 1, "files": {"a.txt": 5, "b.txt": {}}}'],
+)
+def test_derived_file_is_written_again_where_its_record_is_damaged(sources, damage):
+    joined(sources)
+    sources[0].with_name("all.txt.sources").write_text(damage)
+    assert joined(sources) == ("ab", True)
+
+
+def test_derived_file_is_kept_in_a_copy_of_its_folder(sources, tmp_path):
+    joined(sources)
+    shutil.copytree(sources[0].parent, tmp_path / "copy", copy_function=shutil.copyfile)
+    copies = [tmp_path / "copy" / file.name for file in sources]
+    for copy in copies:
+        os.utime(copy, (0, 0))
+    assert joined(copies) == ("ab", False)
+
+
+def test_failed_derived_file_leaves_the_one_before(sources):
+    joined(sources)
+    sources[0].write_text("longer")
+
+    def write(path):
+        path.write_text("half")
+        raise ValueError("no more")
+
+    target = sources[0].with_name("all.txt")
+    with pytest.raises(ValueError, match="no more"):
+        derived_file(target, sources=sources, write=write)
+    assert target.read_text() == "ab"
+    assert len(list(target.parent.iterdir())) == 4
+
+
+def test_derived_file_in_a_folder_that_cannot_be_written_is_refused(sources):
+    with pytest.raises(DefinitionError, match="cannot be written"):
+        derived_file("/proc/all.txt", sources=sources, write=lambda path: None)

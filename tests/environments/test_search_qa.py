@@ -1,7 +1,6 @@
 """Search QA: its questions and pages, its search, own corpora, and what a hostile policy gains."""
 
 import json
-import os
 import random
 import shutil
 import sys
@@ -335,7 +334,8 @@ async def test_own_pages_and_questions_are_played(tmp_path, monkeypatch, caplog)
             session = await client.open("search_qa", split="nq", index=0)
             assert (await call(session, "answer", text=text)).reward == reward
     assert "1 records were left out" in caplog.text
-    assert [path.name for path in folder.iterdir() if "sqlite" in path.name] == ["search_qa.sqlite"]
+    left = sorted(path.name for path in folder.iterdir() if "sqlite" in path.name)
+    assert left == ["search_qa.sqlite", "search_qa.sqlite.sources"]
 
 
 async def test_questions_with_context_need_no_pages(tmp_path, monkeypatch):
@@ -376,9 +376,7 @@ def test_index_is_written_again_when_a_file_changes(tmp_path):
     official = sys.modules[f"{PACKAGE}.official"]
     folder = write(tmp_path / "data", nq_jsonl=NQ, wiki_jsonl=WIKI)
     assert official.open_folder(folder).splits() == {"nq": 2}
-    written = (folder / "search_qa.sqlite").stat().st_mtime
     write(folder, nq_jsonl=[*NQ, NQ[0] | {"question": "and where does bob live"}])
-    os.utime(folder / "nq.jsonl", times=(written + 1, written + 1))
     assert official.open_folder(folder).splits() == {"nq": 3}
 
 

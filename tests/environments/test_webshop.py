@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import shutil
 from importlib import import_module
 from pathlib import Path
@@ -361,7 +360,8 @@ def test_official_products_are_read_with_their_dirt(module, tmp_path, caplog):
     assert 10 <= tripod.price <= 20
     assert (tripod.rating, lamp.price, rug.price) == (4.4, 100.0, 1299.5)
     assert store.search("bright lamp") == ("B000000003",)
-    assert [path.name for path in tmp_path.iterdir() if "sqlite" in path.name] == ["catalogue.sqlite"]
+    left = sorted(path.name for path in tmp_path.iterdir() if "sqlite" in path.name)
+    assert left == ["catalogue.sqlite", "catalogue.sqlite.sources"]
 
 
 @pytest.mark.parametrize(
@@ -470,10 +470,7 @@ def test_store_is_written_again_when_a_file_changes(module, tmp_path):
     official = module("official")
     store = official.open_official(write_official(tmp_path, None))
     assert len(store.goals(range(10))) == 2
-    changed = tmp_path / "items_human_ins.json"
-    changed.write_text(json.dumps(PEOPLE))
-    written = (tmp_path / official.STORE).stat().st_mtime
-    os.utime(changed, times=(written + 1, written + 1))
+    (tmp_path / "items_human_ins.json").write_text(json.dumps(PEOPLE))
     assert len(official.open_official(tmp_path).goals(range(10))) == 3
 
 
