@@ -74,7 +74,7 @@ class Dbbench(Environment):
         if self.problem.gold and (self.problem.writes or self.right is None):
             rows, self.target = solve(self.problem)
             self.right = flat(rows)
-        tables = "\n".join(map(str, self.problem.tables))
+        tables = "\n".join(map(str, self.database.tables))
         return f"{self.problem.question}\n{tables} ({self.database.dialect})"
 
     @tool

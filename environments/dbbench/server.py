@@ -26,6 +26,8 @@ STATEMENT = re.compile(
     r"(SELECT|INSERT|UPDATE|DELETE|REPLACE|WITH|SHOW|DESCRIBE|DESC|EXPLAIN)\b", re.IGNORECASE
 )
 """What a statement begins with; sessions, locks and transactions are the task's."""
+RARE = re.compile("[^\u0001-\uffff]")
+"""Characters that no name may have: emoji, and others beyond the first 65,536."""
 SECONDS = 5.0
 """Maximum duration of a statement of the agent."""
 MAX_CHANGED = 5000
@@ -120,7 +122,8 @@ class ServerDatabase:
     def __init__(self, server: Server, name: str, tables: Sequence[Table]) -> None:
         self._server, self._name = server, name
         self._pymysql = server._pymysql
-        self._columns = {table.name: column_names(table) for table in tables}
+        self._originals = [table.name for table in tables]
+        self.tables = named(tables)
         self._agent: Any = None
         password = secrets.token_hex(16)
         try:
@@ -130,8 +133,8 @@ class ServerDatabase:
                 cursor.execute(f"CREATE DATABASE {name} CHARACTER SET utf8mb4")
                 cursor.execute(f"CREATE USER {name}@'%%' IDENTIFIED BY %s", (password,))
                 cursor.execute(f"USE {name}")
-                for table in tables:
-                    self._create(cursor, table)
+                for table in self.tables:
+                    create(cursor, table)
                     cursor.execute(
                         f"GRANT SELECT, INSERT, UPDATE, DELETE ON {name}.{quoted(table.name)} TO {name}@'%'"
                     )
@@ -189,40 +192,51 @@ class ServerDatabase:
 
     def _contents(self, cursor: Any) -> Contents:
         found: Contents = {}
-        for table in self._columns:
-            cursor.execute(f"SELECT * FROM {quoted(table)}")
-            found[table] = list(cursor.fetchall())
+        for original, table in zip(self._originals, self.tables, strict=True):
+            cursor.execute(f"SELECT * FROM {quoted(table.name)}")
+            found[original] = list(cursor.fetchall())
         return found
 
     def _check_size(self) -> None:
         """Undo a change that makes the tables too large."""
         size = 0
         with self._agent.cursor() as cursor:
-            for table, columns in self._columns.items():
-                lengths = " + ".join(f"COALESCE(LENGTH({quoted(column)}), 0) + 8" for column in columns)
-                cursor.execute(f"SELECT COALESCE(SUM({lengths}), 0) FROM {quoted(table)}")
+            for table in self.tables:
+                lengths = " + ".join(f"COALESCE(LENGTH({quoted(name)}), 0) + 8" for name, _ in table.columns)
+                cursor.execute(f"SELECT COALESCE(SUM({lengths}), 0) FROM {quoted(table.name)}")
                 size += int(cursor.fetchone()[0])
         if size > MAX_BYTES:
             self._agent.rollback()
             raise ToolError(f"SQL error: its tables are larger than {MAX_BYTES} bytes, and it is undone")
 
-    def _create(self, cursor: Any, table: Table) -> None:
-        columns = self._columns[table.name]
-        kinds = [f"{quoted(name)} {kind}" for name, (_, kind) in zip(columns, table.columns, strict=True)]
-        cursor.execute(f"CREATE TABLE {quoted(table.name)} ({', '.join(kinds)}) ENGINE = InnoDB")
-        marks = ", ".join(["%s"] * len(columns))
-        if table.rows:
-            name = quoted(table.name).replace("%", "%%")
-            cursor.executemany(f"INSERT INTO {name} VALUES ({marks})", table.rows)
+
+def create(cursor: Any, table: Table) -> None:
+    """Create a table with its rows."""
+    kinds = ", ".join(f"{quoted(name)} {kind}" for name, kind in table.columns)
+    cursor.execute(f"CREATE TABLE {quoted(table.name)} ({kinds}) ENGINE = InnoDB")
+    if table.rows:
+        marks = ", ".join(["%s"] * len(table.columns))
+        name = quoted(table.name).replace("%", "%%")
+        cursor.executemany(f"INSERT INTO {name} VALUES ({marks})", table.rows)
 
 
-def column_names(table: Table) -> list[str]:
-    """Return the names of a table's columns; MySQL allows neither empty nor long ones."""
-    names: list[str] = []
-    for number, (name, _) in enumerate(table.columns, 1):
-        name = name.strip()[:60].strip() or f"column_{number}"
-        names.append(f"{name}_{number}" if name.lower() in {n.lower() for n in names} else name)
-    return names
+def named(tables: Sequence[Table]) -> list[Table]:
+    """Return tables whose names, and those of their columns, MySQL allows."""
+    renamed = []
+    for name, table in zip(allowed([table.name for table in tables], "table"), tables, strict=True):
+        columns = allowed([column for column, _ in table.columns], "column")
+        kinds = [kind for _, kind in table.columns]
+        renamed.append(Table(name, list(zip(columns, kinds, strict=True)), table.rows))
+    return renamed
+
+
+def allowed(names: Sequence[str], kind: str) -> list[str]:
+    """Return names that MySQL allows: short, not empty, without spaces at their ends or rare characters."""
+    found: list[str] = []
+    for number, name in enumerate(names, 1):
+        name = RARE.sub("?", name).strip()[:60].strip() or f"{kind}_{number}"
+        found.append(f"{name}_{number}" if name.lower() in {n.lower() for n in found} else name)
+    return found
 
 
 def _rows(cursor: Any, limit: int) -> Rows:

@@ -42,8 +42,8 @@ class SqliteDatabase:
     dialect = "SQLite"
 
     def __init__(self, tables: Sequence[Table]) -> None:
-        self._tables = [table.name for table in tables]
-        self._known = {name.lower() for name in self._tables}
+        self.tables = list(tables)
+        self._known = {table.name.lower() for table in tables}
         self._ticks = 0
         self._database = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
         self._database.executescript(f"PRAGMA temp_store = MEMORY; PRAGMA max_page_count = {MAX_PAGES};")
@@ -90,7 +90,8 @@ class SqliteDatabase:
         """Return the rows of every table."""
         self._ticks = -10 * MAX_INSTRUCTIONS // TICK
         return {
-            name: self._database.execute(f"SELECT * FROM {quoted(name)}").fetchall() for name in self._tables
+            table.name: self._database.execute(f"SELECT * FROM {quoted(table.name)}").fetchall()
+            for table in self.tables
         }
 
     def close(self) -> None:

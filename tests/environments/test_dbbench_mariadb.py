@@ -92,6 +92,44 @@ def test_every_development_record_is_graded_by_its_label_or_gold_sql(start):
             environment.close()
 
 
+LONG = "total revenue of " + "all " * 20
+
+
+def test_names_that_mysql_does_not_allow_are_shortened_on_the_server(start):
+    columns = [LONG, f"{LONG}2", "name ", "", "\U0001f600"]
+    names = [LONG[:60].strip(), f"{LONG[:60].strip()}_2", "name", "column_4", "?"]
+    info = {"columns": [{"name": name, "type": "TEXT"} for name in columns], "rows": [list("12345")]}
+    table = {"table_name": f"Table of {LONG}", "table_info": info}
+    record = {"description": "How much?", "label": ["2"], "table": table, "type": ["other"]}
+    environment = start(record=record)
+    shown = environment.database.tables[0]
+    assert len(shown.name) <= 64
+    assert [column for column, _ in shown.columns] == names
+    found = environment.execute_sql(f"SELECT `{names[1]}`, `{names[4]}` FROM `{shown.name}`")
+    assert found.splitlines()[1] == "2 | 5"
+    assert environment.commit_final_answer(["2"]).reward == 1.0
+
+
+async def test_first_message_shows_the_shortened_names(client):
+    table = {"table_name": LONG, "table_info": {"columns": [LONG], "rows": []}}
+    record = {"description": "How much?", "label": ["2"], "table": table}
+    session = await client.open("dbbench", sample={"record": record})
+    short = LONG[:60].strip()
+    assert f"Table {short}: {short} TEXT. (MariaDB)" in session.messages[0].content
+    await session.close()
+
+
+def test_change_of_a_table_with_a_long_name_is_graded(start):
+    name = f"Table of {LONG}".strip()
+    info = {"columns": ["a"], "rows": [["1"]]}
+    record = {"description": "Add 2", "type": ["INSERT"], "table": {"table_name": name, "table_info": info}}
+    record["sql"] = {"query": f"INSERT INTO `{name}` (a) VALUES ('2')"}
+    environment = start(record=record)
+    shown = environment.database.tables[0].name
+    environment.execute_sql(f"INSERT INTO `{shown}` (a) VALUES ('2')")
+    assert environment.commit_final_answer(["done"]).reward == 1.0
+
+
 HOSTILE = [
     "SELECT user, authentication_string FROM mysql.user",
     "SELECT * FROM {other}.{table}",
