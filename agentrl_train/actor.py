@@ -31,18 +31,12 @@ from agentrl_env.errors import (
     AgentRLError,
     CallTimeout,
     ProtocolError,
-    ServerDraining,
     ServerFull,
-    ServerUnreachable,
-    SessionExpired,
-    SessionLost,
-    StateUnavailable,
-    UnknownSession,
 )
 from agentrl_env.types import Message, SessionStatus, StepResult, TaskSample, ToolSpec
 from agentrl_train import sub_agent
 from agentrl_train.chat import ChatFormat
-from agentrl_train.errors import EngineError
+from agentrl_train.errors import OUTAGES, EngineError
 from agentrl_train.runtime.config import EngineSection, RolloutSection
 from agentrl_train.types import (
     ROOT,
@@ -78,18 +72,6 @@ CLOSE_S = 5.0
 """Timeout for closing a session."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
 """Exponential backoff between two attempts at an episode."""
-OUTAGES = (
-    CallTimeout,
-    EngineError,
-    ServerDraining,
-    ServerFull,
-    ServerUnreachable,
-    SessionExpired,
-    SessionLost,
-    StateUnavailable,
-    UnknownSession,
-)
-"""Failures independent of what the policy sampled: the same draws may be repeated."""
 MAX_TOKEN_CHARACTERS = 256
 """Characters of a token, at most; longer messages are refused before they are encoded."""
 MAX_REASON = 2_000
@@ -196,12 +178,12 @@ class Actor:
         attempt, draws, pause_s = 0, 0, FIRST_BACKOFF_S
         started = time.monotonic()
         while True:
+            begun = time.monotonic()
             trajectory, cause = await self._attempt(
                 episode, draw_seed=(*episode.draw_seed, number, draws), track=track, attempt=attempt
             )
-            if trajectory.opening and (since := self._unreachable.pop(episode.task, None)) is not None:
-                away_s = time.monotonic() - since
-                logger.warning("the environment of %s is reachable again after %.0f s", episode.task, away_s)
+            if trajectory.opening:
+                self._log_opened(episode.task, begun)
             if cause is None:
                 return trajectory
             self.discarded_tokens += trajectory.num_sampled_tokens
@@ -219,6 +201,14 @@ class Actor:
             logger.info("an episode of %s is retried: %s", episode.task, trajectory.error)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_BACKOFF_S)
+
+    def _log_opened(self, task: str, begun: float) -> None:
+        """Log the end of an outage, which a session that was opened before it does not show."""
+        since = self._unreachable.get(task)
+        if since is not None and since < begun:
+            del self._unreachable[task]
+            away_s = time.monotonic() - since
+            logger.warning("the environment of %s is reachable again after %.0f s", task, away_s)
 
     def _log_outage(self, task: str, reason: str) -> None:
         """Log an outage once for all episodes that wait for the environment."""
@@ -395,7 +385,9 @@ class _Attempt:
             count = len(self._turns) + 1
             with self._trace.span(self._track, f"turn {count}"):
                 *spare, completion = [await self.complete(context, segment=number) for _ in self._samples]
-                message, thought = self._chat.parse(completion.token_ids, turn=count, tools=tools)
+                message, thought = self._chat.parse(
+                    completion.token_ids, turn=count, tools=tools, prompt=context
+                )
                 turn = partial(
                     Turn,
                     prompt_ids=new_ids,

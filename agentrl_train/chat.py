@@ -9,6 +9,7 @@ environment spells one, it is encoded as the text that it is.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -35,7 +36,15 @@ _MARK = "THE-COMPLETION-ENDS-AFTER-THIS"
 _BREAK = "\ufdd0"
 """Splits a control token within a message into two texts; Unicode reserves it for internal use."""
 _OPEN_THOUGHT = re.compile(rf"{THOUGHT_BEGINS}\s*\Z")
-REFUSALS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, RecursionError)
+REFUSALS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+)
 """Errors of templates for messages that they do not support."""
 _HELLO = {"role": "user", "content": "hello"}
 _SAID = {"role": "assistant", "content": "hello"}
@@ -43,6 +52,8 @@ _TEXT_TURN = {"role": "assistant", "content": _MARK}
 _CALL_ID = "call00000"
 _DONE = Message(role="tool", content="done", tool_call_id=_CALL_ID, name="probe")
 _PROBE = ToolSpec(function=FunctionSpec(name="probe", parameters={"type": "object", "properties": {}}))
+_TAG_TOKENS = 32
+"""Tokens at the end of a prompt that hold what opens a thought, in any tokenizer."""
 _KEPT = 512
 """Texts whose encodings are kept, and tools: siblings share their opening, their tools and many replies."""
 _INSTRUCTIONS = """\
@@ -105,7 +116,7 @@ class ChatFormat:
         self.in_prompt = tool_parser == PROMPT
         self.chosen = tool_parser is not None
         """Whether a setting chose the syntax of calls, and not the template."""
-        self._kwargs = dict(template_kwargs or {})
+        self._kwargs = _template_variables(tokenizer, template_kwargs or {})
         self._system_prompt = system_prompt
         self._special, self._control = _control_tokens(tokenizer)
         self._encoded = lru_cache(_KEPT)(self._encode_text)
@@ -119,7 +130,7 @@ class ChatFormat:
         self._instead: dict[int, int] = {}
         """End of a turn within a conversation -> the stop token that the template writes there at its end."""
         self._no_tools: list[Any] | None = None
-        if self.in_prompt and not self._takes([_HELLO]):
+        if not self._takes([_HELLO], tools=()):
             self._no_tools = []  # some templates go through the tools without a look whether there are any
         roles = ("system", "developer")
         self._shown_roles = {role for role in roles if self._shows(role)}
@@ -140,17 +151,30 @@ class ChatFormat:
         """Render the opening messages and the tools, ending with the generation prompt."""
         return self._encode(self._render(messages, tools))
 
+    def in_thought(self, prompt: Sequence[int]) -> bool:
+        """Return whether a prompt opens a thought, so that its completion begins inside it.
+
+        Templates decide that by turn: some open a thought after a message of the user only, and some close it
+        at once where a message asks for none.
+        """
+        return bool(_OPEN_THOUGHT.search(self.text(prompt[-_TAG_TOKENS:])))
+
     def parse(
-        self, token_ids: Sequence[int], *, turn: int, tools: Sequence[ToolSpec] = ()
+        self,
+        token_ids: Sequence[int],
+        *,
+        turn: int,
+        tools: Sequence[ToolSpec] = (),
+        prompt: Sequence[int] = (),
     ) -> tuple[Message, str | None]:
-        """Parse a completion; return the assistant message for the environment, and the thought apart.
+        """Parse a completion of a prompt; return the message for the environment, and the thought apart.
 
         A call that cannot be read becomes a call with an empty name, which the environment answers with an
         error message for the model. Nothing in a thought is a call, closed or not.
         """
         stopped = len(token_ids) > 0 and token_ids[-1] in self._stops.values()
         ids = list(token_ids[:-1] if stopped else token_ids)
-        return self.parse_text(self.text(ids), turn=turn, tools=tools, in_thought=self.in_thought)
+        return self.parse_text(self.text(ids), turn=turn, tools=tools, in_thought=self.in_thought(prompt))
 
     def parse_text(
         self, text: str, *, turn: int, tools: Sequence[ToolSpec] = (), in_thought: bool = False
@@ -170,9 +194,9 @@ class ChatFormat:
         ]
         return Message.assistant(parsed.content, *calls), parsed.thought
 
-    def completion(self, message: Message) -> list[int]:
-        """Return the tokens a model would sample to produce ``message`` (for supervised fine-tuning)."""
-        text = self._written(message, in_thought=self.in_thought).replace(_BREAK, "\ufffd")
+    def completion(self, message: Message, *, prompt: Sequence[int] = ()) -> list[int]:
+        """Return the tokens a model would sample after a prompt to produce ``message``."""
+        text = self._written(message, in_thought=self.in_thought(prompt)).replace(_BREAK, "\ufffd")
         end = self._call_end if message.tool_calls else self._text_end
         return self._encode(text.removesuffix(end) + end)
 
@@ -208,10 +232,10 @@ class ChatFormat:
         return self._reply(messages, after=after, tools=tools).replace(_BREAK, "")
 
     def _reply(self, messages: Sequence[Message], *, after: Message, tools: Sequence[ToolSpec]) -> str:
-        replies, problem = self._prepared(messages), None
+        before, replies, problem = self._with_system([_HELLO], ()), self._prepared(messages), None
         for assistant in self._stand_ins(after):
             try:
-                text = self._template([_HELLO, assistant, *replies], tools if self._tools_in_replies else ())
+                text = self._template([*before, assistant, *replies], tools if self._tools_in_replies else ())
             except REFUSALS as error:
                 problem = problem or error
                 continue
@@ -247,7 +271,7 @@ class ChatFormat:
         shown = [self._shown_tool(tool.model_dump_json()) for tool in tools]
         text = self.tokenizer.apply_chat_template(
             list(messages),
-            tools=self._no_tools if self.in_prompt else shown,
+            tools=self._no_tools if self.in_prompt or not shown else shown,
             add_generation_prompt=generation_prompt,
             tokenize=False,
             **self._kwargs,
@@ -354,10 +378,10 @@ class ChatFormat:
 
     # What the template can do
 
-    def _takes(self, messages: Sequence[dict[str, Any]]) -> bool:
+    def _takes(self, messages: Sequence[dict[str, Any]], *, tools: Sequence[ToolSpec] = (_PROBE,)) -> bool:
         """Return whether the template writes these messages without an error."""
         try:
-            self._template(messages, (_PROBE,))
+            self._template(messages, tools)
         except REFUSALS:
             return False
         return True
@@ -454,8 +478,6 @@ class ChatFormat:
         except REFUSALS:
             without = []
         self._tools_in_replies = texts != without
-        self.in_thought = bool(_OPEN_THOUGHT.search(self.render([user], (_PROBE,))))
-        """Whether the generation prompt opens a thought, so that completions begin inside it."""
 
     def _choose_parser(self, name: str | None) -> ToolParser:
         choices = ", ".join([*PARSERS, PROMPT])
@@ -471,6 +493,21 @@ class ChatFormat:
                 f"system prompt; choose one of {choices}"
             )
         return parser_named(name, template)
+
+
+def _template_variables(tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings as variables of the template.
+
+    Raises:
+        ConfigError: one of them is an argument of the rendering instead.
+    """
+    taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} - {"documents"}
+    if wrong := sorted(taken.intersection(settings)):
+        raise ConfigError(
+            f"model.template_kwargs: {wrong[0]!r} is set by the trainer and is no variable of a template; "
+            "leave it out"
+        )
+    return dict(settings)
 
 
 def _calling(calls: Sequence[dict[str, Any]], form: _CallForm) -> dict[str, Any]:

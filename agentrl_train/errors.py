@@ -21,6 +21,17 @@ TrainError
 Every message is one sentence that says how to fix the problem.
 """
 
+from agentrl_env.errors import (
+    CallTimeout,
+    ServerDraining,
+    ServerFull,
+    ServerUnreachable,
+    SessionExpired,
+    SessionLost,
+    StateUnavailable,
+    UnknownSession,
+)
+
 
 def ran_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means out of memory; on CPUs, PyTorch has only a message for it."""
@@ -94,3 +105,17 @@ class CheckpointError(TrainError):
 
 class RunFolderError(TrainError):
     """The run folder cannot be used."""
+
+
+OUTAGES = (
+    CallTimeout,
+    EngineError,
+    ServerDraining,
+    ServerFull,
+    ServerUnreachable,
+    SessionExpired,
+    SessionLost,
+    StateUnavailable,
+    UnknownSession,
+)
+"""Failures independent of what the policy sampled: the same draws may be repeated."""

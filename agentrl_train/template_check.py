@@ -121,7 +121,8 @@ def _check_call(
         function=FunctionCall(name=name, arguments=json.dumps(arguments)),
     )
     message = Message.assistant(None, call)
-    parsed, _ = chat.parse(chat.completion(message), turn=1, tools=tools)
+    prompt = chat.opening(opening, tools)
+    parsed, _ = chat.parse(chat.completion(message, prompt=prompt), turn=1, tools=tools, prompt=prompt)
     if not _same(parsed, name, arguments):
         raise ConfigError(
             f"a call of {name!r} in the syntax {syntax!r} is not read back as it was written; "

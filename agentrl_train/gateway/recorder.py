@@ -182,10 +182,15 @@ class Recorder:
         completion, text = self._cut(completion, stop)
         call.cut = call.cut and text is None
         if text is None:
-            parsed = self._chat.parse(completion.token_ids, turn=call.number, tools=call.conversation.tools)
+            parsed = self._chat.parse(
+                completion.token_ids, turn=call.number, tools=call.conversation.tools, prompt=call.context
+            )
         else:
             parsed = self._chat.parse_text(
-                text, turn=call.number, tools=call.conversation.tools, in_thought=self._chat.in_thought
+                text,
+                turn=call.number,
+                tools=call.conversation.tools,
+                in_thought=self._chat.in_thought(call.context),
             )
         names = {tool.function.name for tool in call.conversation.tools}
         call.invalid_calls = sum(one.function.name not in names for one in parsed[0].tool_calls or ())

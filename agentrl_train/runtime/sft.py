@@ -37,10 +37,10 @@ async def expert_sequence(
     try:
         new_ids = chat.opening(session.messages, session.tools)
         while True:
-            completion = chat.completion(await session.expert())
+            completion = chat.completion(await session.expert(), prompt=new_ids)
             turn += 1
             # As it would be read from a policy: with the ids of calls that the template accepts.
-            message, _ = chat.parse(completion, turn=turn, tools=session.tools)
+            message, _ = chat.parse(completion, turn=turn, tools=session.tools, prompt=new_ids)
             ids += [*new_ids, *completion]
             mask += [0.0] * len(new_ids) + [1.0] * len(completion)
             result = await session.step(message)

@@ -148,7 +148,12 @@ _FAMILIES: tuple[Family | Harmony, ...] = (
         gap="",
     ),
     JsonFamily(
-        name="granite", template=r"<\|tool_call\|>", opening_tag="<|tool_call|>", closing_tag="", gap=""
+        name="granite",
+        template=r"<\|tool_call\|>",
+        opening=r"<\|?tool_call\|?>",
+        opening_tag="<|tool_call|>",
+        closing_tag="",
+        gap="",
     ),
     _HERMES,
     Llama(

@@ -101,17 +101,20 @@ class Cohere(JsonFamily):
 class Llama(Family):
     """A turn that is ``{"name": ..., "parameters": {...}}``, or ``<|python_tag|>`` before it."""
 
-    opening: str = r'<\|python_(?:tag|start)\|>|(?<![^\s;,}]){\s*"name"\s*:|(?:\A\s*+|(?<=\n)[ \t]*+){\s*"'
+    opening: str = (
+        r"<\|python_(?:tag|start)\|>(?:<\|python_end\|>)?"
+        r'|(?<![^\s;,}]){\s*"name"\s*:|(?:\A\s*+|(?<=\n)[ \t]*+){\s*"'
+    )
 
     def read(
         self, text: str, opening: re.Match[str], tools: Sequence[ToolSpec]
     ) -> tuple[list[ParsedCall], int]:
-        """Read one call, JSON or ``name.call(argument=value)``. JSON that names no tool is content."""
+        """Read one call, JSON or ``name.call(argument=value)``. Other JSON without a tag is content."""
         tagged = opening[0].startswith("<|python_")
         start = opening.end() if tagged else opening.start()
         if found := read_json(text, start):
             value, end = found
-            if not tagged and isinstance(value, dict) and not value.keys() & _CALL_KEYS:
+            if not tagged and isinstance(value, dict) and not _is_call(value, tools):
                 return [], end
             separator = re.compile(r"\s*(?:[;,]|<\|python_end\|>)?\s*").match(text, end)
             assert separator is not None
@@ -124,6 +127,14 @@ class Llama(Family):
         """Return the calls, with semicolons between them."""
         bodies = ({"name": call.name, "parameters": arguments_of(call)} for call in calls)
         return "; ".join(model_json(body) for body in bodies)
+
+
+def _is_call(value: dict[str, Any], tools: Sequence[ToolSpec]) -> bool:
+    """Return whether JSON is a call, however malformed, and not an answer that a name is a part of."""
+    parts = (value.get(key) for key in ("parameters", "arguments", "function"))
+    return any(isinstance(part, dict) for part in parts) or value.get("name") in {
+        tool.function.name for tool in tools
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +182,6 @@ class Mistral(Family):
         return sha256(f"{turn} {number} {name}".encode()).hexdigest()[:9]
 
 
-_CALL_KEYS = {"name", "parameters", "arguments", "function"}
 _MISTRAL_HEAD = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]\s*([^\s\[]*)\s*)?(?:\[ARGS\])?")
 
 

@@ -170,6 +170,11 @@ def command(calls: Sequence[Call]) -> str:
     return "<|START_ACTION|>" + json.dumps(bodies, ensure_ascii=False, indent=4) + "<|END_ACTION|>"
 
 
+def nemotron(calls: Sequence[Call]) -> str:
+    bodies = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    return f"<TOOLCALL>{dumped(bodies)}</TOOLCALL>"
+
+
 def granite_list(calls: Sequence[Call]) -> str:
     return "<|tool_call|>" + dumped([{"name": name, "arguments": arguments} for name, arguments in calls])
 
@@ -202,6 +207,10 @@ DEEPSEEK_TAGS = (
     ),
     *("<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>"),
     *("<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "<think>", "</think>"),
+)
+LLAMA_4 = (
+    *("<|begin_of_text|>", "<|end_of_text|>", "<|header_start|>", "<|header_end|>", "<|eot|>", "<|eom|>"),
+    *("<|python_start|>", "<|python_end|>"),
 )
 GRANITE = ("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>")
 GLM = ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
@@ -368,12 +377,31 @@ FAMILIES: dict[str, Family] = {
         thought=("<think>\n", "\n</think>\n"),
         opened=True,
     ),
+    "Nemotron-Nano-2": Family(
+        template="nemotron_nano_2",
+        syntax=nemotron,
+        special=("<unk>", "<s>", "</s>", "<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>"),
+        added=("<think>", "</think>", "<TOOLCALL>", "</TOOLCALL>"),
+        bos="<s>",
+        eos="<SPECIAL_12>",
+        end="<SPECIAL_12>",
+        thought=("<think>\n\n", "\n</think>\n\n"),
+        opened=True,
+    ),
     "Granite-4.0": granite("granite_4", hermes),
     "Granite-3.3": granite("granite_3_3", granite_list),
     "Llama-3.0": llama("llama_3_0", syntax=hermes),
     "Llama-3.1": llama("llama_3_1"),
     "Llama-3.2": llama("llama_3_2"),
     "Llama-3.3": llama("llama_3_1"),
+    "Llama-4": llama(
+        "llama_4",
+        special=LLAMA_4,
+        eos="<|eot|>",
+        eos_ids=("<|end_of_text|>", "<|eom|>", "<|eot|>"),
+        end="<|eot|>",
+        several=True,
+    ),
     "Ministral-3": mistral("ministral_3", mistral_args, thought=("[THINK]", "[/THINK]")),
     "Devstral": mistral("devstral", mistral_args),
     "Mistral-Nemo": mistral("mistral_nemo", mistral_list),

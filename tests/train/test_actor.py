@@ -246,6 +246,36 @@ async def test_unreachable_environment_is_logged_once_for_all_episodes(
     assert said[1].startswith("the environment of countdown is reachable again after ")
 
 
+async def test_session_opened_before_an_outage_does_not_end_it(
+    client: EnvClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened, lost = asyncio.Event(), asyncio.Event()
+
+    class Dying:
+        async def open(self, *args: object, **options: object) -> ClientSession:
+            if opened.is_set():
+                lost.set()
+                raise ServerUnreachable("nobody answers at http://shop:8000")
+            opened.set()
+            return await client.open(*args, **options)  # type: ignore[arg-type]
+
+    class Slow(ScriptedEngine):
+        async def generate(self, *args: Any, **options: Any) -> Completion:
+            await asyncio.wait_for(lost.wait(), 60)
+            return await super().generate(*args, **options)
+
+    actor = make_actor(
+        Slow(CHAT, always(DOWN)),
+        Dying(),  # type: ignore[arg-type]
+        environment_retries=0,
+    )
+    group, failures = await actor.group(EPISODE, size=2, group_id=0, admitted_version=0)
+    assert (len(group.trajectories), len(failures)) == (1, 1)
+    said = [record.getMessage() for record in caplog.records]
+    assert [message for message in said if "reachable again" in message] == []
+    assert "is unreachable" in said[0]
+
+
 async def test_opening_without_room_for_turn_names_needed_context(client: EnvClient) -> None:
     actor = make_actor(ScriptedEngine(CHAT, always(DOWN)), client, max_context=130, environment_retries=0)
     trajectory = await actor.sibling(EPISODE)

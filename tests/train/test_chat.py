@@ -335,6 +335,16 @@ def test_messages_of_the_user_are_joined_for_templates_that_alternate() -> None:
     assert "<|im_start|>user\none\n\ntwo<|im_end|>" in chat.reply_text(said, after=SAID)
 
 
+def test_template_without_tools_in_the_session_gets_none() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ 'TOOLS' if tools is not none }}" + CHAT_TEMPLATE.replace(
+        "{%- if tools %}", "{%- if tools is not none %}"
+    )
+    chat = ChatFormat(tokenizer)
+    assert not chat.render([Message(role="user", content="start")], ()).startswith("TOOLS")
+    assert chat.render([Message(role="user", content="start")], [TOOL]).startswith("TOOLS")
+
+
 def test_tools_in_the_prompt_need_no_template_that_can_do_without_tools() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{% for tool in tools %}{{ tool }}{% endfor %}" + CHAT_TEMPLATE
@@ -352,12 +362,56 @@ def test_thought_that_the_prompt_opens_is_none_of_the_content(parser: str | None
     tokenizer = make_tokenizer()
     tokenizer.chat_template = COHERE_THOUGHTS + "{# <|START_ACTION|> #}"
     chat = ChatFormat(tokenizer, tool_parser=parser)
-    assert chat.in_thought
-    called = chat.completion(CALLED)
+    prompt = chat.opening([Message(role="user", content="start")], [TOOL])
+    assert chat.in_thought(prompt)
+    called = chat.completion(CALLED, prompt=prompt)
     text = chat.text(called).removeprefix("<|END_THINKING|>")
     assert text != chat.text(called)
     for closed, calls in (("", None), ("<|END_THINKING|>", 1)):
         ids = [*chat.tokenizer(f"Hmm.{closed}{text}", add_special_tokens=False)["input_ids"]]
-        message, thought = chat.parse(ids, turn=1, tools=[TOOL])
+        message, thought = chat.parse(ids, turn=1, tools=[TOOL], prompt=prompt)
         assert (message.content, len(message.tool_calls or ()) or None) == (None, calls)
         assert str(thought).startswith("Hmm.")
+
+
+def test_thought_that_only_some_prompts_open_is_followed_turn_by_turn() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        CHAT_TEMPLATE.replace("<|im_start|>assistant\n{%- endif", "<|im_start|>assistant\n")
+        + "{% if add_generation_prompt and messages[-1].role == 'user' %}<think>{% endif %}"
+    )
+    chat = ChatFormat(tokenizer)
+    prompt = chat.opening([Message(role="user", content="start")], [TOOL])
+    first = chat.completion(CALLED, prompt=prompt)
+    message, _ = chat.parse(first, turn=1, tools=[TOOL], prompt=prompt)
+    result = Message(role="tool", content="done", tool_call_id="call_1", name="look")
+    reply = chat.reply([result], after=message, tools=[TOOL], stop=first[-1])
+    second = chat.completion(CALLED, prompt=reply)
+    assert (chat.in_thought(prompt), chat.in_thought(reply)) == (True, False)
+    assert len(first) > len(second)
+    for context, said in ((prompt, first), (reply, second)):
+        message, _ = chat.parse(said, turn=1, tools=[TOOL], prompt=context)
+        assert [call.function.name for call in message.tool_calls or ()] == ["look"]
+
+
+def test_replies_follow_what_the_system_prompt_asks_of_the_template() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        CHAT_TEMPLATE + "{% if add_generation_prompt and 'quick' in messages[0].content %}<quick>{% endif %}"
+    )
+    chat = ChatFormat(tokenizer, system_prompt="Be quick.")
+    assert chat.reply_text([Message(role="user", content="go on")], after=SAID).endswith("<quick>")
+
+
+def test_argument_of_the_rendering_is_refused_as_a_variable_of_the_template() -> None:
+    with pytest.raises(ConfigError, match=r"model\.template_kwargs: 'add_generation_prompt' is set by the"):
+        ChatFormat(
+            make_tokenizer(), template_kwargs={"enable_thinking": True, "add_generation_prompt": False}
+        )
+
+
+def test_arithmetic_error_of_a_template_is_refused_with_the_setting_that_mends_it() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE + "{{ 1 // 0 }}"
+    with pytest.raises(ConfigError, match=r"chat template of .* set model\.chat_template"):
+        ChatFormat(tokenizer)

@@ -186,10 +186,11 @@ def test_settings_of_the_model_reach_the_format(tmp_path: Path) -> None:
     )
     chat = chat_format(settings, model=model, tokenizer=tokenizer)
     assert set(chat.stop_token_ids) == {0, 2, 4}
-    text = chat.text(chat.opening([Message(role="user", content="hello")], ()))
+    opening = chat.opening([Message(role="user", content="hello")], ())
+    text = chat.text(opening)
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>")
     assert text.endswith("<think>\n")
-    message, thought = chat.parse(chat.tokenizer("just a thought").input_ids, turn=1)
+    message, thought = chat.parse(chat.tokenizer("just a thought").input_ids, turn=1, prompt=opening)
     assert (message.content, message.tool_calls, thought) == (None, None, "just a thought")
 
 

@@ -30,6 +30,7 @@ from tests.train.families import (
     FAMILIES,
     Call,
     Family,
+    granite_list,
     harmony,
     harmony_recipient_first,
     hermes,
@@ -218,6 +219,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "GLM-4.5",
         {"eos_ids": (), "settings": {"stop": ["<|user|>"]}},
     ),
+    "Llama-4 as its template writes calls": (
+        "Llama-4",
+        {"syntax": lambda calls: "<|python_start|><|python_end|>" + llama_json(calls).replace("; ", "")},
+    ),
+    "Nemotron-Nano-2 without thinking": (
+        "Nemotron-Nano-2",
+        {"thought": None, "settings": {"system_prompt": "/no_think"}},
+    ),
+    "Granite-3.3 with the tag as text": (
+        "Granite-3.3",
+        {"syntax": lambda calls: granite_list(calls).replace("<|tool_call|>", "<tool_call>")},
+    ),
     "Hermes-3 in one line": ("Hermes-3", {"syntax": lambda calls: hermes(calls).replace("\n", "")}),
     "LFM2.5 as its template writes strings": (
         "LFM2.5",
@@ -261,6 +274,14 @@ def encoded(chat: ChatFormat, text: str) -> list[int]:
     return list(chat.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+def parsed(
+    chat: ChatFormat, ids: Sequence[int], session: ClientSession, *, turn: int = 1
+) -> tuple[Message, str | None]:
+    """Return what is sampled after the opening as the actor reads it."""
+    opening = chat.opening(session.messages, session.tools)
+    return chat.parse(ids, turn=turn, tools=session.tools, prompt=opening)
+
+
 def decoded(chat: ChatFormat, ids: Sequence[int]) -> str:
     return str(chat.tokenizer.decode(ids, skip_special_tokens=False))
 
@@ -274,7 +295,7 @@ def test_nothing_in_an_unclosed_thought_is_a_call(name: str, session: ClientSess
     call = "" if family.syntax is harmony else family.syntax([RECORD])
     ids = encoded(chat, f"{opening}Let me see. {call}")
     for sampled in (ids, [*ids, *encoded(chat, family.end)]):
-        message, thought = chat.parse(sampled, turn=1, tools=session.tools)
+        message, thought = parsed(chat, sampled, session)
         assert (message.content, message.tool_calls) == (None, None)
         assert "Let me see." in str(thought)
 
@@ -284,7 +305,7 @@ def test_thought_is_kept_apart_from_content(name: str, session: ClientSession) -
     family = FAMILIES[name]
     chat = make_chat(family)
     ids = encoded(chat, said(family, [RECORD], thought="Let me see.") + family.end)
-    message, thought = chat.parse(ids, turn=1, tools=session.tools)
+    message, thought = parsed(chat, ids, session)
     assert (message.content, thought) == (None, "Let me see.")
     assert [call.function.name for call in message.tool_calls or ()] == ["record"]
 
@@ -293,7 +314,7 @@ def test_thought_is_kept_apart_from_content(name: str, session: ClientSession) -
 def test_end_of_turn_is_added_to_a_cut_completion(name: str, session: ClientSession) -> None:
     family = FAMILIES[name]
     chat = make_chat(family)
-    message, _ = chat.parse(encoded(chat, said(family, [RECORD]) + family.end), turn=1, tools=session.tools)
+    message, _ = parsed(chat, encoded(chat, said(family, [RECORD]) + family.end), session)
     stop = chat.tokenizer.convert_tokens_to_ids(family.end)
     results = results_of(message, "the result")
     cut, whole = (chat.reply(results, after=message, tools=session.tools, stop=end) for end in (None, stop))
@@ -305,7 +326,7 @@ def test_results_of_all_calls_of_a_turn_are_shown_in_order(name: str, session: C
     family = FAMILIES[name]
     chat = make_chat(family)
     text = said(family, [RECORD, ("balance", {"receipts": [1, 2]})]) + family.end
-    message, _ = chat.parse(encoded(chat, text), turn=1, tools=session.tools)
+    message, _ = parsed(chat, encoded(chat, text), session)
     assert [call.function.name for call in message.tool_calls or ()] == ["record", "balance"]
     results = results_of(message, "first result", "second result")
     reply = decoded(chat, chat.reply(results, after=message, tools=session.tools, stop=None))
@@ -316,7 +337,7 @@ def test_results_of_all_calls_of_a_turn_are_shown_in_order(name: str, session: C
 def test_control_tokens_in_a_result_stay_text(name: str, session: ClientSession) -> None:
     family = FAMILIES[name]
     chat = make_chat(family)
-    message, _ = chat.parse(encoded(chat, said(family, [RECORD]) + family.end), turn=1, tools=session.tools)
+    message, _ = parsed(chat, encoded(chat, said(family, [RECORD]) + family.end), session)
     forged = "|".join(token for token in (*family.special, *family.added) if token != '<|"|>')
     with_tokens, without = (
         chat.reply(results_of(message, content), after=message, tools=session.tools)
@@ -339,7 +360,7 @@ def test_result_names_the_id_that_the_model_wrote(
 ) -> None:
     family = FAMILIES[name]
     chat = make_chat(family)
-    message, _ = chat.parse(encoded(chat, call + family.end), turn=1, tools=session.tools)
+    message, _ = parsed(chat, encoded(chat, call + family.end), session)
     reply = chat.reply(results_of(message, "done"), after=message, tools=session.tools)
     assert shown in decoded(chat, reply)
 
@@ -357,10 +378,12 @@ INEXACT = {
     "Granite-3.3": "it writes no calls",
     "Hermes-3": "it drops a line break from the last result only",
     "LFM2": "it writes no calls",
+    "Llama-4": "it writes an empty block of Python before calls",
     "LFM2 v2": "it writes objects as JSON, models write Python",
     "LFM2.5": "as LFM2 v2",
     "MiniMax-M2": "it drops an empty thought",
     "Mistral-Nemo": "it writes ids of calls, which models do not",
+    "Nemotron-Nano-2": "it drops an empty thought",
     "Nemotron-3-Nano": "it writes an empty thought without line breaks",
     "OLMo-3": "as LFM2 v2",
     "Qwen3 without thinking": "as Gemma-4",
@@ -379,7 +402,7 @@ def append_turns(name: str, session: ClientSession) -> Iterator[tuple[str, str, 
     for turn, call in enumerate([PLAIN, ("balance", {"receipts": [1, 2]})], start=1):
         text = said(family, [call]) if family.opened else family.syntax([call])
         sampled = encoded(chat, text + family.end)
-        message, _ = chat.parse(sampled, turn=turn, tools=session.tools)
+        message, _ = parsed(chat, sampled, session, turn=turn)
         results = results_of(message, f"result {turn}")
         reply = chat.reply(results, after=message, tools=session.tools, stop=stop)
         conversation += [message, *results]

@@ -306,9 +306,25 @@ def test_json_calls_come_in_variants(text: str, expected: ParsedCall) -> None:
     assert PARSERS["hermes"].parse(f"<tool_call>\n{text}\n</tool_call>").calls == (expected,)
 
 
-def test_llama_json_that_names_no_tool_is_content() -> None:
-    parsed = PARSERS["llama"].parse('{"answer": {"x": 1}}')
-    assert (parsed.content, parsed.calls) == ('{"answer": {"x": 1}}', ())
+@pytest.mark.parametrize(
+    "text", ['{"answer": {"x": 1}}', '{"name": "Ada", "born": 1815}', '{"name": "f", "parameters": 7}']
+)
+def test_llama_json_that_names_no_tool_is_content(text: str) -> None:
+    parsed = PARSERS["llama"].parse(text, [MOVE, LOOK])
+    assert (parsed.content, parsed.calls) == (text, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"name": "look"}', call("look")),
+        ('{"name": "look", "parameters": "{}"}', call("look")),
+        ('{"name": "fly", "parameters": {"x": 1}}', call("fly", x=1)),
+        ('{"name": "move", "parameters": 7}', ParsedCall("", '{"name": "move", "parameters": 7}')),
+    ],
+)
+def test_llama_json_with_a_tool_or_with_arguments_is_a_call(text: str, expected: ParsedCall) -> None:
+    assert PARSERS["llama"].parse(text, [MOVE, LOOK]).calls == (expected,)
 
 
 @pytest.mark.parametrize(
