@@ -90,7 +90,10 @@ def eval_command(
     config: ConfigPath,
     model: Annotated[
         str | None,
-        typer.Option("--model", help="Model folder; default: the newest checkpoint, else model.path."),
+        typer.Option(
+            "--model",
+            help="Model, run or checkpoint; default: the newest checkpoint of this run, else model.path.",
+        ),
     ] = None,
     overrides: Overrides = None,
 ) -> None:

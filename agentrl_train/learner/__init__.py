@@ -11,7 +11,13 @@ from agentrl_train.learner.learner import Learner, lr_fraction
 from agentrl_train.learner.logprobs import sampled_logprobs, select_sampled
 from agentrl_train.learner.lora import Lora, adapter_base, merge_adapter
 from agentrl_train.learner.state import Snapshot
-from agentrl_train.learner.stored import StoredModel, auto_class, safetensors_files
+from agentrl_train.learner.stored import (
+    StoredModel,
+    auto_class,
+    require_all_tensors,
+    require_whole_weights,
+    safetensors_files,
+)
 
 __all__ = [
     "Critic",
@@ -26,6 +32,8 @@ __all__ = [
     "auto_class",
     "lr_fraction",
     "merge_adapter",
+    "require_all_tensors",
+    "require_whole_weights",
     "safetensors_files",
     "sampled_logprobs",
     "select_sampled",

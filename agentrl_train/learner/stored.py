@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,46 @@ def auto_class(config: Any) -> Any:
     """Return the class that loads models of a configuration with their language head."""
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForCausalLM if known else AutoModelForImageTextToText
+
+
+def require_whole_weights(config: Any) -> None:
+    """Check that the weights of a configuration are numbers that can be trained.
+
+    Raises:
+        ValueError: they are quantized.
+    """
+    parts = (config, config.get_text_config())
+    quantization = next(filter(None, (getattr(part, "quantization_config", None) for part in parts)), None)
+    if quantization is not None:
+        settings = quantization if isinstance(quantization, dict) else vars(quantization)
+        method = settings.get("quant_method", "an unknown method")
+        raise ValueError(
+            f"its weights are quantized ({getattr(method, 'value', method)}), and these cannot be trained: "
+            "choose the model without quantization, or dequantize it first"
+        )
+
+
+def require_all_tensors(*, lacking: Collection[str], mismatched: Collection[Any]) -> None:
+    """Check what transformers has found of a model in its files.
+
+    Args:
+        lacking: names of the tensors that no file has.
+        mismatched: names and both shapes of the tensors of other shapes.
+
+    Raises:
+        ValueError: a tensor is missing, or has another shape.
+    """
+    if lacking:
+        raise ValueError(
+            f"its files lack {len(lacking)} tensors, {min(lacking)} first: download them again, or correct "
+            "the architecture in its config.json"
+        )
+    if mismatched:
+        name, stored, expected = min(mismatched)
+        raise ValueError(
+            f"its files have {name} in the shape {tuple(stored)}, its config.json {tuple(expected)}: correct "
+            "its config.json"
+        )
 
 
 def safetensors_files(path: str | Path, *, revision: str | None = None) -> list[str]:
@@ -75,6 +115,7 @@ class StoredModel:
         revision: str | None = None,
     ) -> None:
         config = AutoConfig.from_pretrained(path, revision=revision)
+        require_whole_weights(config)
         self._files = files
         self._empty = _without_weights(config, dtype)
         with suppress(OSError):  # the model has none of its own
@@ -146,10 +187,12 @@ class StoredModel:
         names: dict[int, set[str]] = {}
         for name, value in tensors_of(self._empty).items():
             names.setdefault(id(value), set()).add(name)
-        if lacking := [min(tied) for tied in names.values() if tied <= found.missing_keys]:
-            raise ValueError(f"its files lack {len(lacking)} tensors, {lacking[0]} first")
-        if wrong := [*found.mismatched_keys, *found.conversion_errors]:
-            raise ValueError(f"its files have other shapes than its configuration: {wrong[0]}")
+        require_all_tensors(
+            lacking=[min(tied) for tied in names.values() if tied <= found.missing_keys],
+            mismatched=found.mismatched_keys,
+        )
+        if found.conversion_errors:
+            raise ValueError(f"its files do not fit its architecture: {next(iter(found.conversion_errors))}")
         dtypes = {name: value.dtype for name, value in tensors_of(tried).items()}
         for name, value in tensors_of(self._empty).items():
             value.data = value.data.to(dtypes[name])  # some stay in float32

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -94,9 +95,23 @@ def _mean(shares: Sequence[float | None]) -> float | None:
 
 
 def evaluate_policy(config: RunConfig, *, model: str | None) -> int:
-    """Evaluate a policy on the held-out samples and print success, its 95 % interval and pass@k."""
-    results = asyncio.run(_evaluate(config, path=model or _newest(config)))
-    Console().print(evaluation_table(results))
+    """Evaluate a policy on the held-out samples and print success, its 95 % interval and pass@k.
+
+    Args:
+        config: configuration of a run.
+        model: a model on the hub, a model folder, a checkpoint, or a run folder for its newest checkpoint;
+            None for the newest checkpoint of this run, or ``model.path`` without one.
+    """
+    newest = load_latest(config.run_folder / "checkpoints") if model is None else None
+    if newest is not None:
+        path, choice = str(newest.model_folder), "the newest checkpoint; --model evaluates another"
+    elif model is not None:
+        path, choice = str(_model_folder(Path(model))) if Path(model).exists() else model, "--model"
+    else:
+        path, choice = config.model.path, "model.path; the run has no checkpoint"
+    console = Console()
+    console.print(f"evaluating {path} ({choice})", soft_wrap=True)
+    console.print(evaluation_table(asyncio.run(_evaluate(config, path=path))))
     return 0
 
 
@@ -116,11 +131,6 @@ async def _evaluate_on(config: RunConfig, *, path: str, launcher: Launcher) -> d
         if evaluator is None:
             raise ConfigError("eval.samples is 0, so there is nothing to evaluate: raise it")
         return await evaluator()
-
-
-def _newest(config: RunConfig) -> str:
-    checkpoint = load_latest(config.run_folder / "checkpoints")
-    return str(checkpoint.model_folder) if checkpoint else config.model.path
 
 
 def evaluation_table(results: Mapping[str, Evaluation]) -> Table:
@@ -145,8 +155,7 @@ def evaluation_table(results: Mapping[str, Evaluation]) -> Table:
 
 def sft(config: RunConfig, *, output: Path) -> int:
     """Fine-tune a policy on expert episodes and save it in ``output``."""
-    if (output / "config.json").exists():
-        raise ConfigError(f"{output} already contains a model: choose another folder")
+    _claim_model_folder(output)
     asyncio.run(_sft(config, output=output))
     Console().print(f"model: {output}", soft_wrap=True)
     return 0
@@ -163,8 +172,7 @@ def record_rollouts(config: RunConfig, **options: Any) -> int:
 
 def merge(source: Path, *, output: Path, dtype: str) -> int:
     """Write the policy of a checkpoint as a model folder, with adapters merged."""
-    if (output / "config.json").exists():
-        raise ConfigError(f"{output} already contains a model: choose another folder")
+    _claim_model_folder(output)
     model, tokenizer = load_policy(str(_model_folder(source)))
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[dtype])
@@ -200,6 +208,21 @@ def merge_several(
         )
     Console().print(f"model: {output}", soft_wrap=True)
     return 0
+
+
+def _claim_model_folder(output: Path) -> None:
+    """Create the folder of a new model, before the work that it is for.
+
+    Raises:
+        ConfigError: it holds a model, or cannot be written.
+    """
+    if (output / "config.json").exists():
+        raise ConfigError(f"{output} already contains a model: choose another folder")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=output).close()
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written ({error.strerror}): choose another folder") from error
 
 
 def _model_folder(source: Path) -> Path:
@@ -261,8 +284,9 @@ async def _sft(config: RunConfig, *, output: Path) -> None:
         seed=config.run.seed,
         report=partial(_print_every, console, max(1, min(50, settings.steps // 10))),
     )
-    model.save_pretrained(output)
-    tokenizer.save_pretrained(output)
+    with run_folder_errors(output):
+        model.save_pretrained(output)
+        tokenizer.save_pretrained(output)
 
 
 def _print_every(console: Console, every: int, step: int, metrics: Mapping[str, float]) -> None:

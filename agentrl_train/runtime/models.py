@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import torch
 import transformers
@@ -19,8 +21,16 @@ from transformers import (
 )
 
 from agentrl_train.chat import ChatFormat
-from agentrl_train.errors import ConfigError
-from agentrl_train.learner import StoredModel, adapter_base, auto_class, merge_adapter, safetensors_files
+from agentrl_train.errors import ConfigError, TrainError
+from agentrl_train.learner import (
+    StoredModel,
+    adapter_base,
+    auto_class,
+    merge_adapter,
+    require_all_tensors,
+    require_whole_weights,
+    safetensors_files,
+)
 from agentrl_train.runtime.config import ModelSection
 
 transformers.utils.logging.disable_progress_bar()
@@ -41,16 +51,23 @@ def load_policy(
     model on the hub.
 
     Raises:
-        ConfigError: the model does not exist, or the device is not available.
+        ConfigError: the model does not exist, its files are not complete, or the device is not available.
     """
-    _check_source(path, device)
     with _as_config_errors(path):
+        _check_source(path, device)
         base = adapter_base(Path(path))
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
         config = AutoConfig.from_pretrained(base or path, revision=revision)
-        model: PreTrainedModel = auto_class(config).from_pretrained(
-            base or path, dtype=DTYPES[dtype], revision=revision
+        require_whole_weights(config)
+        model: PreTrainedModel
+        model, found = auto_class(config).from_pretrained(
+            base or path,
+            dtype=DTYPES[dtype],
+            revision=revision,
+            ignore_mismatched_sizes=True,  # reported below
+            output_loading_info=True,
         )
+        require_all_tensors(lacking=found["missing_keys"], mismatched=found["mismatched_keys"])
         if base is not None:
             merge_adapter(model, Path(path))
     model.to(device)  # type: ignore[arg-type]  # the library types this by its first parameter
@@ -68,13 +85,13 @@ def open_policy(
     Raises:
         ConfigError: the model does not exist, or its files are not complete.
     """
-    _check_source(path, "cpu")
-    if adapter_base(Path(path)) is None:
-        with _as_config_errors(path):
+    with _as_config_errors(path):
+        _check_source(path, "cpu")
+        files = safetensors_files(path, revision=revision) if adapter_base(Path(path)) is None else []
+        if files:
             tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
-            if files := safetensors_files(path, revision=revision):
-                stored = StoredModel(path, files=files, dtype=DTYPES[dtype], revision=revision)
-                return stored.model(), tokenizer, stored
+            stored = StoredModel(path, files=files, dtype=DTYPES[dtype], revision=revision)
+            return stored.model(), tokenizer, stored
     return *load_policy(path, dtype=dtype, revision=revision), None
 
 
@@ -105,12 +122,18 @@ def open_teacher(
 
 @contextmanager
 def _as_config_errors(path: str) -> Iterator[None]:
+    """Report whatever the library raises for a model; a broken folder can raise anything."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[
-            :MAX_REASON
-        ]  # the link to a gated model is not in its first line
+    except TrainError:
+        raise
+    except Exception as error:
+        # All lines: the link to a gated model is not in the first.
+        reason = " ".join(str(error).split())[:MAX_REASON]
+        if isinstance(error, SafetensorError):
+            reason += ": download its files again"
+        elif not isinstance(error, OSError | ValueError | RuntimeError | ImportError):
+            reason = f"{type(error).__name__}: {reason}"
         source = "" if Path(path).exists() else " from the hub (there is no folder of this name)"
         raise ConfigError(f"the model {path!r} cannot be loaded{source}: {reason}") from error
 
@@ -121,20 +144,46 @@ def chat_format(
     """Return the chat format of a loaded policy; a template of the settings becomes the tokenizer's own.
 
     Raises:
-        ConfigError: the template does not support episodes, or a setting does not fit it.
+        ConfigError: the template does not support episodes, a setting does not fit it, or the tokenizer does
+            not fit the model.
     """
     if settings.chat_template is not None:
         tokenizer.chat_template = Path(settings.chat_template).read_text(encoding="utf-8")
-    generation = getattr(model, "generation_config", None)
-    eos = getattr(generation, "eos_token_id", None)
+    _check_embeddings(model, tokenizer)
     return ChatFormat(
         tokenizer,
-        eos_token_ids=eos if isinstance(eos, list | tuple) else [] if eos is None else [eos],
+        eos_token_ids=_eos_token_ids(model),
         stop=settings.stop,
         tool_parser=settings.tool_parser,
         template_kwargs=settings.template_kwargs,
         system_prompt=settings.system_prompt,
     )
+
+
+def _eos_token_ids(model: PreTrainedModel) -> list[int]:
+    """Return the stop tokens of the generation configuration."""
+    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = list(eos) if isinstance(eos, list | tuple) else [] if eos is None else [eos]
+    if not all(type(i) is int and i >= 0 for i in ids):
+        raise ConfigError(f"eos_token_id in generation_config.json is {eos!r}: set it to ids of tokens")
+    return ids
+
+
+def _check_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that every token that an episode can hold has an embedding.
+
+    Special tokens that the template does not write never occur, so those may lie beyond it (Gemma 3 1B).
+    """
+    rows = len(cast(torch.Tensor, model.get_input_embeddings().weight))
+    template = str(tokenizer.chat_template)
+    unused = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special and str(t) not in template}
+    beyond = {i: token for token, i in tokenizer.get_vocab().items() if i >= rows and token not in unused}
+    if beyond:
+        raise ConfigError(
+            f"the tokenizer of {tokenizer.name_or_path} has {len(beyond)} tokens beyond the {rows} that the "
+            f"model has embeddings for, {beyond[min(beyond)]!r} first: use the tokenizer of this model, or "
+            "resize its embeddings"
+        )
 
 
 def copy_of(model: PreTrainedModel, *, dtype: str = "float32", device: str | None = None) -> PreTrainedModel:
@@ -148,10 +197,15 @@ def copy_of(model: PreTrainedModel, *, dtype: str = "float32", device: str | Non
 
 
 def _check_source(path: str, device: str) -> None:
-    is_local = path.startswith((".", "/", "~")) or Path(path).exists()
+    is_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists()
     has_model = (Path(path) / "config.json").is_file() or adapter_base(Path(path)) is not None
     if is_local and not has_model:
-        raise ConfigError(f"{path!r} is not a model folder: it has no config.json")
+        inner = Path(path) / "model"
+        hint = f"; {str(inner)!r} is one" if (inner / "config.json").is_file() else ""
+        raise ConfigError(f"{path!r} is not a model folder: it has no config.json{hint}")
+    for name in ("config.json", "generation_config.json"):
+        if (file := Path(path) / name).is_file():
+            _check_json(file)
     if not Path(path).exists():
         logger.warning("there is no folder %s: loading the model from the hub", path)
     try:
@@ -159,3 +213,13 @@ def _check_source(path: str, device: str) -> None:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"engine.device = {device!r} is not available: {reason}") from error
+
+
+def _check_json(file: Path) -> None:
+    """Check that a file is a JSON object; transformers ignores a generation_config.json that is none."""
+    try:
+        value, reason = json.loads(file.read_text(encoding="utf-8")), ""
+    except ValueError as error:
+        value, reason = None, f" ({error})"
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file} is not a JSON object{reason}")

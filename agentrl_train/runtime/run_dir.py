@@ -15,8 +15,8 @@ from agentrl_train.runtime.config import RunConfig
 from agentrl_train.runtime.config.toml import flat, problems, read_toml
 
 CONFIG = "config.toml"
-FIXED = "train.lora"
-"""Section that must not change on resume: it defines the parameters of a checkpoint."""
+FIXED = ("train.lora", "model.path", "model.revision")
+"""Settings that must not change on resume: they define the parameters of a checkpoint and its reference."""
 NOT_SHOWN = ("run.name", "run.folder")
 """Settings not reported as changed on resume."""
 
@@ -25,13 +25,14 @@ NOT_SHOWN = ("run.name", "run.folder")
 def claim_run_dir(folder: Path, config: RunConfig, *, resume: bool) -> Iterator[list[str]]:
     """Create or reopen the run folder and lock it.
 
-    A folder without a checkpoint starts from the beginning, with ``resume`` or without.
+    A folder in which no step was trained starts from the beginning, with ``resume`` or without.
 
     Yields:
         The settings that changed since the run began, one sentence each.
 
     Raises:
-        ConfigError: the folder is in use, holds nothing to resume, or a fixed setting changed.
+        ConfigError: the folder is in use, holds nothing to resume, lacks its checkpoints, or a fixed setting
+            changed.
         RunFolderError: the folder is not writable.
     """
     started = bool(steps(folder / "checkpoints"))
@@ -39,6 +40,12 @@ def claim_run_dir(folder: Path, config: RunConfig, *, resume: bool) -> Iterator[
         raise ConfigError(
             f"{folder} already contains a run: continue it with --resume, or start another with "
             "--set run.name=NAME"
+        )
+    metrics = folder / "metrics.jsonl"
+    if not started and metrics.exists() and metrics.stat().st_size:
+        raise ConfigError(
+            f"{metrics} has the steps of a run, but {folder / 'checkpoints'} has no checkpoint: restore it, "
+            "or start another run with --set run.name=NAME"
         )
     if resume and not folder.exists():
         raise ConfigError(f"{folder} contains no run to resume: start it without --resume")
@@ -53,9 +60,10 @@ def claim_run_dir(folder: Path, config: RunConfig, *, resume: bool) -> Iterator[
         changed = changed_settings(folder / CONFIG, config) if started else {}
         for name, (old, new) in changed.items():
             if name.startswith(FIXED):
+                moved = f"; if the model has only moved, correct {folder / CONFIG}" * (name == "model.path")
                 raise ConfigError(
                     f"{name} was {old} when the run in {folder} began, and is {new} now, which does not fit "
-                    "its checkpoints: restore it, or start another run with --set run.name=NAME"
+                    f"its checkpoints: restore it, or start another run with --set run.name=NAME{moved}"
                 )
         yield [f"{name} = {new} (was {old})" for name, (old, new) in changed.items() if name not in NOT_SHOWN]
 

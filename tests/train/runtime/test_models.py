@@ -1,4 +1,5 @@
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -8,16 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AddedToken, AutoTokenizer
 
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Lora, stored
 from agentrl_train.learner.lora import add_adapters, is_adapter, save_adapter
 from agentrl_train.runtime import compose, factories
 from agentrl_train.runtime.compose import served_policy
-from agentrl_train.runtime.config import load_config
+from agentrl_train.runtime.config import ModelSection, load_config
 from agentrl_train.runtime.environments import Served
-from agentrl_train.runtime.models import copy_of, load_policy, open_policy
+from agentrl_train.runtime.models import chat_format, copy_of, load_policy, open_policy
 from agentrl_train.runtime.placement.launcher import Local, make_launcher
 from agentrl_train.types import UNTRACED, SamplingParams, Threads
 from tests.tiny_models import make_model, make_tokenizer
@@ -40,7 +42,13 @@ def test_bfloat16_copy_keeps_rotary_frequencies_and_tied_weights() -> None:
     assert copied.get_output_embeddings().weight is copied.get_input_embeddings().weight
 
 
-@pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all"])
+def test_run_folder_in_place_of_a_model_is_reported_with_its_model(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"it has no config\.json; '.*/model' is one"):
+        load_policy(str(tmp_path))
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "runs/nowhere/model"])
 def test_missing_model_folder_is_reported(path: str) -> None:
     with pytest.raises(ConfigError, match="is not a model folder"):
         load_policy(path)
@@ -53,6 +61,112 @@ def test_file_that_is_cut_off_is_reported(load: Callable[..., object], tmp_path:
     os.truncate(tmp_path / "model.safetensors", 5000)
     with pytest.raises(ConfigError, match=r"cannot be loaded: .*header"):
         load(str(tmp_path))
+
+
+def without(name: str, folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({key: value for key, value in tensors.items() if name not in key}, folder / "model.safetensors")
+
+
+def narrower(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name][:-1].contiguous()}, folder / "model.safetensors")
+
+
+def configured(file: str, folder: Path, **values: Any) -> None:
+    settings = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(settings | values))
+
+
+BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a layer lacks weights": (
+        lambda folder: without("layers.1.mlp", folder),
+        r"lack 3 tensors, model\.layers\.1\.mlp\.down_proj\.weight first: download them again",
+    ),
+    "the embeddings are missing": (
+        lambda folder: without("embed", folder),
+        r"lack \d tensors?, lm_head.weight",
+    ),
+    "a tensor has another shape": (narrower, r"up_proj\.weight in the shape \(63, 32\), its config"),
+    "the configuration is cut off": (
+        lambda folder: (folder / "config.json").write_text("{"),
+        r"config\.json is not a JSON object \(Expecting",
+    ),
+    "the configuration is a list": (
+        lambda folder: (folder / "config.json").write_text("[1]"),
+        r"config\.json is not a JSON object$",
+    ),
+    "the generation configuration is cut off": (
+        lambda folder: (folder / "generation_config.json").write_text("{"),
+        r"generation_config\.json is not a JSON object",
+    ),
+    "the model has no attention heads": (
+        lambda folder: configured("config.json", folder, num_attention_heads=0),
+        "cannot be loaded: ZeroDivisionError",
+    ),
+    "a size is text": (
+        lambda folder: configured("config.json", folder, hidden_size="big"),
+        "cannot be loaded: .*hidden_size",
+    ),
+    "the weights are quantized": (
+        lambda folder: configured("config.json", folder, quantization_config={"quant_method": "gptq"}),
+        r"its weights are quantized \(gptq\), and these cannot be trained: choose the model without",
+    ),
+    "the template is not UTF-8": (
+        lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff{{ messages }}"),
+        "cannot be loaded: 'utf-8' codec",
+    ),
+    "the weights are a pointer of Git LFS": (
+        lambda folder: (folder / "model.safetensors").write_text(
+            "version https://git-lfs.github.com/spec/v1"
+        ),
+        "header too large: download its files again",
+    ),
+    "the tokenizer is cut off": (
+        lambda folder: (folder / "tokenizer.json").write_text("{"),
+        "cannot be loaded: Expecting property name",
+    ),
+}
+
+
+@pytest.mark.parametrize("load", [load_policy, open_policy])
+@pytest.mark.parametrize("fault", BROKEN)
+def test_broken_model_folder_is_refused_with_its_fault(
+    fault: str, load: Callable[..., object], tmp_path: Path
+) -> None:
+    make_model().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    change, reason = BROKEN[fault]
+    change(tmp_path)
+    with pytest.raises(ConfigError, match=reason):
+        load(str(tmp_path))
+
+
+def test_adapter_with_a_broken_configuration_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be loaded: Expecting property name"):
+        load_policy(str(tmp_path))
+
+
+def test_tokenizer_with_tokens_beyond_the_embeddings_is_refused() -> None:
+    model, tokenizer = make_model(), make_tokenizer()
+    rows = len(tokenizer)
+    settings = ModelSection(path="policy")
+    model.resize_token_embeddings(rows)
+    tokenizer.add_tokens([AddedToken("<image>", special=True)])
+    chat_format(settings, model=model, tokenizer=tokenizer)  # no episode can hold this token
+    tokenizer.add_tokens(["word"])
+    with pytest.raises(ConfigError, match=rf"1 tokens beyond the {rows} that the model .*, 'word' first"):
+        chat_format(settings, model=model, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("eos", ["<|im_end|>", [2, -1], {"a": 1}, True])
+def test_stop_tokens_that_are_no_ids_are_refused(eos: Any) -> None:
+    model = make_model()
+    model.generation_config.eos_token_id = eos
+    with pytest.raises(ConfigError, match=r"eos_token_id in generation_config\.json is .*: set it to ids"):
+        chat_format(ModelSection(path="policy"), model=model, tokenizer=make_tokenizer())
 
 
 @pytest.mark.parametrize("needs_a_plan", [False, True])

@@ -70,6 +70,22 @@ def test_lora_settings_cannot_change_on_resume(tmp_path: Path) -> None:
     assert (folder / "config.toml").read_text() == before
 
 
+def test_model_cannot_change_on_resume(tmp_path: Path) -> None:
+    other = configured()
+    other = other.model_copy(update={"model": other.model.model_copy(update={"path": "another"})})
+    with pytest.raises(
+        ConfigError, match=r"model\.path was policy when .* if the model has only moved, corr"
+    ):
+        claim(begun(tmp_path), other, resume=True)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_steps_without_a_checkpoint_are_not_overwritten(resume: bool, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl has the steps of a run, but .* has no checkpoint"):
+        claim(tmp_path, configured(), resume=resume)
+
+
 @pytest.mark.parametrize("other", [qwen, llama])
 def test_checkpoint_of_different_model_is_rejected(tmp_path: Path, other) -> None:  # type: ignore[no-untyped-def]
     Learner(make_model(), learning_rate=1e-3).snapshot().write(tmp_path)
