@@ -63,7 +63,7 @@ def new(
             (name / file).write_text(text, encoding="utf-8")
             print(f"wrote {name / file}")
     except OSError as error:
-        raise AgentRLError(str(error)) from error
+        raise AgentRLError(f"{name} cannot be written ({error.strerror}): choose another folder") from error
     print(f"\nNext: agentrl-env check {name} && agentrl-env play {name}")
 
 

@@ -119,6 +119,8 @@ def check(
     found: list[Any] = []
     errors: list[dict[str, str]] = []
     measured = _measured(resume)
+    if resume is not None:
+        _check_writable(resume)
     for target in _environments(targets):
         try:
             if quality:
@@ -169,6 +171,16 @@ def _measured(file: Path | None) -> dict[str, list[TaskQuality]]:
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise AgentRLError(f"--resume {file} holds no figures of this command: {error}") from error
+
+
+def _check_writable(file: Path) -> None:
+    """Raise AgentRLError where the figures could not be kept, before anything is measured."""
+    try:
+        file.open("a").close()
+    except OSError as error:
+        raise AgentRLError(
+            f"--resume {file} cannot be written ({error.strerror}): name another file"
+        ) from error
 
 
 def _keep(file: Path | None, target: str, figures: list[TaskQuality]) -> list[TaskQuality]:

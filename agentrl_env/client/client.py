@@ -299,12 +299,16 @@ def _request(
     sample: dict[str, Any] | None,
     wait: float,
 ) -> OpenRequest:
-    return OpenRequest(
-        task=task,
-        split=split,
-        index=index,
-        seed=seed,
-        sample=sample,
-        wait_s=min(wait, MAX_WAIT_S),
-        request_id=secrets.token_urlsafe(12),
-    )
+    try:
+        return OpenRequest(
+            task=task,
+            split=split,
+            index=index,
+            seed=seed,
+            sample=sample,
+            wait_s=min(wait, MAX_WAIT_S),
+            request_id=secrets.token_urlsafe(12),
+        )
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        raise InvalidRequest(f"{problem['loc'][0]}: {problem['msg']}") from error

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
 
 from agentrl_env.errors import LaunchError
 from agentrl_env.launch.docker import ContainerLimits
@@ -119,14 +120,20 @@ def read_fleet_config(file: Path) -> FleetConfig:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise LaunchError(f"cannot read {file}: {error}") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise LaunchError(f"{file}: {key}: {first['msg'].removeprefix('Value error, ')}") from error
+        raise LaunchError(f"{file}: {'; '.join(map(_problem, error.errors()))}") from error
     tasks = (
         task.model_copy(update={"target": task.target and resolve_target(file.parent, task.target)})
         for task in config.tasks
     )
     return config.model_copy(update={"tasks": tuple(tasks)})
+
+
+def _problem(error: ErrorDetails) -> str:
+    """Return one error of the file with its key."""
+    key = ".".join(str(part) for part in error["loc"]) or "the file"
+    if error["type"] == "extra_forbidden":
+        return f"{key}: there is no such key"
+    return f"{key}: {error['msg'].removeprefix('Value error, ')}"
 
 
 def resolve_target(folder: Path, target: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 import agentrl_env
-from agentrl_env.errors import LaunchError, TargetError
+from agentrl_env.errors import LaunchError, TargetError, install_extra
 
 DISTRIBUTION = "agentrl-kit"
 USER = "65532:65532"
@@ -217,8 +217,10 @@ def _top_of(module: str, target: str) -> Path:
 
 def _task_paths(task: TaskFiles) -> Iterator[tuple[Path, str]]:
     """Yield the task's files in sorted order, with their names in the context."""
-    from docker.utils.build import exclude_paths
-
+    try:
+        from docker.utils.build import exclude_paths
+    except ImportError as error:
+        raise LaunchError(f"an image needs an extra package: {install_extra('docker')}") from error
     if task.root.is_file():
         yield task.root, f"task/{task.root.name}"
         return

@@ -225,8 +225,10 @@ async def _tasks(client: EnvClient, section: EnvironmentSection) -> dict[str, Ta
     try:
         return await client.tasks()
     except Unauthorized as error:
-        words = "name the variable that holds it in environments.token_env"
-        raise ConfigError(f"the environment server {section.url} needs a token: {words}") from error
+        problem = "needs a token: name the variable that holds it in environments.token_env"
+        if section.token_env:
+            problem = f"rejects the token in {section.token_env}: export the token that the server was given"
+        raise ConfigError(f"the environment server {section.url} {problem}") from error
     except AgentRLError as error:
         source = section.url or ", ".join(section.serve)
         raise EnvironmentUnavailable(f"the environment server {source} lists no tasks: {error}") from error

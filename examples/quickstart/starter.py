@@ -7,9 +7,9 @@ random Qwen3 model is trained to imitate them. It becomes as good as they are, w
 where to look first: what is better is left to reinforcement learning. Takes about five minutes on one core.
 
 With ``--tasks dbbench --width 192`` it imitates the expert of another task of ``environments/`` as it is,
-or with ``--noise 0.4`` its mistakes too, where the task's expert makes some. ``--induction`` is for tasks
-with names of several tokens, or with long episodes: the model copies such names from the start.
-``examples/agentbench`` starts from such policies.
+or with ``--noise 0.4`` its mistakes too, where the task's expert makes some. ``--tasks FOLDER`` imitates that
+of your own task. ``--induction`` is for tasks with names of several tokens, or with long episodes: the model
+copies such names from the start. ``examples/agentbench`` starts from such policies.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ def clumsy(name: str, noise: float = 0.0) -> type[Environment]:
     """Return a task; a starter task with a noisy expert, which looks for things by a wrong habit.
 
     Args:
-        name: folder of ``environments``.
+        name: folder of ``environments``, or another target: a folder, file.py:Class or module:Class.
         noise: ``expert_noise`` of a task that has one, and none in ``EXPERT_NOISE``.
     """
-    task = load_target(str(ENVIRONMENTS / name))
+    folder = ENVIRONMENTS / name
+    task = load_target(str(folder) if folder.exists() else name)
     noise = EXPERT_NOISE.get(name, noise)
     if not noise or not hasattr(task, "expert_noise"):
         return task
-    return type(task.__name__, (task,), {"name": name, "expert_noise": noise})
+    return type(task.__name__, (task,), {"name": task.name, "expert_noise": noise})
 
 
 def new_tokenizer(texts: Sequence[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
@@ -165,9 +166,11 @@ def set_induction_heads(model: Qwen3ForCausalLM) -> None:
 
 async def make(arguments: argparse.Namespace) -> None:
     """Play episodes, train the tokenizer and the model, and save both."""
-    tasks = {name: clumsy(name, arguments.noise) for name in arguments.tasks}
-    clients = {name: EnvClient.local(task, max_sessions=arguments.traces) for name, task in tasks.items()}
-    sources = {name: TaskSource(task=name) for name in clients}
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    tasks = [clumsy(name, arguments.noise) for name in arguments.tasks]
+    clients = {task.name: EnvClient.local(task, max_sessions=arguments.traces) for task in tasks}
+    known = {name: (await client.tasks())[name].splits["train"] for name, client in clients.items()}
+    sources = {name: TaskSource(task=name, num_samples=split.num_samples) for name, split in known.items()}
     letters = ChatFormat(new_tokenizer([], vocab_size=0))
     heard, success = await expert_sequences(clients, letters, sources=sources, count=arguments.traces // 10)
     print("experts' success", {task: round(share, 2) for task, share in success.items()}, flush=True)
@@ -209,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line and create the starter policy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--output", type=Path, default=HERE / "starter")
-    parser.add_argument("--tasks", nargs="+", default=list(EXPERT_NOISE), help="folders of environments/")
+    parser.add_argument("--tasks", nargs="+", default=list(EXPERT_NOISE), help="of environments/, or folders")
     parser.add_argument("--noise", type=float, default=0.0, help="expert_noise of other tasks that have one")
     parser.add_argument("--width", type=int, default=128, help="a multiple of 32")
     parser.add_argument("--induction", action="store_true", help="can copy several tokens from the start")

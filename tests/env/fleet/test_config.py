@@ -72,7 +72,7 @@ def test_token_comes_from_the_environment(config, monkeypatch):
         ('[[tasks]]\nname = "a"', "tasks.0: give either target or image"),
         ('[[tasks]]\nname = "a"\nimage = "x"', 'kind = "docker"'),
         ('[[tasks]]\nname = "A b"\ntarget = "x"', "tasks.0.name: must be lower-case"),
-        ('[[tasks]]\nname = "a"\ntarget = "x"\nreplica = 2', "tasks.0.replica: Extra inputs"),
+        ('[[tasks]]\nname = "a"\ntarget = "x"\nreplica = 2', "tasks.0.replica: there is no such key"),
         ('[[tasks]]\nname = "a"\ntarget = "x"\nreplicas = 0', "tasks.0.replicas"),
         ('[[tasks]]\nname = "a"\ntarget = "x"\nlimits = {memory = "much"}', "'much' is not a size"),
         (

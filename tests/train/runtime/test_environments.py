@@ -41,6 +41,17 @@ async def test_token_of_the_environment_is_not_sent_to_a_server_whose_section_na
             raise AssertionError("the server has accepted the call")
 
 
+async def test_rejected_token_is_reported_with_its_variable(
+    server: EnvServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEET_TOKEN", "another-" + TOKEN)
+    with pytest.raises(ConfigError, match=r"rejects the token in FLEET_TOKEN: export"):
+        async with environments(
+            [EnvironmentSection(url=server.url, token_env="FLEET_TOKEN")], max_sessions=1
+        ):
+            raise AssertionError("the server has accepted the call")
+
+
 async def test_server_that_starts_too_late_names_the_key_of_its_deadline() -> None:
     section = EnvironmentSection(serve=("tests.train.fakes:Countdown",), start_timeout_s=0.001)
     with pytest.raises(EnvironmentUnavailable, match=r"within 0.001 s.*environments.start_timeout_s"):

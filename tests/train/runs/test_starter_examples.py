@@ -1,4 +1,4 @@
-"""The configurations of examples/agentbench: they load, and one makes a run from the expert's episodes on."""
+"""The configurations of examples that need a starter: they load, and train from the expert's episodes on."""
 
 import json
 import subprocess
@@ -10,7 +10,8 @@ import pytest
 from agentrl_train import load_config
 
 ROOT = Path(__file__).parents[3]
-FILES = sorted((ROOT / "examples" / "agentbench").glob("*.toml"))
+EXAMPLES = ROOT / "examples"
+FILES = sorted((EXAMPLES / "agentbench").glob("*.toml"))
 TASKS = {"alfworld", "dbbench", "knowledgegraph", "os_interaction", "webshop"}
 
 
@@ -28,11 +29,20 @@ def test_configuration_loads_and_serves_its_tasks(file):
     assert sorted(served) == [ROOT / "environments" / task for task in sorted(tasks)]
 
 
+def test_configuration_of_boxes_loads_and_serves_its_task():
+    path = EXAMPLES / "boxes" / "train.toml"
+    config = load_config(path, [f"model.path={EXAMPLES / 'quickstart/starter'}"])
+    assert [Path(one).resolve() for one in config.environments[0].serve] == [EXAMPLES / "boxes"]
+
+
 @pytest.mark.slow
 @pytest.mark.extended
-def test_run_goes_on_from_a_starter_that_imitates_the_expert(tmp_path):
+@pytest.mark.parametrize(
+    ("target", "config"), [("dbbench", "agentbench/dbbench.toml"), (EXAMPLES / "boxes", "boxes/train.toml")]
+)
+def test_run_goes_on_from_a_starter_that_imitates_the_expert(target, config, tmp_path):
     starter = tmp_path / "starter"
-    script = [sys.executable, ROOT / "examples/quickstart/starter.py", "--tasks", "dbbench", "--width", "64"]
+    script = [sys.executable, EXAMPLES / "quickstart/starter.py", "--tasks", target, "--width", "64"]
     subprocess.run([*script, "--traces", "40", "--steps", "4", "--output", starter], check=True, timeout=900)
     values = {
         "model.path": starter,
@@ -43,8 +53,8 @@ def test_run_goes_on_from_a_starter_that_imitates_the_expert(tmp_path):
         "eval.samples": 4,
     }
     options = [text for name, value in values.items() for text in ("--set", f"{name}={value}")]
-    command = [sys.executable, "-m", "agentrl_train", "run", ROOT / "examples/agentbench/dbbench.toml"]
+    command = [sys.executable, "-m", "agentrl_train", "run", EXAMPLES / config]
     subprocess.run([*command, *options], check=True, timeout=900, cwd=tmp_path)
-    summary = json.loads((tmp_path / "dbbench" / "summary.json").read_text())
-    assert summary["tasks"]["dbbench"]["episodes"] > 0
-    assert {"before", "after", "before_greedy", "after_greedy"} <= set(summary["tasks"]["dbbench"])
+    (task,) = json.loads(next(tmp_path.glob("*/summary.json")).read_text())["tasks"].values()
+    assert task["episodes"] > 0
+    assert {"before", "after", "before_greedy", "after_greedy"} <= set(task)
