@@ -133,7 +133,7 @@ async def export(
         for index in range(count if number is None else min(count, number)):
             folder = out / f"{_slug(task.name)}-{_slug(split)}-{index:04}"
             if folder.exists():
-                raise LaunchError(f"{folder} is there already; choose another --out, or remove it")
+                raise LaunchError(f"{folder} is there already; choose another --output, or remove it")
             async with await client.open(task.name, split=split, index=index) as session:
                 info = session.info
                 moves, reward = await _oracle(session)

@@ -139,7 +139,9 @@ def export(
             metavar="TARGET...", help="Folders with environment.py, file.py:Class or module:Class."
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder that gets the task folders.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="The folder that gets the task folders.")
+    ],
     split: Annotated[str, typer.Option(help="The split of the samples.")] = "test",
     count: Annotated[int, typer.Option(min=1, metavar="N", help="The number of samples of each task.")] = 10,
     base: Annotated[
@@ -160,7 +162,7 @@ def export(
 
     for target in targets:
         options: dict[str, Any] = {"split": split, "count": count, "base": base, "requirements": extra or ()}
-        for one in asyncio.run(write(target, out, wheelhouse=wheelhouse, **options)):
+        for one in asyncio.run(write(target, output, wheelhouse=wheelhouse, **options)):
             print(f"{one.folder}: " + ("no solution" if one.oracle is None else f"solution {one.oracle:g}"))
 
 

@@ -101,7 +101,7 @@ async def test_task_without_an_expert_has_no_solution(tmp_path):
 
 
 def test_command_line_prints_the_folders_and_what_their_solutions_earn(tmp_path, monkeypatch, capsys):
-    command = ["agentrl-env", "export", "harbor", HOUSEHOLD, "--count", "1", "--out", str(tmp_path)]
+    command = ["agentrl-env", "export", "harbor", HOUSEHOLD, "--count", "1", "--output", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as ended:
         main()
