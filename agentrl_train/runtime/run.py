@@ -43,6 +43,7 @@ from agentrl_train.runtime.trainer import (
     TRACK,
     StepTrainer,
     by_task,
+    large_step_warning,
     no_calls_warning,
     no_signal_warning,
     turn_rewards_warning,
@@ -167,6 +168,7 @@ class Run:
         self._trained_tokens = int(state.get("trained_tokens", 0))
         self._idle_steps = 0
         self._steps_without_calls = 0
+        self._large_steps = 0
         self._started = time.monotonic()
         self._throughput = throughput
         if checkpoint:
@@ -255,6 +257,7 @@ class Run:
         if self._idle_steps.bit_count() == 1:  # 1, 2, 4, 8 ... in a row
             logger.warning("%s", no_signal_warning(step.groups, steps=self._idle_steps))
         self._warn_of_no_calls(step)
+        self._warn_of_large_steps(trained)
         by_turn = self._config.algorithm.credit == "turn"
         if number == 1 and by_turn and (warning := turn_rewards_warning(step.groups)):
             logger.warning("%s", warning)
@@ -292,6 +295,13 @@ class Run:
         warning = no_calls_warning(step.groups, chat=self._policy.chat)
         self._steps_without_calls = self._steps_without_calls + 1 if warning else 0
         if self._steps_without_calls.bit_count() == 1:
+            logger.warning("%s", warning)
+
+    def _warn_of_large_steps(self, metrics: Mapping[str, float]) -> None:
+        """Log a warning at the 1st, 2nd, 4th, 8th ... step that is large."""
+        warning = large_step_warning(metrics)
+        self._large_steps += warning is not None
+        if warning is not None and self._large_steps.bit_count() == 1:
             logger.warning("%s", warning)
 
     def _due(self, step: int, every: int) -> bool:

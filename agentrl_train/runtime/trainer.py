@@ -36,6 +36,8 @@ FEW_VALID_CALLS = 0.1
 """Share of turns with valid calls below which the warning of a run that learns nothing names it."""
 TRACK = "trainer/steps"
 """Trace track of the parts of a step."""
+LARGE_KL = 0.1
+"""KL divergence from the sampling policy, in nats a token, above which a step is said to be large."""
 QUOTED = 300
 """Characters of a completion quoted in a warning, at most."""
 OLDEST = 8
@@ -391,6 +393,17 @@ def no_signal_warning(groups: Sequence[TrajectoryGroup], *, steps: int) -> str:
         "try easier or harder samples, a larger rollout.group_size, or a warm start with `agentrl-train sft`"
     )
     return "; ".join(sentences)
+
+
+def large_step_warning(metrics: Mapping[str, float]) -> str | None:
+    """Return a warning if the policy that is trained is far from the one that was sampled."""
+    kl = metrics.get("kl", 0.0)
+    if kl <= LARGE_KL:
+        return None
+    return (
+        f"the policy is {kl:.2g} nats a token from the one that sampled these episodes (kl): such large "
+        "steps can unlearn what it knew; lower train.learning_rate, or raise train.warmup_steps"
+    )
 
 
 def turn_rewards_warning(groups: Sequence[TrajectoryGroup]) -> str | None:

@@ -17,7 +17,7 @@ from agentrl_train.runtime.telemetry.metrics import (
 )
 from agentrl_train.runtime.telemetry.progress import Progress
 from agentrl_train.runtime.telemetry.sinks import ScalarWriter
-from agentrl_train.runtime.trainer import no_signal_warning
+from agentrl_train.runtime.trainer import large_step_warning, no_signal_warning
 from agentrl_train.types import Completion, EpisodeEnd, Trajectory, TrajectoryGroup, Turn
 
 
@@ -307,3 +307,12 @@ def test_warning_of_a_run_that_learns_nothing_names_valid_calls() -> None:
     warning = no_signal_warning([group], steps=1)
     assert "valid_calls is 0, the share of turns whose calls the environment accepted" in warning
     assert "valid_calls" not in warning_for(0.0, 0.0)
+
+
+def test_step_far_from_the_sampling_policy_has_warning_with_settings() -> None:
+    assert large_step_warning({}) is None
+    assert large_step_warning({"kl": 0.1}) is None
+    warning = large_step_warning({"kl": 0.3456})
+    assert warning is not None
+    assert warning.startswith("the policy is 0.35 nats a token from the one that sampled")
+    assert "lower train.learning_rate, or raise train.warmup_steps" in warning
