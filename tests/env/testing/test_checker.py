@@ -109,6 +109,19 @@ def test_ignored_seed_fails_seed_replay():
     assert "guess(n=" in evidence
 
 
+def test_expert_is_not_blamed_where_some_answers_do_not_follow_the_seed():
+    calls = itertools.count()  # 0: with the expert, 1: without, from 2 on: compared with one another
+
+    class Moody(Guess):
+        @tool
+        def guess(self, n: int):
+            """Guess."""
+            return "What?" if next(calls) in (1, 4) else super().guess(n)
+
+    report = report_on(Moody, checks=only("expert"))
+    assert report["expert"].evidence == "Not run, for the reason that seed_replay reports."
+
+
 def test_seed_without_effect_warns():
     class Constant(Guess):
         def reset(self, sample, rng):
