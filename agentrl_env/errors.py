@@ -49,7 +49,10 @@ import sys
 import sysconfig
 from functools import partial
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 AUTHOR_ERRORS = (Exception, SystemExit)
 """Exceptions of author code that end an episode rather than the process."""
@@ -338,6 +341,13 @@ _ADVICE = {
     "'TaskSample' object ": "what samples() returns is in sample.data, as in sample.data['key']",
 }
 """What to do about messages of Python that do not say it."""
+
+
+def explain(error: ValidationError) -> str:
+    """Return the first problem of a model and its location in one line."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where}: {first['msg']}" if where else first["msg"]
 
 
 def describe(error: BaseException, method: Any = None) -> str:

@@ -27,12 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from agentrl_env.client import ClientSession, EnvClient
-from agentrl_env.errors import (
-    AgentRLError,
-    CallTimeout,
-    ProtocolError,
-    ServerFull,
-)
+from agentrl_env.errors import AgentRLError, CallTimeout, ProtocolError, ServerFull
 from agentrl_env.types import Message, SessionStatus, StepResult, TaskSample, ToolSpec
 from agentrl_train import sub_agent
 from agentrl_train.chat import ChatFormat

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from agentrl_env.client.backend import SessionBackend
 from agentrl_env.client.http import HttpBackend
-from agentrl_env.errors import ClientClosed, InvalidRequest, WireError, from_wire
+from agentrl_env.errors import ClientClosed, InvalidRequest, WireError, explain, from_wire
 from agentrl_env.types import (
     Message,
     SessionInfo,
@@ -310,5 +310,4 @@ def _request(
             request_id=secrets.token_urlsafe(12),
         )
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        raise InvalidRequest(f"{problem['loc'][0]}: {problem['msg']}") from error
+        raise InvalidRequest(explain(error)) from error

@@ -14,7 +14,7 @@ import msgspec
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json, to_json
 
-from agentrl_env.errors import BodyTooLarge, Forbidden, InvalidRequest, NotSupported, WireError
+from agentrl_env.errors import BodyTooLarge, Forbidden, InvalidRequest, NotSupported, WireError, explain
 from agentrl_env.fast_wire import (
     UNREADABLE,
     FastBatch,
@@ -339,13 +339,6 @@ def validate(model: type[M], data: object) -> M:
         return model.model_validate(data)
     except ValidationError as error:
         raise InvalidRequest(explain(error)) from error
-
-
-def explain(error: ValidationError) -> str:
-    """Return the first problem and its location in one line."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return f"{where}: {first['msg']}" if where else first["msg"]
 
 
 def call_named(name: str) -> Call:

@@ -424,6 +424,13 @@ async def test_message_that_is_not_json_is_rejected_before_sending(serving):
         assert (await session.step("hello")).seq == 1
 
 
+async def test_opening_that_is_not_a_request_is_rejected_before_sending(serving):
+    server = await serving(Quick)
+    async with EnvClient.connect(server.url) as client:
+        with pytest.raises(InvalidRequest, match=r"^seed: Input should be greater than or equal to 0$"):
+            await client.open("quick", seed=-1)
+
+
 async def test_waiting_openings_leave_connections_for_steps(serving):
     server = await serving(Quick, max_sessions=2)
     async with EnvClient(HttpBackend(server.url, max_connections=4)) as client:
