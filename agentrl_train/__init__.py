@@ -5,7 +5,7 @@ The steps of the data path, one module each: ``actor`` and ``chat`` (4), ``advan
 ``agentrl_env``.
 """
 
+from agentrl_train.config import RunConfig, load_config
 from agentrl_train.errors import TrainError
-from agentrl_train.runtime.config import RunConfig, load_config
 
 __all__ = ["RunConfig", "TrainError", "load_config"]

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from agentrl_env.errors import AgentRLError, install_extra
+from agentrl_train.config import RunConfig, gateway_config, load_config
 from agentrl_train.errors import TrainError
-from agentrl_train.runtime.config import RunConfig, gateway_config, load_config
 
 EXTRA_MODULES = ("torch", "transformers", "safetensors", "tokenizers", "jinja2", "tensorboardX")
 """Modules that the extra ``[train]`` installs."""
@@ -43,7 +43,7 @@ def run_command(
     """Train a policy by reinforcement learning."""
     loaded = _load(config, overrides)
     _quiet_threads(loaded)
-    from agentrl_train.runtime.commands import run
+    from agentrl_train.cli.commands import run
 
     raise typer.Exit(run(loaded, resume=resume))
 
@@ -66,7 +66,7 @@ def sweep_command(
     Finished runs are kept, interrupted ones go on from their checkpoints, and a failed one does not stop the
     rest.
     """
-    from agentrl_train.runtime.sweep.command import sweep
+    from agentrl_train.sweep.command import sweep
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     raise typer.Exit(sweep(file, cores=cores, processes=processes, replace=replace))
@@ -80,7 +80,7 @@ def sft_command(
 ) -> None:
     """Fine-tune a policy on expert episodes of the environments (supervised)."""
     loaded = _load(config, overrides)
-    from agentrl_train.runtime.commands import sft
+    from agentrl_train.cli.commands import sft
 
     raise typer.Exit(sft(loaded, output=output))
 
@@ -99,7 +99,7 @@ def eval_command(
 ) -> None:
     """Evaluate a policy on held-out samples: success rate with its interval, and pass@k."""
     loaded = _load(config, overrides)
-    from agentrl_train.runtime.commands import evaluate_policy
+    from agentrl_train.cli.commands import evaluate_policy
 
     raise typer.Exit(evaluate_policy(loaded, model=model))
 
@@ -123,7 +123,7 @@ def gateway_command(
     """Serve a model to agent programs by OpenAI's API, and record their rollouts as JSON lines."""
     config = gateway_config(model, overrides or [])
     _quiet_threads(config)
-    from agentrl_train.runtime.commands import record_rollouts
+    from agentrl_train.cli.commands import record_rollouts
 
     options = {"host": host, "port": port, "idle_timeout_s": idle_timeout, "ignore_sampling": ignore_sampling}
     raise typer.Exit(record_rollouts(config, output=output, **options))
@@ -159,8 +159,8 @@ def merge_command(
 
     LoRA adapters of a single source are merged into its weights.
     """
-    from agentrl_train.runtime import commands
-    from agentrl_train.runtime.merging import MergeOptions
+    from agentrl_train.cli import commands
+    from agentrl_train.models.merging import MergeOptions
 
     if len(sources) == 1 and base is None:
         raise typer.Exit(commands.merge(sources[0], output=output, dtype=dtype or "float32"))
@@ -175,7 +175,7 @@ def report_command(
     folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="A folder in runs/.")],
 ) -> None:
     """Write report.html for a finished or running run."""
-    from agentrl_train.runtime.report.page import write_report
+    from agentrl_train.report.page import write_report
 
     typer.echo(str(write_report(folder)))
 
@@ -183,7 +183,7 @@ def report_command(
 @app.command("settings")
 def settings_command() -> None:
     """Print a configuration with every setting, its default and its meaning."""
-    from agentrl_train.runtime.config.reference import reference
+    from agentrl_train.config.reference import reference
 
     typer.echo(reference(), nl=False)
 

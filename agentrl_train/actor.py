@@ -31,8 +31,8 @@ from agentrl_env.errors import AgentRLError, CallTimeout, ProtocolError, ServerF
 from agentrl_env.types import Message, SessionStatus, StepResult, TaskSample, ToolSpec
 from agentrl_train import sub_agent
 from agentrl_train.chat import ChatFormat
+from agentrl_train.config import EngineSection, RolloutSection
 from agentrl_train.errors import OUTAGES, EngineError
-from agentrl_train.runtime.config import EngineSection, RolloutSection
 from agentrl_train.types import (
     ROOT,
     UNTRACED,

@@ -21,17 +21,8 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from agentrl_train.types import (
-    Batch,
-    FloatArray,
-    MicroBatch,
-    Row,
-    TokenSequence,
-    Trajectory,
-    TrajectoryGroup,
-    families,
-    pack_rows,
-)
+from agentrl_train.packing import Row, families, pack_rows
+from agentrl_train.types import Batch, FloatArray, MicroBatch, TokenSequence, Trajectory, TrajectoryGroup
 
 Aggregation = Literal[
     "token_mean",

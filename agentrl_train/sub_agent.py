@@ -15,8 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agentrl_env.types import FunctionSpec, Message, ToolCall, ToolSpec
+from agentrl_train.config import SubAgentSection
 from agentrl_train.errors import ConfigError
-from agentrl_train.runtime.config import SubAgentSection
 
 LAST_TURN = "This is your last turn. Report what you have found, without calling a tool."
 """Message of the user in front of the last turn of a worker."""

@@ -18,7 +18,7 @@ import typer
 
 from agentrl_env.__main__ import app
 from agentrl_env.wire import CALLS
-from agentrl_train.runtime.config.reference import reference
+from agentrl_train.config.reference import reference
 
 log = logging.getLogger("mkdocs.hooks.docs")
 ROOT = Path(__file__).parent.parent
@@ -121,7 +121,7 @@ def run_settings(_: str) -> str:
 
 def preset(name: str) -> str:
     """Return the file of a preset."""
-    from agentrl_train.runtime.config.loading import PRESETS
+    from agentrl_train.config.loading import PRESETS
 
     return f"```toml\n{(PRESETS / f'{name}.toml').read_text()}```"
 

@@ -25,8 +25,8 @@ from agentrl_env.fleet.config import read_fleet_config
 from agentrl_env.launch.process import ServerProcess
 from agentrl_env.wire import CALLS, Frame, OpenBatch, OpenRequest, StepBody
 from agentrl_train.__main__ import app as train_app
-from agentrl_train.runtime.config import RunConfig, load_config
-from agentrl_train.runtime.sweep.plan import load_sweep
+from agentrl_train.config import RunConfig, load_config
+from agentrl_train.sweep.plan import load_sweep
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

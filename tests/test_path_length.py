@@ -9,10 +9,10 @@ from agentrl_env import Done, EnvClient, Environment, ToolCall
 from agentrl_env.server.serve import EnvServer
 from agentrl_train.actor import Actor, Episode
 from agentrl_train.chat import ChatFormat
+from agentrl_train.config import AlgorithmSection, EngineSection, RolloutSection, TrainSection
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.learner import Learner
-from agentrl_train.runtime.config import AlgorithmSection, EngineSection, RolloutSection, TrainSection
-from agentrl_train.runtime.trainer import StepTrainer
+from agentrl_train.training.step_trainer import StepTrainer
 from agentrl_train.weights import Publisher
 from tests.env.tasks import Guess
 from tests.tiny_models import make_model, make_tokenizer

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import AttentionInterface
 
-from agentrl_train.architecture import attend, cache_argument, hiding, layer_types
+from agentrl_train.models.architecture import attend, cache_argument, hiding, layer_types
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

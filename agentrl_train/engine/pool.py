@@ -21,12 +21,12 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from agentrl_train.architecture import CheckpointNames
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.process import EngineLost, EngineProcess, Spawn
 from agentrl_train.engine.replica_supervisor import ReplicaSupervisor
 from agentrl_train.engine.transfer import DeviceWeights, SharedWeights, Weights
 from agentrl_train.errors import EngineError
+from agentrl_train.models.architecture import CheckpointNames
 from agentrl_train.types import Completion, SamplingParams
 
 logger = logging.getLogger(__name__)

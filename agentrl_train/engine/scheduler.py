@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from agentrl_train.architecture import read_logits
 from agentrl_train.engine.kv_cache import ATTENTION, Group, Pass, SlotCache
 from agentrl_train.engine.reuse import Drafts, PrefixIndex
+from agentrl_train.models.architecture import read_logits
 from agentrl_train.types import Completion, SamplingParams
 
 

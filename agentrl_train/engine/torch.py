@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from agentrl_train.architecture import has_masks, layer_kinds
 from agentrl_train.engine.reuse import Drafts
 from agentrl_train.engine.scheduler import Request, Scheduler, independent_rows
 from agentrl_train.errors import EngineBroken, EngineError, EngineOutOfMemory, ran_out_of_memory
+from agentrl_train.models.architecture import has_masks, layer_kinds
 from agentrl_train.types import UNTRACED, Completion, SamplingParams, Threads, Trace
 
 logger = logging.getLogger(__name__)

@@ -25,9 +25,9 @@ from pydantic import ValidationError
 
 from agentrl_env.types import TaskSample
 from agentrl_train.chat import ChatFormat
+from agentrl_train.config import EngineSection
 from agentrl_train.errors import ProgramFailed
 from agentrl_train.gateway.server import Gateway, Reward, Session
-from agentrl_train.runtime.config import EngineSection
 from agentrl_train.types import Episode, EpisodeEnd, Sampler, Trajectory, succeeded
 
 logger = logging.getLogger(__name__)

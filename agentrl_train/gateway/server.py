@@ -28,6 +28,7 @@ from starlette.routing import Route
 
 from agentrl_env.types import Message, ToolSpec
 from agentrl_train.chat import ChatFormat
+from agentrl_train.config import EngineSection
 from agentrl_train.errors import ConfigError, EngineError
 from agentrl_train.gateway import chat_completions, responses
 from agentrl_train.gateway.chat_completions import ChatAnswer, ChatRequest, SamplingFields
@@ -42,7 +43,6 @@ from agentrl_train.gateway.errors import (
 )
 from agentrl_train.gateway.recorder import Call, Recorder
 from agentrl_train.gateway.responses import ResponseAnswer, ResponseRequest
-from agentrl_train.runtime.config import EngineSection
 from agentrl_train.tool_calls.turn import without_surrogates
 from agentrl_train.types import Sampler
 

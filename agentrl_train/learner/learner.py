@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from agentrl_train.architecture import check_head, persistent_buffers
 from agentrl_train.errors import BadUpdate, GradientSpike, LossNotFinite
 from agentrl_train.learner.logprobs import (
     WHOLE,
@@ -50,8 +49,9 @@ from agentrl_train.learner.state import (
     read_state,
     read_weights,
 )
-from agentrl_train.learner.stored import StoredModel, allocate
 from agentrl_train.loss import Objective, Tokens, entropy_bonus, kl_penalty, policy_loss
+from agentrl_train.models.architecture import check_head, persistent_buffers
+from agentrl_train.models.stored import StoredModel, allocate
 from agentrl_train.types import UNTRACED, Batch, FloatArray, MicroBatch, Threads, TokenSequence, Trace
 
 if TYPE_CHECKING:

@@ -14,18 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from agentrl_train.architecture import CheckpointNames
 from agentrl_train.learner.sharding import full
+from agentrl_train.models.adapters import CONFIG, PREFIX, TENSORS
+from agentrl_train.models.architecture import CheckpointNames
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,31 +135,6 @@ def save_adapter(folder: Path, model: PreTrainedModel, lora: Lora, tensors: Mapp
     (folder / CONFIG).write_text(json.dumps(config, indent=1))
     named = {f"{PREFIX}{name}.weight": value.contiguous() for name, value in tensors.items()}
     save_file(named, folder / TENSORS, metadata={"format": "pt"})
-
-
-def read_adapter(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of an adapter under this model's parameter names."""
-    found = load_file(folder / TENSORS)
-    return {name.removeprefix(PREFIX).removesuffix(".weight"): value for name, value in found.items()}
-
-
-def adapter_base(folder: Path) -> str | None:
-    """Return the base model of the adapter in a folder, or None if there is no adapter."""
-    path = folder / CONFIG
-    return str(json.loads(path.read_text())["base_model_name_or_path"]) if path.is_file() else None
-
-
-@torch.no_grad()
-def merge_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Merge the adapter in a folder into the weights of its base model."""
-    config, tensors = json.loads((folder / CONFIG).read_text()), read_adapter(folder)
-    scaling = config["lora_alpha"] / config["r"]
-    for name in tensors:
-        if name.endswith(".lora_A"):
-            layer = name.removesuffix(".lora_A")
-            product = tensors[f"{layer}.lora_B"] @ tensors[name]
-            weight = model.get_submodule(layer).get_parameter("weight")
-            weight.add_(scaling * product.to(weight))
 
 
 def _targets(model: PreTrainedModel, adapted: set[str]) -> tuple[list[str], list[str]]:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from agentrl_train.architecture import FULL, layer_kinds
 from agentrl_train.learner.logprobs import ATTENTION, Branch, segment_attention
+from agentrl_train.models.architecture import FULL, layer_kinds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from agentrl_train.errors import CheckpointError
-from agentrl_train.learner.lora import Lora, adapter_base, read_adapter, save_adapter
-from agentrl_train.learner.shards import open_shards, raise_together, write_shards
-from agentrl_train.learner.stored import StoredModel, fill, safetensors_files, tensors_of
+from agentrl_train.learner.lora import Lora, save_adapter
+from agentrl_train.models.adapters import adapter_base, read_adapter
+from agentrl_train.models.shards import open_shards, raise_together, write_shards
+from agentrl_train.models.stored import StoredModel, fill, safetensors_files, tensors_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,7 +16,7 @@ from weakref import WeakSet
 from agentrl_env.evaluation.chat_model import ChatModel
 from agentrl_env.types import Message
 from agentrl_train.errors import RewardUnavailable
-from agentrl_train.runtime.atomic_io import write_file
+from agentrl_train.storage.atomic_io import write_file
 
 SCORE = r"(?i)score\W{0,8}?(-?\d+(?:\.\d+)?)"
 """Default pattern of a score in an answer, such as "Score: 7" or "**Score**: 7.5"."""

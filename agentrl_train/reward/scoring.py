@@ -14,8 +14,8 @@ import numpy as np
 
 from agentrl_env.errors import describe
 from agentrl_train.errors import RewardUnavailable
-from agentrl_train.replay import rising
 from agentrl_train.reward.combining import Combination, weighted
+from agentrl_train.storage.replay import cosine_rise
 from agentrl_train.types import EpisodeEnd, Trajectory
 
 Scores = float | Mapping[str, float]
@@ -120,7 +120,7 @@ class Rewards:
     def _weight(self, name: str, *, version: int) -> float:
         """Return the weight at a step, times ``(1 + cos(pi s / T)) / 2`` until step T and 0 from there on."""
         weight, last = self._weights.get(name, 1.0), self._fade_steps.get(name)
-        return weight * (1.0 - rising(version, last)) if last else weight
+        return weight * (1.0 - cosine_rise(version, last)) if last else weight
 
 
 def named(name: str, value: Any) -> dict[str, float]:

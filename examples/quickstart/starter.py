@@ -29,8 +29,8 @@ from agentrl_env.server.loader import load_target
 from agentrl_train.chat import ChatFormat
 from agentrl_train.learner import Learner
 from agentrl_train.loss import sft_loss
-from agentrl_train.runtime.admission import TaskSource
-from agentrl_train.runtime.sft import expert_sequences, train_sft
+from agentrl_train.training.sft import expert_sequences, train_sft
+from agentrl_train.types import TaskSource
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[1] / "environments"

@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from agentrl_env.types import Message, TaskSample
+from agentrl_train.algorithm import advantage_function, objective_function
 from agentrl_train.batch import pack, sequences
+from agentrl_train.config import AlgorithmSection
 from agentrl_train.learner import Learner
 from agentrl_train.loss import Tokens
-from agentrl_train.runtime.algorithm import advantage_function, objective_function
-from agentrl_train.runtime.config import AlgorithmSection
 from agentrl_train.types import Completion, EpisodeEnd, Trajectory, TrajectoryGroup, Turn
 from tests.benchmarks.shapes import make_model
 

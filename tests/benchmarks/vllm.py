@@ -26,7 +26,7 @@ from rich.table import Table
 
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.pool import EnginePool
-from agentrl_train.runtime.telemetry.throughput import copy_bytes_per_s
+from agentrl_train.telemetry.throughput import copy_bytes_per_s
 from agentrl_train.types import SamplingParams
 from tests.benchmarks.shapes import make_model, save_model, sizes
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl_train.runtime.checkpoint import load_latest
-from agentrl_train.runtime.telemetry.metrics import read_jsonl
+from agentrl_train.storage.checkpoint import load_latest
+from agentrl_train.telemetry.metrics import read_jsonl
 from tests.chaos.account import read_ledgers
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from agentrl_train.__main__ import main
 from agentrl_train.engine.scheduler import Scheduler
-from agentrl_train.runtime import compose
+from agentrl_train.training import compose
 from tests.chaos.scripted import ScriptedEngine
 
 

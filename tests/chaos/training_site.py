@@ -9,7 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-from agentrl_train.runtime.telemetry.metrics import read_jsonl
+from agentrl_train.telemetry.metrics import read_jsonl
 from tests.chaos.site import MARK, TASKS_FILE, Part, agentrl, free_ports
 from tests.tiny_models import make_model, make_tokenizer
 

@@ -15,10 +15,10 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table
 
+from agentrl_train.config import RunConfig, load_config
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.errors import ConfigError, RanksLost
-from agentrl_train.runtime.config import RunConfig, load_config
-from agentrl_train.runtime.placement.ray import RayLauncher, cluster
+from agentrl_train.placement.ray import RayLauncher, cluster
 from tests.train.runs.processes import finish, steps, write_config
 
 pytestmark = pytest.mark.ray

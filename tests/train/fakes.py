@@ -10,9 +10,9 @@ from agentrl_env import Done, EnvClient, Environment, ToolCall, tool
 from agentrl_env.types import Message
 from agentrl_train.actor import Actor, Episode
 from agentrl_train.chat import ChatFormat
+from agentrl_train.config import EngineSection, RolloutSection
 from agentrl_train.errors import EngineError
 from agentrl_train.reward import Rewards
-from agentrl_train.runtime.config import EngineSection, RolloutSection
 from agentrl_train.types import Completion, SamplingParams
 from tests.tiny_models import make_tokenizer
 

@@ -14,7 +14,7 @@ from agentrl_env.errors import ServerUnreachable
 from agentrl_env.types import Message, ToolCall
 from agentrl_train.actor import turn_limit
 from agentrl_train.batch import sequence
-from agentrl_train.runtime.config import RolloutSection
+from agentrl_train.config import RolloutSection
 from agentrl_train.types import Completion, EpisodeEnd, TrajectoryGroup
 from tests.train.fakes import CHAT, DOWN, EPISODE, Countdown, ScriptedEngine, always, make_actor
 

@@ -23,9 +23,9 @@ from agentrl_train.advantage import (
     std,
     unscaled,
 )
+from agentrl_train.algorithm import advantage_function
 from agentrl_train.batch import Aggregation, sequences, token_weights
-from agentrl_train.runtime.algorithm import advantage_function
-from agentrl_train.runtime.config import AlgorithmSection, RunConfig, load_config
+from agentrl_train.config import AlgorithmSection, RunConfig, load_config
 from agentrl_train.types import Completion, EpisodeEnd, Trajectory, TrajectoryGroup, Turn
 
 ROOT = Path(__file__).parents[2]

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from agentrl_env.types import Message, TaskSample
 from agentrl_train.batch import towards_teacher
+from agentrl_train.config import DistillSection, TrainSection
 from agentrl_train.learner import Learner
 from agentrl_train.loss import Tokens, policy_loss, unbounded
-from agentrl_train.runtime.config import DistillSection, TrainSection
-from agentrl_train.runtime.trainer import StepTrainer
+from agentrl_train.training.step_trainer import StepTrainer
 from agentrl_train.types import Completion, EpisodeEnd, TokenSequence, Trajectory, TrajectoryGroup, Turn
 from tests.train.learner.test_learner import VOCABULARY, learner, made, qwen
-from tests.train.runtime.test_algorithm import NEEDED, plain_config, refusal
-from tests.train.test_replay import NoEngine
+from tests.train.storage.test_replay import NoEngine
+from tests.train.test_algorithm import NEEDED, plain_config, refusal
 
 PROMPTS = {"a": [3, 4], "b": [5, 6, 7]}
 """Prompt of each task; its answer is one token."""

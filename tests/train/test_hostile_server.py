@@ -6,7 +6,7 @@ import pytest
 
 from agentrl_env import EnvClient
 from agentrl_env.client import transport
-from agentrl_train.runtime.journal import decode_group, encode_group
+from agentrl_train.storage.journal import decode_group, encode_group
 from agentrl_train.types import EpisodeEnd
 from tests.train.fakes import CHAT, DOWN, EPISODE, ScriptedEngine, always, make_actor
 from tests.train.hostile_server import MODES, hostile_server

@@ -14,7 +14,7 @@ import pytest
 from agentrl_env import EnvClient
 from agentrl_env.types import Message, ToolCall
 from agentrl_train.chat import ChatFormat
-from agentrl_train.runtime.sweep.plan import load_sweep
+from agentrl_train.sweep.plan import load_sweep
 from examples.quickstart.starter import new_tokenizer
 from tests.benchmarks.paper import rooms, tasks
 from tests.benchmarks.paper.__main__ import EVIDENCE, TITLES, write_evidence

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from agentrl_env.types import Message, TaskSample
 from agentrl_train.advantage import advantages, by_state, observation, shaped_rewards
+from agentrl_train.algorithm import advantage_function
 from agentrl_train.batch import Aggregation, pack, sequences, token_weights
-from agentrl_train.runtime.algorithm import advantage_function
 from agentrl_train.types import (
     ROOT,
     Completion,
@@ -24,7 +24,7 @@ from agentrl_train.types import (
     Turn,
 )
 from tests.train.learner.test_learner import VOCABULARY, gradients, learner, on_policy, qwen, with_
-from tests.train.runtime.test_algorithm import plain_config
+from tests.train.test_algorithm import plain_config
 
 BY_TOKENS = ("token_mean", "rollout_mean", "group_mean", "task_mean", "constant")
 """Aggregations that do not see where a rollout is divided into segments."""

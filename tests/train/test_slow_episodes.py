@@ -13,12 +13,12 @@ from agentrl_env import Done, EnvClient, Environment, Reply, tool
 from agentrl_env.client import ClientSession
 from agentrl_env.types import Message, StepResult, ToolCall
 from agentrl_train.actor import Actor, Episode
-from agentrl_train.runtime.admission import Mixer, TaskSource, WorkWindow
-from agentrl_train.runtime.config import EngineSection, RolloutSection
-from agentrl_train.runtime.evaluation import evaluate
-from agentrl_train.runtime.journal import Journal
-from agentrl_train.runtime.loop import Loop
-from agentrl_train.types import Completion, EpisodeEnd, SamplingParams
+from agentrl_train.config import EngineSection, RolloutSection
+from agentrl_train.storage.journal import Journal
+from agentrl_train.training.admission import Mixer, WorkWindow
+from agentrl_train.training.evaluation import evaluate
+from agentrl_train.training.loop import Loop
+from agentrl_train.types import Completion, EpisodeEnd, SamplingParams, TaskSource
 from tests.train.fakes import CHAT, DOWN, EPISODE, Countdown, ScriptedEngine, always, make_actor
 
 LIMIT_S = 9.0

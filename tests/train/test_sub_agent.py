@@ -14,17 +14,16 @@ from agentrl_env.types import FunctionCall, Message, ToolCall
 from agentrl_train.actor import Episode
 from agentrl_train.advantage import advantages
 from agentrl_train.batch import sequences
+from agentrl_train.config import EngineSection, SubAgentSection
 from agentrl_train.errors import ConfigError, EngineError
-from agentrl_train.runtime.admission import TaskSource
-from agentrl_train.runtime.config import EngineSection, SubAgentSection
-from agentrl_train.runtime.journal import decode_group, encode_group
-from agentrl_train.runtime.report.episodes import episode_html
-from agentrl_train.runtime.telemetry.metrics import readable
+from agentrl_train.report.episodes import episode_html
+from agentrl_train.storage.journal import decode_group, encode_group
 from agentrl_train.sub_agent import LAST_TURN, NO_REPORT, divided, merged, planner_tools
-from agentrl_train.template_check import check_sessions
-from agentrl_train.types import EpisodeEnd, Trajectory, TrajectoryGroup
+from agentrl_train.telemetry.metrics import readable
+from agentrl_train.training.template_check import check_sessions
+from agentrl_train.types import EpisodeEnd, TaskSource, Trajectory, TrajectoryGroup
 from tests.train.fakes import CHAT, ScriptedEngine, make_actor
-from tests.train.runtime.test_algorithm import plain_config, refusal
+from tests.train.test_algorithm import plain_config, refusal
 
 VAULT = Episode(task="vault", split="train", index=0, seed=1, draw_seed=(0, 1))
 

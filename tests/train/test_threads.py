@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from agentrl_train.batch import pack
+from agentrl_train.config import load_config
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.learner import Learner
-from agentrl_train.runtime.config import load_config
-from agentrl_train.runtime.factories import make_threads
-from agentrl_train.runtime.placement.launcher import make_launcher
+from agentrl_train.placement.launcher import make_launcher
+from agentrl_train.training.factories import make_threads
 from agentrl_train.types import SamplingParams, Threads
 from tests.tiny_models import make_model
-from tests.train.test_architectures import made
+from tests.train.models.test_architectures import made
 
 CONFIG = "examples/quickstart/train.toml"
 

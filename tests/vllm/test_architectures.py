@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from agentrl_train.architecture import CheckpointNames
 from agentrl_train.batch import pack
 from agentrl_train.engine.pool import EnginePool
 from agentrl_train.learner import Learner
+from agentrl_train.models.architecture import CheckpointNames
 from agentrl_train.types import SamplingParams, TokenSequence
 from agentrl_train.weights import drift, probe_sequence
 from tests.architectures import VOCABULARY, WINDOW, tiny

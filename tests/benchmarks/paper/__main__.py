@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl_train.runtime.sweep.command import sweep
-from agentrl_train.runtime.sweep.page import figure
+from agentrl_train.sweep.command import sweep
+from agentrl_train.sweep.page import figure
 from tests.benchmarks.paper.policy import write_policy
 from tests.benchmarks.paper.rooms import write_reader
 

@@ -19,13 +19,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from agentrl_env.types import Message, ToolCall, ToolSpec
 from agentrl_train.chat import ChatFormat
+from agentrl_train.config import SubAgentSection
 from agentrl_train.learner import Learner
 from agentrl_train.loss import sft_loss
-from agentrl_train.runtime.config import SubAgentSection
-from agentrl_train.runtime.sft import train_sft
-from agentrl_train.runtime.sweep.plan import load_sweep
-from agentrl_train.runtime.sweep.results import interval
 from agentrl_train.sub_agent import planner_tools, worker_opening, worker_tools
+from agentrl_train.sweep.plan import load_sweep
+from agentrl_train.sweep.results import interval
+from agentrl_train.training.sft import train_sft
 from agentrl_train.types import TokenSequence
 from examples.quickstart.starter import new_model, new_tokenizer
 from tests.benchmarks.paper.tasks import Rooms

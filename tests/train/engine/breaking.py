@@ -8,7 +8,7 @@ import sys
 
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.scheduler import Scheduler
-from agentrl_train.runtime.placement.serving import main
+from agentrl_train.placement.serving import main
 
 
 def broken(_replica: Scheduler) -> None:

@@ -29,7 +29,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> ServingOptions:
         stop_token_ids=[STOP],
         max_sessions=16,
         max_context=MAX_CONTEXT,
-        module="agentrl_train.runtime.placement.serving",
+        module="agentrl_train.placement.serving",
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.pool import EnginePool
 from agentrl_train.engine.torch import TorchEngine
-from agentrl_train.runtime.factories import TORCH_SERVING
+from agentrl_train.training.factories import TORCH_SERVING
 from agentrl_train.types import SamplingParams
 from tests.engine_contract import MAX_CONTEXT, STOP, contract_model, prompt, sampled
 

@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from agentrl_train.architecture import CheckpointNames
 from agentrl_train.engine.transfer import DeviceWeights, Fingerprint, SharedWeights, fingerprint, lost_push
 from agentrl_train.learner import Learner, Lora
 from agentrl_train.learner.sharding import buckets
+from agentrl_train.models.architecture import CheckpointNames
 from tests.architectures import tiny
 from tests.tiny_models import make_model
 

@@ -16,10 +16,10 @@ from agentrl_env.types import Message, TaskSample
 from agentrl_train.actor import Actor
 from agentrl_train.batch import pack, sequences, token_weights
 from agentrl_train.chat import ChatFormat
+from agentrl_train.config import EngineSection, RolloutSection
 from agentrl_train.gateway.chat_completions import ChatRequest
 from agentrl_train.gateway.programs import AgentProgram
 from agentrl_train.gateway.server import Gateway
-from agentrl_train.runtime.config import EngineSection, RolloutSection
 from agentrl_train.types import Completion, Episode, SamplingParams, TrajectoryGroup
 from tests.train.families import FAMILIES, make_tokenizer
 

@@ -14,9 +14,9 @@ import pytest
 from agentrl_env import ToolCall
 from agentrl_env.types import Message, TaskSample
 from agentrl_train.actor import Actor
+from agentrl_train.config import EngineSection, RolloutSection
 from agentrl_train.gateway.programs import AgentProgram
 from agentrl_train.gateway.server import Gateway
-from agentrl_train.runtime.config import EngineSection, RolloutSection
 from agentrl_train.types import Episode, EpisodeEnd, Trajectory
 from tests.train.fakes import CHAT, Countdown, ScriptedEngine, always
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from agentrl_train.config import gateway_config, load_config
 from agentrl_train.errors import ConfigError
-from agentrl_train.runtime.config import gateway_config, load_config
 from tests.train.runs.processes import finish, steps, write_config
 
 COUNTING = Path(__file__).with_name("counting.py")

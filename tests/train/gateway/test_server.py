@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from agentrl_env.types import Message, ToolCall
+from agentrl_train.config import EngineSection
 from agentrl_train.gateway.server import Gateway, Session
-from agentrl_train.runtime.config import EngineSection
 from agentrl_train.types import Completion, SamplingParams
 from tests.train.fakes import CHAT, Script, ScriptedEngine, always
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from agentrl_train.batch import pack, sequences
+from agentrl_train.config import AlgorithmSection, TrainSection
+from agentrl_train.config.sections import CriticSection
+from agentrl_train.critics.critic_trainer import CriticTrainer
+from agentrl_train.critics.networks import ValueCritic
 from agentrl_train.errors import CheckpointError
-from agentrl_train.learner import ValueCritic
 from agentrl_train.loss import Tokens, value_loss
-from agentrl_train.runtime.config import AlgorithmSection, TrainSection
-from agentrl_train.runtime.config.sections import CriticSection
-from agentrl_train.runtime.critic import CriticTrainer
 from agentrl_train.types import EpisodeEnd, TokenSequence
 from tests.train.learner.test_learner import llama, made, qwen
 from tests.train.test_credit import episode, group

@@ -23,12 +23,12 @@ from transformers import (
 )
 
 from agentrl_train.batch import pack
+from agentrl_train.config import load_config
 from agentrl_train.errors import LossNotFinite
 from agentrl_train.learner import Learner, lr_fraction, sampled_logprobs, select_sampled
 from agentrl_train.learner.logprobs import ROW_TOKENS, padding_free, sampled_units, set_attention, shared_rows
 from agentrl_train.loss import clip, importance_weights, old, policy_loss, sequence_ratio, sft_loss
-from agentrl_train.runtime.config import load_config
-from agentrl_train.runtime.factories import learner_options
+from agentrl_train.training.factories import learner_options
 from agentrl_train.types import FloatArray, TokenSequence
 
 QUICKSTART = Path(__file__).parents[3] / "examples/quickstart/train.toml"

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from agentrl_train.__main__ import app
 from agentrl_train.batch import pack
 from agentrl_train.learner import Learner, Lora
-from agentrl_train.runtime.checkpoint import InModelFolder, save_checkpoint
-from agentrl_train.runtime.models import load_policy
+from agentrl_train.models.loading import load_policy
+from agentrl_train.storage.checkpoint import InModelFolder, save_checkpoint
 from tests.train.learner.test_learner import llama, made, on_policy, qwen, snapshot
 
 LORA = Lora(rank=4, alpha=8.0, targets=("q_proj", "mlp.down_proj"))

@@ -10,16 +10,16 @@ import pytest
 from agentrl_env import EnvClient
 from agentrl_env.types import Message, ToolCall
 from agentrl_train.advantage import advantages, shaped_rewards
+from agentrl_train.algorithm import reward_functions
+from agentrl_train.config import RewardSection
 from agentrl_train.errors import ConfigError, RewardUnavailable
 from agentrl_train.reward import Rewards, reward
-from agentrl_train.runtime.algorithm import reward_functions
-from agentrl_train.runtime.config import RewardSection
-from agentrl_train.runtime.journal import decode_group, encode_group
-from agentrl_train.runtime.trainer import by_task
+from agentrl_train.storage.journal import decode_group, encode_group
+from agentrl_train.training.step_trainer import by_task
 from agentrl_train.types import EpisodeEnd, TrajectoryGroup
 from tests.train.fakes import CHAT, DOWN, EPISODE, Countdown, ScriptedEngine, always, make_actor
 from tests.train.reward.test_pieces import episode
-from tests.train.runtime.test_algorithm import plain_config, refusal
+from tests.train.test_algorithm import plain_config, refusal
 
 
 def rewards(*functions, timeout_s: float = 60.0, **options) -> Rewards:

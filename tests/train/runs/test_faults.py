@@ -17,16 +17,16 @@ from agentrl_env.errors import SessionExpired
 from agentrl_env.launch.process import ServerProcess
 from agentrl_env.types import TaskSample
 from agentrl_train.actor import Actor, Episode
+from agentrl_train.config import AlgorithmSection, EngineSection, RolloutSection, TrainSection
 from agentrl_train.engine.scheduler import Scheduler
 from agentrl_train.engine.torch import MAX_REBUILDS, TorchEngine
 from agentrl_train.errors import EngineBroken, GradientSpike, LearnerOutOfMemory, LossNotFinite, Stalled
 from agentrl_train.learner import Learner
 from agentrl_train.learner.learner import MIN_HISTORY, SpikeGuard
-from agentrl_train.runtime.config import AlgorithmSection, EngineSection, RolloutSection, TrainSection
-from agentrl_train.runtime.environments import supervised_server
-from agentrl_train.runtime.journal import read_groups
-from agentrl_train.runtime.trainer import StepTrainer
-from agentrl_train.runtime.watchdog import Watchdog, in_thread
+from agentrl_train.placement.environments import supervised_server
+from agentrl_train.storage.journal import read_groups
+from agentrl_train.telemetry.watchdog import Watchdog, in_thread
+from agentrl_train.training.step_trainer import StepTrainer
 from agentrl_train.types import Completion, EpisodeEnd, SamplingParams, Trajectory, TrajectoryGroup, Turn
 from agentrl_train.weights import Publisher
 from tests.tiny_models import make_model

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from agentrl_train.runtime.journal import decode_group, read_records
+from agentrl_train.storage.journal import decode_group, read_records
 from tests.train.runs.processes import begin, finish, kill, steps, until_step, write_config
 
 pytestmark = pytest.mark.faults

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl_train.runtime.config import load_config
+from agentrl_train.config import load_config
 from tests.env.evaluation.chat_server import Answer, ChatServer, completion
 from tests.train.runs.processes import finish, steps, write_config
 

@@ -10,11 +10,11 @@ import pytest
 
 from agentrl_env.types import Message, ToolCall, ToolSpec
 from agentrl_train.chat import ChatFormat
+from agentrl_train.config import SubAgentSection
 from agentrl_train.learner import Learner
 from agentrl_train.loss import sft_loss
-from agentrl_train.runtime.config import SubAgentSection
-from agentrl_train.runtime.sft import train_sft
 from agentrl_train.sub_agent import planner_tools, worker_opening, worker_tools
+from agentrl_train.training.sft import train_sft
 from agentrl_train.types import TokenSequence
 from examples.quickstart.starter import new_model, new_tokenizer
 from tests.train.runs.processes import finish

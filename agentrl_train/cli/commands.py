@@ -1,0 +1,295 @@
+"""Implementation of the commands, after the configuration is loaded; each returns an exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from agentrl_train.cli.recording import record
+from agentrl_train.config import RunConfig
+from agentrl_train.errors import ConfigError
+from agentrl_train.learner import Learner
+from agentrl_train.loss import sft_loss
+from agentrl_train.models.loading import DTYPES, chat_format, load_policy
+from agentrl_train.models.merging import MergeOptions, Method, merge_models
+from agentrl_train.placement.environments import environments
+from agentrl_train.placement.launcher import Launcher, follower_devices, make_launcher
+from agentrl_train.placement.ranks import rank
+from agentrl_train.storage.atomic_io import run_folder_errors
+from agentrl_train.storage.checkpoint import load_checkpoint, load_latest
+from agentrl_train.training.compose import (
+    make_evaluator,
+    served_environments,
+    served_policy,
+    train,
+)
+from agentrl_train.training.evaluation import Evaluation
+from agentrl_train.training.factories import run_follower, threads_each
+from agentrl_train.training.sft import expert_sequences, train_sft
+from agentrl_train.training.template_check import check_sessions
+
+SIGNAL_EXIT = 128
+"""Exit status of a run that a signal stopped cleanly, plus the number of the signal (SIGTERM: 143)."""
+
+
+def run(config: RunConfig, *, resume: bool) -> int:
+    """Train a policy and print the results; a rank other than 0 executes the commands of rank 0."""
+    if rank() > 0:
+        with follower_devices(config):
+            run_follower(config)
+        return 0
+    console = Console()
+    outcome = asyncio.run(train(config, resume=resume))
+    if outcome.summary is None:
+        command = f"agentrl-train run {outcome.folder / 'config.toml'} --resume"
+        console.print(f"Stopped after step {outcome.step}; continue with: {command}", soft_wrap=True)
+        return SIGNAL_EXIT + (outcome.signal or signal.SIGINT)
+    measured = [row[name] for row in outcome.summary["tasks"].values() for name in ("before", "after")]
+    if any(share is not None for share in measured):
+        console.print(summary_table(outcome.summary))
+    console.print(f"report: {outcome.folder / 'report.html'}", soft_wrap=True)
+    return 0
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """Return a table of success before and after training, one row per task; greedy too if measured."""
+    tasks: Mapping[str, Mapping[str, Any]] = summary["tasks"]
+    pairs = [("before", "after")]
+    if any(row.get("after_greedy") is not None for row in tasks.values()):
+        pairs.append(("before_greedy", "after_greedy"))
+    table = Table(title=f"success on held-out samples, {summary['seconds']:.0f} s")
+    table.add_column("task")
+    for heading in ("before", "after", "change", "greedy before", "after", "change")[: 3 * len(pairs)]:
+        table.add_column(heading, justify="right")
+    table.add_column("episodes", justify="right")
+    for name, row in tasks.items():
+        table.add_row(name, *_changes(row, pairs), f"{row['episodes']:.0f}")
+    if len(tasks) > 1:
+        mean = {key: _mean([row[key] for row in tasks.values()]) for pair in pairs for key in pair}
+        table.add_section()
+        table.add_row("mean", *_changes(mean, pairs), "")
+    return table
+
+
+def _changes(row: Mapping[str, float | None], pairs: Sequence[tuple[str, str]]) -> Iterator[str]:
+    for before, after in ((row[first], row[last]) for first, last in pairs):
+        yield from ("-" if share is None else f"{share:.1%}" for share in (before, after))
+        yield "-" if before is None or after is None else f"{100 * (after - before):+.1f}"
+
+
+def _mean(shares: Sequence[float | None]) -> float | None:
+    known = [share for share in shares if share is not None]
+    return fmean(known) if len(known) == len(shares) else None
+
+
+def evaluate_policy(config: RunConfig, *, model: str | None) -> int:
+    """Evaluate a policy on the held-out samples and print success, its 95 % interval and pass@k.
+
+    Args:
+        config: configuration of a run.
+        model: a model on the hub, a model folder, a checkpoint, or a run folder for its newest checkpoint;
+            None for the newest checkpoint of this run, or ``model.path`` without one.
+    """
+    newest = load_latest(config.run_folder / "checkpoints") if model is None else None
+    if newest is not None:
+        path, choice = str(newest.model_folder), "the newest checkpoint; --model evaluates another"
+    elif model is not None:
+        path, choice = str(_model_folder(Path(model))) if Path(model).exists() else model, "--model"
+    else:
+        path, choice = config.model.path, "model.path; the run has no checkpoint"
+    console = Console()
+    console.print(f"evaluating {path} ({choice})", soft_wrap=True)
+    console.print(evaluation_table(asyncio.run(_evaluate(config, path=path))))
+    return 0
+
+
+async def _evaluate(config: RunConfig, *, path: str) -> dict[str, Evaluation]:
+    alone = config.without_training
+    with make_launcher(alone) as launcher, launcher.single():
+        return await _evaluate_on(alone, path=path, launcher=launcher)
+
+
+async def _evaluate_on(config: RunConfig, *, path: str, launcher: Launcher) -> dict[str, Evaluation]:
+    async with (
+        served_environments(config) as served,
+        served_policy(config, path=path, launcher=launcher, served=served) as ready,
+    ):
+        slots = asyncio.Semaphore(config.engine.max_sessions)
+        evaluator = make_evaluator(config, served=served, policy=ready, slots=slots)
+        if evaluator is None:
+            raise ConfigError("eval.samples is 0, so there is nothing to evaluate: raise it")
+        return await evaluator()
+
+
+def evaluation_table(results: Mapping[str, Evaluation]) -> Table:
+    """Return a table of the results, one row per task."""
+    attempts = next(iter(results.values())).attempts
+    table = Table(title="held-out samples")
+    headings = ["task", "episodes", "success", "95 % interval", "valid calls", "turns"]
+    headings += [f"pass@{attempts}"] * (attempts > 1)
+    greedy = all(result.greedy for result in results.values())
+    headings += ["greedy"] * greedy
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "task" else "right")
+    for task, result in results.items():
+        low, high = result.interval
+        cells = [task, str(len(result.counted)), f"{result.success:.1%}", f"{low:.1%} – {high:.1%}"]
+        cells += [f"{result.valid_calls:.1%}", f"{result.mean_turns:.1f}"]
+        cells += [f"{result.pass_at(attempts):.1%}"] if attempts > 1 else []
+        cells += [f"{result.greedy_success:.1%}"] if greedy else []
+        table.add_row(*cells)
+    return table
+
+
+def sft(config: RunConfig, *, output: Path) -> int:
+    """Fine-tune a policy on expert episodes and save it in ``output``."""
+    _claim_model_folder(output)
+    asyncio.run(_sft(config, output=output))
+    Console().print(f"model: {output}", soft_wrap=True)
+    return 0
+
+
+def record_rollouts(config: RunConfig, **options: Any) -> int:
+    """Serve a model to agent programs until a signal, and record their rollouts."""
+    console = Console()
+    token = os.environ.get("AGENTRL_TOKEN")
+    announce = partial(console.print, soft_wrap=True, highlight=False)
+    asyncio.run(record(config, token=token, announce=announce, **options))
+    return 0
+
+
+def merge(source: Path, *, output: Path, dtype: str) -> int:
+    """Write the policy of a checkpoint as a model folder, with adapters merged."""
+    _claim_model_folder(output)
+    model, tokenizer = load_policy(str(_model_folder(source)))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[dtype])
+    model.config.dtype = DTYPES[dtype]
+    with run_folder_errors(output):
+        model.save_pretrained(output)
+        tokenizer.save_pretrained(output)
+    Console().print(f"model: {output}", soft_wrap=True)
+    return 0
+
+
+def merge_several(
+    sources: Sequence[Path],
+    *,
+    base: str | None,
+    output: Path,
+    method: Method,
+    options: MergeOptions,
+    dtype: str | None,
+) -> int:
+    """Merge the policies of several runs, checkpoints or model folders into one model folder."""
+    folders = [_model_folder(source) for source in sources]
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("merging", total=None)
+        merge_models(
+            folders,
+            base=base,
+            output=output,
+            method=method,
+            options=options,
+            dtype=dtype,
+            on_tensor=lambda name: progress.update(bar, advance=1, description=name),
+        )
+    Console().print(f"model: {output}", soft_wrap=True)
+    return 0
+
+
+def _claim_model_folder(output: Path) -> None:
+    """Create the folder of a new model, before the work that it is for.
+
+    Raises:
+        ConfigError: it holds a model, or cannot be written.
+    """
+    if (output / "config.json").exists():
+        raise ConfigError(f"{output} already contains a model: choose another folder")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=output).close()
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written ({error.strerror}): choose another folder") from error
+
+
+def _model_folder(source: Path) -> Path:
+    """Return the model folder of a run (its newest checkpoint), a checkpoint or a model folder."""
+    if (source / "checkpoints").is_dir():
+        checkpoint = load_latest(source / "checkpoints")
+        if checkpoint is None:
+            raise ConfigError(f"{source} has no checkpoint yet")
+        return checkpoint.model_folder
+    if (source / "manifest.json").is_file():
+        return load_checkpoint(source).model_folder
+    return source
+
+
+async def _sft(config: RunConfig, *, output: Path) -> None:
+    torch.set_num_threads(config.run.threads or threads_each(config))
+    model, tokenizer = load_policy(
+        config.model.path, device=config.engine.device, revision=config.model.revision
+    )
+    settings, console = config.sft, Console()
+    async with environments(
+        config.environments, max_sessions=config.engine.max_sessions, oracle=True
+    ) as served:
+        chat = chat_format(config.model, model=model, tokenizer=tokenizer)
+        await check_sessions(chat, served.clients, sources=served.sources)
+        sequences, success = await expert_sequences(
+            served.clients,
+            chat,
+            sources={source.task: source for source in served.sources},
+            count=settings.traces,
+            max_sessions=config.engine.max_sessions,
+        )
+    shares = ", ".join(f"{task} {share:.0%}" for task, share in success.items())
+    console.print(f"{len(sequences)} expert episodes; success: {shares}", soft_wrap=True)
+    learner = Learner(
+        model,
+        objective=sft_loss,
+        learning_rate=settings.learning_rate,
+        betas=settings.betas,
+        weight_decay=settings.weight_decay,
+        warmup_steps=settings.warmup_steps,
+        total_steps=settings.steps,
+        final_lr_fraction=settings.final_lr_fraction,
+        decay_fraction=settings.decay_fraction,
+        max_grad_norm=settings.max_grad_norm,
+        max_logits=config.train.max_logits,
+        precision=config.train.precision,
+        activation_checkpointing=config.train.activation_checkpointing,
+        offload_optimizer=config.train.offload_optimizer,
+        attention=config.model.attention,
+        device=config.engine.device,
+    )
+    train_sft(
+        learner,
+        sequences,
+        steps=settings.steps,
+        batch_size=settings.batch_size,
+        micro_batch_tokens=config.train.micro_batch_tokens,
+        seed=config.run.seed,
+        report=partial(_print_every, console, max(1, min(50, settings.steps // 10))),
+    )
+    with run_folder_errors(output):
+        model.save_pretrained(output)
+        tokenizer.save_pretrained(output)
+
+
+def _print_every(console: Console, every: int, step: int, metrics: Mapping[str, float]) -> None:
+    if step % every == 0:
+        speed = metrics["tokens"] / metrics["seconds"]
+        console.print(f"step {step}: loss {metrics['loss']:.4f}, {speed:.0f} tokens/s")

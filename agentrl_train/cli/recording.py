@@ -1,0 +1,144 @@
+"""A gateway by itself: serves a model and writes the recorded rollouts as JSON lines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl_env.types import TaskSample
+from agentrl_train.config import EngineSection, RunConfig
+from agentrl_train.errors import ConfigError
+from agentrl_train.gateway.programs import trajectory
+from agentrl_train.gateway.server import Gateway, Session
+from agentrl_train.placement.environments import Served
+from agentrl_train.placement.launcher import make_launcher
+from agentrl_train.telemetry.metrics import readable
+from agentrl_train.training.admission import stable_seed
+from agentrl_train.training.compose import served_policy
+from agentrl_train.training.run import ServedPolicy
+from agentrl_train.types import Completion, Engine, EpisodeEnd, SamplingParams
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+IDLE_CHECK_S = 5.0
+
+
+class SeededSampler:
+    """Samples the answers of one session; the same calls of the same session get the same tokens."""
+
+    def __init__(self, engine: Engine, *, sampling: EngineSection, key: str, seed: int) -> None:
+        self.sampling = sampling
+        self._engine = engine
+        self._key = key
+        self._seed = seed
+        self._count = 0
+        self._used: set[str] = set()
+
+    async def complete(
+        self, context: Sequence[int], *, max_new_tokens: int | None = None, segment: int = 0
+    ) -> Completion:
+        """Sample a turn after ``context``."""
+        own = self.sampling
+        most, key = own.max_new_tokens, f"{self._key}/{segment}"
+        self._count += 1
+        self._used.add(key)
+        sampling = SamplingParams(
+            max_new_tokens=min(max_new_tokens or most, most, own.max_context - len(context)),
+            temperature=own.temperature,
+            top_p=own.top_p,
+            top_k=own.top_k,
+            min_p=own.min_p,
+            seed=stable_seed(self._seed, self._key, self._count),
+        )
+        return await self._engine.generate(context, sampling=sampling, session_key=key)
+
+    def release(self) -> None:
+        """Drop what the engine caches for the session."""
+        for key in self._used:
+            self._engine.release(key)
+
+
+async def record(
+    config: RunConfig,
+    *,
+    host: str,
+    port: int,
+    output: Path,
+    token: str | None,
+    ignore_sampling: bool,
+    idle_timeout_s: float,
+    announce: Callable[[str], None],
+) -> None:
+    """Serve the model of a configuration until SIGINT or SIGTERM.
+
+    A session begins with its first call and ends with ``POST base_url/end``, after ``idle_timeout_s`` without
+    a call, or with the server. Its rollout is a line of ``output``; without a posted reward, that is null.
+
+    Raises:
+        ConfigError: the address can be reached from other machines, and there is no token.
+    """
+    if host not in LOOPBACK and not token:
+        raise ConfigError(
+            f"{host} can be reached from other machines: set AGENTRL_TOKEN, the API key of clients"
+        )
+    nothing = Served(clients={}, sources=(), held_out={})
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    with (
+        make_launcher(config) as launcher,
+        launcher.single(),
+        output.open("a", encoding="utf-8", errors="replace") as file,
+    ):
+        async with served_policy(config, path=config.model.path, launcher=launcher, served=nothing) as ready:
+            samplers: dict[str, SeededSampler] = {}
+
+            def unknown(gateway: Gateway, key: str) -> Session:
+                samplers[key] = SeededSampler(
+                    ready.engine, sampling=config.engine, key=key, seed=config.run.seed
+                )
+                stated = None if ignore_sampling else config.engine
+                return gateway.open(chat=ready.chat, sampler=samplers[key], stated=stated, key=key)
+
+            async def ended(session: Session) -> None:
+                samplers.pop(session.key).release()
+                if session.recorder.rollout()[0]:
+                    file.write(json.dumps(_line(session, ready), ensure_ascii=False) + "\n")
+                    file.flush()
+
+            name = Path(config.model.path).name
+            async with Gateway(
+                host=host, port=port, model=name, unknown=unknown, ended=ended, token=token
+            ) as gateway:
+                announce(f"serving {name} at {gateway.url}/s/KEY/v1, for any KEY; rollouts: {output}")
+                stopping = asyncio.create_task(stop.wait())
+                while not stopping.done():
+                    await asyncio.wait((stopping,), timeout=IDLE_CHECK_S)
+                    for session in list(gateway.sessions.values()):
+                        if time.monotonic() - session.last_used > idle_timeout_s:
+                            await gateway.close(session)
+
+
+def _line(session: Session, ready: ServedPolicy) -> dict[str, Any]:
+    """Return the rollout of a session: readable, and with the tokens of its turns."""
+    recorded = trajectory(session, sample=TaskSample(task="gateway"), end=EpisodeEnd.TERMINATED)
+    turns = [
+        {
+            "segment": turn.segment,
+            "prompt_ids": list(turn.prompt_ids),
+            "token_ids": list(turn.completion.token_ids),
+            "logprobs": list(turn.completion.logprobs),
+            "versions": list(turn.completion.versions),
+            "finish_reason": turn.completion.finish_reason,
+            "reward": turn.reward,
+        }
+        for turn in recorded.turns
+    ]
+    whole = readable(recorded)
+    kept = {name: whole[name] for name in ("metrics", "messages")} | {"segments": whole.get("segments", [])}
+    reward = recorded.reward if session.rewarded else None
+    return {"session": session.key, "reward": reward, **kept, "turns": turns}

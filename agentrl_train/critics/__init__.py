@@ -1,0 +1,1 @@
+"""Critics: value networks and their trainers, and generalized advantage estimation."""

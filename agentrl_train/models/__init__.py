@@ -1,0 +1,1 @@
+"""Model folders: loading and storing weights, differences between architectures, chat templates, merging."""

@@ -1,0 +1,224 @@
+"""Load a policy and its tokenizer from a folder or the hub."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from agentrl_train.chat import ChatFormat
+from agentrl_train.config import ModelSection
+from agentrl_train.errors import ConfigError, TrainError
+from agentrl_train.models.adapters import adapter_base, merge_adapter
+from agentrl_train.models.stored import (
+    StoredModel,
+    auto_class,
+    require_all_tensors,
+    require_whole_weights,
+    safetensors_files,
+)
+
+transformers.utils.logging.disable_progress_bar()
+logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry twice
+logger = logging.getLogger(__name__)
+
+MAX_REASON = 1_000
+"""Characters of the library's error message that are kept."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_policy(
+    path: str, *, device: str = "cpu", dtype: str = "float32", revision: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the model and the tokenizer in ``path``: a folder or a model name on the hub.
+
+    For a folder with a PEFT adapter, the adapter is merged into its base model. ``revision`` is that of a
+    model on the hub.
+
+    Raises:
+        ConfigError: the model does not exist, its files are not complete, or the device is not available.
+    """
+    with _as_config_errors(path):
+        _check_source(path, device)
+        base = adapter_base(Path(path))
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+        config = AutoConfig.from_pretrained(base or path, revision=revision)
+        require_whole_weights(config)
+        model: PreTrainedModel
+        model, found = auto_class(config).from_pretrained(
+            base or path,
+            dtype=DTYPES[dtype],
+            revision=revision,
+            ignore_mismatched_sizes=True,  # reported below
+            output_loading_info=True,
+        )
+        require_all_tensors(lacking=found["missing_keys"], mismatched=found["mismatched_keys"])
+        if base is not None:
+            merge_adapter(model, Path(path))
+    model.to(device)  # type: ignore[arg-type]  # the library types this by its first parameter
+    return model, tokenizer
+
+
+def open_policy(
+    path: str, *, dtype: str = "float32", revision: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, StoredModel | None]:
+    """Return model and tokenizer like ``load_policy``, and the weights, which stay in their files.
+
+    The model is on the meta device. An adapter to merge, or a file of another format, is loaded at once; then
+    there are no weights to read later.
+
+    Raises:
+        ConfigError: the model does not exist, or its files are not complete.
+    """
+    with _as_config_errors(path):
+        _check_source(path, "cpu")
+        files = safetensors_files(path, revision=revision) if adapter_base(Path(path)) is None else []
+        if files:
+            tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+            stored = StoredModel(path, files=files, dtype=DTYPES[dtype], revision=revision)
+            return stored.model(), tokenizer, stored
+    return *load_policy(path, dtype=dtype, revision=revision), None
+
+
+def open_teacher(
+    path: str, *, policy: str, dtype: str = "float32", revision: str | None = None
+) -> tuple[PreTrainedModel, StoredModel | None]:
+    """Return a frozen model that scores the tokens of the model in ``policy``, and its weights.
+
+    Args:
+        path: folder of the teacher, or its name on the hub.
+        policy: source of the policy, whose tokens it must have.
+        dtype: dtype of its parameters.
+        revision: revision of the policy on the hub.
+
+    Raises:
+        ConfigError: the teacher cannot be loaded, or has other tokens.
+    """
+    model, tokenizer, stored = open_policy(path, dtype=dtype)
+    with _as_config_errors(policy):
+        vocabulary = AutoTokenizer.from_pretrained(policy, revision=revision).get_vocab()
+    if tokenizer.get_vocab() != vocabulary:
+        raise ConfigError(
+            f"the teacher {path!r} has other tokens than the policy {policy!r}, so it cannot score "
+            "them: choose a teacher of the same tokenizer"
+        )
+    return model, stored
+
+
+@contextmanager
+def _as_config_errors(path: str) -> Iterator[None]:
+    """Report whatever the library raises for a model; a broken folder can raise anything."""
+    try:
+        yield
+    except TrainError:
+        raise
+    except Exception as error:
+        # All lines: the link to a gated model is not in the first.
+        reason = " ".join(str(error).split())[:MAX_REASON]
+        if isinstance(error, SafetensorError):
+            reason += ": download its files again"
+        elif not isinstance(error, OSError | ValueError | RuntimeError | ImportError):
+            reason = f"{type(error).__name__}: {reason}"
+        source = "" if Path(path).exists() else " from the hub (there is no folder of this name)"
+        raise ConfigError(f"the model {path!r} cannot be loaded{source}: {reason}") from error
+
+
+def chat_format(
+    settings: ModelSection, *, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> ChatFormat:
+    """Return the chat format of a loaded policy; a template of the settings becomes the tokenizer's own.
+
+    Raises:
+        ConfigError: the template does not support episodes, a setting does not fit it, or the tokenizer does
+            not fit the model.
+    """
+    if settings.chat_template is not None:
+        tokenizer.chat_template = Path(settings.chat_template).read_text(encoding="utf-8")
+    _check_embeddings(model, tokenizer)
+    return ChatFormat(
+        tokenizer,
+        eos_token_ids=_eos_token_ids(model),
+        stop=settings.stop,
+        tool_parser=settings.tool_parser,
+        template_kwargs=settings.template_kwargs,
+        system_prompt=settings.system_prompt,
+    )
+
+
+def _eos_token_ids(model: PreTrainedModel) -> list[int]:
+    """Return the stop tokens of the generation configuration."""
+    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = list(eos) if isinstance(eos, list | tuple) else [] if eos is None else [eos]
+    if not all(type(i) is int and i >= 0 for i in ids):
+        raise ConfigError(f"eos_token_id in generation_config.json is {eos!r}: set it to ids of tokens")
+    return ids
+
+
+def _check_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that every token that an episode can hold has an embedding.
+
+    Special tokens that the template does not write never occur, so those may lie beyond it (Gemma 3 1B).
+    """
+    rows = len(cast(torch.Tensor, model.get_input_embeddings().weight))
+    template = str(tokenizer.chat_template)
+    unused = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special and str(t) not in template}
+    beyond = {i: token for token, i in tokenizer.get_vocab().items() if i >= rows and token not in unused}
+    if beyond:
+        raise ConfigError(
+            f"the tokenizer of {tokenizer.name_or_path} has {len(beyond)} tokens beyond the {rows} that the "
+            f"model has embeddings for, {beyond[min(beyond)]!r} first: use the tokenizer of this model, or "
+            "resize its embeddings"
+        )
+
+
+def copy_of(model: PreTrainedModel, *, dtype: str = "float32", device: str | None = None) -> PreTrainedModel:
+    """Return a copy for an engine, on another device if given."""
+    copied = copy.deepcopy(model)
+    if device is not None:
+        copied.to(device)  # type: ignore[arg-type]  # the library types this by its first parameter
+    for parameter in copied.parameters():  # not the buffers: rotary frequencies need float32
+        parameter.data = parameter.data.to(DTYPES[dtype])
+    return copied
+
+
+def _check_source(path: str, device: str) -> None:
+    is_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists()
+    has_model = (Path(path) / "config.json").is_file() or adapter_base(Path(path)) is not None
+    if is_local and not has_model:
+        inner = Path(path) / "model"
+        hint = f"; {str(inner)!r} is one" if (inner / "config.json").is_file() else ""
+        raise ConfigError(f"{path!r} is not a model folder: it has no config.json{hint}")
+    for name in ("config.json", "generation_config.json"):
+        if (file := Path(path) / name).is_file():
+            _check_json(file)
+    if not Path(path).exists():
+        logger.warning("there is no folder %s: loading the model from the hub", path)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"engine.device = {device!r} is not available: {reason}") from error
+
+
+def _check_json(file: Path) -> None:
+    """Check that a file is a JSON object; transformers ignores a generation_config.json that is none."""
+    try:
+        value, reason = json.loads(file.read_text(encoding="utf-8")), ""
+    except ValueError as error:
+        value, reason = None, f" ({error})"
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file} is not a JSON object{reason}")

@@ -1,0 +1,245 @@
+"""Environment servers of a run: started as child processes or reached by URL."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shlex
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+from urllib.parse import urlsplit
+
+from agentrl_env.client import EnvClient
+from agentrl_env.errors import AgentRLError, Unauthorized
+from agentrl_env.launch.process import ServerProcess
+from agentrl_env.types import TaskInfo
+from agentrl_train.config import EngineSection, EnvironmentSection
+from agentrl_train.config.functions import imported
+from agentrl_train.config.sections import is_function
+from agentrl_train.errors import ConfigError, EnvironmentUnavailable
+from agentrl_train.gateway.programs import AgentProgram
+from agentrl_train.gateway.server import Gateway
+from agentrl_train.types import TaskSource
+
+logger = logging.getLogger(__name__)
+
+MAX_SAMPLES = 2**62
+LEASE_S = 900.0
+"""Seconds that a session of a started server may be idle between two completions."""
+POLL_INTERVAL_S = 0.5
+"""Interval of liveness checks of a child server."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """The tasks of a run."""
+
+    clients: Mapping[str, EnvClient]
+    """Task -> client of its server."""
+    sources: Sequence[TaskSource]
+    """Training splits, the easiest where a task has several."""
+    held_out: Mapping[str, TaskSource]
+    """Task -> its evaluation split."""
+    harder: Mapping[str, Sequence[TaskSource]] = field(default_factory=dict)
+    """Task -> its further training splits, from easy to hard."""
+    programs: Mapping[str, AgentProgram] = field(default_factory=dict)
+    """Task -> the program that plays it."""
+
+
+@asynccontextmanager
+async def environments(
+    sections: Sequence[EnvironmentSection],
+    *,
+    max_sessions: int,
+    oracle: bool = False,
+    timeout_s: float = 120.0,
+    idle_s: float = 0.0,
+    levels: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    stated: EngineSection | None = None,
+) -> AsyncIterator[Served]:
+    """Start or connect to every environment server of a run; stop started ones on exit.
+
+    Agent programs get a gateway, and state the sampling parameters ``stated`` in their requests, or none.
+
+    ``timeout_s`` is the deadline of one call, ``idle_s`` of one completion: the
+    sessions of started servers live at least that long. ``levels`` are the training splits, from easy to
+    hard, of the tasks that have several.
+
+    Raises:
+        EnvironmentUnavailable: a server cannot be started or does not answer.
+        ConfigError: a configured task or split does not exist.
+    """
+    async with AsyncExitStack() as stack:
+        clients: dict[str, EnvClient] = {}
+        sources: list[TaskSource] = []
+        harder: dict[str, list[TaskSource]] = {}
+        held_out: dict[str, TaskSource] = {}
+        programs: dict[str, AgentProgram] = {}
+        gateway: Gateway | None = None
+        for section in sections:
+            if section.program is not None and gateway is None:
+                gateway = await stack.enter_async_context(Gateway())
+            if section.samples is not None:
+                assert gateway is not None
+                name, splits = Path(section.samples).stem, _read_splits(section)
+                _require_new(name, sources)
+                programs[name] = _program(section, gateway, samples=splits, stated=stated)
+                for split, samples in splits.items():
+                    source = TaskSource(task=name, split=split, num_samples=len(samples))
+                    if split == section.split:
+                        sources.append(source)
+                    else:
+                        held_out[name] = source
+                continue
+            options: dict[str, Any] = {
+                "max_sessions": max_sessions,
+                "oracle": oracle,
+                "lease": LEASE_S + idle_s,
+                "start_timeout": section.start_timeout_s,
+            }
+            url, client = await _client(section, stack, timeout_s=timeout_s, options=options)
+            tasks = await _tasks(client, section)
+            for name in section.tasks or tasks:
+                _require_new(name, sources)
+                info = tasks.get(name)
+                if info is None:
+                    raise ConfigError(f"no task {name!r} is served; available: {', '.join(sorted(tasks))}")
+                clients[name] = client
+                first, *others = levels.get(name, (section.split,))
+                sources.append(_source(info, first, weight=section.tasks.get(name, 1.0)))
+                harder[name] = [_source(info, split) for split in others]
+                held_out[name] = _source(info, section.eval_split)
+                if gateway is not None and section.program is not None:
+                    programs[name] = _program(section, gateway, url=url, stated=stated)
+        if unknown := levels.keys() - clients.keys():
+            raise ConfigError(f"curriculum.levels names {min(unknown)!r}, which is not a task of this run")
+        yield Served(clients=clients, sources=sources, harder=harder, held_out=held_out, programs=programs)
+
+
+def _require_new(name: str, sources: Sequence[TaskSource]) -> None:
+    if name in {source.task for source in sources}:
+        raise ConfigError(f"two environment servers have a task {name!r}: list it for only one")
+
+
+def _program(
+    section: EnvironmentSection, gateway: Gateway, *, stated: EngineSection | None, **source: Any
+) -> AgentProgram:
+    """Return the program of a section."""
+    assert section.program is not None
+    try:
+        run = imported(section.program) if is_function(section.program) else shlex.split(section.program)
+    except ValueError as error:
+        raise ConfigError(f"environments.program = {section.program!r} is no command: {error}") from error
+    return AgentProgram(
+        run,
+        gateway=gateway,
+        token=_token(section),
+        folder=Path(section.program_folder),
+        stated=None if section.ignore_sampling else stated,
+        **source,
+    )
+
+
+def _read_splits(section: EnvironmentSection) -> dict[str, list[dict[str, Any]]]:
+    """Return the samples of a section by split. Raises ``ConfigError`` for a file that is not JSON lines."""
+    files = {section.split: section.samples, section.eval_split: section.eval_samples}
+    splits: dict[str, list[dict[str, Any]]] = {}
+    for split, path in files.items():
+        if path is None:
+            continue
+        try:
+            lines = Path(path).read_text(encoding="utf-8").split("\n")
+            splits[split] = [json.loads(line) for line in lines if line.strip()]
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the samples {path} cannot be read: {error}") from error
+        if not splits[split] or not all(isinstance(sample, dict) for sample in splits[split]):
+            raise ConfigError(f"the samples {path} must be lines with one JSON object each, at least one")
+    return splits
+
+
+async def _client(
+    section: EnvironmentSection, stack: AsyncExitStack, *, timeout_s: float, options: Mapping[str, Any]
+) -> tuple[str, EnvClient]:
+    url = section.url
+    if url is None:
+        make = partial(ServerProcess, *section.serve, **options)
+        url = await stack.enter_async_context(supervised_server(make))
+    client = EnvClient.connect(url, token=_token(section), timeout=timeout_s)
+    return url, await stack.enter_async_context(client)
+
+
+def _token(section: EnvironmentSection) -> str:
+    """Return the token of a server."""
+    # Not the client's default, AGENTRL_TOKEN: every server of a run would learn the token of another.
+    token = os.environ.get(section.token_env, "") if section.token_env else ""
+    if section.token_env and not token:
+        raise ConfigError(f"environments.token_env is {section.token_env}, which is not set: export it")
+    return token
+
+
+@asynccontextmanager
+async def supervised_server(make: Callable[..., ServerProcess]) -> AsyncIterator[str]:
+    """Start a server and yield its URL; restart it at the same URL whenever it dies.
+
+    Raises:
+        EnvironmentUnavailable: the server does not start.
+    """
+    server = make()
+    try:
+        await asyncio.to_thread(server.start)
+    except AgentRLError as error:
+        raise EnvironmentUnavailable(str(error)) from error
+    current, url = [server], server.url
+    supervision = asyncio.create_task(_supervise(current, partial(make, port=urlsplit(url).port)))
+    try:
+        yield url
+    finally:
+        supervision.cancel()
+        await asyncio.gather(supervision, return_exceptions=True)
+        await asyncio.to_thread(current[0].stop)
+
+
+async def _supervise(current: list[ServerProcess], make: Callable[[], ServerProcess]) -> None:
+    """Replace the server in ``current`` whenever it dies; its sessions are lost and retried."""
+    while True:
+        await asyncio.sleep(POLL_INTERVAL_S)
+        if current[0].running:
+            continue
+        logger.warning("the environment server at %s died and is restarted", current[0].url)
+        await asyncio.to_thread(current[0].stop)
+        current[0] = make()
+        try:
+            await asyncio.to_thread(current[0].start)
+        except AgentRLError as error:
+            logger.warning("the environment server could not be restarted: %s", error)
+
+
+async def _tasks(client: EnvClient, section: EnvironmentSection) -> dict[str, TaskInfo]:
+    try:
+        return await client.tasks()
+    except Unauthorized as error:
+        problem = "needs a token: name the variable that holds it in environments.token_env"
+        if section.token_env:
+            problem = f"rejects the token in {section.token_env}: export the token that the server was given"
+        raise ConfigError(f"the environment server {section.url} {problem}") from error
+    except AgentRLError as error:
+        source = section.url or ", ".join(section.serve)
+        raise EnvironmentUnavailable(f"the environment server {source} lists no tasks: {error}") from error
+
+
+def _source(info: TaskInfo, split: str, *, weight: float = 1.0) -> TaskSource:
+    if not info.tools:
+        raise ConfigError(f"task {info.name!r} has no tools, so an agent cannot act in it")
+    if split not in info.splits:
+        raise ConfigError(f"task {info.name!r} has no split {split!r}; available: {', '.join(info.splits)}")
+    number = info.splits[split].num_samples
+    if number is not None and not 1 <= number <= MAX_SAMPLES:
+        raise ConfigError(f"split {split!r} of task {info.name!r} has {number} samples, so none can be drawn")
+    return TaskSource(task=info.name, split=split, num_samples=number, weight=weight)

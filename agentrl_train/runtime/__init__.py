@@ -1,1 +1,0 @@
-"""The runtime of a training run: configuration, loop, checkpoints, metrics and reports."""

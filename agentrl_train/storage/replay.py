@@ -1,0 +1,118 @@
+"""Self-imitation: episodes of a run that did well are trained on once more (SPEAR, arXiv 2509.22601).
+
+Pure functions of a buffer that is never changed. In each step, in this order::
+
+    noted   the mean returns of the step's groups join a history, first in, first out
+    drawn   some earlier episodes leave the buffer, each with the advantage R - quantile(history of its task)
+    added   the step's episodes with a positive advantage join it
+
+The advantage is computed anew, because the baseline of an episode is out of date once the policy is better;
+an episode whose advantage has fallen below 0 leaves the buffer untrained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+
+import numpy as np
+
+from agentrl_train.advantage import Values
+from agentrl_train.types import Batch, TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """An episode in the buffer."""
+
+    group: TrajectoryGroup
+    """Its group, with this episode alone."""
+    earned: float
+    """Its return, penalties included."""
+    step: int
+    """Step in which it was trained on first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """The buffer, oldest episodes first, and the history of mean returns."""
+
+    episodes: tuple[Kept, ...] = ()
+    history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Task -> mean returns of its groups, oldest first."""
+
+    def noted(self, groups: Sequence[TrajectoryGroup], returns: Sequence[Values], *, length: int) -> Replay:
+        """Return the buffer with the mean returns of groups in its history, at most ``length`` of a task."""
+        history = dict(self.history)
+        for group, earned in zip(groups, returns, strict=True):
+            history[group.task] = (*history.get(group.task, ()), float(earned.mean()))[-length:]
+        return replace(self, history=history)
+
+    def baselines(self, quantile: float = 0.5) -> dict[str, float]:
+        """Return the baseline of each task: a quantile of its history."""
+        return {task: float(np.quantile(means, quantile)) for task, means in self.history.items()}
+
+    def drawn(
+        self, *, step: int, count: int, max_age: int, quantile: float, seed: Sequence[int]
+    ) -> tuple[list[tuple[TrajectoryGroup, float]], Replay]:
+        """Return episodes to train on with their advantages, and the buffer without them.
+
+        Args:
+            step: number of the step.
+            count: episodes to draw, at most.
+            max_age: steps after which an episode leaves the buffer.
+            quantile: quantile of the history that is the baseline.
+            seed: seed of the draw.
+        """
+        baselines = self.baselines(quantile)
+        recent = [one for one in self.episodes if step - one.step <= max_age]
+        worth = [(one.earned - baselines[one.group.task], one) for one in recent]
+        good = [(value, one) for value, one in worth if value >= 0.0]
+        chosen = set(np.random.default_rng(seed).permutation(len(good))[:count].tolist())
+        found = [(one.group, value) for i, (value, one) in enumerate(good) if i in chosen]
+        rest = tuple(one for i, (_, one) in enumerate(good) if i not in chosen)
+        return found, replace(self, episodes=rest)
+
+    def added(
+        self,
+        groups: Sequence[TrajectoryGroup],
+        returns: Sequence[Values],
+        advantages: Sequence[Sequence[Values | None]],
+        *,
+        step: int,
+        size: int,
+    ) -> Replay:
+        """Return the buffer with the episodes whose mean advantage is positive, cut to ``size``."""
+        new = [
+            Kept(group=replace(group, trajectories=(one,), greedy=None), earned=float(total), step=step)
+            for group, earned, values in zip(groups, returns, advantages, strict=True)
+            for one, total, value in zip(group.trajectories, earned, values, strict=True)
+            if value is not None and one.num_sampled_tokens and float(value.mean()) > 0.0
+        ]
+        return replace(self, episodes=(*self.episodes, *new)[-size:])
+
+
+def cosine_rise(step: int, last: int) -> float:
+    """Return ``(1 - cos(pi s / T)) / 2``: from 0 at step 0 to 1 at step T, and 1 from there on."""
+    return 1.0 if step >= last else (1.0 - math.cos(math.pi * step / last)) / 2.0
+
+
+def joined(batches: Sequence[Batch], others: Sequence[Batch], *, weight: float) -> list[Batch]:
+    """Return the batches with the micro-batches of others, whose loss counts times ``weight``."""
+    found = []
+    for one, other in zip_longest(batches, others):
+        parts = [part for part in (one, other) if part is not None]
+        weighed = [] if other is None else other.micro_batches
+        lowered = [replace(micro, weights=micro.weights * weight) for micro in weighed]
+        found.append(
+            Batch(
+                micro_batches=[*([] if one is None else one.micro_batches), *lowered],
+                num_sequences=sum(part.num_sequences for part in parts),
+                num_loss_tokens=sum(part.num_loss_tokens for part in parts),
+                num_tokens=sum(part.num_tokens for part in parts),
+                num_slots=sum(part.num_slots for part in parts),
+            )
+        )
+    return found

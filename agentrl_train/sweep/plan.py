@@ -1,0 +1,160 @@
+"""The file of a sweep, and the runs that it plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from agentrl_train.config import RunConfig, load_config
+from agentrl_train.config.section import Count, CountOrOff, Section
+from agentrl_train.config.toml import Table, flat, problems, read_toml
+from agentrl_train.errors import ConfigError
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+OWN = ("run.name", "run.folder", "run.seed", "run.threads")
+"""Settings that the sweep sets itself."""
+
+
+class SweepConfig(Section):
+    """The file of ``agentrl-train sweep``: presets and variants of one configuration, times seeds."""
+
+    name: Name
+    """Name of the folder inside ``folder``."""
+    config: str
+    """Configuration that the runs vary, relative to this file."""
+    folder: str = "runs"
+    """Parent of the sweep's folder; relative to the working directory."""
+    seeds: Annotated[tuple[CountOrOff, ...], Field(min_length=1)] = (0, 1, 2, 3, 4)
+    """Seeds of every variant."""
+    presets: tuple[str, ...] = ()
+    """Presets of algorithms; each is a variant of its name."""
+    variants: dict[Name, dict[str, Any]] = Field(default_factory=dict)
+    """Variants by name: tables with settings of a run. Paths in them are relative to ``config``."""
+    set: dict[str, Any] = Field(default_factory=dict)
+    """Settings of every run; those of a variant override them."""
+    baseline: str | None = None
+    """Variant that the others are compared with; left out, the first one."""
+    processes: Count | None = None
+    """Runs at a time; left out, one for each core."""
+
+    @property
+    def changes(self) -> dict[str, dict[str, Any]]:
+        """Return variant -> its settings."""
+        presets = {Path(preset).stem: {"algorithm": {"preset": preset}} for preset in self.presets}
+        return presets | self.variants
+
+    def problems(self) -> list[str]:
+        """Return violated constraints between the fields, one sentence each."""
+        found = []
+        if not self.presets and not self.variants:
+            found.append("there is nothing to run: name presets, or give at least one table [variants.NAME]")
+        stems = [Path(preset).stem for preset in self.presets]
+        if twice := [name for name in [*stems, *self.variants] if [*stems, *self.variants].count(name) > 1]:
+            found.append(f"two variants are called {twice[0]!r}: rename one")
+        if len(set(self.seeds)) < len(self.seeds):
+            found.append(f"seeds = {list(self.seeds)} has one of them twice")
+        if self.baseline is not None and self.baseline not in self.changes:
+            found.append(f"baseline = {self.baseline!r} is none of {', '.join(self.changes)}")
+        for where, table in (("set", self.set), *((f"variants.{k}", v) for k, v in self.variants.items())):
+            if own := sorted(set(OWN) & flat(table).keys()):
+                found.append(f"{where} sets {own[0]}, which the sweep sets itself: remove it")
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun:
+    """One run of a sweep."""
+
+    variant: str
+    seed: int
+    config: RunConfig
+
+    @property
+    def folder(self) -> Path:
+        """Return the run folder."""
+        return self.config.run_folder
+
+    @property
+    def file(self) -> Path:
+        """Return the configuration file that the run is started with."""
+        return self.folder.with_name(f"{self.folder.name}.toml")
+
+    @property
+    def log(self) -> Path:
+        """Return the file with the output of its process."""
+        return self.folder.with_name(f"{self.folder.name}.log")
+
+    @property
+    def usage(self) -> Path:
+        """Return the file with the time that its processes took."""
+        return self.folder.with_name(f"{self.folder.name}.usage.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """A validated sweep."""
+
+    path: Path
+    """Its file."""
+    config: SweepConfig
+    folder: Path
+    processes: int
+    """Runs at a time."""
+    runs: tuple[PlannedRun, ...]
+    """All runs, the first seed of every variant first."""
+
+    @property
+    def baseline(self) -> str:
+        """Return the variant that the others are compared with."""
+        return self.config.baseline or next(iter(self.config.changes))
+
+
+def load_sweep(path: Path, *, cores: int, processes: int | None = None) -> Sweep:
+    """Read the file of a sweep and validate every run of it.
+
+    Args:
+        path: the file.
+        cores: processor cores, which the runs share.
+        processes: runs at a time; None is what the file says, or one for each core.
+
+    Raises:
+        ConfigError: the file, or a run that it plans, is invalid; with all problems in one message.
+    """
+    table = read_toml(path)
+    if found := problems(table, SweepConfig):
+        lines = "\n".join(f"  - {problem}" for problem in found)
+        raise ConfigError(f"{path} is invalid; please correct:\n{lines}")
+    config = SweepConfig.model_validate(table)
+    folder = Path(config.folder).expanduser().absolute() / config.name
+    count = len(config.changes) * len(config.seeds)
+    processes = min(count, processes or config.processes or cores)
+    runs = _runs(path, config, folder=folder, threads=max(1, cores // processes))
+    return Sweep(path=path, config=config, folder=folder, processes=processes, runs=tuple(runs))
+
+
+def _runs(path: Path, config: SweepConfig, *, folder: Path, threads: int) -> Iterator[PlannedRun]:
+    base = path.parent / Path(config.config).expanduser()
+    loaded, wrong = {}, []
+    for variant, changes in config.changes.items():
+        own: Table = {"run": {"name": variant, "folder": str(folder), "threads": threads}}
+        try:
+            loaded[variant] = load_config(base, changes=(config.set, changes, own))
+        except ConfigError as error:
+            wrong.append(f"variant {variant} of {path}: {error}")
+            continue
+        if not loaded[variant].eval.samples:
+            wrong.append(
+                f"variant {variant} of {path}: eval.samples is 0, so there is nothing to rank: raise it"
+            )
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    for seed in config.seeds:
+        for variant, of_variant in loaded.items():
+            run = of_variant.run.model_copy(
+                update={"name": f"seed-{seed}", "folder": str(folder / variant), "seed": seed}
+            )
+            yield PlannedRun(variant=variant, seed=seed, config=of_variant.model_copy(update={"run": run}))

@@ -1,0 +1,183 @@
+"""Runs the runs of a sweep in child processes, a bounded number at a time; what is finished is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from agentrl_train.errors import ConfigError
+from agentrl_train.storage.atomic_io import run_folder_errors, write_file
+from agentrl_train.storage.run_dir import CONFIG, changed_settings
+from agentrl_train.sweep.plan import PlannedRun, Sweep
+from agentrl_train.telemetry.watchdog import die_with_parent
+
+POLL_INTERVAL_S = 0.1
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+FREE = ("run.name", "run.folder", "run.threads")
+"""Settings of a run that may change."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Child:
+    """A run in progress."""
+
+    run: PlannedRun
+    process: subprocess.Popen[bytes]
+    started: float
+
+
+def finished(run: PlannedRun) -> bool:
+    """Return whether a run has come to its end."""
+    return (run.folder / "summary.json").exists()
+
+
+def require_unchanged(sweep: Sweep, *, replace: bool) -> None:
+    """Compare the runs that have begun with the sweep's file.
+
+    Args:
+        sweep: the sweep.
+        replace: discard the runs whose settings changed, in place of the error.
+
+    Raises:
+        ConfigError: a run was begun with other settings.
+    """
+    found = []
+    for run in sweep.runs:
+        changed = changed_settings(run.folder / CONFIG, run.config)
+        found += [(run, name, *values) for name, values in changed.items() if name not in FREE][:1]
+    if replace:
+        for run, *_ in found:
+            with run_folder_errors(run.folder):
+                shutil.rmtree(run.folder)
+                run.usage.unlink(missing_ok=True)
+    elif found:
+        run, name, old, new = found[0]
+        raise ConfigError(
+            f"{len(found)} of the runs in {sweep.folder} were begun with other settings than those of "
+            f"{sweep.path} ({run.variant}, seed {run.seed}: {name} was {old}, and is {new}): restore the "
+            "file, choose another name, or run these again with --replace"
+        )
+
+
+def run_all(
+    sweep: Sweep, *, on_start: Callable[[PlannedRun], None], on_end: Callable[[PlannedRun, int], None]
+) -> int | None:
+    """Run what is not finished; a run that fails does not stop the others.
+
+    Args:
+        sweep: the sweep; its runs go on from their checkpoints where they have some.
+        on_start: called when a run starts.
+        on_end: called when a run has ended, with its exit status.
+
+    Returns:
+        The number of the signal that stopped the sweep, or None. Its runs then end after their steps in
+        progress, with checkpoints.
+    """
+    pending = [run for run in sweep.runs if not finished(run)]
+    children: list[_Child] = []
+    forwarded = 0
+    with _signals() as received:
+        try:
+            while children or (pending and not received):
+                while pending and len(children) < sweep.processes and not received:
+                    children.append(_start(run := pending.pop(0)))
+                    on_start(run)
+                ended = [(child, end) for child in children if (end := _poll(child))]
+                for child, (status, processor_s) in ended:
+                    children.remove(child)
+                    _add_usage(child, processor_s=processor_s)
+                    on_end(child.run, status)
+                for _ in received[forwarded:]:  # a second one ends the runs at once
+                    forwarded += 1
+                    for child in children:
+                        child.process.send_signal(signal.SIGTERM)
+                if not ended:
+                    time.sleep(POLL_INTERVAL_S)
+        finally:
+            for child in children:
+                child.process.kill()
+    return received[0] if received else None
+
+
+def usage(run: PlannedRun) -> dict[str, float]:
+    """Return the wall and processor seconds that the processes of a run took, up to now."""
+    try:
+        found = json.loads(run.usage.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = {}
+    return {key: float(found.get(key, 0.0)) for key in ("wall_s", "processor_s")}
+
+
+def _start(run: PlannedRun) -> _Child:
+    with run_folder_errors(run.folder):
+        run.folder.parent.mkdir(parents=True, exist_ok=True)
+        write_file(run.file, run.config.to_toml().encode())
+        resume = ["--resume"] if run.folder.exists() else []
+        command = [sys.executable, "-m", "agentrl_train", "run", str(run.file), *resume]
+        with open(run.log, "ab") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"OMP_NUM_THREADS": str(run.config.run.threads)},
+                start_new_session=True,  # a signal of the terminal reaches the runs through the sweep
+                preexec_fn=die_with_parent,  # so that another sweep can go on with the run
+            )
+    return _Child(run=run, process=process, started=time.monotonic())
+
+
+def _poll(child: _Child) -> tuple[int, float] | None:
+    """Return the exit status and the processor seconds of an ended run, those of its children included."""
+    number, status, used = os.wait4(child.process.pid, os.WNOHANG)
+    if not number:
+        return None
+    child.process.returncode = os.waitstatus_to_exitcode(status)  # it is collected already
+    return child.process.returncode, used.ru_utime + used.ru_stime
+
+
+def _add_usage(child: _Child, *, processor_s: float) -> None:
+    before = usage(child.run)
+    after = {
+        "wall_s": round(before["wall_s"] + time.monotonic() - child.started, 3),
+        "processor_s": round(before["processor_s"] + processor_s, 3),
+    }
+    with run_folder_errors(child.run.usage.parent):
+        write_file(child.run.usage, json.dumps(after).encode())
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collect the stop signals that arrive."""
+    received: list[int] = []
+
+    def receive(number: int, frame: FrameType | None) -> Any:
+        received.append(number)
+
+    before = {number: signal.signal(number, receive) for number in STOP_SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def last_error(run: PlannedRun, status: int) -> str:
+    """Return the last error in the log of a run that failed, else its last line."""
+    try:
+        text = run.log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    errors = [line for line in lines if line.startswith("agentrl-train: ")]
+    return (errors or lines or [f"exit status {status}"])[-1].removeprefix("agentrl-train: ")

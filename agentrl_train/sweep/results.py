@@ -1,0 +1,297 @@
+"""Results of a sweep as plain values: curves, final success, areas under curves, differences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+
+from agentrl_train.config.toml import flat
+from agentrl_train.report.charts import moving_average
+from agentrl_train.report.curves import number, task_values
+from agentrl_train.report.page import RunRecord, read_run
+from agentrl_train.sweep.plan import PlannedRun, Sweep
+from agentrl_train.sweep.processes import finished, usage
+
+FORMAT = 1
+INTERVAL = "95 % interval of the mean over seeds (Student's t)"
+T_975 = (
+    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281,
+    2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860,
+)  # fmt: skip
+"""97.5 % quantiles of Student's t, by degrees of freedom from 1 on."""
+CURVES = {
+    "held_out_success": "held-out success, sampled",
+    "held_out_greedy": "held-out success, greedy",
+    "held_out_reward": "held-out reward, sampled",
+    "train_success": "training success, sampled",
+    "train_reward": "training reward, sampled",
+}
+"""Name of a curve -> its title."""
+SMOOTHING = 0.7
+"""Share of the old value in the moving average of training curves, before the mean over seeds."""
+GRID = 41
+"""Most points of a curve."""
+
+Points = Sequence[tuple[float, float]]
+
+
+def results(sweep: Sweep, *, command: str, failed: Mapping[Path, str]) -> dict[str, Any]:
+    """Return the results of the runs that have finished, as JSON values.
+
+    Args:
+        sweep: the sweep.
+        command: command line that repeats it.
+        failed: folder of a run that failed -> its error.
+    """
+    runs = [_run(run, error=failed.get(run.folder)) for run in sweep.runs]
+    done = [one for one in runs if one["status"] == "finished"]
+    ends = [one["curves"]["held_out_success"][-1:] for one in done]
+    span = min((samples for end in ends for _, samples, _ in end), default=0.0)
+    names = list(sweep.config.changes)
+    variants = [
+        _variant(name, sweep, [one for one in runs if one["variant"] == name], span=span) for name in names
+    ]
+    base = next(one for one in variants if one["name"] == sweep.baseline)
+    for one in variants:
+        one["difference"] = {
+            key: _paired(one["runs"], base["runs"], key) for key in ("success", "greedy", "area")
+        }
+    ranked = [one for one in variants if one["final"]["success"] is not None]
+    return {
+        "format": FORMAT,
+        "name": sweep.config.name,
+        "command": command,
+        "config": sweep.config.config,
+        "set": flat(sweep.config.set),
+        "seeds": list(sweep.config.seeds),
+        "baseline": sweep.baseline,
+        "interval": INTERVAL,
+        "processes": sweep.processes,
+        "area_samples": span,
+        "planned": len(runs),
+        "finished": len(done),
+        "variants": variants,
+        "ranking": [one["name"] for one in sorted(ranked, key=_rank)],
+    }
+
+
+def _rank(variant: Mapping[str, Any]) -> tuple[float, float]:
+    success, under = (variant["final"][key] for key in ("success", "area"))
+    return -success["mean"], -under["mean"] if under else 0.0
+
+
+def interval(values: Sequence[float], *, bounds: tuple[float, float] | None = None) -> dict[str, Any] | None:
+    """Return the mean of independent values with its 95 % interval by Student's t; None without values.
+
+    One value has no interval: ``low`` and ``high`` are None. ``bounds`` cut the interval off.
+    """
+    if not values:
+        return None
+    mean, low, high = fmean(values), None, None
+    if len(values) > 1:
+        half = t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+        low, high = mean - half, mean + half
+        if bounds is not None:
+            low, high = max(bounds[0], low), min(bounds[1], high)
+    return {"mean": mean, "low": low, "high": high, "n": len(values)}
+
+
+def t_quantile(degrees: int) -> float:
+    """Return the 97.5 % quantile of Student's t distribution, to four digits.
+
+    Above 20 degrees of freedom by the expansion in 1 / degrees (Abramowitz and Stegun, 26.7.5).
+    """
+    if degrees <= len(T_975):
+        return T_975[degrees - 1]
+    z = 1.959964
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / float(degrees) ** power for power, term in enumerate(terms, start=1))
+
+
+def area(points: Points, span: float) -> float | None:
+    """Return the mean height of a curve from 0 to ``span``, by trapezoids; None for less than two points."""
+    if len(points) < 2 or span <= 0:
+        return None
+    xs, ys = (np.array(values, dtype=float) for values in zip(*points, strict=True))
+    inside = np.union1d(xs[xs < span], [0.0, span])
+    return float(np.trapezoid(np.interp(inside, xs, ys), inside) / span)
+
+
+def _run(run: PlannedRun, *, error: str | None) -> dict[str, Any]:
+    """Return one run: its state, final values, and curves as (step, samples, value)."""
+    if not finished(run):
+        begun = "stopped" if run.folder.exists() else "not started"
+        status = "failed" if error is not None else begun
+        return {"variant": run.variant, "seed": run.seed, "status": status, "error": error or ""}
+    record = read_run(run.folder)
+    held_out, samples = _held_out(record), _samples(run, record)
+    curves = {
+        name: [
+            (step, samples[step], value[key]) for step, value in held_out.items() if value[key] is not None
+        ]
+        for name, key in (
+            ("held_out_success", "success"),
+            ("held_out_greedy", "greedy"),
+            ("held_out_reward", "reward"),
+        )
+    }
+    for name in ("success", "reward"):
+        points = [(step["step"], _mean_over_tasks(step, name)) for step in record.steps]
+        smooth = moving_average([(x, y) for x, y in points if y is not None], SMOOTHING)
+        curves[f"train_{name}"] = [(int(x), samples[int(x)], y) for x, y in smooth]
+    last = max(held_out)
+    return {
+        "variant": run.variant,
+        "seed": run.seed,
+        "status": "finished",
+        "error": "",
+        "final": held_out[last],
+        "curves": curves,
+        "samples": samples[record.steps[-1]["step"]] if record.steps else 0.0,
+        "steps": len(record.steps),
+        **usage(run),
+    }
+
+
+def _held_out(record: RunRecord) -> dict[int, dict[str, Any]]:
+    """Return step -> success, greedy success and reward on held-out samples: their means over tasks."""
+    found: dict[int, dict[str, Mapping[str, Any]]] = {}
+    for line in record.evaluations:
+        found.setdefault(int(line["policy_version"]), {})[str(line["task"])] = line
+    values = {}
+    for step, tasks in sorted(found.items()):
+        means = {
+            key: _mean(number(line.get(key)) for line in tasks.values())
+            for key in ("success", "greedy", "reward")
+        }
+        by_task = {
+            task: {key: line.get(key) for key in ("success", "greedy")} for task, line in tasks.items()
+        }
+        values[step] = means | {"tasks": by_task}
+    return values
+
+
+def _samples(run: PlannedRun, record: RunRecord) -> dict[int, float]:
+    """Return step -> episodes played up to it: those trained on, those of dropped groups, greedy ones."""
+    size, greedy = run.config.rollout.group_size, run.config.algorithm.baseline == "greedy"
+    total, found = 0.0, {0: 0.0}
+    for step in record.steps:
+        tasks = task_values(step).values()
+        trained = sum(number(task.get("episodes")) or 0.0 for task in tasks)
+        total += trained * (1 + greedy / size)
+        dropped = (number(step.get("dropped_groups")) or 0.0) * size
+        found[int(step["step"])] = total + dropped
+    return found
+
+
+def _variant(name: str, sweep: Sweep, runs: Sequence[dict[str, Any]], *, span: float) -> dict[str, Any]:
+    """Return the aggregate of the runs of a variant; adds the area of each to its run."""
+    done = [one for one in runs if one["status"] == "finished"]
+    for one in done:
+        points = [(samples, value) for _, samples, value in one["curves"]["held_out_success"]]
+        one["final"]["area"] = area(points, span)
+    shares = {"success": (0.0, 1.0), "greedy": (0.0, 1.0), "area": (0.0, 1.0), "reward": None}
+    tasks = list(dict.fromkeys(task for one in done for task in one["final"]["tasks"]))
+    return {
+        "name": name,
+        "changes": flat(sweep.config.changes[name]),
+        "final": {key: interval(_finals(done, key), bounds=bounds) for key, bounds in shares.items()},
+        "tasks": {
+            task: {
+                key: interval(
+                    [
+                        value
+                        for one in done
+                        if (value := one["final"]["tasks"].get(task, {}).get(key)) is not None
+                    ],
+                    bounds=(0.0, 1.0),
+                )
+                for key in ("success", "greedy")
+            }
+            for task in tasks
+        },
+        "samples": _mean(one["samples"] for one in done),
+        "wall_s": _mean(one["wall_s"] for one in done),
+        "processor_s": _mean(one["processor_s"] for one in done),
+        "curves": {
+            curve: {
+                "steps": _band([[(x, y) for x, _, y in one["curves"][curve]] for one in done], curve),
+                "samples": _band([[(x, y) for _, x, y in one["curves"][curve]] for one in done], curve),
+            }
+            for curve in CURVES
+        },
+        "runs": [{key: value for key, value in one.items() if key != "curves"} for one in runs],
+    }
+
+
+def _band(curves: Sequence[Points], name: str) -> list[list[float | None]]:
+    """Return rows (x, mean, low, high) over the part of the axis that all curves have."""
+    curves = [curve for curve in curves if curve]
+    if not curves:
+        return []
+    first, last = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
+    xs = sorted({x for curve in curves for x, _ in curve if first <= x <= last} | {first, last})
+    if len(xs) > GRID:
+        xs = list(np.linspace(first, last, GRID))
+    bounds = None if name.endswith("reward") else (0.0, 1.0)
+    rows: list[list[float | None]] = []
+    for x in xs:
+        values = [_at(x, curve) for curve in curves]
+        found = interval(values, bounds=bounds) or {}
+        rows.append([_rounded(x), *(_rounded(found[key]) for key in ("mean", "low", "high"))])
+    return rows
+
+
+def _at(x: float, curve: Points) -> float:
+    """Return the height of a curve at ``x``, linearly between its points."""
+    return float(np.interp(x, [point[0] for point in curve], [point[1] for point in curve]))
+
+
+def _paired(
+    runs: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]], key: str
+) -> dict[str, Any] | None:
+    """Return the mean difference to the baseline at equal seeds, its interval, and how often it is above.
+
+    Only the tasks that both have are compared, as a run of one task differs from the mean over several by
+    their difficulty too. Areas are those of all tasks, and differ by nothing else only where these are equal.
+    """
+    before = {one["seed"]: one["final"] for one in base if one["status"] == "finished"}
+    pairs = []
+    for one in runs:
+        if one["status"] == "finished" and one["seed"] in before:
+            ours, theirs = one["final"], before[one["seed"]]
+            if ours["tasks"].keys() == theirs["tasks"].keys():
+                values = [final[key] for final in (ours, theirs)]
+            else:
+                tasks = ours["tasks"].keys() & theirs["tasks"].keys()
+                values = [_mean(final["tasks"][task].get(key) for task in tasks) for final in (ours, theirs)]
+            if None not in values:
+                pairs.append(values[0] - values[1])
+    found = interval(pairs)
+    return None if found is None else found | {"above": sum(pair > 0 for pair in pairs)}
+
+
+def _finals(runs: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    return [one["final"][key] for one in runs if one["final"][key] is not None]
+
+
+def _mean_over_tasks(step: Mapping[str, Any], name: str) -> float | None:
+    return _mean(number(task.get(name)) for task in task_values(step).values())
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")

@@ -1,0 +1,346 @@
+"""Metrics of a run: ``metrics.jsonl``, evaluations, readable trajectories and the summary.
+
+Files written to the run folder::
+
+    metrics.jsonl        one line per step: {"step", "policy_version", "elapsed_s", <name>: float...,
+                         "tasks": {task: {<name>: float}}}
+    evaluations.jsonl    one line per task and evaluation: {"name": "before", "task", "success", ...}
+    trajectories/        step_000012.jsonl, held_out_before.jsonl, ...: a few episodes, readable
+    summary.json         before and after per task, written at the end
+
+The same numbers go to every ``Sink``: TensorBoard, Prometheus, W&B, the counters of the trace.
+
+The progress display and the report use, per step, ``staleness_mean``, ``staleness_max``, ``tokens_of_age_0``
+..., ``trained_tokens_per_s``, ``sampled_tokens_per_s`` and the same with the suffix ``_ceiling``,
+``trainer_idle``, ``engine_idle`` (shares of the step's time), ``sampled_tokens``, ``prefilled_tokens``,
+``reprefilled_tokens``, ``discarded_tokens``, ``logprob_drift``, ``kl``, ``clip_fraction``, ``entropy``,
+``grad_norm``, ``learning_rate`` and ``loss``; per task ``success``, ``reward``, ``turns``, ``valid_calls``
+and ``token_share``, and ``score.<name>`` of each score of ``[reward]``. Missing names are skipped, and
+other names are recorded too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from statistics import fmean
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from agentrl_env.evaluation.statistics import wilson_interval
+from agentrl_train.storage.atomic_io import run_folder_errors, write_file
+from agentrl_train.telemetry.progress import Progress
+from agentrl_train.types import Trajectory, TrajectoryGroup, Turn
+
+SHARES = ("before", "after", "before_greedy", "after_greedy")
+"""Success rates of a task in the summary."""
+SHOWN_PER_TASK = 8
+"""Episodes per task and evaluation that are written out, the same samples each time."""
+
+
+class Sink(Protocol):
+    """Seam: a receiver of the metrics of each step; per-task names look like ``success/shop``."""
+
+    def write(self, scalars: Mapping[str, float], *, step: int) -> None:
+        """Write the values of one step."""
+        ...
+
+    def close(self) -> None:
+        """Close the sink; idempotent."""
+        ...
+
+
+class MetricsLog:
+    """Writes the metrics of a run.
+
+    Args:
+        folder: the run folder.
+        first_step: steps trained before this process; later lines of an interrupted run are dropped.
+        trajectories: episodes written out each step.
+        sinks: receive every metric; closed with the log.
+        progress: terminal display; None is silent.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        first_step: int = 0,
+        trajectories: int = 4,
+        sinks: Sequence[Sink] = (),
+        progress: Progress | None = None,
+    ) -> None:
+        """Open the files; raises ``RunFolderError`` if the folder cannot be written."""
+        self._folder = folder
+        self._num_trajectories = trajectories
+        self._progress = progress
+        self._sinks = sinks
+        with run_folder_errors(folder):
+            (folder / "trajectories").mkdir(parents=True, exist_ok=True)
+            _drop_later_lines(folder / "metrics.jsonl", after="step", last=first_step)
+            _drop_later_lines(folder / "evaluations.jsonl", after="policy_version", last=first_step)
+
+    def log_step(
+        self,
+        step: int,
+        *,
+        policy_version: int,
+        elapsed_s: float,
+        metrics: Mapping[str, float],
+        tasks: Mapping[str, Mapping[str, float]],
+        groups: Sequence[TrajectoryGroup] = (),
+    ) -> None:
+        """Record one trained step, and a few episodes of ``groups``; raises ``RunFolderError``."""
+        record = {
+            "step": step,
+            "policy_version": policy_version,
+            "elapsed_s": round(elapsed_s, 3),
+            **metrics,
+            "groups": [group.group_id for group in groups],
+            "tasks": {task: dict(values) for task, values in tasks.items()},
+        }
+        _append(self._folder / "metrics.jsonl", [record])
+        chosen = _one_of_each(groups, self._num_trajectories)
+        if chosen:
+            self._write_trajectories(f"step_{step:06d}", chosen)
+        self._write_scalars(dict(_flat(metrics, tasks)), step=step)
+        if self._progress is not None:
+            self._progress.step(step, elapsed_s=elapsed_s, metrics=metrics, tasks=tasks)
+
+    def note(self, text: str) -> None:
+        """Show a message in the progress display."""
+        if self._progress is not None:
+            self._progress.note(text)
+
+    def log_evaluation(
+        self,
+        name: str,
+        *,
+        policy_version: int,
+        results: Mapping[str, Sequence[Trajectory]],
+        greedy: Mapping[str, Sequence[Trajectory]] = MappingProxyType({}),
+    ) -> None:
+        """Record an evaluation named "before", "after" or, for example, "step 20".
+
+        Episodes that infrastructure failed are counted separately. Raises ``RunFolderError``.
+        """
+        lines = [
+            _evaluation(name, policy_version, task, episodes)
+            | {"greedy": _success(_counted(greedy.get(task, ())))}
+            for task, episodes in results.items()
+        ]
+        _append(self._folder / "evaluations.jsonl", lines)
+        self._write_trajectories(
+            f"held_out_{name.replace(' ', '_')}",
+            [(None, one) for episodes in results.values() for one in episodes[:SHOWN_PER_TASK]],
+        )
+        shares = {f"held_out_success/{line['task']}": line["success"] for line in lines}
+        shares |= {f"held_out_greedy_success/{line['task']}": line["greedy"] for line in lines}
+        known = {name: share for name, share in shares.items() if share is not None}
+        self._write_scalars(known, step=policy_version)
+        if self._progress is not None:
+            self._progress.evaluation(name, {line["task"]: line["success"] for line in lines})
+
+    def has_evaluation(self, name: str) -> bool:
+        """Return whether an evaluation is recorded."""
+        return any(line["name"] == name for line in read_jsonl(self._folder / "evaluations.jsonl"))
+
+    def write_summary(
+        self, *, seconds: float, trained_tokens: int, policy_version: int, seed: int
+    ) -> dict[str, Any]:
+        """Write ``summary.json`` from the evaluations "before" and "after", and return it.
+
+        A missing evaluation of a task is null. Raises ``RunFolderError``.
+        """
+        tasks: dict[str, dict[str, Any]] = {}
+        for line in read_jsonl(self._folder / "evaluations.jsonl"):
+            if line["name"] in ("before", "after"):
+                task = tasks.setdefault(line["task"], dict.fromkeys(SHARES) | {"episodes": 0})
+                task[line["name"]] = line["success"]
+                task[f"{line['name']}_greedy"] = line.get("greedy")
+                task[f"{line['name']}_interval"] = [line["low"], line["high"]]
+                task["episodes"] = line["episodes"]
+        summary = {
+            "tasks": tasks,
+            "seconds": round(seconds, 3),
+            "trained_tokens": trained_tokens,
+            "policy_version": policy_version,
+            "seed": seed,
+        }
+        with run_folder_errors(self._folder):
+            write_file(self._folder / "summary.json", json.dumps(summary, indent=2).encode() + b"\n")
+        return summary
+
+    def close(self) -> None:
+        """Close the files and the display; idempotent."""
+        for sink in self._sinks:
+            sink.close()
+        if self._progress is not None:
+            self._progress.close()
+
+    def _write_scalars(self, scalars: Mapping[str, float], *, step: int) -> None:
+        for sink in self._sinks:
+            sink.write(scalars, step=step)
+
+    def _write_trajectories(
+        self, name: str, episodes: Sequence[tuple[TrajectoryGroup | None, Trajectory]]
+    ) -> None:
+        lines = [readable(trajectory, group) for group, trajectory in episodes]
+        content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        with run_folder_errors(self._folder):
+            path = self._folder / "trajectories" / f"{name}.jsonl"
+            path.write_text(content, encoding="utf-8", errors="replace")
+
+
+def readable(trajectory: Trajectory, group: TrajectoryGroup | None = None) -> dict[str, Any]:
+    """Return an episode as readable JSON: messages, with version, tokens and reward of each turn.
+
+    Where it has several segments, each message names its own, and a segment follows the turn that it was
+    opened after: before the reply to that turn, if that is the report of a sub-agent.
+    """
+    sample = trajectory.sample
+    messages = _conversation(trajectory, 0)
+    return {
+        "task": sample.task,
+        "split": sample.split,
+        "index": sample.index,
+        "seed": sample.seed,
+        "group_id": None if group is None else group.group_id,
+        "admitted_version": None if group is None else group.admitted_version,
+        "end": trajectory.end.value,
+        "reward": trajectory.reward,
+        "success": trajectory.success,
+        "metrics": dict(trajectory.metrics),
+        "scores": dict(trajectory.scores),
+        "error": trajectory.error,
+        "seconds": round(trajectory.seconds, 3),
+        "messages": messages,
+        **({"segments": segments} if len(segments := _segments(trajectory)) > 1 else {}),
+    }
+
+
+def _segments(trajectory: Trajectory) -> list[dict[str, Any]]:
+    names = ("parent", "after_turn", "reason", "agent")
+    return [{name: getattr(one, name) for name in names} for one in trajectory.segments]
+
+
+def _conversation(trajectory: Trajectory, number: int) -> list[dict[str, Any]]:
+    """Return the messages of a segment, with those of the segments that were opened from it."""
+    label = {"segment": number} if len(trajectory.segments) > 1 else {}
+    opening = trajectory.segments[number].opening if number else trajectory.opening
+    messages = [message.wire() | label for message in opening]
+    for index, turn in enumerate(trajectory.turns):
+        if turn.segment != number:
+            continue
+        messages.append(turn.message.wire() | {"turn": _turn(turn)} | label)
+        reply = [message.wire() | label for message in turn.reply]
+        opened = [(n, one) for n, one in enumerate(trajectory.segments) if one.after_turn == index]
+        for child, one in opened:
+            if one.reason == "rewritten":
+                messages, reply = [*messages, *reply], []
+            messages += _conversation(trajectory, child)
+        messages += reply
+    return messages
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a JSONL file, none if it does not exist; skip a truncated one."""
+    if not path.exists():
+        return []
+    records = []
+    # Not ``splitlines``, which also splits at other characters that model output may contain.
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    completion = turn.completion
+    return {
+        "tokens": len(completion.token_ids),
+        "versions": [min(completion.versions, default=0), max(completion.versions, default=0)],
+        "policy": completion.policy,
+        "finish_reason": completion.finish_reason,
+        "reward": turn.reward,
+        "invalid_calls": turn.invalid_calls,
+        **({"thought": turn.thought} if turn.thought else {}),
+    }
+
+
+def _evaluation(name: str, version: int, task: str, episodes: Sequence[Trajectory]) -> dict[str, Any]:
+    counted = _counted(episodes)
+    successes = sum(one.success for one in counted)
+    low, high = wilson_interval(successes, len(counted))
+    return {
+        "name": name,
+        "policy_version": version,
+        "task": task,
+        "episodes": len(counted),
+        "failed": len(episodes) - len(counted),
+        "successes": successes,
+        "success": _success(counted),
+        "low": low,
+        "high": high,
+        "reward": fmean(one.reward for one in counted) if counted else None,
+        "turns": fmean(len(one.turns) for one in counted) if counted else None,
+    }
+
+
+def _counted(episodes: Sequence[Trajectory]) -> list[Trajectory]:
+    return [one for one in episodes if not one.end.failed]
+
+
+def _success(episodes: Sequence[Trajectory]) -> float | None:
+    return fmean(one.success for one in episodes) if episodes else None
+
+
+def _one_of_each(
+    groups: Sequence[TrajectoryGroup], most: int
+) -> list[tuple[TrajectoryGroup | None, Trajectory]]:
+    """Return up to ``most`` episodes, tasks round-robin: the best and the worst sibling of each group."""
+    by_task: dict[str, list[tuple[TrajectoryGroup | None, Trajectory]]] = {}
+    for group in groups:
+        ranked = sorted(group.trajectories, key=lambda one: -one.reward)
+        ends = ranked[:1] if len(ranked) < 2 else [ranked[0], ranked[-1]]
+        by_task.setdefault(group.task, []).extend((group, one) for one in ends)
+    rounds = zip_longest(*by_task.values())
+    return [one for turn in rounds for one in turn if one is not None][:most]
+
+
+def _flat(
+    metrics: Mapping[str, float], tasks: Mapping[str, Mapping[str, float]]
+) -> Iterator[tuple[str, float]]:
+    yield from metrics.items()
+    for task, values in tasks.items():
+        for name, value in values.items():
+            yield f"{name}/{task}", value
+
+
+def _append(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Append lines; non-finite numbers are written as null."""
+    content = "".join(json.dumps(_finite(record)) + "\n" for record in records)
+    with run_folder_errors(path.parent), open(path, "a", encoding="utf-8") as file:
+        file.write(content)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _drop_later_lines(path: Path, *, after: str, last: int) -> None:
+    """Drop lines of steps lost in an interrupted run, and a truncated last line."""
+    if path.exists():
+        kept = [line for line in read_jsonl(path) if line[after] <= last]
+        write_file(path, "".join(json.dumps(line) + "\n" for line in kept).encode())

@@ -1,0 +1,1 @@
+"""The training run: admission of samples, the loop, training steps, evaluation."""

@@ -1,0 +1,149 @@
+"""Curricula: levels of difficulty raised by success, and task weights by learning progress.
+
+::
+
+    trained groups --observe--> success by task --decide--> Change --to disk--> Mixer, from the next draw on
+
+A change is on disk before the first draw that depends on it. A resumed run repeats the draws since its
+checkpoint with the changes that were made then, and decides anew only after them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from agentrl_train.config.sections import CurriculumSection
+from agentrl_train.storage.atomic_io import run_folder_errors
+from agentrl_train.training.admission import Change, Mixer
+from agentrl_train.types import TrajectoryGroup
+
+FILE = "curriculum.jsonl"
+"""File of a run folder with one line for each change."""
+
+
+class Curriculum:
+    """Changes the levels and weights of a mixer by the success of the groups trained on.
+
+    Args:
+        section: the rules.
+        mixer: draws the samples; its changes are those in the file.
+        folder: run folder, which keeps the changes in ``curriculum.jsonl``.
+    """
+
+    def __init__(self, section: CurriculumSection, *, mixer: Mixer, folder: Path) -> None:
+        self._section = section
+        self._mixer = mixer
+        self._folder = folder
+        self._success: dict[str, list[float]] = {task: [] for task in mixer.weights}
+        """Success rates of the last groups of a task at its level, the newest last."""
+
+    def trained(self, step: int, groups: Sequence[TrajectoryGroup]) -> list[str]:
+        """Count the groups of a step, and change levels and weights if that is due.
+
+        Returns:
+            A message for each raised level.
+
+        Raises:
+            RunFolderError: the change cannot be written.
+        """
+        self._observe(groups)
+        if self._mixer.has_planned:
+            return []
+        levels, weights = self._levels(), dict(self._mixer.weights)
+        if step % self._section.every == 0:
+            weights = self._weights()
+        raised = [task for task, level in self._mixer.levels.items() if levels[task] > level]
+        if not raised and weights == self._mixer.weights:
+            return []
+        change = Change(draw=self._mixer.num_drawn, levels=levels, weights=weights)
+        self._write(change, step=step)
+        self._mixer.plan(change)
+        for task in raised:
+            self._success[task] = []
+        return [
+            f"{task} goes on to level {levels[task] + 1} ({self._mixer.split(task)}) after step {step}"
+            for task in raised
+        ]
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """Return level, from 1, and share of the draws of each task; empty without a curriculum."""
+        if not self._section.levels and self._section.mix == "fixed":
+            return {}
+        weights, levels = self._mixer.weights, self._mixer.levels
+        total = sum(weights.values())
+        return {
+            task: {"level": levels[task] + 1.0, "share": weight / total} for task, weight in weights.items()
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return the state as JSON values."""
+        return {"success": {task: list(values) for task, values in self._success.items()}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state()``; tasks added since then start without a history."""
+        self._success |= {task: list(v) for task, v in state["success"].items() if task in self._success}
+
+    def _observe(self, groups: Sequence[TrajectoryGroup]) -> None:
+        for group in groups:
+            if group.task not in self._success:
+                continue  # a resumed run is without this task
+            if group.trajectories[0].sample.split != self._mixer.split(group.task):
+                continue  # admitted before its task was raised
+            values = self._success[group.task]
+            values.append(fmean(one.success for one in group.trajectories))
+            del values[: -self._section.window]
+
+    def _levels(self) -> dict[str, int]:
+        """Return the levels, those of tasks raised that succeed at theirs."""
+        levels = dict(self._mixer.levels)
+        for task, splits in self._section.levels.items():
+            values = self._success[task]
+            full = len(values) == self._section.window
+            if full and fmean(values) >= self._section.raise_at and levels[task] + 1 < len(splits):
+                levels[task] += 1
+        return levels
+
+    def _weights(self) -> dict[str, float]:
+        """Return the fixed weights, or those by learning progress, with a part of each that stays.
+
+        Progress is the absolute difference of the mean success between the older and the newer half of the
+        window (arXiv 1707.00183); without any, or before all windows are full, weights are the fixed ones.
+        """
+        fixed = self._mixer.fixed_weights
+        if self._section.mix == "fixed":
+            return dict(fixed)
+        half, whole = self._section.window // 2, sum(fixed.values())
+        if any(len(values) < self._section.window for values in self._success.values()):
+            return dict(fixed)
+        progress = {task: abs(fmean(v[-half:]) - fmean(v[:-half])) for task, v in self._success.items()}
+        if not (total := sum(progress.values())):
+            return dict(fixed)
+        stays = self._section.fixed_share
+        return {task: stays * fixed[task] + (1 - stays) * whole * progress[task] / total for task in fixed}
+
+    def _write(self, change: Change, *, step: int) -> None:
+        line = {"step": step, "draw": change.draw, "levels": change.levels, "weights": change.weights}
+        with run_folder_errors(self._folder), open(self._folder / FILE, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def read_changes(folder: Path) -> list[Change]:
+    """Return the changes that a run made so far, in order; a truncated last line is ignored."""
+    path = folder / FILE
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            break
+        found.append(Change(draw=entry["draw"], levels=entry["levels"], weights=entry["weights"]))
+    return found

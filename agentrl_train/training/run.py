@@ -1,0 +1,496 @@
+"""One run: evaluation, training steps, checkpoints, metrics and the report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from agentrl_env.types import Message
+from agentrl_train.chat import ChatFormat
+from agentrl_train.config import RunConfig
+from agentrl_train.critics.networks import Critic
+from agentrl_train.errors import EngineError, WeightMismatch
+from agentrl_train.learner import Learner
+from agentrl_train.report.page import write_report
+from agentrl_train.storage.atomic_io import run_folder_errors
+from agentrl_train.storage.checkpoint import (
+    Checkpoint,
+    InModelFolder,
+    InReplayFile,
+    best_success,
+    is_intact,
+    keep_best,
+    save_checkpoint,
+)
+from agentrl_train.storage.checkpoint import steps as checkpoint_steps
+from agentrl_train.telemetry.metrics import MetricsLog
+from agentrl_train.telemetry.throughput import Throughput
+from agentrl_train.telemetry.watchdog import in_thread
+from agentrl_train.training.admission import AdmittedGroup
+from agentrl_train.training.curriculum import Curriculum
+from agentrl_train.training.evaluation import Evaluation
+from agentrl_train.training.loop import Loop, Step
+from agentrl_train.training.step_trainer import (
+    TRACK,
+    StepTrainer,
+    by_task,
+    large_step_warning,
+    no_calls_warning,
+    no_signal_warning,
+    turn_rewards_warning,
+)
+from agentrl_train.types import UNTRACED, Completion, RunningEngine, SamplingParams, Trace, Trajectory
+from agentrl_train.weights import Drift, Publisher, drift, probe_sequence, require_agreement
+
+logger = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+PROBES = 3
+"""Attempts to get the first completion of the engine."""
+
+Evaluator = Callable[[], Awaitable[dict[str, Evaluation]]]
+CheckpointEvaluator = Callable[[Path, int], Awaitable[dict[str, Evaluation]]]
+"""Evaluates the model in a folder, as that of a step, beside training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedPolicy:
+    """A loaded policy with its engine."""
+
+    tokenizer: PreTrainedTokenizerBase
+    chat: ChatFormat
+    engine: RunningEngine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy(ServedPolicy):
+    """A policy in training."""
+
+    learner: Learner
+    publisher: Publisher
+    critic: Critic | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Result of a run; ``summary`` is None if ``signal`` interrupted it."""
+
+    folder: Path
+    step: int
+    summary: Mapping[str, Any] | None
+    signal: int | None = None
+
+
+class FailureLog:
+    """Counts the episodes that infrastructure failed, and records them in ``failures.jsonl``."""
+
+    def __init__(self, folder: Path, *, episodes: int = 0) -> None:
+        self.episodes = episodes
+        """Failed episodes so far, those before a resume included."""
+        self._folder = folder
+        self._logged: set[tuple[str, str]] = set()
+
+    def __call__(self, group: AdmittedGroup, failures: Sequence[Trajectory], dropped: bool) -> None:
+        """Record the failed episodes of a group; each task and reason is logged as a warning once."""
+        self.episodes += len(failures)
+        reason = str(failures[-1].error)
+        outcome = "the group is dropped" if dropped else "the group continues without them"
+        level = logging.DEBUG if (group.task, reason) in self._logged else logging.WARNING
+        self._logged.add((group.task, reason))
+        logger.log(
+            level, "%d episodes of a group of %s failed, %s: %s", len(failures), group.task, outcome, reason
+        )
+        line = {
+            "group_id": group.group_id,
+            "task": group.task,
+            "index": group.index,
+            "episodes": len(failures),
+            "dropped": dropped,
+            "end": failures[-1].end.value,
+            "error": reason,
+        }
+        with run_folder_errors(self._folder), open(self._folder / "failures.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+class Run:
+    """Consumes the steps of a loop: trains, evaluates, and writes checkpoints, metrics and the report."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        loop: Loop,
+        policy: Policy,
+        trainer: StepTrainer,
+        log: MetricsLog,
+        failures: FailureLog,
+        evaluate: Evaluator | None,
+        evaluate_saved: CheckpointEvaluator | None,
+        tolerance: Drift,
+        checkpoint: Checkpoint | None,
+        throughput: Throughput,
+        trace: Trace = UNTRACED,
+    ) -> None:
+        self._config = config
+        self._folder = config.run_folder
+        self._loop = loop
+        self._trace = trace
+        self._policy = policy
+        self._trainer = trainer
+        self._log = log
+        self._failures = failures
+        self._curriculum = Curriculum(config.curriculum, mixer=loop.window.mixer, folder=self._folder)
+        self._evaluate_held_out = evaluate
+        self._evaluate_saved = evaluate_saved
+        self._evaluating: asyncio.Task[None] | None = None
+        self._unevaluated: set[int] = set()
+        """Steps of checkpoints whose evaluation is not recorded yet."""
+        self._tolerance = tolerance
+        self._fresh = checkpoint is None
+        self._saved_step = checkpoint.step if checkpoint else -1
+        self._best = best_success(self._folder) if checkpoint else -1.0
+        self._signal: int | None = None
+        self._interrupted = asyncio.Event()
+        self._writing: asyncio.Task[None] | None = None
+        state = checkpoint.loop if checkpoint else {}
+        self._seconds_before = float(state.get("seconds", 0.0))
+        self._trained_tokens = int(state.get("trained_tokens", 0))
+        self._idle_steps = 0
+        self._steps_without_calls = 0
+        self._large_steps = 0
+        self._started = time.monotonic()
+        self._throughput = throughput
+        if checkpoint:
+            trainer.load(checkpoint.folder)
+            if "curriculum" in state:
+                self._curriculum.restore(state["curriculum"])
+
+    def interrupt(self, number: int) -> None:
+        """End the run after the step in progress, with a checkpoint; a second signal ends it at once."""
+        self._signal = number
+        self._interrupted.set()
+        self._loop.stop()
+        _remove_signal_handlers()
+
+    async def run(self) -> Outcome:
+        """Run to the end, or until a stop signal."""
+        for number in STOP_SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self.interrupt, number)
+        try:
+            return await self._run()
+        finally:
+            if self._evaluating is not None:
+                self._evaluating.cancel()
+                await asyncio.gather(self._evaluating, return_exceptions=True)
+            # A checkpoint in progress is finished in any case.
+            await asyncio.gather(self._wait_for_checkpoint(), return_exceptions=True)
+            _remove_signal_handlers()
+            await self._wait_for_checkpoint()
+
+    async def _run(self) -> Outcome:
+        """Verify the weights, evaluate, train, evaluate again, and write summary and report."""
+        version = self._loop.policy_version
+        publish = partial(
+            self._policy.publisher.publish,
+            self._policy.learner.weights(),
+            policy_version=version,
+            everywhere=True,
+        )
+        await in_thread(
+            publish, within_s=self._config.train.step_timeout_s, doing="publishing the first weights"
+        )
+        await self._probe(version)
+        if self._fresh:
+            if not await self._evaluate_step(0):
+                return Outcome(folder=self._folder, step=0, summary=None, signal=self._signal)
+            await self._checkpoint(step=0)
+        else:
+            await self._repeat_evaluations(self._loop.window.steps)
+        self._throughput.begin()
+        async with aclosing(self._loop.steps()) as steps:
+            async for one in steps:
+                await self._train_step(one)
+        step = self._loop.window.steps
+        await self._checkpoint(step=step)
+        await self._wait_for_checkpoint()
+        summary = None if self._signal else await self._summarize()
+        report = partial(write_report, self._folder)
+        await in_thread(report, within_s=self._config.checkpoint.write_timeout_s, doing="writing the report")
+        return Outcome(folder=self._folder, step=step, summary=summary, signal=self._signal)
+
+    async def _summarize(self) -> Mapping[str, Any] | None:
+        if not (await self._evaluated() and await self._evaluate("after")):
+            return None
+        return self._log.write_summary(
+            seconds=self._elapsed(),
+            trained_tokens=self._trained_tokens,
+            policy_version=self._loop.policy_version,
+            seed=self._config.run.seed,
+        )
+
+    async def _train_step(self, step: Step) -> None:
+        """Train one step, log it, and run a checkpoint or evaluation if due."""
+        number, started = step.number, time.monotonic()
+        if self._evaluating is not None and self._evaluating.done():
+            self._evaluating.result()
+        with self._trace.span(TRACK, f"step {number}", groups=[group.group_id for group in step.groups]):
+            train = partial(self._trainer.step, step.groups, policy_version=step.policy_version + 1)
+            trained = await in_thread(
+                train, within_s=self._config.train.step_timeout_s, doing=f"training step {number}"
+            )
+        for raised in self._curriculum.trained(number, step.groups):
+            self._log.note(raised)
+        self._loop.admit()
+        self._trained_tokens += int(trained.get("loss_tokens", 0))
+        self._idle_steps = 0 if trained.get("loss_tokens") else self._idle_steps + 1
+        if self._idle_steps.bit_count() == 1:  # 1, 2, 4, 8 ... in a row
+            logger.warning("%s", no_signal_warning(step.groups, steps=self._idle_steps))
+        self._warn_of_no_calls(step)
+        self._warn_of_large_steps(trained)
+        by_turn = self._config.algorithm.credit == "turn"
+        if number == 1 and by_turn and (warning := turn_rewards_warning(step.groups)):
+            logger.warning("%s", warning)
+        discarded = self._loop.discarded_tokens
+        throughput = self._throughput.step(trained, waited_s=step.waited_s, discarded_tokens=discarded)
+        metrics = {**trained, **throughput}
+        metrics["failed_episodes"] = float(self._failures.episodes)
+        metrics["dropped_groups"] = float(self._loop.window.dropped)
+        levels = self._curriculum.metrics()
+        metrics["train_seconds"] = time.monotonic() - started
+        self._log.log_step(
+            number,
+            policy_version=step.policy_version + 1,
+            elapsed_s=self._elapsed(),
+            metrics=metrics,
+            tasks={task: {**values, **levels.get(task, {})} for task, values in by_task(step.groups).items()},
+            groups=step.groups,
+        )
+        mixer = self._loop.window.mixer
+        for group in step.groups:
+            mixer.count(group.task, sum(t.num_sampled_tokens for t in group.trajectories))
+        if self._due(number, self._config.checkpoint.every):
+            if self._config.rollout.balance == "tokens":
+                # The state must be on disk before the draws that depend on it. That is the case once the next
+                # checkpoint begins, and at most two intervals of groups are drawn until then.
+                interval = self._config.checkpoint.every * self._config.rollout.groups_per_step
+                mixer.rebalance(after=2 * interval)
+            await self._checkpoint(step=number)
+        if self._due(number, self._config.eval.every):
+            await self._evaluate_step(number)
+            self._throughput.begin()
+
+    def _warn_of_no_calls(self, step: Step) -> None:
+        """Log a warning after 1, 2, 4, 8 ... consecutive steps in which no completion was a tool call."""
+        warning = no_calls_warning(step.groups, chat=self._policy.chat)
+        self._steps_without_calls = self._steps_without_calls + 1 if warning else 0
+        if self._steps_without_calls.bit_count() == 1:
+            logger.warning("%s", warning)
+
+    def _warn_of_large_steps(self, metrics: Mapping[str, float]) -> None:
+        """Log a warning at the 1st, 2nd, 4th, 8th ... step that is large."""
+        warning = large_step_warning(metrics)
+        self._large_steps += warning is not None
+        if warning is not None and self._large_steps.bit_count() == 1:
+            logger.warning("%s", warning)
+
+    def _due(self, step: int, every: int) -> bool:
+        return every > 0 and step % every == 0 and step < self._config.run.steps
+
+    async def _checkpoint(self, *, step: int) -> None:
+        """Save the run at a step boundary; everything but the copy happens in the background.
+
+        The state of the loop is taken right after the copy; parameters do not change meanwhile, because
+        training waits.
+        """
+        if step == self._saved_step:
+            return
+        await self._wait_for_checkpoint()
+        self._saved_step = step
+        copy, doing = self._trainer.snapshots, f"copying the parameters of step {step}"
+        snapshots = await in_thread(copy, within_s=self._config.checkpoint.write_timeout_s, doing=doing)
+        window, untrained = await self._loop.cut_journal(step)
+        write = partial(
+            save_checkpoint,
+            self._folder / "checkpoints",
+            step=step,
+            parts=(
+                *snapshots,
+                InModelFolder(pretrained=self._policy.tokenizer),
+                InReplayFile(replay=self._trainer.replay),
+            ),
+            loop={
+                "step": step,
+                "policy_version": self._loop.policy_version,
+                "window": window,
+                "seconds": self._elapsed(),
+                "trained_tokens": self._trained_tokens,
+                "failed_episodes": self._failures.episodes,
+                "curriculum": self._curriculum.state(),
+            },
+            groups=untrained,
+            keep=self._config.checkpoint.keep,
+            pinned=frozenset(self._unevaluated),
+        )
+        self._writing = asyncio.create_task(self._write(write, step=step))
+
+    async def _write(self, write: Callable[[], int], *, step: int) -> None:
+        with self._trace.span("trainer/checkpoints", f"checkpoint {step}"):
+            doing = f"writing the checkpoint of step {step}"
+            self._loop.prune_journal(
+                await in_thread(write, within_s=self._config.checkpoint.write_timeout_s, doing=doing)
+            )
+
+    async def _wait_for_checkpoint(self) -> None:
+        """Wait for the checkpoint in progress; raises its error."""
+        if (writing := self._writing) is not None:
+            self._writing = None
+            await writing
+
+    async def _evaluate_step(self, step: int) -> bool:
+        """Evaluate at a step boundary, or begin to beside training; return False if interrupted."""
+        if self._evaluate_saved is None:
+            return await self._evaluate(_evaluation_name(step))
+        self._unevaluated.add(step)
+        await self._checkpoint(step=step)
+        if not await self._evaluated():  # one at a time
+            return False
+        self._begin_evaluating(self._evaluate_saved)
+        return True
+
+    def _begin_evaluating(self, evaluate: CheckpointEvaluator) -> None:
+        self._evaluating = asyncio.create_task(self._evaluate_checkpoints(evaluate, written=self._writing))
+
+    async def _evaluate_checkpoints(
+        self, evaluate: CheckpointEvaluator, *, written: asyncio.Task[None] | None
+    ) -> None:
+        """Evaluate the checkpoints that are not evaluated yet, beside training, once they are ``written``."""
+        if written is not None:
+            await asyncio.shield(written)
+        for step in sorted(self._unevaluated):
+            name = _evaluation_name(step)
+            with self._trace.span("trainer/evaluations", f"evaluation {name}"):
+                results = await evaluate(self._folder / "checkpoints" / f"step_{step:06d}" / "model", step)
+            await self._record_evaluation(name, results, step=step)
+            self._unevaluated.discard(step)
+
+    async def _evaluated(self) -> bool:
+        """Wait for the evaluation beside training; return False if interrupted."""
+        return self._evaluating is None or await self._unless_interrupted(self._evaluating)
+
+    async def _repeat_evaluations(self, step: int) -> None:
+        """Evaluate what a resumed run has not: its step, or all checkpoints where that is done beside."""
+        folder, every = self._folder / "checkpoints", self._config.eval.every
+        missing = [
+            one
+            for one in ([step] if self._evaluate_saved is None else checkpoint_steps(folder))
+            if one <= step
+            and (one == 0 or self._due(one, every))
+            and not self._log.has_evaluation(_evaluation_name(one))
+        ]
+        if self._evaluate_saved is not None:
+            self._unevaluated = {one for one in missing if is_intact(folder, one)}
+            self._begin_evaluating(self._evaluate_saved)
+        elif missing:
+            await self._evaluate(_evaluation_name(step))
+
+    async def _evaluate(self, name: str) -> bool:
+        """Evaluate the current policy while training waits; return False if interrupted."""
+        if self._evaluate_held_out is None:
+            return True
+        with self._trace.span(TRACK, f"evaluation {name}"):
+            evaluation = asyncio.ensure_future(self._evaluate_held_out())
+            if not await self._unless_interrupted(evaluation):
+                return False
+        await self._record_evaluation(name, evaluation.result(), step=self._loop.window.steps)
+        return True
+
+    async def _unless_interrupted(self, work: asyncio.Future[Any]) -> bool:
+        """Wait for work and raise its error; cancel it and return False if the run is interrupted first."""
+        interruption = asyncio.create_task(self._interrupted.wait())
+        try:
+            await asyncio.wait((work, interruption), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            return work.done()
+        finally:
+            interruption.cancel()
+            work.cancel()
+            await asyncio.gather(work, interruption, return_exceptions=True)
+
+    async def _record_evaluation(self, name: str, results: Mapping[str, Evaluation], *, step: int) -> None:
+        """Record an evaluation of the weights of a step, and keep their model if it is the best so far.
+
+        Raises:
+            WeightMismatch: other weights played it.
+        """
+        if others := set[int]().union(*(result.versions for result in results.values())) - {step}:
+            raise WeightMismatch(f"an evaluation of version {step} was sampled with version {min(others)}")
+        # Before the record: a run that is killed here evaluates again.
+        await self._keep_best(sum(result.success for result in results.values()) / len(results), step=step)
+        self._log.log_evaluation(
+            name,
+            policy_version=step,
+            results={task: result.trajectories for task, result in results.items()},
+            greedy={task: result.greedy for task, result in results.items()},
+        )
+
+    async def _keep_best(self, success: float, *, step: int) -> None:
+        """Keep the model of a step, with a checkpoint if there is none, where its success is the best."""
+        if not self._config.checkpoint.best or success <= self._best:
+            return
+        self._best = success
+        if step not in self._unevaluated:
+            await self._checkpoint(step=step)
+            await self._wait_for_checkpoint()
+        keep = partial(keep_best, self._folder, step=step, success=success)
+        await in_thread(
+            keep, within_s=self._config.checkpoint.write_timeout_s, doing="keeping the best model"
+        )
+
+    async def _probe(self, version: int) -> None:
+        """Compare one short completion of the engine with the trainer before the first episode."""
+        context = self._policy.chat.opening([Message(role="user", content="probe")], ())
+        completion = await self._complete(
+            context, sampling=SamplingParams(max_new_tokens=8, temperature=self._config.engine.temperature)
+        )
+        sequence = probe_sequence(context, completion)
+        found = drift(self._policy.learner.logprobs([sequence]), [sequence], version=version)
+        require_agreement(found, tolerance=self._tolerance, version=version)
+
+    async def _complete(self, context: Sequence[int], *, sampling: SamplingParams) -> Completion:
+        """Request the first completion, with retries after engine failures."""
+        attempts = PROBES
+        while True:
+            attempts -= 1
+            try:
+                return await self._policy.engine.generate(context, sampling=sampling, session_key="probe")
+            except EngineError as error:
+                if not attempts:
+                    raise
+                logger.warning("the first completion of the engine failed (%s) and is retried", error)
+            finally:
+                self._policy.engine.release("probe")
+
+    def _elapsed(self) -> float:
+        return self._seconds_before + time.monotonic() - self._started
+
+
+def _evaluation_name(step: int) -> str:
+    return f"step {step}" if step else "before"
+
+
+def _remove_signal_handlers() -> None:
+    for number in STOP_SIGNALS:
+        asyncio.get_running_loop().remove_signal_handler(number)

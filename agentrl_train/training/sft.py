@@ -1,0 +1,130 @@
+"""Warm start: supervised fine-tuning on episodes of the environments' experts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from agentrl_env.client import EnvClient
+from agentrl_train.actor import episode_end
+from agentrl_train.batch import pack
+from agentrl_train.chat import ChatFormat
+from agentrl_train.learner import Learner
+from agentrl_train.types import TaskSource, TokenSequence
+
+FULL_SERVER_S = 120.0
+"""Seconds to wait for a session of a server that is full."""
+
+
+async def expert_sequence(
+    client: EnvClient, chat: ChatFormat, *, task: str, split: str, index: int, seed: int | None = None
+) -> tuple[TokenSequence, bool]:
+    """Play one episode with the expert; return its tokens and whether it succeeded.
+
+    The tokens are those that a policy would sample to produce the same messages; ``loss_mask`` covers exactly
+    the tokens of the expert.
+
+    Raises:
+        AgentRLError: the session failed, or the task has no expert.
+    """
+    ids: list[int] = []
+    mask: list[float] = []
+    turn = 0
+    session = await client.open(task, split=split, index=index, seed=seed, wait=FULL_SERVER_S)
+    try:
+        new_ids = chat.opening(session.messages, session.tools)
+        while True:
+            completion = chat.completion(await session.expert(), prompt=new_ids)
+            turn += 1
+            # As it would be read from a policy: with the ids of calls that the template accepts.
+            message, _ = chat.parse(completion, turn=turn, tools=session.tools, prompt=new_ids)
+            ids += [*new_ids, *completion]
+            mask += [0.0] * len(new_ids) + [1.0] * len(completion)
+            result = await session.step(message)
+            if result.final:
+                episode_end(result)
+                break
+            new_ids = chat.reply(result.messages, after=message, tools=session.tools, stop=completion[-1])
+    finally:
+        await session.close()
+    size = len(ids)
+    sequence = TokenSequence(
+        token_ids=np.array(ids, dtype=np.int64),
+        loss_mask=np.array(mask, dtype=np.float32),
+        logprobs=np.zeros(size, dtype=np.float32),
+        versions=np.full(size, -1, dtype=np.int64),
+        advantages=np.array(mask, dtype=np.float32),
+        task=task,
+        group_id=index,
+    )
+    return sequence, result.metrics.get("success", 0.0) >= 0.5
+
+
+async def expert_sequences(
+    clients: Mapping[str, EnvClient],
+    chat: ChatFormat,
+    *,
+    sources: Mapping[str, TaskSource],
+    count: int,
+    max_sessions: int = 64,
+) -> tuple[list[TokenSequence], dict[str, float]]:
+    """Play ``count`` episodes of every task; return all sequences and the success of the experts by task.
+
+    If a split has fewer samples, they are repeated with other seeds.
+
+    Raises:
+        AgentRLError: a session failed, or a task has no expert.
+    """
+    slots = asyncio.Semaphore(max_sessions)
+
+    async def play(task: str, number: int) -> tuple[TokenSequence, bool]:
+        source = sources[task]
+        size = source.num_samples or count
+        seed = number if number >= size else None
+        async with slots:
+            return await expert_sequence(
+                clients[task], chat, task=task, split=source.split, index=number % size, seed=seed
+            )
+
+    sequences: list[TokenSequence] = []
+    success: dict[str, float] = {}
+    for task in clients:
+        traces = await asyncio.gather(*(play(task, number) for number in range(count)))
+        sequences += [sequence for sequence, _ in traces]
+        success[task] = sum(ok for _, ok in traces) / count
+    return sequences, success
+
+
+def train_sft(
+    learner: Learner,
+    sequences: Sequence[TokenSequence],
+    *,
+    steps: int,
+    batch_size: int,
+    micro_batch_tokens: int,
+    seed: int,
+    report: Callable[[int, dict[str, float]], None] = lambda step, metrics: None,
+) -> None:
+    """Run ``steps`` optimizer steps on the tokens of the experts, in a seeded order for each epoch.
+
+    The objective of the learner must be ``sft_loss``.
+    """
+    order = _epochs(len(sequences), seed)
+    for step in range(1, steps + 1):
+        chosen = [sequences[next(order)] for _ in range(batch_size)]
+        batches = pack(
+            chosen,
+            aggregation="token_mean",
+            max_tokens=micro_batch_tokens,
+            packed=learner.packs_rows,
+            shared=learner.shares_prefixes,
+        )
+        report(step, learner.step(batches))
+
+
+def _epochs(size: int, seed: int) -> Iterator[int]:
+    generator = np.random.default_rng(seed)
+    while True:
+        yield from generator.permutation(size).tolist()

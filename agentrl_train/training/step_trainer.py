@@ -1,0 +1,451 @@
+"""Steps 5 to 8 of 9: one training step, groups -> advantages -> batches -> update -> publish.
+
+It connects the steps of the path and collects their metrics.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property, partial
+from pathlib import Path
+
+import numpy as np
+
+from agentrl_train.advantage import Values
+from agentrl_train.algorithm import advantage_function, shaping_function
+from agentrl_train.batch import pack, sequences, towards_teacher, without_high_covariance
+from agentrl_train.chat import ChatFormat
+from agentrl_train.config import AlgorithmSection, DistillSection, ReplaySection, TrainSection
+from agentrl_train.critics.critic_trainer import ByCritic
+from agentrl_train.errors import BadUpdate, LearnerOutOfMemory, ran_out_of_memory
+from agentrl_train.learner import Learner
+from agentrl_train.storage.atomic_io import run_folder_errors, write_file
+from agentrl_train.storage.checkpoint import CRITIC, InFolder, Part
+from agentrl_train.storage.journal import encode_group, frame
+from agentrl_train.storage.replay import Replay, cosine_rise, joined
+from agentrl_train.types import UNTRACED, EpisodeEnd, Sleeper, TokenSequence, Trace, TrajectoryGroup
+from agentrl_train.weights import FLOAT32, FOREIGN, Drift, Publisher, drift, require_agreement
+
+logger = logging.getLogger(__name__)
+
+FEW_VALID_CALLS = 0.1
+"""Share of turns with valid calls below which the warning of a run that learns nothing names it."""
+TRACK = "trainer/steps"
+"""Trace track of the parts of a step."""
+LARGE_KL = 0.1
+"""KL divergence from the sampling policy, in nats a token, above which a step is said to be large."""
+QUOTED = 300
+"""Characters of a completion quoted in a warning, at most."""
+OLDEST = 8
+"""Largest age in the staleness histogram; older tokens count as this age."""
+
+
+class StepTrainer:
+    """Trains on finished groups and publishes the weights. Blocking: runs in a thread."""
+
+    def __init__(
+        self,
+        *,
+        learner: Learner,
+        publisher: Publisher,
+        algorithm: AlgorithmSection,
+        train: TrainSection,
+        critic: ByCritic | None = None,
+        max_context: int,
+        replay: ReplaySection | None = None,
+        buffer: Replay | None = None,
+        distill: DistillSection | None = None,
+        tolerance: Drift = FLOAT32,
+        truncated: bool = False,
+        seed: int = 0,
+        bad_batches: Path,
+        inherited: Collection[int] = frozenset(),
+        turn: Callable[[], AbstractContextManager[None]] = nullcontext,
+        trace: Trace = UNTRACED,
+    ) -> None:
+        """Initialize the trainer.
+
+        ``critic`` gives the advantages in place of ``algorithm``'s comparisons, if there is one. ``buffer``
+        has the episodes that a resumed run may replay. ``bad_batches`` is the folder for the groups of
+        rejected updates. ``inherited`` are the groups of a resumed run: their versions may refer to lost
+        weights, so their log-probabilities cannot be compared. ``truncated`` tells that improbable tokens
+        were never sampled.
+        ``turn`` is the context in which the learner owns devices that it may share with the engine.
+        """
+        self.learner = learner
+        self._publisher = publisher
+        self._algorithm = algorithm
+        self._critic = critic
+        self._advantages = None if critic else advantage_function(algorithm, max_context=max_context)
+        self._shaped = shaping_function(algorithm, max_context=max_context)
+        self._train = train
+        self._distill = distill or DistillSection()
+        self._replay = replay or ReplaySection()
+        self.replay = buffer or Replay()
+        """Episodes that may be replayed; a checkpoint must keep them."""
+        self._max_context = max_context
+        self._tolerance = tolerance
+        self._truncated = truncated
+        self._seed = seed
+        self._bad_batches = bad_batches
+        self._inherited = inherited
+        self._turn = turn
+        self._trace = trace
+        self._checked_all = False
+
+    def step(self, groups: Sequence[TrajectoryGroup], *, policy_version: int) -> dict[str, float]:
+        """Apply the update that leads to ``policy_version``, and publish the weights.
+
+        Raises:
+            WeightMismatch: the engine holds other weights.
+            BadUpdate: the update was rejected.
+            LearnerOutOfMemory: a micro-batch does not fit beside the model.
+            EngineError: the new weights could not be loaded.
+        """
+        span = partial(self._trace.span, TRACK)
+        with self._turn():
+            with span("advantages"), self._memory(policy_version):
+                rows, replayed, weight = self._rows(groups, step=policy_version)
+            rows, taught = self._taught(rows, step=policy_version)
+            found, metrics = self._learn_from(
+                self._bounded(rows, policy_version, 0),
+                groups,
+                policy_version=policy_version,
+                replayed=replayed,
+                weight=weight,
+            )
+        metrics |= taught
+        if self._replay.weight:
+            metrics |= {
+                "replay_weight": weight,
+                "replayed_sequences": float(len(replayed)),
+                "replay_size": float(len(self.replay.episodes)),
+            }
+        started, weights = time.perf_counter(), self.learner.weights()
+        with span("publish", version=policy_version):
+            self._publisher.publish(weights, policy_version=policy_version)
+        return {
+            **metrics,
+            **staleness(groups, rows, version=policy_version - 1),
+            "logprob_drift": found.worst,
+            "logprob_drift_mean": found.mean,
+            "canary_drift": self._publisher.drift.worst,
+            "publish_seconds": time.perf_counter() - started,
+            "publish_bytes": self._publish_bytes,
+        }
+
+    def snapshots(self) -> list[Part]:
+        """Return copies of the state of the learner and of the critic, to be written into a checkpoint."""
+        parts = [] if self._critic is None else self._critic.parts()
+        return [self.learner.snapshot(), *(InFolder(part=part, name=CRITIC) for part in parts)]
+
+    def load(self, folder: Path) -> None:
+        """Restore the learner and the critic from a checkpoint."""
+        self.learner.load(folder)
+        if self._critic is not None:
+            self._critic.load(folder / CRITIC)
+
+    def _rows(
+        self, groups: Sequence[TrajectoryGroup], *, step: int
+    ) -> tuple[list[TokenSequence], list[TokenSequence], float]:
+        """Return the rows to train on, those of replayed episodes, and the weight of the latter's loss."""
+        if self._critic is not None:
+            return self._critic.rows(groups), [], 0.0
+        assert self._advantages is not None
+        values = self._advantages(groups)
+        return sequences(groups, values), *self._replayed(groups, values, step=step)
+
+    def _taught(
+        self, rows: list[TokenSequence], *, step: int
+    ) -> tuple[list[TokenSequence], dict[str, float]]:
+        """Return rows with the advantages of their teachers, and the estimated KL(policy || teacher)."""
+        section = self._distill
+        if not section.weight:
+            return rows, {}
+        taught, gaps = list(rows), defaultdict[str, list[np.ndarray]](list)
+        teachers = {row.task: section.teacher_of(row.task) for row in rows}
+        with self._trace.span(TRACK, "teachers"), self._memory(step):
+            for name in sorted({one for one in teachers.values() if one is not None}):
+                own = [i for i, row in enumerate(rows) if teachers[row.task] == name]
+                for i, scores in zip(own, self.learner.logprobs([rows[i] for i in own], name), strict=True):
+                    taught[i] = towards_teacher(
+                        rows[i], scores, weight=section.weight, keep_rewards=section.keep_rewards
+                    )
+                    gaps[rows[i].task].append((rows[i].logprobs - scores)[rows[i].loss_mask > 0])
+        by_task = {task: np.concatenate(parts) for task, parts in sorted(gaps.items())}
+        means = {f"teacher_kl/{task}": float(one.mean()) for task, one in by_task.items()}
+        everything = np.concatenate([np.zeros(0), *by_task.values()])
+        return taught, {"teacher_kl": float(everything.mean()) if everything.size else 0.0, **means}
+
+    def _bounded(self, rows: list[TokenSequence], *seed: int) -> list[TokenSequence]:
+        """Return rows without the tokens that Clip-Cov draws."""
+        algorithm = self._algorithm
+        if not algorithm.covariance_share:
+            return rows
+        return without_high_covariance(
+            rows,
+            share=algorithm.covariance_share,
+            low=algorithm.covariance_low,
+            high=algorithm.covariance_high,
+            seed=(self._seed, *seed),
+        )
+
+    def _replayed(
+        self, groups: Sequence[TrajectoryGroup], values: Sequence[Sequence[Values | None]], *, step: int
+    ) -> tuple[list[TokenSequence], float]:
+        """Update the buffer; return the rows of the episodes to replay and the weight of their loss."""
+        section = self._replay
+        if not section.weight:
+            return [], 0.0
+        returns = [self._shaped(group).returns for group in groups]
+        buffer = self.replay.noted(groups, returns, length=section.history)
+        weight = section.weight * cosine_rise(step - 1, section.warmup_steps)
+        drawn, buffer = buffer.drawn(
+            step=step,
+            count=section.episodes if weight else 0,
+            max_age=section.max_age,
+            quantile=section.quantile,
+            seed=(self._seed, step, 1),
+        )
+        self.replay = buffer.added(groups, returns, values, step=step, size=section.size)
+        again = [[np.full(len(group.trajectories[0].turns), value)] for group, value in drawn]
+        return self._bounded(sequences([group for group, _ in drawn], again), step, 2), weight
+
+    @cached_property
+    def _publish_bytes(self) -> float:
+        """Size of all weights in bytes; cached, because reading a sharded model gathers it."""
+        return float(sum(one.numel() * one.element_size() for one in self.learner.weights().values()))
+
+    def _learn_from(
+        self,
+        rows: Sequence[TokenSequence],
+        groups: Sequence[TrajectoryGroup],
+        *,
+        policy_version: int,
+        replayed: Sequence[TokenSequence],
+        weight: float,
+    ) -> tuple[Drift, dict[str, float]]:
+        """Apply the update; return the drift measured before it, and its metrics."""
+        algorithm, train, span = self._algorithm, self._train, partial(self._trace.span, TRACK)
+        with span("check") as facts, self._memory(policy_version):
+            found = self._check(rows, version=policy_version - 1)
+            facts["drift"] = found.worst
+        with span("pack"):
+            packed = partial(
+                pack,
+                aggregation=algorithm.aggregation,
+                max_tokens=train.micro_batch_tokens,
+                num_minibatches=train.minibatches,
+                seed=self._seed + policy_version,
+                packed=self.learner.packs_rows,
+                shared=self.learner.shares_prefixes,
+                constant_tokens=algorithm.constant_tokens or self._max_context,
+                skip_zero_advantages=algorithm.kl_coef == 0 and algorithm.entropy_coefficient == 0,
+                version=policy_version - 1,
+            )
+            batches = packed(rows)
+            if replayed:
+                batches = joined(batches, packed(replayed), weight=weight)
+        # The learning rate follows steps: those without signal, or skipped, count as well.
+        due = self.learner.num_updates + train.minibatches
+        metrics: dict[str, float] = {}
+        if (critic := self._critic) is not None:
+            with span("learn values"), self._memory(policy_version):
+                metrics |= self._learn(
+                    partial(critic.learn, step=policy_version), groups, step=policy_version
+                )
+            if critic.alone(policy_version):
+                batches = []
+                metrics["loss_tokens"] = metrics.get("critic_tokens", 0.0)
+        with span("learn"), self._memory(policy_version):
+            if batches:
+                metrics |= self._learn(partial(self.learner.step, batches), groups, step=policy_version)
+        self.learner.num_updates = due
+        return found, metrics
+
+    def _learn(
+        self, learn: Callable[[], dict[str, float]], groups: Sequence[TrajectoryGroup], *, step: int
+    ) -> dict[str, float]:
+        try:
+            return learn()
+        except BadUpdate as error:
+            path = self._write_out(groups, step=step)
+            if self._train.on_bad_update == "stop":
+                raise type(error)(f"{error} The groups of step {step} are in {path}.") from error
+            logger.warning("%s The step is skipped; its groups are in %s.", error, path)
+            return {"skipped_steps": 1.0}
+
+    @contextmanager
+    def _memory(self, step: int) -> Iterator[None]:
+        """Convert out-of-memory errors into ones that name the setting to change."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out_of_memory(error):
+                raise
+            raise LearnerOutOfMemory(
+                f"step {step} does not fit into memory beside the model: lower train.micro_batch_tokens, "
+                f"now {self._train.micro_batch_tokens}, then continue with --resume"
+            ) from error
+
+    def _write_out(self, groups: Sequence[TrajectoryGroup], *, step: int) -> Path:
+        """Write the groups of a bad update to disk; ``journal.read_groups`` reads them."""
+        path = self._bad_batches / f"step_{step:06d}.bin"
+        with run_folder_errors(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, b"".join(frame(encode_group(group)) for group in groups))
+        return path
+
+    def _check(self, rows: Sequence[TokenSequence], *, version: int) -> Drift:
+        """Compare log-probabilities, of all sequences in the first step; return the drift of the freshest."""
+        own = [row for row in rows if row.group_id not in self._inherited]
+        fresh = [(int((row.versions == version).sum()), row) for row in own]
+        fresh = [(count, row) for count, row in fresh if count]
+        if not fresh:
+            return Drift()
+        freshest, *others = [row for _, row in sorted(fresh, key=lambda pair: -pair[0])]
+        if not self._checked_all and others:
+            self._compare([freshest, *others], version=version)
+        self._checked_all = True
+        # Alone, so that the last bits are the same in a run that was resumed.
+        return self._compare([freshest], version=version)
+
+    def _compare(self, rows: Sequence[TokenSequence], *, version: int) -> Drift:
+        ours = self.learner.logprobs(rows)
+        found = drift(ours, rows, version=version, truncated=self._truncated)
+        require_agreement(found, tolerance=self._tolerance, version=version)
+        return found
+
+
+def staleness(
+    groups: Sequence[TrajectoryGroup], rows: Sequence[TokenSequence], *, version: int
+) -> dict[str, float]:
+    """Return the age of groups and tokens, in policy versions, when trained at ``version``.
+
+    ``tokens_of_age_0``, ``_1`` ... are a histogram: sampled tokens by age. Those of ``rollout.stale_model``
+    have none.
+    """
+    ages = [version - group.admitted_version for group in groups]
+    none = np.zeros(0, dtype=np.int64)
+    versions = np.concatenate([none, *(row.versions[row.loss_mask > 0] for row in rows)])
+    token_ages = version - versions[versions != FOREIGN]
+    counts = np.bincount(token_ages.clip(0, OLDEST), minlength=1)
+    return {
+        "staleness_mean": float(np.mean(ages)) if ages else 0.0,
+        "staleness_max": float(max(ages, default=0)),
+        "token_staleness_mean": float(np.mean(token_ages)) if token_ages.size else 0.0,
+        **{f"tokens_of_age_{age}": float(number) for age, number in enumerate(counts)},
+    }
+
+
+def by_task(groups: Sequence[TrajectoryGroup]) -> dict[str, Mapping[str, float]]:
+    """Return per-task means of the episodes: success, reward, turns, valid calls, tokens.
+
+    ``token_share`` is the task's share of the tokens trained on.
+    """
+    tasks: dict[str, Mapping[str, float]] = {}
+    total = sum(t.num_sampled_tokens for group in groups for t in group.trajectories)
+    for task in sorted({group.task for group in groups}):
+        played = [t for group in groups if group.task == task for t in group.trajectories]
+        signal = [len({t.reward for t in group.trajectories}) > 1 for group in groups if group.task == task]
+        turns = [turn for t in played for turn in t.turns]
+        tasks[task] = {
+            "episodes": float(len(played)),
+            "success": float(np.mean([t.success for t in played])),
+            "reward": float(np.mean([t.reward for t in played])),
+            "turns": float(np.mean([len(t.turns) for t in played])),
+            "valid_calls": float(np.mean([turn.invalid_calls == 0 for turn in turns])),
+            "tokens": float(tokens := sum(t.num_sampled_tokens for t in played)),
+            "token_share": tokens / max(1, total),
+            "groups_with_signal": float(np.mean(signal)),
+            **{
+                f"score.{name}": float(np.mean([t.scores[name] for t in played]))
+                for name in sorted(set.intersection(*({*t.scores} for t in played)))
+            },
+        }
+    return tasks
+
+
+def no_signal_warning(groups: Sequence[TrajectoryGroup], *, steps: int) -> str:
+    """Return a warning about consecutive steps without a learning signal, with likely causes."""
+    episodes = [episode for group in groups for episode in group.trajectories]
+    rewards = {round(episode.reward, 6) for episode in episodes}
+    values = f"all are {min(rewards):g}" if len(rewards) == 1 else f"{len(rewards)} different values"
+    when = "this step" if steps == 1 else f"{steps} consecutive steps"
+    sentences = [
+        f"no learning signal in {when}: within each group all episodes have the same reward ({values})",
+    ]
+    full = sum(episode.end is EpisodeEnd.TRUNCATED_LENGTH for episode in episodes) / max(1, len(episodes))
+    if full:
+        sentences.append(f"{full:.0%} of the episodes were cut off by engine.max_context: raise it")
+    turns = [turn for episode in episodes for turn in episode.turns]
+    valid = sum(turn.invalid_calls == 0 for turn in turns) / max(1, len(turns))
+    if valid < FEW_VALID_CALLS:
+        sentences.append(
+            f"valid_calls is {valid:g}, the share of turns whose calls the environment accepted: look into "
+            "trajectories/ for how the model writes its calls"
+        )
+    sentences.append(
+        "try easier or harder samples, a larger rollout.group_size, or a warm start with `agentrl-train sft`"
+    )
+    return "; ".join(sentences)
+
+
+def large_step_warning(metrics: Mapping[str, float]) -> str | None:
+    """Return a warning if the policy that is trained is far from the one that was sampled."""
+    kl = metrics.get("kl", 0.0)
+    if kl <= LARGE_KL:
+        return None
+    return (
+        f"the policy is {kl:.2g} nats a token from the one that sampled these episodes (kl): such large "
+        "steps can unlearn what it knew; lower train.learning_rate, or raise train.warmup_steps"
+    )
+
+
+def turn_rewards_warning(groups: Sequence[TrajectoryGroup]) -> str | None:
+    """Return a warning about credit by turn if no turn before the last has a reward."""
+    turns = [turn for group in groups for one in group.trajectories for turn in one.turns[:-1]]
+    if not turns or any(turn.reward for turn in turns):
+        return None
+    return (
+        f"algorithm.credit = 'turn' uses the rewards of turns, but none of {len(turns)} turns before the "
+        "last of an episode has one: unless algorithm.gamma is below 1, use 'trajectory'"
+    )
+
+
+def no_calls_warning(groups: Sequence[TrajectoryGroup], *, chat: ChatFormat) -> str | None:
+    """Return a warning if no completion of a step was read as a tool call; it quotes one of them."""
+    turns = [(group.task, turn) for group in groups for one in group.trajectories for turn in one.turns]
+    calls = (call for _, turn in turns for call in turn.message.tool_calls or ())
+    if not turns or any(call.function.name for call in calls):
+        return None
+    task, turn = turns[0]
+    text = chat.text(turn.completion.token_ids)[:QUOTED]
+    return (
+        f"none of {len(turns)} completions was read as a tool call in the syntax {chat.parser.name!r}, so "
+        f"tasks that need one teach nothing; see model.tool_parser. The first, of task {task}: {text!r}"
+    )
+
+
+@contextmanager
+def engine_asleep(engine: Sleeper, *, release: Callable[[], None], trace: Trace) -> Iterator[None]:
+    """Put a colocated engine to sleep for the block, so that the learner can use its devices.
+
+    Args:
+        engine: engine to put to sleep; after an error it stays asleep, because the run ends.
+        release: releases unused device memory of the learner.
+        trace: trace of the run.
+
+    Raises:
+        EngineError: the engine did not sleep or wake.
+    """
+    with trace.span(TRACK, "sleep"):
+        engine.sleep()
+    yield
+    with trace.span(TRACK, "wake"):
+        release()
+        engine.wake()

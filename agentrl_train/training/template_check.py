@@ -1,0 +1,181 @@
+"""Checks that a chat format carries the tools of a task: before the first step, with the run's own sessions.
+
+A template that drops the tools, the calls or the results renders without an error, and the policy then never
+scores. Such a format is refused here, with the setting that mends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from agentrl_env.client import EnvClient
+from agentrl_env.errors import AgentRLError
+from agentrl_env.types import FunctionCall, Message, ToolCall, ToolSpec
+from agentrl_train.actor import require_room
+from agentrl_train.chat import REFUSALS, ChatFormat
+from agentrl_train.config import EngineSection, SubAgentSection
+from agentrl_train.errors import ConfigError
+from agentrl_train.sub_agent import views
+from agentrl_train.tool_calls import THOUGHT_BEGINS
+from agentrl_train.types import TaskSource
+
+logger = logging.getLogger(__name__)
+
+OPEN_S = 60.0
+"""Deadline for opening a session to check."""
+
+_TASK, _RESULT, _TEXT = "the-task-is-here", "the-result-is-here", "some text"
+_THOUGHT = re.compile(rf"{THOUGHT_BEGINS}.*", re.DOTALL)
+_EXAMPLES = {"string": _TEXT, "integer": 3, "number": 2.5, "boolean": True, "array": [], "object": {}}
+_IN_PROMPT = "set model.tool_parser = 'prompt' to write tools, calls and results as text"
+_TEMPLATE = "model.chat_template to a template that does"
+
+
+async def check_sessions(
+    chat: ChatFormat,
+    clients: Mapping[str, EnvClient],
+    *,
+    sources: Iterable[TaskSource],
+    sampling: EngineSection | None = None,
+    sub_agent: SubAgentSection | None = None,
+) -> None:
+    """Open one session of every task and check the format with its opening and its tools.
+
+    A task whose session cannot be opened now is left to the run, which waits for environments. With the
+    ``sampling`` of a run, the opening must leave room for a turn; with its ``sub_agent``, what planner and
+    workers see is checked.
+
+    Raises:
+        ConfigError: the format loses something of a session, or the sub-agent does not fit its tools.
+        EngineError: the context has no room for a turn.
+    """
+    for source in sources:
+        task = source.task
+        try:
+            async with asyncio.timeout(OPEN_S):
+                session = await clients[task].open(task, split=source.split, index=0)
+                await session.close()
+        except (AgentRLError, TimeoutError) as error:
+            logger.warning("the chat format is not checked with task %s: %s", task, error or "no answer")
+            continue
+        asked = sub_agent if sub_agent is not None and sub_agent.serves(task) else None
+        for opening, tools in views(asked, session.messages, session.tools):
+            check_format(chat, task=task, opening=opening, tools=tools)
+            if sampling is not None:
+                require_room(task, tokens=len(chat.opening(opening, tools)), sampling=sampling)
+
+
+def check_format(
+    chat: ChatFormat, *, task: str, opening: Sequence[Message], tools: Sequence[ToolSpec]
+) -> None:
+    """Check that a session with this opening and these tools can be played.
+
+    Raises:
+        ConfigError: the format loses something; the message names it, and the setting that mends it.
+    """
+    try:
+        _check_opening(chat, opening, tools)
+        for tool in tools:
+            _check_call(chat, opening, tools, tool)
+    except ConfigError as error:
+        raise ConfigError(f"task {task} cannot be played with {chat.name}: {error}") from error
+    except REFUSALS as error:
+        raise ConfigError(
+            f"task {task} cannot be played with {chat.name}: the chat template refuses its messages "
+            f"({error}); {_IN_PROMPT}, or {_TEMPLATE} not"
+        ) from error
+
+
+def _check_opening(chat: ChatFormat, opening: Sequence[Message], tools: Sequence[ToolSpec]) -> None:
+    """Check that the opening shows every message and every tool."""
+    shown = chat.render(opening, tools)
+    for tool in tools:
+        name = tool.function.name
+        renamed = [_renamed(tool) if one is tool else one for one in tools]
+        if shown.count(name) <= chat.render(opening, renamed).count(name):
+            raise ConfigError(
+                f"the chat template does not show the tool {name!r}; {_IN_PROMPT}, or {_TEMPLATE}"
+            )
+    for message in opening:
+        if message.role != "assistant" and message.content:
+            marked = [message.model_copy(update={"content": _TASK}) if m is message else m for m in opening]
+            if _TASK not in chat.render(marked, tools):
+                raise ConfigError(
+                    f"the chat template does not show the opening's {message.role} message; set {_TEMPLATE}"
+                )
+
+
+def _check_call(
+    chat: ChatFormat, opening: Sequence[Message], tools: Sequence[ToolSpec], tool: ToolSpec
+) -> None:
+    """Check one call in the model's own syntax, its result, and the conversation that the template writes."""
+    name, syntax = tool.function.name, chat.parser.name
+    arguments = {key: _example(schema) for key, schema in _properties(tool).items()}
+    call = ToolCall(
+        id=chat.parser.call_id(1, 0, name),
+        function=FunctionCall(name=name, arguments=json.dumps(arguments)),
+    )
+    message = Message.assistant(None, call)
+    prompt = chat.opening(opening, tools)
+    parsed, _ = chat.parse(chat.completion(message, prompt=prompt), turn=1, tools=tools, prompt=prompt)
+    if not _same(parsed, name, arguments):
+        raise ConfigError(
+            f"a call of {name!r} in the syntax {syntax!r} is not read back as it was written; "
+            "set model.tool_parser to another syntax, or to 'prompt'"
+        )
+    result = Message(role="tool", content=_RESULT, tool_call_id=call.id)
+    reply = chat.reply_text([result], after=message, tools=tools)
+    if _RESULT not in reply:
+        raise ConfigError(
+            f"the chat template does not show the result of {name!r}; {_IN_PROMPT}, or {_TEMPLATE}"
+        )
+    before = chat.render(opening, tools, generation_prompt=False).rstrip()
+    header = _THOUGHT.sub("", chat.render(opening, tools)[len(before) :]).strip()
+    whole = chat.render([*opening, message, result], tools)
+    if not whole.endswith(reply):
+        raise ConfigError(
+            "the chat template writes a result differently within a longer conversation, so turns cannot be "
+            f"appended; {_IN_PROMPT}, or {_TEMPLATE} not"
+        )
+    if not whole.startswith(before):
+        logger.info("the chat template rewrites the opening later on; episodes keep what was rendered first")
+        return
+    written = whole[len(before) : len(whole) - len(reply)].strip().removeprefix(header)
+    if name not in written:
+        return  # it writes no calls: the syntax is known from elsewhere
+    if not _same(chat.parse_text(written, turn=1, tools=tools)[0], name, arguments):
+        problem = f"the chat template writes calls in another syntax than {syntax!r}"
+        if not chat.chosen:
+            raise ConfigError(f"{problem}; set model.tool_parser to the one that it writes, or to 'prompt'")
+        logger.warning("%s, which model.tool_parser chooses", problem)
+
+
+def _renamed(tool: ToolSpec) -> ToolSpec:
+    return tool.model_copy(update={"function": tool.function.model_copy(update={"name": "?"})})
+
+
+def _same(message: Message, name: str, arguments: Mapping[str, Any]) -> bool:
+    """Return whether a message has exactly this call."""
+    if message.tool_calls is None or len(message.tool_calls) != 1:
+        return False
+    function = message.tool_calls[0].function
+    return function.name == name and json.loads(function.arguments) == arguments
+
+
+def _properties(tool: ToolSpec) -> Mapping[str, Any]:
+    properties = tool.function.parameters.get("properties")
+    return properties if isinstance(properties, dict) else {}
+
+
+def _example(schema: Any) -> Any:
+    """Return a value of a schema."""
+    schema = schema if isinstance(schema, dict) else {}
+    if choices := schema.get("enum"):
+        return choices[0]
+    kind = schema.get("type")
+    return _EXAMPLES.get(kind if isinstance(kind, str) else "string", _TEXT)

@@ -1,0 +1,65 @@
+"""Commands: where a model is written, and which one is evaluated."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl_train.cli import commands
+from agentrl_train.config import RunConfig
+from agentrl_train.errors import ConfigError
+from agentrl_train.storage.checkpoint import InModelFolder, save_checkpoint
+from tests.tiny_models import make_model, make_tokenizer
+
+
+def configured(folder: Path) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "one", "steps": 4, "folder": str(folder)},
+            "model": {"path": "policy"},
+            "environments": [{"serve": ["shop"]}],
+        }
+    )
+
+
+@pytest.mark.parametrize("parent", [False, True])
+def test_output_that_is_a_file_is_refused_before_training(parent: bool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    output = tmp_path / "file" / "model" if parent else tmp_path / "file"
+    with pytest.raises(ConfigError, match=r"file.* cannot be written \(.*\): choose another folder"):
+        commands.sft(configured(tmp_path), output=output)
+
+
+def test_output_with_a_model_is_refused_before_training(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="already contains a model"):
+        commands.sft(configured(tmp_path), output=tmp_path)
+
+
+@pytest.mark.parametrize("choice", ["nothing", "checkpoint", "run", "name"])
+def test_evaluation_names_the_model_that_it_evaluates(
+    choice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = configured(tmp_path)
+    evaluated: list[str] = []
+
+    async def evaluate(config: RunConfig, *, path: str) -> dict[str, Any]:
+        evaluated.append(path)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(commands, "_evaluate", evaluate)
+    saved = config.run_folder / "checkpoints" / "step_000003" / "model"
+    if choice != "nothing":
+        parts = [InModelFolder(pretrained=make_model()), InModelFolder(pretrained=make_tokenizer())]
+        save_checkpoint(saved.parents[1], step=3, parts=parts, loop={})
+    model = {"run": str(config.run_folder), "name": "org/model"}.get(choice)
+    with pytest.raises(ConfigError, match="enough"):
+        commands.evaluate_policy(config, model=model)
+    expected, reason = {
+        "nothing": ("policy", "model.path; the run has no checkpoint"),
+        "checkpoint": (str(saved), "the newest checkpoint; --model evaluates another"),
+        "run": (str(saved), "--model"),
+        "name": ("org/model", "--model"),
+    }[choice]
+    assert evaluated == [expected]
+    assert capsys.readouterr().out == f"evaluating {expected} ({reason})\n"

@@ -1,0 +1,295 @@
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AddedToken, AutoTokenizer
+
+from agentrl_train.config import ModelSection, load_config
+from agentrl_train.errors import ConfigError
+from agentrl_train.learner import Lora
+from agentrl_train.learner.lora import add_adapters, is_adapter, save_adapter
+from agentrl_train.models import stored
+from agentrl_train.models.loading import chat_format, copy_of, load_policy, open_policy
+from agentrl_train.placement.environments import Served
+from agentrl_train.placement.launcher import Local, make_launcher
+from agentrl_train.training import compose, factories
+from agentrl_train.training.compose import served_policy
+from agentrl_train.types import UNTRACED, SamplingParams, Threads
+from tests.tiny_models import make_model, make_tokenizer
+
+CONFIG = Path(__file__).parents[3] / "examples/quickstart/train.toml"
+
+
+def test_model_folder_loads_in_float32(tmp_path: Path) -> None:
+    make_model().to(torch.bfloat16).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    model, tokenizer = load_policy(str(tmp_path))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert tokenizer.chat_template
+
+
+def test_bfloat16_copy_keeps_rotary_frequencies_and_tied_weights() -> None:
+    copied = copy_of(make_model(), dtype="bfloat16")
+    assert {p.dtype for p in copied.parameters()} == {torch.bfloat16}
+    assert {b.dtype for b in copied.buffers() if b.is_floating_point()} == {torch.float32}
+    assert copied.get_output_embeddings().weight is copied.get_input_embeddings().weight
+
+
+def test_run_folder_in_place_of_a_model_is_reported_with_its_model(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"it has no config\.json; '.*/model' is one"):
+        load_policy(str(tmp_path))
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "runs/nowhere/model"])
+def test_missing_model_folder_is_reported(path: str) -> None:
+    with pytest.raises(ConfigError, match="is not a model folder"):
+        load_policy(path)
+
+
+@pytest.mark.parametrize("load", [load_policy, open_policy])
+def test_file_that_is_cut_off_is_reported(load: Callable[..., object], tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    os.truncate(tmp_path / "model.safetensors", 5000)
+    with pytest.raises(ConfigError, match=r"cannot be loaded: .*header"):
+        load(str(tmp_path))
+
+
+def without(name: str, folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({key: value for key, value in tensors.items() if name not in key}, folder / "model.safetensors")
+
+
+def narrower(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name][:-1].contiguous()}, folder / "model.safetensors")
+
+
+def configured(file: str, folder: Path, **values: Any) -> None:
+    settings = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(settings | values))
+
+
+BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a layer lacks weights": (
+        lambda folder: without("layers.1.mlp", folder),
+        r"lack 3 tensors, model\.layers\.1\.mlp\.down_proj\.weight first: download them again",
+    ),
+    "the embeddings are missing": (
+        lambda folder: without("embed", folder),
+        r"lack \d tensors?, lm_head.weight",
+    ),
+    "a tensor has another shape": (narrower, r"up_proj\.weight in the shape \(63, 32\), its config"),
+    "the configuration is cut off": (
+        lambda folder: (folder / "config.json").write_text("{"),
+        r"config\.json is not a JSON object \(Expecting",
+    ),
+    "the configuration is a list": (
+        lambda folder: (folder / "config.json").write_text("[1]"),
+        r"config\.json is not a JSON object$",
+    ),
+    "the generation configuration is cut off": (
+        lambda folder: (folder / "generation_config.json").write_text("{"),
+        r"generation_config\.json is not a JSON object",
+    ),
+    "the model has no attention heads": (
+        lambda folder: configured("config.json", folder, num_attention_heads=0),
+        "cannot be loaded: ZeroDivisionError",
+    ),
+    "a size is text": (
+        lambda folder: configured("config.json", folder, hidden_size="big"),
+        "cannot be loaded: .*hidden_size",
+    ),
+    "the weights are quantized": (
+        lambda folder: configured("config.json", folder, quantization_config={"quant_method": "gptq"}),
+        r"its weights are quantized \(gptq\), and these cannot be trained: choose the model without",
+    ),
+    "the template is not UTF-8": (
+        lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff{{ messages }}"),
+        "cannot be loaded: 'utf-8' codec",
+    ),
+    "the weights are a pointer of Git LFS": (
+        lambda folder: (folder / "model.safetensors").write_text(
+            "version https://git-lfs.github.com/spec/v1"
+        ),
+        "header too large: download its files again",
+    ),
+    "the tokenizer is cut off": (
+        lambda folder: (folder / "tokenizer.json").write_text("{"),
+        "cannot be loaded: Expecting property name",
+    ),
+}
+
+
+@pytest.mark.parametrize("load", [load_policy, open_policy])
+@pytest.mark.parametrize("fault", BROKEN)
+def test_broken_model_folder_is_refused_with_its_fault(
+    fault: str, load: Callable[..., object], tmp_path: Path
+) -> None:
+    make_model().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    change, reason = BROKEN[fault]
+    change(tmp_path)
+    with pytest.raises(ConfigError, match=reason):
+        load(str(tmp_path))
+
+
+def test_adapter_with_a_broken_configuration_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be loaded: Expecting property name"):
+        load_policy(str(tmp_path))
+
+
+def test_tokenizer_with_tokens_beyond_the_embeddings_is_refused() -> None:
+    model, tokenizer = make_model(), make_tokenizer()
+    rows = len(tokenizer)
+    settings = ModelSection(path="policy")
+    model.resize_token_embeddings(rows)
+    tokenizer.add_tokens([AddedToken("<image>", special=True)])
+    chat_format(settings, model=model, tokenizer=tokenizer)  # no episode can hold this token
+    tokenizer.add_tokens(["word"])
+    with pytest.raises(ConfigError, match=rf"1 tokens beyond the {rows} that the model .*, 'word' first"):
+        chat_format(settings, model=model, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("eos", ["<|im_end|>", [2, -1], {"a": 1}, True])
+def test_stop_tokens_that_are_no_ids_are_refused(eos: Any) -> None:
+    model = make_model()
+    model.generation_config.eos_token_id = eos
+    with pytest.raises(ConfigError, match=r"eos_token_id in generation_config\.json is .*: set it to ids"):
+        chat_format(ModelSection(path="policy"), model=model, tokenizer=make_tokenizer())
+
+
+@pytest.mark.parametrize("needs_a_plan", [False, True])
+def test_weights_are_read_whether_or_not_transformers_needs_a_plan_of_tensor_parallelism(
+    needs_a_plan: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert = stored.convert_and_load_state_dict_in_model
+    own = {"tp_plan": None} if "tp_plan" in inspect.signature(convert).parameters else {}
+
+    def late(model: Any, state_dict: Any, load_config: Any) -> Any:
+        return convert(model, state_dict, load_config, **own)
+
+    def early(model: Any, state_dict: Any, load_config: Any, tp_plan: None) -> Any:
+        return late(model, state_dict, load_config)
+
+    name = "convert_and_load_state_dict_in_model"
+    monkeypatch.setattr(stored, name, early if needs_a_plan else late)
+    make_model().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    assert open_policy(str(tmp_path))[2] is not None
+
+
+def test_missing_device_is_reported(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="device = 'gpu' is not available"):
+        load_policy(str(tmp_path), device="gpu")
+
+
+def test_revision_of_a_model_on_the_hub_is_loaded(tmp_path: Path) -> None:
+    """Two revisions in a cache folder, as the hub's library lays it out."""
+    repository = tmp_path / "hub" / "models--org--name"
+    for revision, seed in (("main", 0), ("older", 1)):
+        snapshot = repository / "snapshots" / f"{seed:040x}"
+        make_model(seed=seed).save_pretrained(snapshot)
+        make_tokenizer().save_pretrained(snapshot)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / revision).write_text(f"{seed:040x}")
+    code = (
+        "from agentrl_train.models.loading import load_policy\n"
+        "for revision in (None, 'older'):\n"
+        "    model, _ = load_policy('org/name', revision=revision)\n"
+        "    print(model.get_input_embeddings().weight.sum().item())\n"
+    )
+    offline = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    sums = [make_model(seed=seed).get_input_embeddings().weight.sum().item() for seed in (0, 1)]
+    assert [float(line) for line in done.stdout.split()] == pytest.approx(sums, rel=1e-5)
+
+
+def test_frozen_weights_load_in_bfloat16(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    model, _ = load_policy(str(tmp_path), dtype="bfloat16")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_bfloat16_parameters_need_adapters() -> None:
+    with pytest.raises(ConfigError, match=r"train adapters \(train\.lora\)"):
+        load_config(CONFIG, ["model.dtype=bfloat16"])
+    chosen = ["model.dtype=bfloat16", "train.lora.rank=4", "train.lora.alpha=8"]
+    assert load_config(CONFIG, chosen).model.dtype == "bfloat16"
+
+
+def test_link_to_a_gated_model_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str, **options: object) -> None:
+        raise OSError(
+            "You are trying to access a gated repo.\nMake sure to have access to it at "
+            "https://huggingface.co/org/gated.\n401 Client Error."
+        )
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", refuse)
+    with pytest.raises(ConfigError, match=r"gated repo\. .* https://huggingface\.co/org/gated\."):
+        load_policy("org/gated")
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    """Return a folder with a trained adapter."""
+    make_model().save_pretrained(tmp_path / "base")
+    make_tokenizer().save_pretrained(tmp_path / "base")
+    model = load_policy(str(tmp_path / "base"))[0]
+    lora = Lora(rank=2, alpha=16.0)
+    add_adapters(model, lora)
+    tensors = {name: torch.randn_like(p) for name, p in model.named_parameters() if is_adapter(name)}
+    save_adapter(tmp_path / "adapter", model, lora, tensors)
+    make_tokenizer().save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+async def test_engine_in_another_process_evaluates_adapter_without_a_learner(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(CONFIG, ["run.threads=1", "engine.max_sessions=2"])
+    monkeypatch.setattr(Local, "separate_engines", True)
+    monkeypatch.setattr(compose, "make_learner", None)
+    context, sampling = [5, 6, 7, 8], SamplingParams(max_new_tokens=8, seed=1)
+    with make_launcher(config) as launcher:
+        tasks = Served(clients={}, sources=(), harder={}, held_out={})
+        async with served_policy(config, path=str(adapter), launcher=launcher, served=tasks) as ready:
+            completion = await ready.engine.generate(context, sampling=sampling, session_key="one")
+    merged = load_policy(str(adapter))[0].eval()
+    ids = torch.tensor([[*context, *completion.token_ids]])
+    with torch.no_grad():
+        expected = merged(ids).logits.log_softmax(-1)[0, len(context) - 1 : -1]
+    ours = expected.gather(-1, ids[0, len(context) :, None])[:, 0]
+    assert torch.allclose(ours, torch.tensor(completion.logprobs), atol=1e-4)
+
+
+def test_engine_process_starts_with_base_of_adapter(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(factories, "require_vllm", lambda python: None)
+    monkeypatch.setattr(factories, "EnginePool", lambda options, **others: started.append(options))
+    config = load_config(CONFIG, ["engine.kind=vllm"])
+    with make_launcher(config) as launcher:
+        factories.make_engine(
+            config,
+            model=make_model(),
+            path=str(adapter),
+            stop_token_ids=[2],
+            threads=Threads(1),
+            trace=UNTRACED,
+            launcher=launcher,
+        )
+    assert started[0].model == str(adapter.parent / "base")

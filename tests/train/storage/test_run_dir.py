@@ -1,0 +1,103 @@
+"""Run folders: claiming, locking, and settings that cannot change on resume."""
+
+from pathlib import Path
+
+import pytest
+
+from agentrl_train.config import RunConfig
+from agentrl_train.errors import CheckpointError, ConfigError
+from agentrl_train.learner import Learner
+from agentrl_train.storage.run_dir import changed_settings, claim_run_dir, write_config
+from tests.tiny_models import make_model
+from tests.train.learner.test_learner import llama, qwen
+
+
+def configured(**train: object) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "one", "steps": 4},
+            "model": {"path": "policy"},
+            "environments": [{"serve": ["shop"]}],
+            "train": train,
+        }
+    )
+
+
+def begun(folder: Path) -> Path:
+    """Write a checkpoint and its configuration to a run folder."""
+    (folder / "checkpoints" / "step_000000").mkdir(parents=True)
+    write_config(folder, configured())
+    return folder
+
+
+def claim(folder: Path, config: RunConfig, *, resume: bool = False) -> list[str]:
+    """Claim and release a run folder; return the changed settings."""
+    with claim_run_dir(folder, config, resume=resume) as changed:
+        return changed
+
+
+def test_run_without_checkpoint_can_be_restarted_under_same_name(tmp_path: Path) -> None:
+    for resume in (False, False, True):
+        assert claim(tmp_path / "one", configured(), resume=resume) == []
+    with pytest.raises(ConfigError, match="contains no run to resume"):
+        claim(tmp_path / "none", configured(), resume=True)
+
+
+def test_existing_run_requires_resume(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="already contains a run"):
+        claim(begun(tmp_path), configured())
+
+
+def test_run_folder_is_locked(tmp_path: Path) -> None:
+    with (
+        claim_run_dir(tmp_path, configured(), resume=False),
+        pytest.raises(ConfigError, match="another process"),
+    ):
+        claim(tmp_path, configured())
+
+
+def test_resume_reports_changed_settings(tmp_path: Path) -> None:
+    changed = claim(begun(tmp_path), configured(learning_rate=3e-5), resume=True)
+    assert changed == ["train.learning_rate = 3e-05 (was 1e-05)"]
+
+
+def test_lora_settings_cannot_change_on_resume(tmp_path: Path) -> None:
+    folder = begun(tmp_path)
+    before = (folder / "config.toml").read_text()
+    lora = configured(lora={"rank": 4, "alpha": 8})
+    with pytest.raises(ConfigError, match=r"train\.lora\.rank was not set when .* began, and is 4 now"):
+        claim(folder, lora, resume=True)
+    assert (folder / "config.toml").read_text() == before
+
+
+def test_model_cannot_change_on_resume(tmp_path: Path) -> None:
+    other = configured()
+    other = other.model_copy(update={"model": other.model.model_copy(update={"path": "another"})})
+    with pytest.raises(
+        ConfigError, match=r"model\.path was policy when .* if the model has only moved, corr"
+    ):
+        claim(begun(tmp_path), other, resume=True)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_steps_without_a_checkpoint_are_not_overwritten(resume: bool, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl has the steps of a run, but .* has no checkpoint"):
+        claim(tmp_path, configured(), resume=resume)
+
+
+@pytest.mark.parametrize("other", [qwen, llama])
+def test_checkpoint_of_different_model_is_rejected(tmp_path: Path, other) -> None:  # type: ignore[no-untyped-def]
+    Learner(make_model(), learning_rate=1e-3).snapshot().write(tmp_path)
+    with pytest.raises(CheckpointError, match=r"contains a different model than model\.path"):
+        Learner(other(), learning_rate=1e-3).load(tmp_path)
+
+
+def test_setting_that_is_new_in_this_version_has_not_changed(tmp_path: Path) -> None:
+    write_config(tmp_path, configured())
+    path = tmp_path / "config.toml"
+    text = path.read_text()
+    begin = text.index("[curriculum]")
+    path.write_text(text[:begin] + text[text.index("\n[", begin) + 1 :])
+    assert changed_settings(path, configured()) == {}
+    assert changed_settings(path, configured(learning_rate=0.5)) == {"train.learning_rate": (1e-5, 0.5)}

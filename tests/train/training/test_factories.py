@@ -1,0 +1,154 @@
+"""Factories: conflicting engine settings are rejected."""
+
+import sys
+from inspect import signature
+from pathlib import Path
+
+import pytest
+import torch
+
+from agentrl_train.config import load_config
+from agentrl_train.critics.networks import PrivilegedCritic, TwinCritic, ValueCritic
+from agentrl_train.errors import ConfigError
+from agentrl_train.learner import Learner
+from agentrl_train.loss import policy_loss
+from agentrl_train.models.loading import load_policy, open_policy
+from agentrl_train.training.factories import learner_options, make_critic, require_vllm
+from tests.tiny_models import make_model, make_tokenizer
+
+CONFIG = Path(__file__).parents[3] / "examples/quickstart/train.toml"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["engine.vllm.push=drained"], "the settings of [engine.vllm] need kind = 'vllm'"),
+        (["engine.kind=vllm", "engine.deterministic=true"], "deterministic needs kind = 'torch'"),
+        (["engine.kind=vllm", "engine.vllm.transfer=nccl"], "vllm.transfer = 'nccl' needs device = 'cuda'"),
+        (["engine.kind=vllm", "engine.vllm.replicas=0"], "engine.vllm.replicas"),
+        (
+            ["model.attention=flash_attention_2", "train.sequence_parallel=2"],
+            "model.attention = 'flash_attention_2' has no effect with train.sequence_parallel = 2",
+        ),
+        (["engine.kind=vllm", "engine.vllm.pull=x"], "engine.vllm.pull"),
+        (["algorithm.constant_tokens=100"], "constant_tokens needs aggregation = 'constant'"),
+        (["model.template_kwargs={tools='x'}"], "template_kwargs sets 'tools', which a run sets itself"),
+        (["eval.max_sessions=4"], "max_sessions needs concurrent = true"),
+        (["eval.concurrent=true", "eval.max_sessions=200"], "leaves no session to training: set it below"),
+        (
+            ["eval.concurrent=true", "placement.layout=colocated", "rollout.max_staleness=0"],
+            "eval.concurrent needs engines that are never asleep",
+        ),
+        (
+            ["eval.concurrent=true", "engine.kind=vllm", "engine.device=cuda", "engine.vllm.transfer=nccl"],
+            "set engine.vllm.transfer = 'memory', or eval.concurrent = false",
+        ),
+    ],
+)
+def test_conflicting_settings_are_rejected(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(CONFIG, overrides)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "engines"),
+    [
+        (["rollout.stale_fraction=0"], {"current": 4}),
+        (["rollout.stale_fraction=0.1"], {"current": 4, "stale": 1}),
+        (["rollout.stale_fraction=0.25"], {"current": 4, "stale": 2}),
+        (["rollout.stale_fraction=1"], {"current": 4, "stale": 4}),
+        (["rollout.stale_fraction=0.1", "engine.vllm.stale_replicas=3"], {"current": 4, "stale": 3}),
+        (["rollout.stale_fraction=0", "eval.concurrent=true"], {"current": 4, "evaluation": 1}),
+        (["rollout.stale_fraction=0", "eval.concurrent=true", "eval.samples=0"], {"current": 4}),
+    ],
+)
+def test_stale_policy_has_engines_for_its_share_of_the_turns(
+    overrides: list[str], engines: dict[str, int]
+) -> None:
+    chosen = ["engine.kind=vllm", "engine.vllm.replicas=4", "engine.vllm.tensor_parallel=2"]
+    config = load_config(CONFIG, [*chosen, "engine.device=cuda", *overrides])
+    assert config.replicas == engines
+    assert config.engine_gpus == 2 * sum(engines.values())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "argument"),
+    [
+        ("train.decay_fraction", 0.5, "decay_fraction"),
+        ("train.max_logits", 1000, "max_logits"),
+        ("model.attention", "eager", "attention"),
+    ],
+)
+def test_settings_reach_the_learner(key: str, value: object, argument: str) -> None:
+    options = learner_options(load_config(CONFIG, [f"{key}={value}"]), model=make_model())
+    assert options[argument] == value
+
+
+def test_every_option_of_learner_and_loss_has_a_setting() -> None:
+    options = learner_options(load_config(CONFIG), model=make_model())
+    placement = {"model", "stored", "device", "threads", "mesh", "storage_group", "trace"}
+    assert signature(Learner).parameters.keys() - options.keys() <= placement
+    assert signature(policy_loss).parameters.keys() - options["objective"].keywords.keys() == {"tokens"}
+
+
+def test_evaluation_by_itself_needs_the_current_policy_only() -> None:
+    options = ["eval.concurrent=true", "rollout.stale_fraction=0.1", "engine.max_sessions=64"]
+    config = load_config(CONFIG, options)
+    assert config.sessions == {"current": 64, "stale": 64, "evaluation": 16}
+    assert config.without_training.policies == ("current",)
+
+
+def test_vllm_configuration_round_trips(tmp_path: Path) -> None:
+    chosen = ["engine.kind=vllm", "engine.vllm.replicas=2", "engine.vllm.push=drained"]
+    config = load_config(CONFIG, chosen)
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    assert load_config(tmp_path / "config.toml") == config
+
+
+def test_interpreter_without_vllm_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="make vllm"):
+        require_vllm(sys.executable)
+    with pytest.raises(ConfigError, match="cannot be run"):
+        require_vllm(str(tmp_path / "python"))
+
+
+@pytest.mark.parametrize(
+    ("credit", "kind"),
+    [("gae_turn", ValueCritic), ("archer", TwinCritic), ("sweet", PrivilegedCritic)],
+)
+@pytest.mark.parametrize("own", [False, True])
+def test_credit_has_its_critic_of_the_policy_or_of_a_model(credit: str, kind: type, own: bool) -> None:
+    chosen = [f"algorithm.credit={credit}", "algorithm.baseline=value", "algorithm.scale=none"]
+    chosen += ["critic.learning_rate=0.25", *[f"critic.model={CONFIG.parent}/starter"] * own]
+    config = load_config(CONFIG, chosen)
+    policy, tokenizer = load_policy(config.model.path)
+    before = {name: value.clone() for name, value in policy.named_parameters()}
+    critic = make_critic(config, model=policy, tokenizer=tokenizer)
+    assert type(critic) is kind
+    assert critic._optimizer.param_groups[0]["lr"] == 0.25
+    for name, value in critic.model.base_model.named_parameters():
+        assert torch.equal(value, policy.base_model.get_parameter(name))
+        assert value.data_ptr() != policy.base_model.get_parameter(name).data_ptr()
+    assert all(torch.equal(value, before[name]) for name, value in policy.named_parameters())
+
+
+def test_critic_with_another_vocabulary_is_rejected() -> None:
+    chosen = ["algorithm.preset=ppo", f"critic.model={CONFIG.parent}/starter"]
+    with pytest.raises(ConfigError, match="another vocabulary than the policy"):
+        make_critic(load_config(CONFIG, chosen), model=make_model(), tokenizer=make_tokenizer())
+
+
+def test_critic_of_a_policy_whose_weights_are_in_their_files_is_a_copy_of_them() -> None:
+    config = load_config(CONFIG, ["algorithm.preset=ppo"])
+    model, tokenizer, _ = open_policy(config.model.path)
+    assert all(value.is_meta for value in model.parameters())
+    critic = make_critic(config, model=model, tokenizer=tokenizer)
+    assert critic is not None
+    whole, _ = load_policy(config.model.path)
+    for name, value in critic.model.base_model.named_parameters():
+        assert torch.equal(value, whole.base_model.get_parameter(name))
+
+
+def test_run_without_a_critic_has_none() -> None:
+    assert make_critic(load_config(CONFIG), model=make_model(), tokenizer=make_tokenizer()) is None

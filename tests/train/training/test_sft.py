@@ -1,0 +1,51 @@
+import pytest
+
+from agentrl_env.errors import AgentRLError
+from agentrl_train.chat import ChatFormat
+from agentrl_train.training.sft import expert_sequences
+from agentrl_train.types import TaskSource
+from tests.tiny_models import make_tokenizer
+from tests.train.fakes import Countdown
+
+CHAT = ChatFormat(make_tokenizer())
+SOURCES = {"countdown": TaskSource(task="countdown", split="train")}
+
+
+async def test_expert_episode_becomes_tokens() -> None:
+    async with Countdown.local(max_sessions=2) as client:
+        sequences, success = await expert_sequences(
+            {"countdown": client}, CHAT, sources=SOURCES, count=7, max_sessions=2
+        )
+    assert success == {"countdown": 1.0}
+    assert len(sequences) == 7
+    said = sequences[0].token_ids[sequences[0].loss_mask > 0]
+    call = '<tool_call>\n{"name": "down", "arguments": {}}\n</tool_call><|im_end|>'
+    assert CHAT.tokenizer.decode(said) == call * 3
+
+
+async def test_failed_session_raises() -> None:
+    Countdown.broken_steps = 1
+    async with Countdown.local() as client:
+        with pytest.raises(AgentRLError, match="failed_environment"):
+            await expert_sequences({"countdown": client}, CHAT, sources=SOURCES, count=1)
+
+
+async def test_small_split_is_repeated_with_other_seeds() -> None:
+    class Seeded(Countdown):
+        """Count down from a number given by the seed."""
+
+        name = "countdown"
+
+        @classmethod
+        def samples(cls, split: str) -> list[dict[str, int]]:
+            return [{"n": 1}, {"n": 2}]
+
+        def reset(self, sample, rng):  # type: ignore[no-untyped-def]
+            opening = super().reset(sample, rng)
+            return f"{opening} {rng.integers(10**6)}"
+
+    sources = {"countdown": TaskSource(task="countdown", split="train", num_samples=2)}
+    async with Seeded.local() as client:
+        sequences, _ = await expert_sequences({"countdown": client}, CHAT, sources=sources, count=6)
+    assert [sequence.group_id for sequence in sequences] == [0, 1, 0, 1, 0, 1]
+    assert len({tuple(sequence.token_ids) for sequence in sequences}) == 6
