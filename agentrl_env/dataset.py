@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 from pydantic_core import to_jsonable_python
 
-from agentrl_env.errors import DefinitionError, UnknownSample, describe
+from agentrl_env.author_code import describe
+from agentrl_env.errors import DefinitionError, UnknownSample
 from agentrl_env.types import SplitInfo, TaskSample
 from agentrl_env.wire import SEED_BITS
 

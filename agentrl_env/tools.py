@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import numpy as np
 from pydantic_core import PydanticSerializationError
 
-from agentrl_env.errors import DefinitionError, ToolError, describe
+from agentrl_env.author_code import describe
+from agentrl_env.errors import DefinitionError, ToolError
 from agentrl_env.fast_wire import AnyToolCall, AssistantMessage, ToolAnswer, encode, encode_result
 from agentrl_env.schema import ArgumentError, Arguments, echo
 from agentrl_env.types import FunctionSpec, Message, SessionStatus, ToolCall, ToolSpec
