@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentrl_env.dataset import stable_seed
 from agentrl_env.types import TaskSample
 from agentrl_train.errors import ConfigError
 from agentrl_train.gateway.programs import trajectory
 from agentrl_train.gateway.server import Gateway, Session
-from agentrl_train.runtime.admission import stable_seed
 from agentrl_train.runtime.compose import served_policy
 from agentrl_train.runtime.config import EngineSection, RunConfig
 from agentrl_train.runtime.environments import Served
