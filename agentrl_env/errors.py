@@ -1,4 +1,4 @@
-"""The hierarchy of all errors of this package, and the place where author code raised one.
+"""The hierarchy of all errors of this package.
 
 AgentRLError
 ├── ToolError                 raised by a tool to answer the model; the turn counts
@@ -11,44 +11,37 @@ AgentRLError
 ├── StateError                a session's state that cannot be encoded or decoded
 ├── ServerUnreachable         no server answers at the URL
 ├── CallTimeout               the server did not answer in time
+├── ClientClosed              the client was closed before the call
 ├── ProtocolError             the peer uses another protocol
 └── WireError                 crosses the wire: a ``type`` and one fixed HTTP status
-├── InvalidRequest        422  malformed body or argument
-├── Unauthorized          401  token missing or wrong
-├── Forbidden             403  the token does not permit this call
-├── UnknownRoute          404  no such path
-├── MethodNotAllowed      405  no such method on this path
-├── UnknownTask           404  no such task on this server
-├── UnknownSample         404  no such split or index
-├── UnknownSession        404  never existed, or ended too long ago
-├── RequestTimeout        408  the request did not arrive in time
-├── SeqConflict           409  a gap in the numbering of steps
-├── IdempotencyConflict   409  a repeated ``request_id`` or ``seq`` with another payload
-├── SessionEnded          409  a new step in a session that has ended
-├── SessionExpired        410  idle past its lease
-├── SessionLost           410  its server died or left; the outcome of its last step is unknown
-├── BodyTooLarge          413  over the size limit
-├── HeadersTooLarge       431  over the limit of the headers
-├── StepPending           425  in a batch: still running, to be repeated with the same seq
-├── RateLimited           429  too many requests of the client, with ``Retry-After``
-├── NotSupported          501  the task or the server does not support the call
-├── EnvironmentFailed     500  an exception in author code outside a step (reset, expert)
-├── InternalError         500  a bug in the server
-├── ServerFull            503  no free session, with ``Retry-After``
-├── ServerDraining        503  shutting down, accepts no new sessions
-└── StateUnavailable      503  the shared state of a fleet's controllers cannot be reached
+    ├── InvalidRequest        422  malformed body or argument
+    ├── Unauthorized          401  token missing or wrong
+    ├── Forbidden             403  the token does not permit this call
+    ├── UnknownRoute          404  no such path
+    ├── MethodNotAllowed      405  no such method on this path
+    ├── UnknownTask           404  no such task on this server
+    ├── UnknownSample         404  no such split or index
+    ├── UnknownSession        404  never existed, or ended too long ago
+    ├── RequestTimeout        408  the request did not arrive in time
+    ├── SeqConflict           409  a gap in the numbering of steps
+    ├── IdempotencyConflict   409  a repeated ``request_id`` or ``seq`` with another payload
+    ├── SessionEnded          409  a new step in a session that has ended
+    ├── SessionExpired        410  idle past its lease
+    ├── SessionLost           410  its server died or left; the outcome of its last step is unknown
+    ├── BodyTooLarge          413  over the size limit
+    ├── HeadersTooLarge       431  over the limit of the headers
+    ├── StepPending           425  in a batch: still running, to be repeated with the same seq
+    ├── RateLimited           429  too many requests of the client, with ``Retry-After``
+    ├── NotSupported          501  the task or the server does not support the call
+    ├── EnvironmentFailed     500  an exception in author code outside a step (reset, expert)
+    ├── InternalError         500  a bug in the server
+    ├── ServerFull            503  no free session, with ``Retry-After``
+    ├── ServerDraining        503  shutting down, accepts no new sessions
+    └── StateUnavailable      503  the shared state of a fleet's controllers cannot be reached
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import linecache
-import os
-import sys
-import sysconfig
-from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -76,7 +69,9 @@ class DefinitionError(AgentRLError):
     """
 
     def __init__(self, message: str, at: Any = None, attribute: str = "") -> None:
-        super().__init__(_with_place(message, place(at, attribute)))
+        from agentrl_env.author_code import place, with_place  # importing the errors loads no parser
+
+        super().__init__(with_place(message, place(at, attribute)))
 
 
 class TargetError(AgentRLError):
@@ -327,141 +322,8 @@ def install_extra(name: str) -> str:
     return f"pip install 'agentrl-kit[{name}]', or '.[{name}]' in a checkout"
 
 
-_OWN_FOLDER = os.path.dirname(__file__) + os.sep
-_LIBRARY = sysconfig.get_path("stdlib") + os.sep
-_ADVICE = {
-    "can only be used in that same thread": "plain methods run on several threads: connect with "
-    "check_same_thread=False, and hold a lock where sessions share the connection",
-    "no running event loop": "a plain method runs on a thread: make it async def",
-    "cannot be called from a running event loop": "await the coroutine instead",
-    "is bound to a different event loop": "create it in startup() or in a method, not at import",
-    "can't be used in 'await' expression": "only what an async method returns is awaited",
-    "exceptions must derive from BaseException": "return what ends the episode or answers the model, as in "
-    "return Done(...); only ToolError is raised",
-    "'TaskSample' object ": "what samples() returns is in sample.data, as in sample.data['key']",
-}
-"""What to do about messages of Python that do not say it."""
-
-
 def explain(error: ValidationError) -> str:
     """Return the first problem of a model and its location in one line."""
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     return f"{where}: {first['msg']}" if where else first["msg"]
-
-
-def describe(error: BaseException, method: Any = None) -> str:
-    """Return an exception's class and text, cut to a readable length, with the author's file and line.
-
-    Args:
-        error: The exception.
-        method: The method that was called; its place is named where no frame of the author raised the error.
-    """
-    while isinstance(error, BaseExceptionGroup):  # of a TaskGroup, whose text says nothing
-        error = error.exceptions[0]
-    try:
-        located = isinstance(error, SyntaxError) and os.path.isfile(error.filename or "")
-        text = str(error.msg if located else error)  # type: ignore[attr-defined]
-    except Exception:  # ``__str__`` is author code too
-        text = "its text cannot be read"
-    text = f"{type(error).__name__}: {text}".removesuffix(": ")[:500]
-    text = text.encode("utf-8", "replace").decode("utf-8")
-    for symptom, advice in _ADVICE.items():
-        if symptom in text:
-            text = f"{text}; {advice}"
-    return _with_place(text, raised_at(error) or place(method))
-
-
-def raised_at(error: BaseException) -> str:
-    """Return ``file:line, in function`` of the author's line that raised an error; "" where there is none."""
-    if isinstance(error, SyntaxError) and os.path.isfile(error.filename or ""):
-        return f"{_relative(str(error.filename))}:{error.lineno or 1}"
-    step = innermost(error)
-    if step is None:
-        return ""
-    function = step.tb_frame.f_code.co_name
-    return place(step) if function == "<module>" else f"{place(step)}, in {function}"
-
-
-def innermost(error: BaseException) -> TracebackType | None:
-    """Return the innermost frame of an error that is in the folder of the author's first frame."""
-    step = first = author_traceback(error)
-    found = None
-    while step is not None and first is not None:
-        file, home = step.tb_frame.f_code.co_filename, first.tb_frame.f_code.co_filename
-        beside = file.startswith(os.path.dirname(home) + os.sep) and "site-packages" not in file
-        if file == home or beside:
-            found = step
-        step = step.tb_next
-    return found
-
-
-def author_traceback(error: BaseException) -> TracebackType | None:
-    """Return the traceback of an error from the author's first frame on; None where there is none."""
-    step = error.__traceback__
-    while step is not None:
-        file = step.tb_frame.f_code.co_filename
-        library = file.startswith(_LIBRARY) and "site-packages" not in file
-        if not file.startswith((_OWN_FOLDER, "<frozen")) and not library:
-            return step
-        step = step.tb_next
-    return None
-
-
-def author_frames(error: BaseException) -> tuple[type[BaseException], BaseException, TracebackType | None]:
-    """Return an error as ``exc_info`` of a log record, without the frames above the author's first one."""
-    return type(error), error, author_traceback(error) or error.__traceback__
-
-
-def place(thing: Any, attribute: str = "") -> str:
-    """Return ``file:line`` of a frame, a function, or a class or its attribute; "" where it is unknown."""
-    if isinstance(thing, TracebackType):
-        return f"{_relative(thing.tb_frame.f_code.co_filename)}:{thing.tb_lineno}"
-    if isinstance(thing, type):
-        return _place_in_class(thing, attribute)
-    while isinstance(thing, partial):
-        thing = thing.func
-    thing = getattr(thing, "fget", None) or getattr(thing, "__func__", thing)
-    code = getattr(inspect.unwrap(thing), "__code__", None) if callable(thing) else None
-    if code is None or code.co_filename.startswith(_OWN_FOLDER):
-        return ""
-    return f"{_relative(code.co_filename)}:{code.co_firstlineno}"
-
-
-def _place_in_class(owner: type, attribute: str) -> str:
-    """Return the place of an attribute in the body of a class, else of the class, from its source."""
-    file = getattr(sys.modules.get(owner.__module__), "__file__", None)
-    try:
-        tree = ast.parse("".join(linecache.getlines(file or "")))
-    except (SyntaxError, ValueError):
-        return ""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef) and node.name == owner.__name__:
-            named = (statement for statement in node.body if attribute in _names(statement))
-            return f"{_relative(str(file))}:{next(named, node).lineno}"
-    return ""
-
-
-def _names(statement: ast.stmt) -> list[str]:
-    """Return the names that a statement of a class body defines."""
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-        return [statement.name]
-    if isinstance(statement, ast.Assign | ast.AnnAssign):
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        return [target.id for target in targets if isinstance(target, ast.Name)]
-    return []
-
-
-def _relative(file: str) -> str:
-    """Return a path relative to the working directory where it is below it."""
-    try:
-        return file.removeprefix(os.getcwd() + os.sep)
-    except OSError:
-        return file
-
-
-def _with_place(message: str, where: str) -> str:
-    """Return a message with its place, unless it names that line already."""
-    line = where.partition(", in ")[0]
-    named = f"({line})" in message or f"({line}, in " in message
-    return f"{message} ({where})" if where and not named else message

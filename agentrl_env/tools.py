@@ -8,18 +8,16 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 from pydantic_core import PydanticSerializationError
 
-from agentrl_env.errors import DefinitionError, ToolError, describe
+from agentrl_env.author_code import describe
+from agentrl_env.errors import DefinitionError, ToolError
 from agentrl_env.fast_wire import AnyToolCall, AssistantMessage, ToolAnswer, encode, encode_result
 from agentrl_env.schema import ArgumentError, Arguments, echo
 from agentrl_env.types import FunctionSpec, Message, SessionStatus, ToolCall, ToolSpec
-
-if TYPE_CHECKING:
-    from agentrl_env.environment import Environment
 
 SUCCESS_REWARD = 1.0 - 1e-9
 """An episode whose rewards sum to this is a success, unless ``score()`` says otherwise."""
@@ -199,13 +197,13 @@ class StepBuilder:
         self.calling: Callable[..., Any] | None = None
         """The author's method that was called last; errors name its place."""
 
-    async def run(self, environment: Environment, invoke: Invoke) -> None:
+    async def run(self, environment: Any, invoke: Invoke) -> None:
         """Run the message's tool calls in order, or ``respond`` where it has none.
 
         Raises TimeLimitReached, and anything that author code raises except ToolError.
         """
         calls: Sequence[AnyToolCall] = self.message.tool_calls or ()
-        tools = toolset(type(environment))
+        tools = toolset(environment.__class__)
         self.room = environment.max_output_chars
         if tools.answers:
             self.calling = environment.answer_message

@@ -7,6 +7,7 @@ call takes its models and its row here, and a method of that name on each ``Serv
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ SOCKET_HEADER = "x-agentrl-socket"
 SOCKET_PATH = "/v1/ws"
 SOCKET_PROTOCOL = "agentrl.v1"
 """WebSocket subprotocol of ``/v1/ws``."""
+ANSWER_FRAME = re.compile(rb'\{"id":(\d+),"(result|error)":')
 LINK_PATH = "/v1/link"
 """WebSocket endpoint of a controller to which servers connect; the controller sends the calls."""
 SEED_BITS = 53
@@ -336,8 +338,7 @@ def siblings(request: OpenRequest, n: int) -> list[OpenRequest]:
     update: dict[str, Any] = {"n": None}
     key = request.request_id
     if request.index is None and request.seed is None and request.sample is None:
-        # Without a seed each sibling would get another problem. The repeated request gets the same seed, so
-        # that siblings which open only then belong to the same group.
+        # Without a common seed, each sibling gets another problem. A repeated request gets the same seed.
         random = secrets.token_bytes(8) if key is None else sha256(key.encode()).digest()
         update["seed"] = int.from_bytes(random[:8]) >> (64 - SEED_BITS)
     return [

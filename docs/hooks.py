@@ -162,12 +162,10 @@ def _shares(found: dict[str, Any] | None, *, sign: str = "") -> str:
 
 def fleet_keys(_: str) -> str:
     """Return the keys of the file of ``agentrl-env up`` as a table."""
-    from agentrl_env.fleet.config import ControllerConfig, TaskConfig
-    from agentrl_env.launch.docker import ContainerLimits
+    from agentrl_env.fleet.config import SECTIONS
 
     rows = ["| key | default |", "|---|---|"]
-    sections = {"controller": ControllerConfig, "tasks": TaskConfig, "tasks.limits": ContainerLimits}
-    for section, model in sections.items():
+    for section, model in SECTIONS.items():
         for key, field in model.model_fields.items():
             default = field.get_default(call_default_factory=True)
             shown = "" if field.is_required() or default is None else f"`{default}`"

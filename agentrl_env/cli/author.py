@@ -29,6 +29,17 @@ from agentrl_env.cli.options import (
 )
 from agentrl_env.errors import AgentRLError
 
+Base = Annotated[str, typer.Option(help="The base image, with Python 3.11 or newer.")]
+Extra = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="An additional pip requirement; agentrl-kit\\[EXTRA] selects an extra of this package."
+    ),
+]
+Wheelhouse = Annotated[
+    Path | None, typer.Option(help="A folder with every required wheel; pip then uses no index.")
+]
+
 
 def new(
     name: Annotated[
@@ -95,19 +106,10 @@ def build(
         str,
         typer.Argument(metavar="TARGET", help="A folder with environment.py, file.py:Class or module:Class."),
     ],
-    base: Annotated[
-        str, typer.Option(help="The base image, with Python 3.11 or newer.")
-    ] = "python:3.11-slim",
+    base: Base = "python:3.11-slim",
     tag: Annotated[str | None, typer.Option(help="The image's name; agentrl-TASK:latest by default.")] = None,
-    extra: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="An additional pip requirement; agentrl-kit\\[EXTRA] selects an extra of this package."
-        ),
-    ] = None,
-    wheelhouse: Annotated[
-        Path | None, typer.Option(help="A folder with every required wheel; pip then uses no index.")
-    ] = None,
+    extra: Extra = None,
+    wheelhouse: Wheelhouse = None,
     ca: Annotated[
         Path | None, typer.Option(help="A PEM file with certificates that pip trusts during the build.")
     ] = None,
@@ -144,18 +146,9 @@ def export(
     ],
     split: Annotated[str, typer.Option(help="The split of the samples.")] = "test",
     count: Annotated[int, typer.Option(min=1, metavar="N", help="The number of samples of each task.")] = 10,
-    base: Annotated[
-        str, typer.Option(help="The base image, with Python 3.11 or newer.")
-    ] = "python:3.11-slim",
-    extra: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="An additional pip requirement; agentrl-kit\\[EXTRA] selects an extra of this package."
-        ),
-    ] = None,
-    wheelhouse: Annotated[
-        Path | None, typer.Option(help="A folder with every required wheel; pip then uses no index.")
-    ] = None,
+    base: Base = "python:3.11-slim",
+    extra: Extra = None,
+    wheelhouse: Wheelhouse = None,
 ) -> None:
     """Write samples of tasks as Harbor task folders, and print their names."""
     from agentrl_env.bridges.harbor_export import export as write

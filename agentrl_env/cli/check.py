@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from traceback import print_exception
@@ -25,6 +26,7 @@ from agentrl_env.cli.options import (
     quality_option,
     resolve_token,
 )
+from agentrl_env.cli.settings import settings_as_options
 from agentrl_env.errors import AgentRLError, TargetError
 
 if TYPE_CHECKING:
@@ -32,59 +34,55 @@ if TYPE_CHECKING:
     from agentrl_env.testing.report import Report
 
 
-Targets = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="TARGET|URL...",
-        help="Folders with an environment.py, file.py:Class, module:Class, or servers' URLs.",
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
-Deadline = Annotated[
-    float, typer.Option(metavar="SECONDS", help="The time that a check may take, or a policy on a split.")
-]
-Traceback = Annotated[bool, typer.Option("--traceback", help="Show tracebacks of the task's code.")]
-Quality = Annotated[
-    bool, quality_option("--quality", help="Measure what makes a task worth training on instead.")
-]
-Samples = Annotated[int, quality_option(min=1, metavar="N", help="The samples of each split.")]
-Splits = Annotated[list[str] | None, quality_option(help="A split; repeatable.", show_default="all")]
-Hold = Annotated[
-    int, quality_option(min=0, metavar="N", help="The sessions to hold at once; 0 starts no server.")
-]
-Resume = Annotated[
-    Path | None,
-    quality_option(
-        metavar="FILE", help="Append each target's figures to a file, and measure no target that is in it."
-    ),
-]
-ModelUrl = Annotated[
-    str | None, quality_option(metavar="URL", help="An OpenAI-compatible endpoint: http://HOST/v1.")
-]
-Model = Annotated[str | None, quality_option(metavar="NAME", help="The model, which plays groups of 8.")]
-ApiKeyEnv = Annotated[
-    str | None, quality_option(metavar="VARIABLE", help="The variable with the endpoint's key.")
-]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckSettings:
+    """Options of ``check``."""
+
+    targets: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TARGET|URL...",
+            help="Folders with an environment.py, file.py:Class, module:Class, or servers' URLs.",
+        ),
+    ]
+    task: Task = None
+    token: Token = None
+    token_file: ClientTokenFile = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False
+    deadline: Annotated[
+        float, typer.Option(metavar="SECONDS", help="The time that a check may take, or a policy on a split.")
+    ] = 60.0
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show tracebacks of the task's code.")] = (
+        False
+    )
+    quality: Annotated[
+        bool, quality_option("--quality", help="Measure what makes a task worth training on instead.")
+    ] = False
+    samples: Annotated[int, quality_option(min=1, metavar="N", help="The samples of each split.")] = 40
+    split: Annotated[list[str] | None, quality_option(help="A split; repeatable.", show_default="all")] = None
+    hold: Annotated[
+        int, quality_option(min=0, metavar="N", help="The sessions to hold at once; 0 starts no server.")
+    ] = 64
+    resume: Annotated[
+        Path | None,
+        quality_option(
+            metavar="FILE",
+            help="Append each target's figures to a file, and measure no target that is in it.",
+        ),
+    ] = None
+    model_url: Annotated[
+        str | None, quality_option(metavar="URL", help="An OpenAI-compatible endpoint: http://HOST/v1.")
+    ] = None
+    model: Annotated[
+        str | None, quality_option(metavar="NAME", help="The model, which plays groups of 8.")
+    ] = None
+    api_key_env: Annotated[
+        str | None, quality_option(metavar="VARIABLE", help="The variable with the endpoint's key.")
+    ] = None
 
 
-def check(
-    context: typer.Context,
-    targets: Targets,
-    task: Task = None,
-    token: Token = None,
-    token_file: ClientTokenFile = None,
-    as_json: AsJson = False,
-    deadline: Deadline = 60.0,
-    traceback: Traceback = False,
-    quality: Quality = False,
-    samples: Samples = 40,
-    split: Splits = None,
-    hold: Hold = 64,
-    resume: Resume = None,
-    model_url: ModelUrl = None,
-    model: Model = None,
-    api_key_env: ApiKeyEnv = None,
-) -> None:
+@settings_as_options
+def check(context: typer.Context, settings: CheckSettings) -> None:
     """Check that environments meet the contract; the exit code is 1 if a check fails.
 
     With --quality it is 1 if a task cannot be measured: what the figures are worth is yours to judge.
@@ -93,27 +91,28 @@ def check(
     from agentrl_env.testing.checker import run_checks, run_quality
     from agentrl_env.testing.load import measure_load
 
+    quality, resume, traceback = settings.quality, settings.resume, settings.traceback
     log_to_stderr(traceback)
-    key = resolve_token(context, token, token_file)
-    endpoint = _endpoint(model_url, model, api_key_env)
+    key = resolve_token(context, settings.token, settings.token_file)
+    endpoint = _endpoint(settings.model_url, settings.model, settings.api_key_env)
     progress = Console(stderr=True)
+    common: dict[str, Any] = {"task": settings.task, "deadline": settings.deadline}
 
     def measure(target: str) -> list[TaskQuality]:
-        player = ChatModel(**endpoint) if endpoint else None
-        connect, own = client_of(target, key), split or ()
-        found = run_quality(connect, task=task, deadline=deadline, samples=samples, splits=own, model=player)
-        if not hold or is_url(target):
+        model = ChatModel(**endpoint) if endpoint else None
+        own: dict[str, Any] = {"samples": settings.samples, "splits": settings.split or (), "model": model}
+        found = run_quality(client_of(target, key), **common, **own)
+        if not settings.hold or is_url(target):
             return found
-        return _with_load(found, partial(measure_load, target, task=task, sessions=hold, deadline=deadline))
+        return _with_load(found, partial(measure_load, target, sessions=settings.hold, **common))
 
     def conform(target: str) -> list[Report]:
-        connect = client_of(target, key, timeout=deadline)
+        connect = client_of(target, key, timeout=settings.deadline)
         with progress.status(f"checking {target} ...") as status:
             return run_checks(
                 connect,
-                task=task,
-                deadline=deadline,
                 on_result=lambda name, result: status.update(f"checking {name}: {result.name} done"),
+                **common,
             )
 
     found: list[Any] = []
@@ -121,7 +120,7 @@ def check(
     measured = _measured(resume)
     if resume is not None:
         _check_writable(resume)
-    for target in _environments(targets):
+    for target in _environments(settings.targets):
         try:
             if quality:
                 with progress.status(f"measuring {target} ..."):
@@ -133,7 +132,7 @@ def check(
                 print_exception(error.__cause__)
             errors.append({"target": target, "type": type(error).__name__, "message": str(error)})
     ok = not errors and (quality or all(report.ok for report in found))
-    if as_json:
+    if settings.as_json:
         key_of = "quality" if quality else "reports"
         results = [one.model_dump(mode="json") for one in found]
         print(json.dumps({"ok": ok, key_of: results, "errors": errors}))

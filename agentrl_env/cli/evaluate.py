@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from agentrl_env.cli.options import (
     ClientTokenFile,
@@ -26,6 +28,7 @@ from agentrl_env.cli.options import (
     log_to_stderr,
     resolve_token,
 )
+from agentrl_env.cli.settings import settings_as_options
 from agentrl_env.errors import AgentRLError
 
 if TYPE_CHECKING:
@@ -38,127 +41,116 @@ endpoint_option = partial(typer.Option, rich_help_panel="Endpoint")
 episodes_option = partial(typer.Option, rich_help_panel="Episodes")
 results_option = partial(typer.Option, rich_help_panel="Results")
 
-BaseUrl = Annotated[
-    str | None, endpoint_option(metavar="URL", help="An OpenAI-compatible endpoint: http://HOST/v1.")
-]
-Model = Annotated[str | None, endpoint_option(metavar="NAME", help="The model.")]
-ApiKeyEnv = Annotated[
-    str | None, endpoint_option(metavar="VARIABLE", help="The variable with the endpoint's key.")
-]
-ApiKeyFile = Annotated[Path | None, endpoint_option(metavar="FILE", help="The file with the endpoint's key.")]
-Temperature = Annotated[
-    float | None, endpoint_option(min=0.0, help="The temperature.", show_default="the endpoint's")
-]
-Body = Annotated[
-    list[str] | None,
-    endpoint_option(metavar="KEY=JSON", help="A further field of each request: max_tokens=512. Repeatable."),
-]
-SendSeed = Annotated[
-    bool,
-    endpoint_option("--send-seed", help="Send the seed of each episode, where the endpoint knows one."),
-]
-ModelTimeout = Annotated[float, endpoint_option(metavar="SECONDS", help="The time for one completion.")]
-PerMinute = Annotated[
-    float | None, endpoint_option(min=0.001, metavar="N", help="The most requests that begin in a minute.")
-]
-Replay = Annotated[
-    Path | None,
-    endpoint_option(metavar="FOLDER", help="Repeat the messages of this evaluation instead of a model's."),
-]
-Split = Annotated[str, episodes_option(help="The split of the dataset.")]
-Samples = Annotated[
-    int,
-    episodes_option(min=1, metavar="N", help="The samples, drawn where the split has more."),
-]
-Indices = Annotated[
-    list[str] | None, episodes_option("--index", metavar="INDEX", help="A sample; repeatable.")
-]
-Attempts = Annotated[int, episodes_option(min=1, metavar="K", help="The attempts at each sample.")]
-Seed = Annotated[int, episodes_option(min=0, help="The seed of the samples and of --send-seed.")]
-Concurrency = Annotated[int, episodes_option(min=1, metavar="N", help="The episodes at the same time.")]
-Retries = Annotated[
-    int, episodes_option(min=0, metavar="N", help="How often an episode that failed is begun again.")
-]
-StepTimeout = Annotated[
-    float, episodes_option(metavar="SECONDS", help="The time for one call of the task's server.")
-]
-Output = Annotated[
-    Path | None,
-    results_option(
-        "--output", "-o", metavar="FOLDER", help="The folder of the results.", show_default="evals/TASK-MODEL"
-    ),
-]
-PriceInput = Annotated[
-    float | None, results_option(min=0, metavar="PRICE", help="The price of a million tokens of prompts.")
-]
-PriceOutput = Annotated[
-    float | None, results_option(min=0, metavar="PRICE", help="The price of a million tokens written.")
-]
-Transcripts = Annotated[int, results_option(min=0, metavar="N", help="The most episodes in the report.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 MIN_LINE_S = 10.0
 """Seconds between two lines of progress where standard error is no terminal."""
 
 
-def eval_(
-    context: typer.Context,
-    target: Target,
-    task: Task = None,
-    base_url: BaseUrl = None,
-    model: Model = None,
-    api_key_env: ApiKeyEnv = None,
-    api_key_file: ApiKeyFile = None,
-    temperature: Temperature = None,
-    body: Body = None,
-    send_seed: SendSeed = False,
-    model_timeout: ModelTimeout = 600.0,
-    requests_per_minute: PerMinute = None,
-    replay: Replay = None,
-    split: Split = "test",
-    samples: Samples = 100,
-    index: Indices = None,
-    attempts: Attempts = 1,
-    seed: Seed = 0,
-    concurrency: Concurrency = 16,
-    retries: Retries = 2,
-    step_timeout: StepTimeout = 600.0,
-    output: Output = None,
-    price_input: PriceInput = None,
-    price_output: PriceOutput = None,
-    transcripts: Transcripts = 200,
-    token: Token = None,
-    token_file: ClientTokenFile = None,
-    as_json: AsJson = False,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSettings:
+    """Options of ``eval``."""
+
+    target: Target
+    task: Task = None
+    base_url: Annotated[
+        str | None, endpoint_option(metavar="URL", help="An OpenAI-compatible endpoint: http://HOST/v1.")
+    ] = None
+    model: Annotated[str | None, endpoint_option(metavar="NAME", help="The model.")] = None
+    api_key_env: Annotated[
+        str | None, endpoint_option(metavar="VARIABLE", help="The variable with the endpoint's key.")
+    ] = None
+    api_key_file: Annotated[
+        Path | None, endpoint_option(metavar="FILE", help="The file with the endpoint's key.")
+    ] = None
+    temperature: Annotated[
+        float | None, endpoint_option(min=0.0, help="The temperature.", show_default="the endpoint's")
+    ] = None
+    body: Annotated[
+        list[str] | None,
+        endpoint_option(
+            metavar="KEY=JSON", help="A further field of each request: max_tokens=512. Repeatable."
+        ),
+    ] = None
+    send_seed: Annotated[
+        bool,
+        endpoint_option("--send-seed", help="Send the seed of each episode, where the endpoint knows one."),
+    ] = False
+    model_timeout: Annotated[
+        float, endpoint_option(metavar="SECONDS", help="The time for one completion.")
+    ] = 600.0
+    requests_per_minute: Annotated[
+        float | None,
+        endpoint_option(min=0.001, metavar="N", help="The most requests that begin in a minute."),
+    ] = None
+    replay: Annotated[
+        Path | None,
+        endpoint_option(
+            metavar="FOLDER", help="Repeat the messages of this evaluation instead of a model's."
+        ),
+    ] = None
+    split: Annotated[str, episodes_option(help="The split of the dataset.")] = "test"
+    samples: Annotated[
+        int, episodes_option(min=1, metavar="N", help="The samples, drawn where the split has more.")
+    ] = 100
+    index: Annotated[
+        list[str] | None, episodes_option("--index", metavar="INDEX", help="A sample; repeatable.")
+    ] = None
+    attempts: Annotated[int, episodes_option(min=1, metavar="K", help="The attempts at each sample.")] = 1
+    seed: Annotated[int, episodes_option(min=0, help="The seed of the samples and of --send-seed.")] = 0
+    concurrency: Annotated[
+        int, episodes_option(min=1, metavar="N", help="The episodes at the same time.")
+    ] = 16
+    retries: Annotated[
+        int, episodes_option(min=0, metavar="N", help="How often an episode that failed is begun again.")
+    ] = 2
+    step_timeout: Annotated[
+        float, episodes_option(metavar="SECONDS", help="The time for one call of the task's server.")
+    ] = 600.0
+    output: Annotated[
+        Path | None,
+        results_option(
+            "--output",
+            "-o",
+            metavar="FOLDER",
+            help="The folder of the results.",
+            show_default="evals/TASK-MODEL",
+        ),
+    ] = None
+    price_input: Annotated[
+        float | None, results_option(min=0, metavar="PRICE", help="The price of a million tokens of prompts.")
+    ] = None
+    price_output: Annotated[
+        float | None, results_option(min=0, metavar="PRICE", help="The price of a million tokens written.")
+    ] = None
+    transcripts: Annotated[
+        int, results_option(min=0, metavar="N", help="The most episodes in the report.")
+    ] = 200
+    token: Token = None
+    token_file: ClientTokenFile = None
+    as_json: AsJson = False
+
+
+@settings_as_options
+def eval_(context: typer.Context, settings: EvalSettings) -> None:
     """Evaluate a model of an OpenAI-compatible endpoint on a task.
 
     The same command goes on with an evaluation that was stopped. The exit code is 1 if an episode failed.
     """
     log_to_stderr(False)
-    connect = client_of(target, resolve_token(context, token, token_file), timeout=step_timeout)
-    if replay is not None:
-        _reject_endpoint(base_url, model, api_key_env, api_key_file)
-        source: EvaluationRun | dict[str, Any] = _recorded(replay)
-    elif base_url is None or model is None:
-        raise AgentRLError("give --base-url and --model, or --replay with the folder of an evaluation")
-    else:
-        key = endpoint_key(api_key_env, api_key_file)
-        source = {"url": base_url, "model": model, "key": key, "timeout": model_timeout}
-        source |= {"temperature": temperature, "body": _fields(body or [])}
-        source |= {"requests_per_minute": requests_per_minute}
-    chosen = {"split": split, "attempts": attempts, "seed": seed, "send_seed": send_seed}
+    token = resolve_token(context, settings.token, settings.token_file)
+    connect = client_of(settings.target, token, timeout=settings.step_timeout)
+    source = _source(settings)
 
     async def run() -> tuple[EvaluationRun, Path]:
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(connect())
-            settings = await _settings(client, source, task, samples, index, chosen)
-            file = stack.enter_context(_open(output, settings))
+            plan = await _plan(client, source, settings)
+            file = stack.enter_context(_open(settings.output, plan))
             policy = await _policy(stack, source, file)
-            await _play(client, policy, file, concurrency=concurrency, retries=retries)
+            await _play(client, policy, file, settings)
             return file.run, file.path.parent
 
-    done, folder = asyncio.run(run())
-    _finish(done, folder, prices=(price_input, price_output), transcripts=transcripts, as_json=as_json)
+    _finish(*asyncio.run(run()), settings)
 
 
 def compare(
@@ -177,15 +169,34 @@ def compare(
         _print_comparison(found)
 
 
-async def _settings(
-    client: EnvClient,
-    source: EvaluationRun | dict[str, Any],
-    task: str | None,
-    samples: int,
-    index: list[str] | None,
-    chosen: dict[str, Any],
+def _source(settings: EvalSettings) -> EvaluationRun | dict[str, Any]:
+    """Return the recorded evaluation that is repeated, or the arguments of ``ChatModel``."""
+    from agentrl_env.evaluation.record import read_run
+
+    if settings.replay is not None:
+        endpoint = (settings.base_url, settings.model, settings.api_key_env, settings.api_key_file)
+        if any(option is not None for option in endpoint):
+            raise AgentRLError(
+                "--replay plays without an endpoint; leave out --base-url, --model and the key"
+            )
+        return read_run(settings.replay)
+    if settings.base_url is None or settings.model is None:
+        raise AgentRLError("give --base-url and --model, or --replay with the folder of an evaluation")
+    return {
+        "url": settings.base_url,
+        "model": settings.model,
+        "key": endpoint_key(settings.api_key_env, settings.api_key_file),
+        "timeout": settings.model_timeout,
+        "temperature": settings.temperature,
+        "body": _fields(settings.body or []),
+        "requests_per_minute": settings.requests_per_minute,
+    }
+
+
+async def _plan(
+    client: EnvClient, source: EvaluationRun | dict[str, Any], settings: EvalSettings
 ) -> EvaluationSettings:
-    """Return the settings of the options; those of a replay are the recorded ones."""
+    """Return the settings of the evaluation; a replay repeats the recorded settings."""
     from agentrl_env.evaluation.record import EvaluationRun, EvaluationSettings
     from agentrl_env.evaluation.runner import choose_indices
     from agentrl_env.wire import choose_task
@@ -193,15 +204,22 @@ async def _settings(
     tasks = await client.tasks()
     if isinstance(source, EvaluationRun):
         own = source.settings
-        name = choose_task(task or own.task, tasks)
+        name = choose_task(settings.task or own.task, tasks)
         return own.model_copy(update={"task": name, "model": f"replay of {own.model}", "url": None})
-    info = tasks[choose_task(task, tasks)]
-    if index:
-        indices = tuple(int(one) if re.fullmatch(r"\d+", one) else one for one in index)
+    info = tasks[choose_task(settings.task, tasks)]
+    if settings.index:
+        indices = tuple(int(index) if re.fullmatch(r"\d+", index) else index for index in settings.index)
     else:
-        indices = choose_indices(info, chosen["split"], samples, seed=chosen["seed"])
-    endpoint = {name: source[name] for name in ("url", "model", "temperature", "body")}
-    return EvaluationSettings(task=info.name, indices=indices, **endpoint, **chosen)
+        indices = choose_indices(info, settings.split, settings.samples, seed=settings.seed)
+    return EvaluationSettings(
+        task=info.name,
+        indices=indices,
+        split=settings.split,
+        attempts=settings.attempts,
+        seed=settings.seed,
+        send_seed=settings.send_seed,
+        **{name: source[name] for name in ("url", "model", "temperature", "body")},
+    )
 
 
 def _open(output: Path | None, settings: EvaluationSettings) -> RunFile:
@@ -220,13 +238,12 @@ async def _policy(stack: AsyncExitStack, source: EvaluationRun | dict[str, Any],
     return replay_policy(source)
 
 
-async def _play(
-    client: EnvClient, policy: PolicyOf, file: RunFile, *, concurrency: int, retries: int
-) -> None:
+async def _play(client: EnvClient, policy: PolicyOf, file: RunFile, settings: EvalSettings) -> None:
     from agentrl_env.evaluation.runner import evaluate
 
+    limits = {"concurrency": settings.concurrency, "retries": settings.retries}
     with _progress(file.run) as on_episode:
-        await evaluate(client, policy, file, concurrency=concurrency, retries=retries, on_episode=on_episode)
+        await evaluate(client, policy, file, on_episode=on_episode, **limits)
 
 
 @contextmanager
@@ -267,26 +284,19 @@ def _progress(run: EvaluationRun) -> Iterator[Any]:
         yield on_episode
 
 
-def _finish(
-    run: EvaluationRun,
-    folder: Path,
-    *,
-    prices: tuple[float | None, float | None],
-    transcripts: int,
-    as_json: bool,
-) -> None:
+def _finish(run: EvaluationRun, folder: Path, settings: EvalSettings) -> None:
     from agentrl_env.evaluation.record import EvaluationError
     from agentrl_env.evaluation.report import write_report
     from agentrl_env.evaluation.summary import summarize
 
-    summary = summarize(run, price_input=prices[0], price_output=prices[1])
+    summary = summarize(run, price_input=settings.price_input, price_output=settings.price_output)
     report = folder / "report.html"
-    write_report(report, run, summary, transcripts=transcripts)
+    write_report(report, run, summary, transcripts=settings.transcripts)
     try:
         (folder / "summary.json").write_text(summary.model_dump_json(indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise EvaluationError(f"{folder} cannot be written: {error.strerror or error}") from error
-    if as_json:
+    if settings.as_json:
         print(json.dumps({**summary.model_dump(mode="json"), "report": str(report)}))
     else:
         _print_summary(summary)
@@ -333,14 +343,14 @@ def _print_summary(summary: Summary) -> None:
     rows += [(f"ended: {name}", str(number)) for name, number in summary.ends.items()]
     rows += [(f"failed: {reason}"[:100], str(number)) for reason, number in summary.failures.items()]
     for row in rows:
-        table.add_row(*map(_literal, row))
+        table.add_row(*map(Text, row))
     Console().print(table)
 
 
 def _print_comparison(found: Comparison) -> None:
     table = Table(title=f"{found.task}/{found.split}: {found.samples} samples", title_justify="left")
     for heading in ("figure", *found.models, "difference"):
-        table.add_column(_literal(heading), justify="left" if heading == "figure" else "right")
+        table.add_column(Text(heading), justify="left" if heading == "figure" else "right")
     gain, reward = found.difference, found.reward_difference
     points = f"{100 * gain.value:+.1f} ({100 * gain.low:+.1f} – {100 * gain.high:+.1f})"
     table.add_row("success (95 % interval)", f"{found.first:.1%}", f"{found.second:.1%}", points)
@@ -349,23 +359,6 @@ def _print_comparison(found: Comparison) -> None:
     Console().print(table)
     if found.left_out:
         print(f"{found.left_out} samples have a result in one evaluation only and are left out.")
-
-
-def _literal(text: str) -> Any:
-    from rich.text import Text
-
-    return Text(text)
-
-
-def _recorded(folder: Path) -> EvaluationRun:
-    from agentrl_env.evaluation.record import read_run
-
-    return read_run(folder)
-
-
-def _reject_endpoint(*options: object) -> None:
-    if any(option is not None for option in options):
-        raise AgentRLError("--replay plays without an endpoint; leave out --base-url, --model and the key")
 
 
 def _fields(pairs: list[str]) -> dict[str, Any]:

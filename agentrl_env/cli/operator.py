@@ -5,116 +5,203 @@ from __future__ import annotations
 import math
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from agentrl_env.cli import options
+from agentrl_env.cli.options import (
+    fleet_option,
+    listening_option,
+    logs_option,
+    security_option,
+    sessions_option,
+)
+from agentrl_env.cli.settings import settings_as_options
 from agentrl_env.errors import AgentRLError
 from agentrl_env.server.watchdog import STUCK_S, Watchdog, signal_own_group
 
 
-def serve(
-    context: typer.Context,
-    targets: options.Targets = None,
-    config: options.Config = None,
-    host: options.Host = "127.0.0.1",
-    port: options.Port = 8000,
-    reload: options.Reload = False,
-    stop_with_stdin: options.StopWithStdin = False,
-    max_sessions: options.MaxSessions = 1024,
-    lease: options.Lease = 900.0,
-    drain: options.Drain = 30.0,
-    oracle: options.Oracle = False,
-    stuck_after: options.StuckAfter = STUCK_S,
-    token: options.ServerToken = None,
-    token_file: options.TokenFile = None,
-    insecure: options.Insecure = False,
-    caller_limit: options.CallerLimit = None,
-    workers: options.WorkerCount = 1,
-    controller: options.Controllers = None,
-    resume: options.ResumeWorkers = False,
-    slow_step: options.SlowStep = 30.0,
-    log_format: options.LogFormat = "text",
-    log_level: options.LogLevel = None,
-    log_messages: options.LogMessages = False,
-    traces: options.Traces = None,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings(options.ProcessOptions):
+    """Options of ``serve``."""
+
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="TARGET...",
+            show_default=False,
+            help="Folders with an environment.py, file.py:Class or module:Class.",
+        ),
+    ] = None
+    config: options.Config = None
+    host: options.Host = "127.0.0.1"
+    port: options.Port = 8000
+    reload: Annotated[
+        bool,
+        listening_option(
+            "--reload/--no-reload",
+            help="Restart the server, without its open sessions, when a Python file of a target's folder "
+            "changes; for authors.",
+        ),
+    ] = False
+    stop_with_stdin: Annotated[
+        bool,
+        listening_option(
+            "--stop-with-stdin",
+            help="Stop when standard input closes, for example because the parent process died.",
+        ),
+    ] = False
+    max_sessions: Annotated[
+        int, sessions_option(min=1, metavar="N", help="The maximum number of open sessions.")
+    ] = 1024
+    lease: Annotated[
+        float, sessions_option(metavar="SECONDS", help="The time that a session may be idle.")
+    ] = 900.0
+    drain: Annotated[
+        float,
+        sessions_option(metavar="SECONDS", help="The time that open sessions get when the server stops."),
+    ] = 30.0
+    oracle: Annotated[bool, sessions_option("--oracle", help="Let clients ask the task's expert.")] = False
+    stuck_after: Annotated[
+        float,
+        sessions_option(
+            min=0,
+            metavar="SECONDS",
+            help="Kill a process where its event loop has not run for this long; 0 never does. "
+            "--workers and up start another.",
+        ),
+    ] = STUCK_S
+    token: options.ServerToken = None
+    token_file: options.TokenFile = None
+    insecure: options.Insecure = False
+    workers: Annotated[
+        int,
+        fleet_option(min=1, metavar="N", help="Serve with this many processes, which share the sessions."),
+    ] = 1
+    controller: Annotated[
+        list[str] | None,
+        fleet_option(
+            metavar="URL",
+            help="Connect to this controller; the token may then be the one that controller "
+            "--print-link-token prints. Repeat it for each controller of the fleet. "
+            "With --host none the server is reachable only through them.",
+        ),
+    ] = None
+    resume: Annotated[
+        bool,
+        fleet_option(
+            "--resume",
+            help="With --workers: resume the sessions of a dead worker on another, for tasks that can fork.",
+        ),
+    ] = False
+    slow_step: Annotated[
+        float, logs_option(metavar="SECONDS", help="Log a warning for steps that take longer.")
+    ] = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerSettings(options.ProcessOptions):
+    """Options of ``controller``."""
+
+    config: options.Config = None
+    host: options.Host = "127.0.0.1"
+    port: options.Port = 8100
+    queue: Annotated[
+        float,
+        sessions_option(metavar="SECONDS", help="The minimum time that a new session waits for capacity."),
+    ] = 30.0
+    limit: Annotated[
+        list[str] | None,
+        sessions_option(
+            metavar="TASK=N", help="The maximum number of a task's sessions in the fleet. Repeatable."
+        ),
+    ] = None
+    client_limit: Annotated[
+        int | None, sessions_option(min=1, metavar="N", help="The maximum number of one client's sessions.")
+    ] = None
+    token: options.ServerToken = None
+    token_file: options.TokenFile = None
+    insecure: options.Insecure = False
+    print_link_token: Annotated[
+        bool,
+        security_option(
+            "--print-link-token",
+            help="Print the token that lets servers connect and permits nothing else, and exit.",
+        ),
+    ] = False
+    redis: Annotated[
+        str | None,
+        fleet_option(
+            metavar="URL", envvar="AGENTRL_REDIS", help="The Redis server that the fleet's controllers share."
+        ),
+    ] = None
+    fleet: Annotated[str, fleet_option(metavar="NAME", help="The fleet's name in a shared Redis server.")] = (
+        "fleet"
+    )
+    lost_after: Annotated[
+        float, fleet_option(min=1, metavar="SECONDS", help="The silence after which a server counts as dead.")
+    ] = 5.0
+    resume: Annotated[
+        bool,
+        fleet_option(
+            "--resume", help="Resume the sessions of a dead server on another, for tasks that can fork."
+        ),
+    ] = False
+
+
+@settings_as_options
+def serve(context: typer.Context, settings: ServeSettings) -> None:
     """Serve tasks over HTTP until Ctrl-C.
 
     The first Ctrl-C lets open sessions end; a second one stops at once.
     """
     from agentrl_env.server.serve import serve as run
-    from agentrl_env.server.settings import ProcessSettings
 
-    if not targets:
+    if not settings.targets:
         raise typer.BadParameter(
             "give at least one, here or as targets in the --config file", ctx=context, param_hint="TARGET..."
         )
-    _check_combination(workers, controller, resume, reload)
-    token = options.resolve_token(context, token, token_file)
-    if reload:
-        _reload(targets, host=host, port=port, token=token, max_sessions=max_sessions, lease=lease)
+    _check_combination(settings)
+    token = options.resolve_token(context, settings.token, settings.token_file)
+    if settings.reload:
+        _reload(settings.targets, settings, token)
         return
-    settings = ProcessSettings(
-        caller_limits=caller_limit or (),
-        log_format=log_format,
-        log_level=log_level,
-        log_messages=log_messages,
-        traces=traces,
-    )
-    watchdog = Watchdog(0.0 if workers > 1 else stuck_after, log_format)  # each worker has its own
-    watchdog.start(drain if stop_with_stdin else None, unreachable=host == "none")
-    common: dict[str, Any] = dict(host=host, port=port, token=token, insecure=insecure, drain_s=drain)
-    with watchdog, settings.apply() as begun:
+    workers, drain, stuck = settings.workers, settings.drain, settings.stuck_after
+    process = settings.process()
+    watchdog = Watchdog(0.0 if workers > 1 else stuck, settings.log_format)  # each worker has its own
+    watchdog.start(drain if settings.stop_with_stdin else None, unreachable=settings.host == "none")
+    common: dict[str, Any] = {"host": settings.host, "port": settings.port, "token": token, "drain_s": drain}
+    with watchdog, process.apply() as begun:
+        common |= {"insecure": settings.insecure, **begun}
         if workers > 1:
             from agentrl_env.fleet.serve import serve_with_workers
 
-            each = ["--max-sessions", str(-(-max_sessions // workers)), "--lease", str(lease)]
-            each += ["--slow-step", str(slow_step), *settings.arguments()]
-            each += ["--oracle"] if oracle else []
-            common |= {"workers": workers, "arguments": each, "resume": resume, "stuck_s": stuck_after}
-            serve_with_workers(targets, **common, **begun)
+            each = ["--max-sessions", str(-(-settings.max_sessions // workers))]
+            each += ["--lease", str(settings.lease), "--slow-step", str(settings.slow_step)]
+            each += [*process.arguments(), *(["--oracle"] if settings.oracle else [])]
+            common |= {"workers": workers, "arguments": each, "resume": settings.resume, "stuck_s": stuck}
+            serve_with_workers(settings.targets, **common)
             return
         run(
-            targets,
-            max_sessions=max_sessions,
-            oracle=oracle,
-            lease_s=lease,
-            controllers=controller or (),
-            slow_step_s=slow_step,
+            settings.targets,
+            max_sessions=settings.max_sessions,
+            oracle=settings.oracle,
+            lease_s=settings.lease,
+            controllers=settings.controller or (),
+            slow_step_s=settings.slow_step,
             watchdog=watchdog,
             **common,
-            **begun,
         )
-    if stop_with_stdin:
+    if settings.stop_with_stdin:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal_own_group(signal.SIGTERM)
 
 
-def controller(
-    context: typer.Context,
-    config: options.Config = None,
-    host: options.Host = "127.0.0.1",
-    port: options.Port = 8100,
-    queue: options.Queue = 30.0,
-    limit: options.TaskLimits = None,
-    client_limit: options.ClientLimit = None,
-    token: options.ServerToken = None,
-    token_file: options.TokenFile = None,
-    insecure: options.Insecure = False,
-    caller_limit: options.CallerLimit = None,
-    print_link_token: options.PrintLinkToken = False,
-    redis: options.RedisUrl = None,
-    fleet: options.FleetName = "fleet",
-    lost_after: options.LostAfter = 5.0,
-    resume: options.ResumeServers = False,
-    log_format: options.LogFormat = "text",
-    log_level: options.LogLevel = None,
-    log_messages: options.LogMessages = False,
-    traces: options.Traces = None,
-) -> None:
+@settings_as_options
+def controller(context: typer.Context, settings: ControllerSettings) -> None:
     """Provide one address for many servers.
 
     Servers connect with serve --controller URL. The token is the operator's, who may do everything.
@@ -124,38 +211,25 @@ def controller(
     from agentrl_env.fleet.redis_store import RedisStore
     from agentrl_env.fleet.serve import control
     from agentrl_env.server.auth import link_token
-    from agentrl_env.server.settings import ProcessSettings
 
-    token = options.resolve_token(context, token, token_file)
-    if print_link_token:
+    token = options.resolve_token(context, settings.token, settings.token_file)
+    if settings.print_link_token:
         if not token:
             reason = "the link token is derived from the operator's"
             raise AgentRLError(f"{reason}; give --token-file or AGENTRL_TOKEN")
         print(link_token(token))
         return
-    settings = ProcessSettings(
-        caller_limits=caller_limit or (),
-        log_format=log_format,
-        log_level=log_level,
-        log_messages=log_messages,
-        traces=traces,
-    )
-    with settings.apply() as begun:
-        control(
-            FleetService(
-                store=RedisStore(redis, fleet=fleet) if redis else None,
-                lost_after_s=lost_after,
-                queue_s=queue,
-                task_limits=dict(map(_task_limit, limit or ())),
-                client_limit=client_limit,
-                resume=resume,
-            ),
-            host=host,
-            port=port,
-            token=token,
-            insecure=insecure,
-            **begun,
+    with settings.process().apply() as begun:
+        sessions = FleetService(
+            store=RedisStore(settings.redis, fleet=settings.fleet) if settings.redis else None,
+            lost_after_s=settings.lost_after,
+            queue_s=settings.queue,
+            task_limits=dict(map(_task_limit, settings.limit or ())),
+            client_limit=settings.client_limit,
+            resume=settings.resume,
         )
+        address: dict[str, Any] = {"host": settings.host, "port": settings.port, "token": token}
+        control(sessions, **address, insecure=settings.insecure, **begun)
 
 
 def up(
@@ -249,22 +323,31 @@ def token(
     asyncio.run(run())
 
 
-def _reload(targets: list[str], **options: Any) -> None:
+def _reload(targets: list[str], settings: ServeSettings, token: str | None) -> None:
     """Serve in a child process, with the options of this command line, and restart it on changes."""
     from agentrl_env.launch.process import ServerProcess
     from agentrl_env.launch.reload import serve_and_reload
 
     own = [argument for argument in sys.argv[sys.argv.index("serve") + 1 :] if argument != "--reload"]
-    options |= {"forward_output": True, "start_timeout": math.inf, "arguments": ["--no-reload", *own]}
-    serve_and_reload(ServerProcess(**options), targets)
+    server = ServerProcess(
+        host=settings.host,
+        port=settings.port,
+        token=token,
+        max_sessions=settings.max_sessions,
+        lease=settings.lease,
+        forward_output=True,
+        start_timeout=math.inf,
+        arguments=["--no-reload", *own],
+    )
+    serve_and_reload(server, targets)
 
 
-def _check_combination(workers: int, controller: list[str] | None, resume: bool, reload: bool) -> None:
-    if reload and controller:
+def _check_combination(settings: ServeSettings) -> None:
+    if settings.reload and settings.controller:
         raise AgentRLError("--reload restarts a server of its own address; give --reload or --controller")
-    if workers > 1 and controller:
+    if settings.workers > 1 and settings.controller:
         raise AgentRLError("--workers starts a controller of its own; give --workers or --controller")
-    if workers == 1 and resume:
+    if settings.workers == 1 and settings.resume:
         raise AgentRLError(
             "--resume resumes the sessions of a dead worker and needs --workers; "
             "for separate servers use agentrl-env controller --resume"

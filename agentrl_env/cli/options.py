@@ -8,14 +8,18 @@ import os
 import sys
 import tomllib
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from agentrl_env.client.client import EnvClient
 from agentrl_env.errors import AgentRLError
+
+if TYPE_CHECKING:
+    from agentrl_env.server.settings import ProcessSettings
 
 listening_option = partial(typer.Option, rich_help_panel="Listening")
 sessions_option = partial(typer.Option, rich_help_panel="Sessions")
@@ -41,8 +45,7 @@ Token = Annotated[
     ),
 ]
 ClientTokenFile = Annotated[
-    Path | None,
-    typer.Option("--token-file", metavar="FILE", help="Read the server's token from this file."),
+    Path | None, typer.Option("--token-file", metavar="FILE", help="Read the server's token from this file.")
 ]
 ServerToken = Annotated[
     str | None,
@@ -59,137 +62,57 @@ TokenFile = Annotated[
 Insecure = Annotated[
     bool, security_option("--insecure", help="Allow other addresses than loopback without a token.")
 ]
-CallerLimit = Annotated[
-    list[str] | None,
-    security_option(
-        metavar="NAME=VALUE", help="Set a limit of each caller, such as rate_per_s=100. Repeatable."
-    ),
-]
 Host = Annotated[str, listening_option(metavar="ADDRESS", help="The address to bind.")]
 Port = Annotated[
     int, listening_option(min=0, max=65535, metavar="PORT", help="The port to bind; 0 selects a free one.")
 ]
-LogFormat = Annotated[
-    Literal["text", "json"],
-    logs_option(metavar="FORMAT", help="The format of the log on standard error: text or json."),
-]
-LogLevel = Annotated[
-    Literal["debug", "info", "warning", "error"] | None,
-    logs_option(
-        metavar="LEVEL",
-        help="The minimum level that is logged: debug, info, warning or error.",
-        show_default="info for json, else warning, with the drain and the end of the process",
-    ),
-]
-LogMessages = Annotated[
-    bool,
-    logs_option(
-        "--log-messages",
-        help="Also log the messages of models and environments, and the texts of exceptions.",
-    ),
-]
-Traces = Annotated[
-    bool | None,
-    logs_option(help="Export OpenTelemetry spans.", show_default="if OTEL_EXPORTER_OTLP_ENDPOINT is set"),
-]
-Targets = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="TARGET...",
-        show_default=False,
-        help="Folders with an environment.py, file.py:Class or module:Class.",
-    ),
-]
-StopWithStdin = Annotated[
-    bool,
-    listening_option(
-        "--stop-with-stdin",
-        help="Stop when standard input closes, for example because the parent process died.",
-    ),
-]
-Reload = Annotated[
-    bool,
-    listening_option(
-        "--reload/--no-reload",
-        help="Restart the server, without its open sessions, when a Python file of a target's folder "
-        "changes; for authors.",
-    ),
-]
-MaxSessions = Annotated[int, sessions_option(min=1, metavar="N", help="The maximum number of open sessions.")]
-Lease = Annotated[float, sessions_option(metavar="SECONDS", help="The time that a session may be idle.")]
-Drain = Annotated[
-    float,
-    sessions_option(metavar="SECONDS", help="The time that open sessions get when the server stops."),
-]
-StuckAfter = Annotated[
-    float,
-    sessions_option(
-        min=0,
-        metavar="SECONDS",
-        help="Kill a process where its event loop has not run for this long; 0 never does. "
-        "--workers and up start another.",
-    ),
-]
-Oracle = Annotated[bool, sessions_option("--oracle", help="Let clients ask the task's expert.")]
-WorkerCount = Annotated[
-    int,
-    fleet_option(min=1, metavar="N", help="Serve with this many processes, which share the sessions."),
-]
-Controllers = Annotated[
-    list[str] | None,
-    fleet_option(
-        metavar="URL",
-        help="Connect to this controller; the token may then be the one that controller "
-        "--print-link-token prints. Repeat it for each controller of the fleet. "
-        "With --host none the server is reachable only through them.",
-    ),
-]
-ResumeWorkers = Annotated[
-    bool,
-    fleet_option(
-        "--resume",
-        help="With --workers: resume the sessions of a dead worker on another, for tasks that can fork.",
-    ),
-]
-SlowStep = Annotated[float, logs_option(metavar="SECONDS", help="Log a warning for steps that take longer.")]
-Queue = Annotated[
-    float,
-    sessions_option(metavar="SECONDS", help="The minimum time that a new session waits for capacity."),
-]
-TaskLimits = Annotated[
-    list[str] | None,
-    sessions_option(
-        metavar="TASK=N", help="The maximum number of a task's sessions in the fleet. Repeatable."
-    ),
-]
-ClientLimit = Annotated[
-    int | None,
-    sessions_option(min=1, metavar="N", help="The maximum number of one client's sessions."),
-]
-PrintLinkToken = Annotated[
-    bool,
-    security_option(
-        "--print-link-token",
-        help="Print the token that lets servers connect and permits nothing else, and exit.",
-    ),
-]
-RedisUrl = Annotated[
-    str | None,
-    fleet_option(
-        metavar="URL", envvar="AGENTRL_REDIS", help="The Redis server that the fleet's controllers share."
-    ),
-]
-FleetName = Annotated[str, fleet_option(metavar="NAME", help="The fleet's name in a shared Redis server.")]
-LostAfter = Annotated[
-    float,
-    fleet_option(min=1, metavar="SECONDS", help="The silence after which a server counts as dead."),
-]
-ResumeServers = Annotated[
-    bool,
-    fleet_option(
-        "--resume", help="Resume the sessions of a dead server on another, for tasks that can fork."
-    ),
-]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessOptions:
+    """Options of a server or a controller that concern its whole process."""
+
+    caller_limit: Annotated[
+        list[str] | None,
+        security_option(
+            metavar="NAME=VALUE", help="Set a limit of each caller, such as rate_per_s=100. Repeatable."
+        ),
+    ] = None
+    log_format: Annotated[
+        Literal["text", "json"],
+        logs_option(metavar="FORMAT", help="The format of the log on standard error: text or json."),
+    ] = "text"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"] | None,
+        logs_option(
+            metavar="LEVEL",
+            help="The minimum level that is logged: debug, info, warning or error.",
+            show_default="info for json, else warning, with the drain and the end of the process",
+        ),
+    ] = None
+    log_messages: Annotated[
+        bool,
+        logs_option(
+            "--log-messages",
+            help="Also log the messages of models and environments, and the texts of exceptions.",
+        ),
+    ] = False
+    traces: Annotated[
+        bool | None,
+        logs_option(help="Export OpenTelemetry spans.", show_default="if OTEL_EXPORTER_OTLP_ENDPOINT is set"),
+    ] = None
+
+    def process(self) -> ProcessSettings:
+        """Return these options as the settings of a process."""
+        from agentrl_env.server.settings import ProcessSettings
+
+        return ProcessSettings(
+            caller_limits=self.caller_limit or (),
+            log_format=self.log_format,
+            log_level=self.log_level,
+            log_messages=self.log_messages,
+            traces=self.traces,
+        )
 
 
 def is_url(target: str) -> bool:

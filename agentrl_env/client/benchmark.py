@@ -57,7 +57,7 @@ class _LoadGenerator:
 
     def __init__(self, client: EnvClient, task: TaskInfo, seed: int) -> None:
         self._client = client
-        self._task = task
+        self.task = task.name
         self._calls = _random_calls(task, np.random.default_rng(seed))
         self.counting = False
         self.stopping = False
@@ -69,7 +69,7 @@ class _LoadGenerator:
         """Play one episode after another; count an error and continue with the next episode."""
         while not self.stopping:
             try:
-                async with await self._client.open(self._task.name, seed=number, wait=60.0) as session:
+                async with await self._client.open(self.task, seed=number, wait=60.0) as session:
                     self.episodes += self.counting
                     number = await self._play_episode(session, number)
             except AgentRLError as error:
@@ -110,35 +110,28 @@ def measure(
         ServerUnreachable: The server does not answer.
         AgentRLError: No step succeeded.
     """
-    return asyncio.run(_measure(connect, task, sessions, seconds, warmup, seed))
 
+    async def play() -> tuple[_LoadGenerator, float]:
+        async with connect() as client:
+            tasks = await client.tasks()
+            load = _LoadGenerator(client, tasks[choose_task(task, tasks)], seed)
+            players = [asyncio.create_task(load.play(number)) for number in range(sessions)]
+            await asyncio.sleep(warmup)
+            load.counting, begin = True, time.perf_counter()
+            await asyncio.sleep(seconds)
+            load.counting, elapsed = False, time.perf_counter() - begin
+            load.stopping = True
+            _, stuck = await asyncio.wait(players, timeout=STOP_S)
+            for player in stuck:
+                player.cancel()
+        return load, elapsed
 
-async def _measure(
-    connect: Callable[[], EnvClient],
-    name: str | None,
-    sessions: int,
-    seconds: float,
-    warmup: float,
-    seed: int,
-) -> LoadResult:
-    async with connect() as client:
-        tasks = await client.tasks()
-        task = tasks[choose_task(name, tasks)]
-        load = _LoadGenerator(client, task, seed)
-        players = [asyncio.create_task(load.play(number)) for number in range(sessions)]
-        await asyncio.sleep(warmup)
-        load.counting, begin = True, time.perf_counter()
-        await asyncio.sleep(seconds)
-        load.counting, elapsed = False, time.perf_counter() - begin
-        load.stopping = True
-        _, stuck = await asyncio.wait(players, timeout=STOP_S)
-        for player in stuck:
-            player.cancel()
+    load, elapsed = asyncio.run(play())
     if not load.times:
         reason = f": {load.failures[0]}" if load.failures else "; measure for longer"
-        raise AgentRLError(f"no step of {task.name!r} succeeded{reason}")
+        raise AgentRLError(f"no step of {load.task!r} succeeded{reason}")
     return LoadResult(
-        task=task.name,
+        task=load.task,
         sessions=sessions,
         seconds=elapsed,
         steps=len(load.times),

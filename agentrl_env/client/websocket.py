@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import re
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
@@ -17,10 +16,9 @@ from websockets.typing import Subprotocol
 
 from agentrl_env.client.transport import CONNECT_TIMEOUT_S, MAX_ANSWER_BYTES, Response
 from agentrl_env.errors import AgentRLError, BodyTooLarge, ProtocolError, ServerUnreachable, from_wire
-from agentrl_env.wire import SOCKET_PATH, SOCKET_PROTOCOL, Call
+from agentrl_env.wire import ANSWER_FRAME, SOCKET_PATH, SOCKET_PROTOCOL, Call
 
 PING_INTERVAL_S, PING_TIMEOUT_S = 20.0, 60.0
-_ANSWER = re.compile(rb'\{"id":(\d+),"(result|error)":')
 
 
 class _Connection:
@@ -168,7 +166,7 @@ class WebSocketTransport:
 
 def _parse(text: bytes) -> tuple[int | None, Response]:
     """Split an answer into the id of its call and the response."""
-    match = _ANSWER.match(text)
+    match = ANSWER_FRAME.match(text)
     if match is not None:
         number, body = int(match[1]), text[match.end() : -1]
         return number, Response(200, body) if match[2] == b"result" else _error(b'{"error":%b}' % body)

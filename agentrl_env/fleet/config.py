@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -110,6 +111,14 @@ class FleetConfig(BaseModel):
         return os.environ.get(self.controller.token_env) or None
 
 
+SECTIONS: dict[str, type[BaseModel]] = {
+    "controller": ControllerConfig,
+    "tasks": TaskConfig,
+    "tasks.limits": ContainerLimits,
+}
+"""The tables of the file."""
+
+
 def read_fleet_config(file: Path) -> FleetConfig:
     """Read a fleet's file; targets are relative to its folder.
 
@@ -132,7 +141,11 @@ def _problem(error: ErrorDetails) -> str:
     """Return one error of the file with its key."""
     key = ".".join(str(part) for part in error["loc"]) or "the file"
     if error["type"] == "extra_forbidden":
-        return f"{key}: there is no such key"
+        *parents, name = (part for part in error["loc"] if isinstance(part, str))
+        known = SECTIONS.get(".".join(parents), FleetConfig).model_fields
+        elsewhere = [f"{section}.{name}" for section, model in SECTIONS.items() if name in model.model_fields]
+        similar = elsewhere or get_close_matches(name, known, n=1)
+        return f"{key}: there is no such key" + (f"; did you mean {similar[0]!r}?" if similar else "")
     return f"{key}: {error['msg'].removeprefix('Value error, ')}"
 
 

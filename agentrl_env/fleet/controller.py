@@ -23,10 +23,10 @@ from agentrl_env.errors import (
     WireError,
 )
 from agentrl_env.fast_wire import FastBatch, FastStep, Step, encode
-from agentrl_env.fleet.failover import Failover
 from agentrl_env.fleet.registry import BEAT_S, Registry
 from agentrl_env.fleet.remote_server import RemoteServer
 from agentrl_env.fleet.scheduler import Opener, Placement
+from agentrl_env.fleet.session_failover import Failover
 from agentrl_env.fleet.store import FleetStore, MemoryStore
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.session.listing import merge_lists

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import re
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
@@ -17,11 +16,10 @@ from pydantic_core import from_json, to_json
 from agentrl_env.errors import SessionLost, WireError, from_wire
 from agentrl_env.server.telemetry.tracing import traceparent
 from agentrl_env.types import TaskInfo
-from agentrl_env.wire import Beat, Hello, ServerSummary, SessionRow
+from agentrl_env.wire import ANSWER_FRAME, Beat, Hello, ServerSummary, SessionRow
 
 SILENT_S = 3.0
 """Seconds without a heartbeat after which a server is busy or lost, rather than mute."""
-_ANSWER = re.compile(rb'\{"id":(\d+),"(result|error)":')
 
 
 @dataclass(slots=True)
@@ -203,7 +201,7 @@ class RemoteServer:
         """Pass an answer to its caller. Raises ValueError where the frame is no answer."""
         self.seen = self._answered = self._clock()
         self._asked = self.suspect = False
-        match = _ANSWER.match(frame)
+        match = ANSWER_FRAME.match(frame)
         if match is None:
             raise ValueError("not an answer")
         call = self._calls.get(int(match[1]))

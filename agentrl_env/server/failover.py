@@ -21,14 +21,8 @@ from msgspec.structs import replace
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
-from agentrl_env.errors import (
-    AUTHOR_ERRORS,
-    EnvironmentFailed,
-    InvalidRequest,
-    StateError,
-    WireError,
-    describe,
-)
+from agentrl_env.author_code import describe
+from agentrl_env.errors import AUTHOR_ERRORS, EnvironmentFailed, InvalidRequest, StateError, WireError
 from agentrl_env.fast_wire import FastBatch, Step
 from agentrl_env.server.api import Api
 from agentrl_env.server.telemetry.metrics import Metrics

@@ -13,16 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
+from agentrl_env.author_code import author_traceback, describe, innermost, place
 from agentrl_env.environment import Environment, check_class
-from agentrl_env.errors import (
-    AUTHOR_ERRORS,
-    DefinitionError,
-    TargetError,
-    author_traceback,
-    describe,
-    innermost,
-    place,
-)
+from agentrl_env.errors import AUTHOR_ERRORS, DefinitionError, TargetError
 from agentrl_env.tools import is_tool, toolset
 
 TARGET_PACKAGE = "agentrl_target_"

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from agentrl_env.errors import author_frames
+from agentrl_env.author_code import author_frames
 
 if TYPE_CHECKING:
     from agentrl_env.session.session import Session

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from agentrl_env.author_code import describe
 from agentrl_env.errors import (
     AUTHOR_ERRORS,
     EnvironmentFailed,
@@ -21,7 +22,6 @@ from agentrl_env.errors import (
     ServerFull,
     SessionEnded,
     SessionExpired,
-    describe,
 )
 from agentrl_env.fast_wire import AssistantMessage, encode
 from agentrl_env.session.executor import Executor, ThreadPool

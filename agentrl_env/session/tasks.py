@@ -8,17 +8,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from agentrl_env.author_code import author_frames, describe
 from agentrl_env.dataset import Dataset
 from agentrl_env.environment import check_class
-from agentrl_env.errors import (
-    AUTHOR_ERRORS,
-    DefinitionError,
-    EnvironmentFailed,
-    ServerDraining,
-    WireError,
-    author_frames,
-    describe,
-)
+from agentrl_env.errors import AUTHOR_ERRORS, DefinitionError, EnvironmentFailed, ServerDraining, WireError
 from agentrl_env.session.capacity import DRAINING
 from agentrl_env.session.executor import Executor, LoopShare, RunningCalls, ThreadPool
 from agentrl_env.session.session import SETTLE_TIMEOUT_S, can_fork

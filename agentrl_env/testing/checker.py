@@ -9,12 +9,13 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import cast
 
+from agentrl_env.author_code import describe
 from agentrl_env.client.client import EnvClient
 from agentrl_env.client.local import LocalBackend
 from agentrl_env.client.loop_thread import LoopThread
 from agentrl_env.client.schema_sampler import CannotSample
 from agentrl_env.environment import Environment
-from agentrl_env.errors import AgentRLError, CallTimeout, ServerUnreachable, UnknownSample, describe
+from agentrl_env.errors import AgentRLError, CallTimeout, ServerUnreachable, UnknownSample
 from agentrl_env.evaluation.chat_model import ChatModel
 from agentrl_env.server.loader import load_target
 from agentrl_env.session.loop_watch import ADVICE, Block, LoopWatch

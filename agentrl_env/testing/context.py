@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from agentrl_env.author_code import place
 from agentrl_env.client.client import ClientSession, EnvClient
 from agentrl_env.client.formatting import format_message, message_text
 from agentrl_env.client.local import LocalBackend
 from agentrl_env.client.schema_sampler import WORDS, sample_call, words_in
 from agentrl_env.dataset import empty_split
 from agentrl_env.environment import Environment
-from agentrl_env.errors import AgentRLError, EnvironmentFailed, ServerFull, StateError, UnknownSample, place
+from agentrl_env.errors import AgentRLError, EnvironmentFailed, ServerFull, StateError, UnknownSample
 from agentrl_env.session.executor import Executor
 from agentrl_env.session.loop_watch import Block
 from agentrl_env.session.state_codec import MAX_BYTES, encode

@@ -8,9 +8,11 @@ from itertools import combinations, zip_longest
 
 from jsonschema import Draft202012Validator, SchemaError
 
+from agentrl_env.author_code import place
 from agentrl_env.dataset import empty_split
-from agentrl_env.environment import uncalled_methods
-from agentrl_env.errors import UnknownSample, place
+from agentrl_env.definition import uncalled_methods
+from agentrl_env.environment import Environment
+from agentrl_env.errors import UnknownSample
 from agentrl_env.testing.context import CheckContext
 from agentrl_env.testing.report import CheckOutcome, failed, passed, readable, skipped, warned
 from agentrl_env.tools import Tool, toolset
@@ -88,7 +90,7 @@ async def hooks(context: CheckContext) -> CheckOutcome:
     """Is each method that is named like a hook of other libraries called?"""
     if context.environment is None:
         return skipped("Not visible from outside.")
-    if found := uncalled_methods(context.environment):
+    if found := uncalled_methods(context.environment, base=Environment):
         return warned(f"{'; '.join(found)}.")
     return passed("No method that nothing calls has the name of another library's hook.")
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+from agentrl_env.author_code import place
 from agentrl_env.environment import Environment
-from agentrl_env.errors import StateError, place
+from agentrl_env.errors import StateError
 from agentrl_env.session.state_codec import encode
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl_env.errors import describe
+from agentrl_env.author_code import describe
 from agentrl_train.errors import RewardUnavailable
 from agentrl_train.reward.combining import Combination, weighted
 from agentrl_train.storage.replay import cosine_rise

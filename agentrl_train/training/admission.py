@@ -20,7 +20,6 @@ and all of them are in flight, so training cannot deadlock. ``S = 0`` is synchro
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from agentrl_env.dataset import stable_seed
 from agentrl_train.types import IntArray, TaskSource
 
 
@@ -248,12 +248,6 @@ class Mixer:
         self._next_cost = None
         if state["next_cost"] is not None and state["next_cost"][1].keys() == self._sources.keys():
             self._next_cost = int(state["next_cost"][0]), dict(state["next_cost"][1])
-
-
-def stable_seed(*parts: object) -> int:
-    """Return a 48-bit seed that depends only on ``parts`` and is exact as a JSON number."""
-    text = "\x1f".join(str(part) for part in parts)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
 
 
 class WorkWindow:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 
+from agentrl_env.dataset import stable_seed
 from agentrl_env.evaluation.statistics import pass_at_k, wilson_interval
 from agentrl_train.actor import Actor
 from agentrl_train.errors import EnvironmentUnavailable
-from agentrl_train.training.admission import stable_seed
 from agentrl_train.types import Episode, Trajectory
 
 

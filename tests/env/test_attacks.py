@@ -17,8 +17,8 @@ from websockets.asyncio.server import serve
 
 from agentrl_env import EnvClient, ToolCall
 from agentrl_env.errors import IdempotencyConflict, InvalidRequest, SeqConflict, SessionLost, WireError
-from agentrl_env.fleet.failover import Record
 from agentrl_env.fleet.redis_store import RedisStore
+from agentrl_env.fleet.session_failover import Record
 from agentrl_env.server.auth import link_token
 from agentrl_env.server.failover import Checkpoint, FailoverApi, read_frame
 from agentrl_env.server.serve import NOWHERE, EnvServer

@@ -369,9 +369,9 @@ def test_mistake_in_a_method_is_refused_when_the_class_is_defined(body, sentence
 
 def test_misspelt_reset_of_a_subclass_is_refused(tmp_path):
     source = (
-        task("") + "\nclass Level2(Guess):\n    def restes(self, sample, rng):  # here\n        return ''\n"
+        task("") + "\nclass Level2(Guess):\n    def resets(self, sample, rng):  # here\n        return ''\n"
     )
-    sentence = "Level2.restes is never called; did you mean reset(self, sample, rng)?"
+    sentence = "Level2.resets is never called; did you mean reset(self, sample, rng)?"
     check_sentence(load_error(tmp_path, source), sentence, source)
 
 

@@ -72,7 +72,12 @@ def test_token_comes_from_the_environment(config, monkeypatch):
         ('[[tasks]]\nname = "a"', "tasks.0: give either target or image"),
         ('[[tasks]]\nname = "a"\nimage = "x"', 'kind = "docker"'),
         ('[[tasks]]\nname = "A b"\ntarget = "x"', "tasks.0.name: must be lower-case"),
-        ('[[tasks]]\nname = "a"\ntarget = "x"\nreplica = 2', "tasks.0.replica: there is no such key"),
+        (f"{TASK}\nreplica = 2", "tasks.0.replica: there is no such key; did you mean 'replicas'?"),
+        (f"{TASK}\nlimits = {{memry = 1}}", "limits.memry: there is no such key; did you mean 'memory'?"),
+        (f"[controler]\nport = 1\n{TASK}", "controler: there is no such key; did you mean 'controller'?"),
+        (f"queue = 1\n{TASK}", "queue: there is no such key; did you mean 'controller.queue'?"),
+        (f"[controller]\nreplicas = 2\n{TASK}", "no such key; did you mean 'tasks.replicas'?"),
+        (f"[controller]\nzzz = 2\n{TASK}", "controller.zzz: there is no such key"),
         ('[[tasks]]\nname = "a"\ntarget = "x"\nreplicas = 0', "tasks.0.replicas"),
         ('[[tasks]]\nname = "a"\ntarget = "x"\nlimits = {memory = "much"}', "'much' is not a size"),
         (

@@ -27,12 +27,12 @@ from agentrl_env.errors import (
     StateUnavailable,
     StepPending,
 )
-from agentrl_env.fleet import failover, registry
+from agentrl_env.fleet import registry, session_failover
 from agentrl_env.fleet.controller import FleetService
-from agentrl_env.fleet.failover import Failover
 from agentrl_env.fleet.redis_store import RedisStore
 from agentrl_env.fleet.remote_server import Outbox
 from agentrl_env.fleet.serve import ControllerServer, control
+from agentrl_env.fleet.session_failover import Failover
 from agentrl_env.server import failover as server_failover
 from agentrl_env.server.failover import FailoverApi
 from agentrl_env.server.loader import load_target
@@ -121,7 +121,7 @@ class Fragile(Walk):
 
 @pytest.fixture(autouse=True)
 def gate(monkeypatch):
-    monkeypatch.setattr(failover, "FORGET_S", 0.0)
+    monkeypatch.setattr(session_failover, "FORGET_S", 0.0)
     Walk.gate, Walk.started = asyncio.Event(), []
 
 
@@ -344,7 +344,7 @@ async def test_last_answer_of_a_moved_session_can_be_repeated():
 
 
 async def test_last_answer_of_a_lost_server_is_returned_by_another(monkeypatch):
-    monkeypatch.setattr(failover, "FORGET_S", 60.0)
+    monkeypatch.setattr(session_failover, "FORGET_S", 60.0)
     async with site() as fleet:
         for _ in range(2):
             await fleet.serve(Walk)
@@ -580,11 +580,11 @@ async def test_session_that_its_server_was_stuck_in_is_lost_at_once():
 
 async def test_no_death_counts_for_a_session_that_only_shared_the_stuck_server():
     async with site() as fleet:
-        for _ in range(failover.MAX_DEATHS + 1):
+        for _ in range(session_failover.MAX_DEATHS + 1):
             await fleet.serve(Walk)
         session = await fleet.client.open("walk", seed=4)
         under_way = asyncio.create_task(session.step(ToolCall.of("wait")))
-        for deaths in range(1, failover.MAX_DEATHS + 1):
+        for deaths in range(1, session_failover.MAX_DEATHS + 1):
             await until(lambda played=deaths: len(Walk.started) == played)
             server = holder(fleet, session)
             await kill(server)
@@ -937,7 +937,7 @@ async def test_answers_wait_for_their_checkpoint_in_redis(redis):
 
 
 async def test_state_unavailable_is_raised_while_redis_is_down(redis, monkeypatch):
-    monkeypatch.setattr(failover, "CONFIRM_S", 0.05)
+    monkeypatch.setattr(session_failover, "CONFIRM_S", 0.05)
     async with Pair(redis, 2) as pair:
         session = await pair.clients[0].open("walk", seed=9)
         redis.kill()

@@ -10,9 +10,9 @@ from agentrl_env import EnvClient, ToolCall
 from agentrl_env.errors import ServeError, SessionLost, StateUnavailable
 from agentrl_env.fleet import redis_store
 from agentrl_env.fleet.controller import FleetService
-from agentrl_env.fleet.failover import RECORD_S, Record, Records
 from agentrl_env.fleet.redis_store import RedisStore
 from agentrl_env.fleet.serve import ControllerServer
+from agentrl_env.fleet.session_failover import RECORD_S, Record, Records
 from agentrl_env.fleet.store import CLAIM_S, MemoryStore
 from agentrl_env.server.failover import MAX_TURNS_BYTES, Checkpoint
 from agentrl_env.server.serve import NOWHERE, EnvServer

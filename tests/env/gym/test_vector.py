@@ -29,8 +29,9 @@ from agentrl_env.errors import (
     UnknownTask,
 )
 from agentrl_env.gym.vector import GymVectorEnv, stack_infos
-from agentrl_env.launch.process import ServerProcess, ServerThread
+from agentrl_env.launch.process import ServerProcess
 from tests.env.intercepted_client import InterceptedClient, pool_of
+from tests.env.server_thread import ServerThread
 
 ID = "agentrl_env:agentrl/Env-v0"
 MODES = list(AutoresetMode)

@@ -11,7 +11,8 @@ import pytest
 from agentrl_env import EnvClient, Environment, tool
 from agentrl_env.errors import ServeError, TargetError
 from agentrl_env.launch import process
-from agentrl_env.launch.process import ServerHandle, ServerProcess, ServerThread
+from agentrl_env.launch.process import ServerHandle, ServerProcess
+from tests.env.server_thread import ServerThread
 from tests.env.tasks import Quick
 from tests.processes import alive, until_dead
 

@@ -13,10 +13,10 @@ import pytest
 
 from agentrl_env import Done, EnvClient, Environment, Reply, ToolCall, tool
 from agentrl_env.errors import UnknownSample
-from agentrl_env.launch.process import ServerThread
 from agentrl_env.server.loader import load_target
 from agentrl_env.testing import Verdict, check_environment, checker, context, run_checks
 from agentrl_env.testing.checks import CHECKS
+from tests.env.server_thread import ServerThread
 from tests.env.testing.test_checker import Guess, failing, only, report_on, verdicts
 
 ENVIRONMENT = '''

@@ -22,7 +22,7 @@ from agentrl_env.__main__ import main
 from agentrl_env.client import benchmark
 from agentrl_env.errors import ServeError, UnknownSample
 from agentrl_env.evaluation import ChatModel, chat_model
-from agentrl_env.launch.process import ServerProcess, ServerThread
+from agentrl_env.launch.process import ServerProcess
 from agentrl_env.server.loader import load_target
 from agentrl_env.testing import load, run_quality
 from agentrl_env.testing.context import Rollout, RolloutTurn
@@ -30,6 +30,7 @@ from agentrl_env.testing.load import hold_sessions, measure_load, tree_memory
 from agentrl_env.testing.quality import Episode, score, score_groups
 from agentrl_env.testing.quality_table import quality_table
 from agentrl_env.types import SessionStatus, TaskSample
+from tests.env.server_thread import ServerThread
 from tests.env.testing.test_checker import Guess
 
 ENVIRONMENTS = Path(__file__).parents[3] / "environments"
