@@ -39,7 +39,8 @@ _REF = "#/components/schemas/{model}"
 _SECURITY: dict[str, Any] = {"security": [{"bearer": []}]}
 _NO_STORE = {"cache-control": "no-store"}
 _BRIDGES = tuple(
-    f"agentrl_env.bridges.{name}" for name in ("agentrl", "agentrl_worker", "mcp_server", "openenv_server")
+    f"agentrl_env.bridges.{name}"
+    for name in ("agentrl.server", "agentrl.worker", "mcp.server", "openenv.server")
 )
 """Modules whose ``mount(app, api)`` adds the routes of another protocol, by name: they stand above."""
 

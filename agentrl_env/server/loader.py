@@ -28,10 +28,10 @@ from agentrl_env.tools import is_tool, toolset
 TARGET_PACKAGE = "agentrl_target_"
 """Prefix of the package that stands for a task's folder; a hash of its path follows."""
 BRIDGES = {
-    "gym": "agentrl_env.bridges.gymnasium",
-    "harbor": "agentrl_env.bridges.harbor",
-    "mcp": "agentrl_env.bridges.mcp_client",
-    "openenv": "agentrl_env.bridges.openenv_client",
+    "gym": "agentrl_env.bridges.gymnasium.task",
+    "harbor": "agentrl_env.bridges.harbor.tasks",
+    "mcp": "agentrl_env.bridges.mcp.client",
+    "openenv": "agentrl_env.bridges.openenv.client",
 }
 """Modules whose ``load`` returns the class of a target by its scheme, the word before ":" or "+"."""
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from agentrl_env import EnvClient, Message, SessionStatus, ToolCall
-from agentrl_env.bridges.gymnasium import GymnasiumTask
+from agentrl_env.bridges.gymnasium.task import GymnasiumTask
 from agentrl_env.client.schema_sampler import CannotSample, sample_call
 from agentrl_env.errors import DefinitionError, EnvironmentFailed, TargetError
 from agentrl_env.server.loader import load_target

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from agentrl_env import EnvClient, ToolCall
-from agentrl_env.bridges.openenv_client import OpenEnvSocket, openenv_task
+from agentrl_env.bridges.openenv.client import OpenEnvSocket, openenv_task
 from agentrl_env.errors import TargetError
 from agentrl_env.server.loader import load_target
 

@@ -26,7 +26,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from starlette.requests import Request
 from starlette.routing import Route
 
-from agentrl_env.bridges.agentrl import CUSTOM, STATUS_KEY, endpoint_of
+from agentrl_env.bridges.agentrl.server import CUSTOM, STATUS_KEY, endpoint_of
 from agentrl_env.environment import Environment, check_class
 from agentrl_env.errors import AgentRLError, DefinitionError, InvalidRequest, ServerFull
 from agentrl_env.schema import echo
@@ -442,4 +442,4 @@ def mount(app: FastAPI, api: Api) -> None:
 
     app.router.lifespan_context = lifespan
     if not api.secured and find_spec("grpc") is not None:  # the stream carries no token
-        import_module("agentrl_env.bridges.agentrl_grpc").mount(app, workers)
+        import_module("agentrl_env.bridges.agentrl.grpc").mount(app, workers)
