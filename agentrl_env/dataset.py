@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sized
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -20,10 +20,6 @@ from pydantic_core import to_jsonable_python
 from agentrl_env.errors import DefinitionError, UnknownSample, describe
 from agentrl_env.types import SplitInfo, TaskSample
 from agentrl_env.wire import SEED_BITS
-
-if TYPE_CHECKING:
-    from agentrl_env.environment import Environment
-
 
 MAX_DEPTH = 100
 """Levels of nesting that a sample's data may have."""
@@ -37,6 +33,16 @@ class Samples(Protocol):
 
     def __getitem__(self, index: Any, /) -> Any:
         """Return the data of one sample."""
+
+
+class Source(Protocol):
+    """The part of an Environment class that a data set uses."""
+
+    name: str
+    splits: tuple[str, ...]
+
+    def samples(self, split: str, /) -> Samples:
+        """Return the samples of a split."""
 
 
 class EndlessSamples:
@@ -165,7 +171,7 @@ def stable_seed(*parts: object) -> int:
 class Dataset:
     """The splits of one environment class, each loaded once."""
 
-    def __init__(self, environment: type[Environment]) -> None:
+    def __init__(self, environment: Source) -> None:
         self._environment = environment
         self._task = environment.name
         self._splits: dict[str, Samples] = {}

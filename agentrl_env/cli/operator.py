@@ -45,7 +45,7 @@ def serve(
 
     The first Ctrl-C lets open sessions end; a second one stops at once.
     """
-    from agentrl_env.server.serve import serve as run
+    from agentrl_env.hosting.serve import serve as run
     from agentrl_env.server.settings import ProcessSettings
 
     if not targets:

@@ -15,7 +15,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Protocol
 from urllib.parse import urlsplit
@@ -442,4 +441,6 @@ def mount(app: FastAPI, api: Api) -> None:
 
     app.router.lifespan_context = lifespan
     if not api.secured and find_spec("grpc") is not None:  # the stream carries no token
-        import_module("agentrl_env.bridges.agentrl.grpc").mount(app, workers)
+        from agentrl_env.bridges.agentrl import grpc
+
+        grpc.mount(app, workers)

@@ -11,7 +11,7 @@ from agentrl_env import EnvClient
 from agentrl_env.bridges.agentrl.server import ENDLESS_INDICES, KEEP_ALIVE_BURST
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import ControllerServer
-from agentrl_env.server.serve import NOWHERE, EnvServer
+from agentrl_env.hosting.serve import NOWHERE, EnvServer
 from tests.env.tasks import Guess, Quick, Slow
 
 TOKEN = "a-token-that-is-long-enough"

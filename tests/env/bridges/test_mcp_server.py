@@ -13,7 +13,7 @@ from agentrl_env import Done, EnvClient, Environment, Message, tool
 from agentrl_env.bridges.mcp import server as mcp_server
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import ControllerServer
-from agentrl_env.server.serve import NOWHERE, EnvServer
+from agentrl_env.hosting.serve import NOWHERE, EnvServer
 from agentrl_env.wire import SessionRequest
 from tests.env.bridges.players import mcp_session, shown
 from tests.env.tasks import Guess, Quick, until
