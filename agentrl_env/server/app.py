@@ -22,7 +22,7 @@ from agentrl_env import errors as e
 from agentrl_env.server import dashboard
 from agentrl_env.server.api import Api
 from agentrl_env.server.auth import AgentTokens
-from agentrl_env.server.disconnect import unless_disconnected
+from agentrl_env.server.embedded import unless_disconnected
 from agentrl_env.server.fast_path import StepFastPath
 from agentrl_env.server.limits import Limits
 from agentrl_env.server.middleware import AccessMiddleware
