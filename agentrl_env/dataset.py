@@ -36,6 +36,16 @@ class Samples(Protocol):
         """Return the data of one sample."""
 
 
+class Source(Protocol):
+    """The part of an Environment class that a data set uses."""
+
+    name: str
+    splits: tuple[str, ...]
+
+    def samples(self, split: str, /) -> Samples:
+        """Return the samples of a split."""
+
+
 class EndlessSamples:
     """Endless samples without data: the seed determines the problem."""
 
@@ -162,7 +172,7 @@ def stable_seed(*parts: object) -> int:
 class Dataset:
     """The splits of one environment class, each loaded once."""
 
-    def __init__(self, environment: type[Any]) -> None:
+    def __init__(self, environment: Source) -> None:
         self._environment = environment
         self._task = environment.name
         self._splits: dict[str, Samples] = {}

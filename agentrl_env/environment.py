@@ -230,7 +230,7 @@ def find_class(target: type[Environment] | str) -> type[Environment]:
     """
     if not isinstance(target, str):
         return check_class(target)
-    from agentrl_env.server.loader import load_target
+    from agentrl_env.hosting.loader import load_target
 
     return load_target(target)
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, partial
-from typing import Any, TypeVar, overload
+from typing import Any, Protocol, TypeVar, overload
 
 import numpy as np
 from pydantic_core import PydanticSerializationError
@@ -172,6 +172,20 @@ class LoopTimeSpent(Exception):
     """The calls of a message have held the event loop for as long as one message may."""
 
 
+class Player(Protocol):
+    """The part of an Environment that a step uses, besides its tools."""
+
+    @property
+    def max_output_chars(self) -> int:
+        """Characters that the answers to one message can have."""
+
+    def respond(self, text: str, /) -> Any:
+        """Answer an assistant turn without a tool call."""
+
+    def answer_message(self, message: Message, /) -> Any:
+        """Answer a whole assistant message."""
+
+
 class StepBuilder:
     """The result of one step, built up while the tool calls of its message run.
 
@@ -197,7 +211,7 @@ class StepBuilder:
         self.calling: Callable[..., Any] | None = None
         """The author's method that was called last; errors name its place."""
 
-    async def run(self, environment: Any, invoke: Invoke) -> None:
+    async def run(self, environment: Player, invoke: Invoke) -> None:
         """Run the message's tool calls in order, or ``respond`` where it has none.
 
         Raises TimeLimitReached, and anything that author code raises except ToolError.

@@ -29,28 +29,32 @@ STEPS = {
     8: "agentrl_train/weights.py",
     9: "agentrl_train/engine/__init__.py",
 }
-LAYERS = (
-    {"author_code"},
-    {"types", "errors"},
-    {"wire"},
-    {"schema", "fast_wire", "dataset"},
-    {"tools"},
-    {"definition"},
-    {"environment"},
-    {"session"},
-    {"server", "client"},
-    {"gym"},
-    {"sandbox"},
-    {"launch"},
-    {"fleet", "bridges"},
-    {"evaluation"},
-    {"testing"},
-    {"cli"},
-    {"__main__"},
-)
-"""Layers of agentrl_env, lowest first: a module imports only modules of lower layers and its own folder."""
-REACHES_UP = {"__init__", "environment"}
-"""The package root loads names lazily; ``Environment.local()`` and its siblings do too."""
+LAYERS = {
+    "agentrl_env": (
+        {"author_code"},
+        {"types", "errors"},
+        {"wire"},
+        {"schema", "fast_wire", "dataset"},
+        {"tools"},
+        {"definition"},
+        {"environment"},
+        {"session"},
+        {"server", "client"},
+        {"gym"},
+        {"sandbox"},
+        {"launch"},
+        {"bridges"},
+        {"hosting"},
+        {"fleet"},
+        {"evaluation"},
+        {"testing"},
+        {"cli"},
+        {"__main__"},
+    ),
+}
+"""Layers of each package, lowest first: a module names only modules of lower layers and of its own folder."""
+REACHES_UP = {"agentrl_env", "agentrl_env.environment"}
+"""The package root loads names lazily. ``Environment.local()`` and its siblings do too."""
 CODE_CARRYING = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 CODE_CARRYING |= {"torch.distributed.checkpoint"}  # its metadata is a pickle
 
@@ -100,35 +104,84 @@ def package(name: str) -> list[Path]:
     return [path for path in SOURCES if name in path.relative_to(ROOT).parts]
 
 
-def layer(room: str) -> int:
-    return next(number for number, rooms in enumerate(LAYERS) if room in rooms)
-
-
 def room_of(module: str) -> str:
-    """Return the file at the root of agentrl_env, or the folder, that a module is in."""
-    return module.split(".")[1] if "." in module else "__init__"
+    """Return the file at the root of a package, or the folder, that a module is in; empty for the root."""
+    return module.split(".")[1] if "." in module else ""
 
 
-def test_every_module_of_agentrl_env_imports_lower_layers_only() -> None:
-    wrong = []
-    for path in package("agentrl_env"):
-        room = room_of(module_name(path))
-        if room in REACHES_UP:
+def layer(module: str) -> int:
+    """Return the number of a module's layer; 0 for the root, which loads lazily."""
+    name, room = module.partition(".")[0], room_of(module)
+    return next((number for number, rooms in enumerate(LAYERS[name], start=1) if room in rooms), 0)
+
+
+def named_modules(source: str, name: str) -> set[str]:
+    """Return the modules of a package that a source names: in imports of any kind, or in strings."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = None  # a docstring
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= set(re.findall(rf"\b{name}(?:\.\w+)+", node.value))
+    modules = set()
+    for words in (text.split(".") for text in found):
+        prefixes = (".".join(words[:end]) for end in range(len(words), 0, -1))
+        modules.add(next((prefix for prefix in prefixes if prefix in MODULES), name))
+    return {module for module in modules if module.startswith(f"{name}.")}
+
+
+def test_layers_count_every_way_of_naming_a_module() -> None:
+    source = '''
+"""The docstring of agentrl_env.cli.options."""
+from typing import TYPE_CHECKING
+from agentrl_env import __version__, wire
+from agentrl_train.loss import cross_entropy
+if TYPE_CHECKING:
+    from agentrl_env.fleet.controller import FleetService
+def lazy():
+    """Like agentrl_env.testing.checks."""
+    import agentrl_env.session.pool
+    import_module("agentrl_env.bridges.mcp.server:mount")
+    run("python -m agentrl_env.evaluation.record", getLogger("agentrl_env.messages"))
+    return f"agentrl_env.gym.{lazy}"
+'''
+    assert named_modules(source, "agentrl_env") == {
+        "agentrl_env.wire",
+        "agentrl_env.fleet.controller",
+        "agentrl_env.session.pool",
+        "agentrl_env.bridges.mcp.server",
+        "agentrl_env.evaluation.record",
+        "agentrl_env.gym",
+    }
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_module_names_modules_of_lower_layers_only(name: str) -> None:
+    upward = []
+    for path in package(name):
+        module = module_name(path)
+        if module in REACHES_UP:
             continue
-        for imported in reaches(path, "agentrl_env"):
-            target = room_of(imported)
-            if target not in (room, "__init__") and layer(target) >= layer(room):
-                wrong.append(f"{relative(path)} imports {imported}")
-    assert wrong == []
+        for other in sorted(named_modules(path.read_text(), name)):
+            if room_of(other) != room_of(module) and layer(other) >= layer(module):
+                upward.append(f"{relative(path)} names {other}")
+    assert upward == []
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_file_and_folder_of_a_package_has_one_layer(name: str) -> None:
+    rooms = sorted({room_of(module_name(path)) for path in package(name)} - {""})
+    assert sorted(room for rooms in LAYERS[name] for room in rooms) == rooms
 
 
 def test_environment_imports_higher_layers_only_inside_functions() -> None:
-    upper = [
-        i
-        for i in imports(ROOT / "agentrl_env/environment.py", top_level=True)
-        if i.startswith("agentrl_env.") and layer(room_of(i)) > layer("environment")
-    ]
-    assert upper == []
+    own = "agentrl_env.environment"
+    imported = imports(ROOT / "agentrl_env/environment.py", top_level=True)
+    assert [i for i in imported if i.startswith("agentrl_env.") and layer(i) > layer(own)] == []
 
 
 def test_agentrl_env_imports_neither_the_trainer_nor_torch() -> None:
@@ -148,8 +201,9 @@ def test_vllm_is_imported_under_engine_only() -> None:
 
 def test_trainer_uses_environments_through_the_client() -> None:
     allowed = ("agentrl_env.client", "agentrl_env.types", "agentrl_env.errors", "agentrl_env.launch")
-    allowed += ("agentrl_env.author_code", "agentrl_env.dataset")
+    allowed += ("agentrl_env.author_code", "agentrl_env.cli.settings")
     allowed += ("agentrl_env.evaluation.statistics", "agentrl_env.evaluation.chat_model")
+    allowed += ("agentrl_env.server.embedded",)
     found = {
         relative(path): [i for i in reaches(path, "agentrl_env") if not i.startswith(allowed)]
         for path in package("agentrl_train")

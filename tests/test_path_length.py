@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 from agentrl_env import Done, EnvClient, Environment, ToolCall
-from agentrl_env.server.serve import EnvServer
+from agentrl_env.hosting.serve import EnvServer
 from agentrl_train.actor import Actor, Episode
 from agentrl_train.chat import ChatFormat
 from agentrl_train.config import AlgorithmSection, EngineSection, RolloutSection, TrainSection

@@ -151,7 +151,7 @@ def export(
     wheelhouse: Wheelhouse = None,
 ) -> None:
     """Write samples of tasks as Harbor task folders, and print their names."""
-    from agentrl_env.bridges.harbor_export import export as write
+    from agentrl_env.bridges.harbor.export import export as write
 
     for target in targets:
         options: dict[str, Any] = {"split": split, "count": count, "base": base, "requirements": extra or ()}

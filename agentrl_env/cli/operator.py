@@ -158,7 +158,7 @@ def serve(context: typer.Context, settings: ServeSettings) -> None:
 
     The first Ctrl-C lets open sessions end; a second one stops at once.
     """
-    from agentrl_env.server.serve import serve as run
+    from agentrl_env.hosting.serve import serve as run
 
     if not settings.targets:
         raise typer.BadParameter(

@@ -128,7 +128,7 @@ def log_to_stderr(enabled: bool) -> None:
 
 def client_of(target: str, token: str | None, timeout: float = 120.0) -> Callable[[], EnvClient]:
     """Return a factory of clients: for the server at a URL, or for a class in this process."""
-    from agentrl_env.server.loader import load_target
+    from agentrl_env.hosting.loader import load_target
 
     if is_url(target):
         return partial(EnvClient.connect, target, token=token, timeout=timeout)

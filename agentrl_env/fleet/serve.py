@@ -16,11 +16,11 @@ from agentrl_env.errors import ServeError
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.link_endpoint import link_endpoint
 from agentrl_env.fleet.supervisor import Replica, Supervisor
+from agentrl_env.hosting.serve import BRIDGES, print_now, run_until_stopped, sessions_get
 from agentrl_env.launch.process import ServerHandle, ServerProcess
 from agentrl_env.server.app import create_app
 from agentrl_env.server.auth import AgentTokens, is_link_token, link_token
 from agentrl_env.server.limits import Limits
-from agentrl_env.server.serve import print_now, run_until_stopped, sessions_get
 from agentrl_env.server.sockets import Listener
 from agentrl_env.server.telemetry.tracing import Tracing
 from agentrl_env.server.watchdog import STUCK_S
@@ -79,7 +79,13 @@ class ControllerServer:
             fleet.use_token(token)
         self._tokens = AgentTokens(token, self._limits.agent_token_s) if token else None
         self._app = create_app(
-            fleet, self.metrics, token=token, tokens=self._tokens, limits=self._limits, tracing=tracing
+            fleet,
+            self.metrics,
+            token=token,
+            tokens=self._tokens,
+            limits=self._limits,
+            tracing=tracing,
+            bridges=BRIDGES,
         )
         self._app.router.routes.append(WebSocketRoute(LINK_PATH, link_endpoint(fleet.registry)))
 

@@ -17,11 +17,11 @@ from agentrl_env.fleet.config import FleetConfig, TaskConfig
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import STARVED_FACTOR, ControllerServer
 from agentrl_env.fleet.supervisor import Replica, Supervisor
+from agentrl_env.hosting.serve import print_now, run_until_stopped, sessions_get
 from agentrl_env.launch.docker import DockerServer
 from agentrl_env.launch.image import build_image
 from agentrl_env.launch.process import ServerHandle, ServerProcess
 from agentrl_env.server.auth import link_token
-from agentrl_env.server.serve import print_now, run_until_stopped, sessions_get
 
 _REFRESH_S = 0.5
 

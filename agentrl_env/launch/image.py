@@ -25,9 +25,9 @@ _SILENT_S = 900.0  # maximum seconds without output during a build step
 _PRINT_NAME = """
 import json, sys
 from agentrl_env.errors import AgentRLError
-from agentrl_env.server.loader import load_target
+from agentrl_env.environment import find_class
 try:
-    print("name " + json.dumps(load_target(sys.argv[1]).name))
+    print("name " + json.dumps(find_class(sys.argv[1]).name))
 except AgentRLError as error:
     sys.exit(f"error: {error}")
 """

@@ -7,7 +7,6 @@ import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from importlib import import_module
 from math import ceil
 from typing import Annotated, Any
 
@@ -23,7 +22,7 @@ from agentrl_env import errors as e
 from agentrl_env.server import dashboard
 from agentrl_env.server.api import Api
 from agentrl_env.server.auth import AgentTokens
-from agentrl_env.server.disconnect import unless_disconnected
+from agentrl_env.server.embedded import unless_disconnected
 from agentrl_env.server.fast_path import StepFastPath
 from agentrl_env.server.limits import Limits
 from agentrl_env.server.middleware import AccessMiddleware
@@ -38,10 +37,8 @@ _SessionId = Annotated[str, Path(json_schema_extra={"minLength": 1, "pattern": "
 _REF = "#/components/schemas/{model}"
 _SECURITY: dict[str, Any] = {"security": [{"bearer": []}]}
 _NO_STORE = {"cache-control": "no-store"}
-_BRIDGES = tuple(
-    f"agentrl_env.bridges.{name}" for name in ("agentrl", "agentrl_worker", "mcp_server", "openenv_server")
-)
-"""Modules whose ``mount(app, api)`` adds the routes of another protocol, by name: they stand above."""
+Mount = Callable[[FastAPI, Api], None]
+"""Adds the routes of another protocol to an application, and answers them with its ``Api``."""
 
 
 def create_app(
@@ -52,6 +49,7 @@ def create_app(
     tokens: AgentTokens | None = None,
     limits: Limits | None = None,
     tracing: Tracing | None = None,
+    bridges: Sequence[Mount] = (),
 ) -> FastAPI:
     """Return the application that serves a ``Service``.
 
@@ -63,6 +61,7 @@ def create_app(
         tokens: issues and verifies them; by default with a key of this application.
         limits: of one caller.
         tracing: makes OpenTelemetry spans.
+        bridges: add the routes of other protocols.
     """
     limits = limits or Limits()
     if token and tokens is None:
@@ -96,8 +95,8 @@ def create_app(
         if call is not OPEN_MANY:  # a form of OPEN's body
             _add_call(app, api, call, secured=bool(token))
     dashboard.add_routes(app)
-    for name in _BRIDGES:
-        import_module(name).mount(app, api)
+    for mount in bridges:
+        mount(app, api)
     app.router.routes.append(WebSocketRoute(SOCKET_PATH, websocket_endpoint(api, limits)))
     _add_openapi(app, secured=bool(token))
     return app

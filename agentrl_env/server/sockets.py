@@ -9,7 +9,7 @@ import math
 import os
 import resource
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
@@ -28,6 +28,7 @@ from agentrl_env.errors import (
     WireError,
 )
 from agentrl_env.server.auth import MIN_TOKEN_CHARS, MIN_TOKEN_VARIETY, NEW_TOKEN, is_weak
+from agentrl_env.server.embedded import EmbeddedServer
 from agentrl_env.server.limits import OPERATOR_FACTOR, RETRY_S, Limits
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.server.websocket import CountedWebSocket
@@ -41,14 +42,6 @@ DEAD_PEER_S = 60
 MAX_FILES = 65_536
 LINGER_S = 1.0
 """Seconds that a refused client has to close the connection itself."""
-
-
-class _Server(uvicorn.Server):
-    """Uvicorn without its signal handlers: a draining server still answers steps."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class _Peers:
@@ -266,8 +259,7 @@ class Listener:
         _check_exposure(host, token, insecure)
         self._socket = _bind(host, port)
         self.url = _url(host, self._socket)
-        self._server: uvicorn.Server | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._server: EmbeddedServer | None = None
 
     async def start(self, app: ASGIApp, limits: Limits, metrics: Metrics) -> None:
         """Return once requests are answered; ``metrics`` counts the connections.
@@ -294,20 +286,15 @@ class Listener:
             ws_ping_timeout=60.0,
             ws_per_message_deflate=False,
         )
-        self._server = _Server(config)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
-        while not self._server.started:
-            if self._serving.done():
-                raise ServeError("the server did not start; see the log above")
-            await asyncio.sleep(0.01)
+        self._server = EmbeddedServer(config)  # a draining server still answers steps
+        await self._server.start(self._socket)
 
     async def stop(self) -> None:
         """Answer the requests under way, then stop; idempotent."""
-        if self._serving is None or self._server is None:
+        if self._server is None:
             self._socket.close()
             return
-        self._server.should_exit = True
-        await asyncio.wait((self._serving,))
+        await self._server.stop()
         if self.url.startswith(_UNIX):
             with contextlib.suppress(OSError):
                 os.unlink(self.url.removeprefix(_UNIX))

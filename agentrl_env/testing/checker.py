@@ -17,7 +17,7 @@ from agentrl_env.client.schema_sampler import CannotSample
 from agentrl_env.environment import Environment
 from agentrl_env.errors import AgentRLError, CallTimeout, ServerUnreachable, UnknownSample
 from agentrl_env.evaluation.chat_model import ChatModel
-from agentrl_env.server.loader import load_target
+from agentrl_env.hosting.loader import load_target
 from agentrl_env.session.loop_watch import ADVICE, Block, LoopWatch
 from agentrl_env.testing.checks import BLOCKED_S, CHECKS, LAST, RECORDS
 from agentrl_env.testing.context import CLOSE_TIMEOUT, CheckContext

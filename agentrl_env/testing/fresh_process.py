@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from agentrl_env.dataset import Dataset
 from agentrl_env.environment import Environment
 from agentrl_env.errors import AgentRLError
-from agentrl_env.server.loader import TARGET_PACKAGE, load_target
+from agentrl_env.hosting.loader import TARGET_PACKAGE, load_target
 from agentrl_env.session.tasks import Tasks
 from agentrl_env.testing.context import CheckContext, Rollout
 from agentrl_env.testing.report import readable

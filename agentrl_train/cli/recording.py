@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl_env.dataset import stable_seed
 from agentrl_env.types import TaskSample
 from agentrl_train.config import EngineSection, RunConfig
 from agentrl_train.errors import ConfigError
@@ -19,6 +18,7 @@ from agentrl_train.gateway.server import Gateway, Session
 from agentrl_train.placement.environments import Served
 from agentrl_train.placement.launcher import make_launcher
 from agentrl_train.telemetry.metrics import readable
+from agentrl_train.training.admission import sample_seed
 from agentrl_train.training.compose import served_policy
 from agentrl_train.training.run import ServedPolicy
 from agentrl_train.types import Completion, Engine, EpisodeEnd, SamplingParams
@@ -52,7 +52,7 @@ class SeededSampler:
             top_p=own.top_p,
             top_k=own.top_k,
             min_p=own.min_p,
-            seed=stable_seed(self._seed, self._key, self._count),
+            seed=sample_seed(self._seed, self._key, self._count),
         )
         return await self._engine.generate(context, sampling=sampling, session_key=key)
 

@@ -7,7 +7,6 @@ is the API key of ``/v1``. The server runs on the event loop of its owner.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import math
@@ -26,6 +25,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from agentrl_env.server.embedded import EmbeddedServer, until_disconnected
 from agentrl_env.types import Message, ToolSpec
 from agentrl_train.chat import ChatFormat
 from agentrl_train.config import EngineSection
@@ -218,7 +218,7 @@ class Session:
         """Return once a call is answered; it is lost if nobody waits for the answer any longer."""
         task = self._answers[call]
         self._waiting[call] = self._waiting.get(call, 0) + 1
-        gone = asyncio.create_task(_disconnected(request))
+        gone = asyncio.create_task(until_disconnected(request))
         try:
             await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
@@ -287,17 +287,15 @@ class Gateway:
             lifespan="off",
             timeout_graceful_shutdown=1,
         )
-        self._server = _Server(config)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[bound]))
-        await self._server.ready.wait()
+        self._server = EmbeddedServer(config)
+        await self._server.start(bound)
         return self
 
     async def __aexit__(self, *error: object) -> None:
         """Close all sessions and stop."""
         for session in list(self.sessions.values()):
             await self.close(session)
-        self._server.should_exit = True
-        await asyncio.wait((self._serving,))
+        await self._server.stop()
 
     def open(
         self, *, chat: ChatFormat, sampler: Sampler, stated: EngineSection | None, key: str | None = None
@@ -407,23 +405,6 @@ class Gateway:
         return JSONResponse({"object": "list", "data": [model]})
 
 
-class _Server(uvicorn.Server):
-    """Uvicorn without its signal handlers, which belong to the run."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ready = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to answer, and say so."""
-        await super().startup(sockets)
-        self.ready.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 async def _parsed(
     request: Request, model: type[_Body], *, unsupported: dict[str, tuple[Any, ...]] | None = None
 ) -> _Body:
@@ -452,12 +433,6 @@ def _finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
         raise ValueError(f"{text} is no number that can be answered")
     return number
-
-
-async def _disconnected(request: Request) -> None:
-    """Return once the client has closed the connection."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _stream(lines: Iterator[str] | Sequence[str]) -> Response:

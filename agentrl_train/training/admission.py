@@ -20,6 +20,7 @@ and all of them are in flight, so training cannot deadlock. ``S = 0`` is synchro
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +29,6 @@ from typing import Any
 
 import numpy as np
 
-from agentrl_env.dataset import stable_seed
 from agentrl_train.types import IntArray, TaskSource
 
 
@@ -206,19 +206,19 @@ class Mixer:
             if size <= MAX_PERMUTED:
                 index = int(self._permutation(source, epoch, size)[offset])
             else:
-                seed = stable_seed(self._seed, source.task, source.split, "index", position)
+                seed = sample_seed(self._seed, source.task, source.split, "index", position)
                 index = int(np.random.default_rng(seed).integers(size))
         return Draw(
             task=source.task,
             split=source.split,
             index=index,
-            seed=stable_seed(self._seed, source.task, source.split, position),
+            seed=sample_seed(self._seed, source.task, source.split, position),
         )
 
     def _permutation(self, source: TaskSource, epoch: int, size: int) -> IntArray:
         key = (source.task, source.split, epoch)
         if key not in self._order:
-            seed = stable_seed(self._seed, source.task, source.split, "order", epoch)
+            seed = sample_seed(self._seed, source.task, source.split, "order", epoch)
             self._order = {k: v for k, v in self._order.items() if k[0] != source.task}
             self._order[key] = np.random.default_rng(seed).permutation(size)
         return self._order[key]
@@ -248,6 +248,12 @@ class Mixer:
         self._next_cost = None
         if state["next_cost"] is not None and state["next_cost"][1].keys() == self._sources.keys():
             self._next_cost = int(state["next_cost"][0]), dict(state["next_cost"][1])
+
+
+def sample_seed(*parts: object) -> int:
+    """Return a 48-bit seed that depends only on ``parts`` and is exact as a JSON number."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
 
 
 class WorkWindow:

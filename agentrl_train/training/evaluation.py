@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 
-from agentrl_env.dataset import stable_seed
 from agentrl_env.evaluation.statistics import pass_at_k, wilson_interval
 from agentrl_train.actor import Actor
 from agentrl_train.errors import EnvironmentUnavailable
+from agentrl_train.training.admission import sample_seed
 from agentrl_train.types import Episode, Trajectory
 
 
@@ -137,7 +137,7 @@ async def _evaluate_task(
                     split=split,
                     index=index,
                     seed=None,
-                    draw_seed=(seed, stable_seed(task, index)),
+                    draw_seed=(seed, sample_seed(task, index)),
                 ),
                 number=attempt,
             )

@@ -25,7 +25,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl_env import EnvClient, Environment
-from agentrl_env.server.loader import load_target
+from agentrl_env.hosting.loader import load_target
 from agentrl_train.chat import ChatFormat
 from agentrl_train.learner import Learner
 from agentrl_train.loss import sft_loss

@@ -34,8 +34,8 @@ import uvicorn
 from rich.console import Console
 from rich.table import Table
 
+from agentrl_env.hosting.serve import GC_THRESHOLDS
 from agentrl_env.launch.process import ServerProcess
-from agentrl_env.server.serve import GC_THRESHOLDS
 from tests.benchmarks.serving_peers import APPS, PeerProcess, allow_many_sockets
 from tests.benchmarks.serving_players import AgentRLWorker, Batch, Ceiling, Client, OpenEnv, Player
 

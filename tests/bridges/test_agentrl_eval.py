@@ -9,7 +9,7 @@ import pytest
 from agentrl_env import Done, Environment, tool
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import ControllerServer
-from agentrl_env.server.serve import NOWHERE, EnvServer
+from agentrl_env.hosting.serve import NOWHERE, EnvServer
 from tests.bridges.agentrl_peers import bisect, call, needs_peers, run_eval, scripted_model
 from tests.env.tasks import Guess
 

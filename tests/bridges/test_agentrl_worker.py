@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from agentrl_env import EnvClient, Message, SessionStatus, ToolCall
-from agentrl_env.bridges import agentrl_worker
+from agentrl_env.bridges.agentrl import worker as agentrl_worker
 from agentrl_env.errors import EnvironmentFailed, SessionLost
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import ControllerServer

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from agentrl_env import EnvClient, SessionStatus, ToolCall
-from agentrl_env.bridges.harbor_export import export
+from agentrl_env.bridges.harbor.export import export
 from tests.docker.conftest import ROOT
 from tests.docker.test_sandbox_docker import until_none
 from tests.environments.play import play

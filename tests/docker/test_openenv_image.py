@@ -8,8 +8,8 @@ import pytest
 
 from agentrl_env import EnvClient, ToolCall
 from agentrl_env.errors import LaunchError, ServeError, TargetError
+from agentrl_env.hosting.loader import load_target
 from agentrl_env.launch.image import run_build
-from agentrl_env.server.loader import load_target
 from tests.docker.conftest import ROOT, run
 from tests.docker.test_sandbox_docker import until_none
 

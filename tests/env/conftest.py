@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import uvicorn.server
 
-from agentrl_env.server.serve import EnvServer
+from agentrl_env.hosting.serve import EnvServer
 from tests.env.tasks import Quick, Slow
 
 

@@ -19,9 +19,9 @@ from agentrl_env import EnvClient, ToolCall
 from agentrl_env.errors import IdempotencyConflict, InvalidRequest, SeqConflict, SessionLost, WireError
 from agentrl_env.fleet.redis_store import RedisStore
 from agentrl_env.fleet.session_failover import Record
+from agentrl_env.hosting.serve import NOWHERE, EnvServer
 from agentrl_env.server.auth import link_token
 from agentrl_env.server.failover import Checkpoint, FailoverApi, read_frame
-from agentrl_env.server.serve import NOWHERE, EnvServer
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.session.state_codec import encode

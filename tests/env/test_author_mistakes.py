@@ -11,7 +11,7 @@ from textwrap import dedent, indent
 import pytest
 
 from agentrl_env.errors import TargetError
-from agentrl_env.server.loader import load_target
+from agentrl_env.hosting.loader import load_target
 
 IMPORTS = "from agentrl_env import Done, Environment, Message, Reply, ToolCall, ToolError, tool\n"
 RESET = 'def reset(self, sample, rng):\n    return "Guess."\n'

@@ -11,7 +11,7 @@ import pytest
 
 from agentrl_env import EnvClient
 from agentrl_env.errors import EnvironmentFailed
-from agentrl_env.server.loader import load_target
+from agentrl_env.hosting.loader import load_target
 from agentrl_env.testing import run_checks
 from agentrl_env.testing.checks import fork, oracle, random_play, samples
 from tests.env.test_author_mistakes import check_sentence, task, write_task

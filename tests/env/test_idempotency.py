@@ -11,7 +11,7 @@ from agentrl_env.errors import IdempotencyConflict, from_wire
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.redis_store import RedisStore
 from agentrl_env.fleet.serve import ControllerServer
-from agentrl_env.server.serve import NOWHERE, EnvServer
+from agentrl_env.hosting.serve import NOWHERE, EnvServer
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.wire import (
     FORK,

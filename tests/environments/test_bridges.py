@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from agentrl_env.errors import SandboxUnavailable
+from agentrl_env.hosting.loader import load_target
+from agentrl_env.hosting.serve import EnvServer
 from agentrl_env.sandbox.bubblewrap import check_available
-from agentrl_env.server.loader import load_target
-from agentrl_env.server.serve import EnvServer
 from tests.env.bridges.players import by_agentrl, by_gym, by_mcp, by_openenv, by_wire
 
 FOLDER = Path(__file__).parents[2] / "environments"

@@ -12,9 +12,9 @@ import pytest
 
 from agentrl_env import EnvClient, Message, ToolCall
 from agentrl_env.errors import SandboxUnavailable
+from agentrl_env.hosting.loader import load_target
+from agentrl_env.hosting.serve import EnvServer
 from agentrl_env.sandbox.bubblewrap import check_available
-from agentrl_env.server.loader import load_target
-from agentrl_env.server.serve import EnvServer
 from tests.environments.play import play
 
 pytestmark = pytest.mark.environments

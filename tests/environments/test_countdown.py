@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentrl_env import EnvClient, Message, ToolCall
-from agentrl_env.server.loader import load_target
+from agentrl_env.hosting.loader import load_target
 from tests.environments.play import play
 
 pytestmark = pytest.mark.environments

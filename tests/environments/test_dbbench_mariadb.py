@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from agentrl_env import EnvClient, SessionStatus, TaskSample, ToolCall, ToolError
-from agentrl_env.server.loader import load_target
+from agentrl_env.hosting.loader import load_target
 from tests.environments import agentbench
 from tests.environments.mariadb_server import MariaDbServer
 from tests.environments.play import play
@@ -223,7 +223,7 @@ async def test_fork_has_a_database_of_its_own(client):
 
 CRASH = """
 import os, sys
-from agentrl_env.server.loader import load_target
+from agentrl_env.hosting.loader import load_target
 import numpy as np
 from agentrl_env import TaskSample
 Dbbench = load_target(sys.argv[1])

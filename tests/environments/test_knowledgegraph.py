@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from agentrl_env import EnvClient, Message, TaskSample, ToolCall, ToolError
-from agentrl_env.server.loader import load_target
+from agentrl_env.hosting.loader import load_target
 from tests.environments import agentbench
 from tests.environments.play import play
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentrl_env import EnvClient, Message, SessionStatus, ToolCall
-from agentrl_env.server.loader import load_target
+from agentrl_env.hosting.loader import load_target
 from tests.browser import needs_chromium
 from tests.environments.play import play
 

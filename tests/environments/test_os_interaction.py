@@ -11,8 +11,8 @@ import pytest
 
 from agentrl_env import EnvClient, SessionStatus, TaskSample, ToolCall
 from agentrl_env.errors import DefinitionError, SandboxFailed, SandboxUnavailable
+from agentrl_env.hosting.loader import load_target
 from agentrl_env.sandbox.bubblewrap import check_available
-from agentrl_env.server.loader import load_target
 from tests.environments import agentbench
 from tests.environments.play import play
 

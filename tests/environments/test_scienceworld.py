@@ -14,7 +14,7 @@ import pytest
 
 from agentrl_env import EnvClient, Message, ToolCall
 from agentrl_env.errors import EnvironmentFailed
-from agentrl_env.server.loader import load_target
+from agentrl_env.hosting.loader import load_target
 from tests.environments.play import play
 
 pytestmark = [

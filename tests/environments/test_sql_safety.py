@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from agentrl_env import Message, TaskSample, ToolCall, ToolError
-from agentrl_env.server.loader import load_target
+from agentrl_env.hosting.loader import load_target
 from agentrl_env.session.loop_watch import LoopWatch
 
 Sql = load_target(str(Path(__file__).parents[2] / "environments" / "sql"))

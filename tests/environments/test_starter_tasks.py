@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from agentrl_env import EnvClient, Message, ToolCall
-from agentrl_env.server.loader import load_target
+from agentrl_env.hosting.loader import load_target
 
 FOLDER = Path(__file__).parents[2] / "environments"
 TASKS = {name: load_target(str(FOLDER / name)) for name in ("household", "shop", "sql")}

@@ -11,8 +11,8 @@ import pytest
 
 from agentrl_env import Done, EnvClient, SessionStatus, TaskSample, ToolCall, ToolError
 from agentrl_env.errors import SandboxUnavailable
+from agentrl_env.hosting.loader import load_target
 from agentrl_env.sandbox.bubblewrap import check_available
-from agentrl_env.server.loader import load_target
 from tests.environments.play import play
 
 pytestmark = pytest.mark.environments

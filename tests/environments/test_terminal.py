@@ -7,8 +7,8 @@ import pytest
 
 from agentrl_env import EnvClient, Message, SessionStatus, ToolCall
 from agentrl_env.errors import SandboxUnavailable
+from agentrl_env.hosting.loader import load_target
 from agentrl_env.sandbox.bubblewrap import check_available
-from agentrl_env.server.loader import load_target
 
 Terminal = load_target(str(Path(__file__).parents[2] / "environments" / "terminal"))
 try:

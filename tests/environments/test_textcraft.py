@@ -10,7 +10,7 @@ import pytest
 
 from agentrl_env import EnvClient, Message, TaskSample, ToolCall, ToolError
 from agentrl_env.errors import DefinitionError
-from agentrl_env.server.loader import load_target
+from agentrl_env.hosting.loader import load_target
 from tests.environments.play import play
 
 pytestmark = pytest.mark.environments

@@ -12,7 +12,7 @@ import uvicorn
 from playwright.async_api import async_playwright, expect
 
 from agentrl_env import EnvClient, Message, SessionStatus, ToolCall
-from agentrl_env.server.loader import load_target
+from agentrl_env.hosting.loader import load_target
 from tests.browser import CHROMIUM, needs_chromium
 from tests.environments.play import play
 

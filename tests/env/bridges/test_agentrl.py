@@ -8,10 +8,10 @@ import httpx
 import pytest
 
 from agentrl_env import EnvClient
-from agentrl_env.bridges import agentrl
+from agentrl_env.bridges.agentrl.server import ENDLESS_INDICES, KEEP_ALIVE_BURST
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import ControllerServer
-from agentrl_env.server.serve import NOWHERE, EnvServer
+from agentrl_env.hosting.serve import NOWHERE, EnvServer
 from tests.env.tasks import Guess, Quick, Slow
 
 TOKEN = "a-token-that-is-long-enough"
@@ -70,7 +70,7 @@ async def client(request):
 
 async def test_session_is_played_to_its_end_and_rewards_add_up(client):
     assert (await client.http.get("get_indices?name=quick")).json() == list(range(10))
-    assert len((await client.http.get("get_indices?name=guess-test")).json()) == agentrl.ENDLESS_INDICES
+    assert len((await client.http.get("get_indices?name=guess-test")).json()) == ENDLESS_INDICES
     session_id, started = await client.start("quick", 3)
     assert [message["role"] for message in started["messages"]] == ["system", "user"]
     assert {one["function"]["name"] for one in started["tools"]} >= {"gain", "finish"}
@@ -149,7 +149,7 @@ async def test_keep_alive_spends_no_turn_and_a_silent_model_reaches_its_limit(cl
     kept = (await client.say(session_id, text(""))).json()
     assert (kept["finish"], kept["messages"]) == (False, started["messages"])
     answer = (await client.say(session_id, call("guess", n=1))).json()
-    for _ in range(agentrl.KEEP_ALIVE_BURST):
+    for _ in range(KEEP_ALIVE_BURST):
         assert (await client.say(session_id, text(""))).json()["messages"] == answer["messages"]
     assert await client.turns() == [1]
     await client.say(session_id, text(""))

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from agentrl_env import EnvClient, Message, SessionStatus, ToolCall
-from agentrl_env.bridges.gymnasium import GymnasiumTask
+from agentrl_env.bridges.gymnasium.task import GymnasiumTask
 from agentrl_env.client.schema_sampler import CannotSample, sample_call
 from agentrl_env.errors import DefinitionError, EnvironmentFailed, TargetError
-from agentrl_env.server.loader import load_target
-from agentrl_env.server.serve import EnvServer
+from agentrl_env.hosting.loader import load_target
+from agentrl_env.hosting.serve import EnvServer
 from agentrl_env.testing import run_checks
 from tests.env.bridges.gymnasium_tasks import SPACES
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from agentrl_env import EnvClient, SessionStatus, ToolCall
-from agentrl_env.bridges.harbor import HarborTask, Unusable, load, rewards
+from agentrl_env.bridges.harbor.tasks import HarborTask, Unusable, load, rewards
 from agentrl_env.errors import EnvironmentFailed, SandboxUnavailable, TargetError
 from agentrl_env.sandbox.bubblewrap import check_available
 from tests.env.bridges.harbor_tasks import SETTINGS, TEST, write_task

@@ -13,16 +13,16 @@ import pytest
 
 from agentrl_env import EnvClient
 from agentrl_env.__main__ import main
-from agentrl_env.bridges import harbor_session, harbor_tool
-from agentrl_env.bridges.harbor import HarborTask
-from agentrl_env.bridges.harbor_export import export
+from agentrl_env.bridges.harbor import container_session, container_tool
+from agentrl_env.bridges.harbor.export import export
+from agentrl_env.bridges.harbor.tasks import HarborTask
 from agentrl_env.errors import LaunchError, UnknownSample
 from tests.env.tasks import until
 
 ROOT = Path(__file__).parents[3]
 HARBOR = ROOT / ".venv-harbor/bin/python"
 HOUSEHOLD = str(ROOT / "environments/household")
-TOOL = Path(harbor_tool.__file__).read_text()
+TOOL = Path(container_tool.__file__).read_text()
 GREET = """
 from agentrl_env import Done, Environment
 
@@ -118,10 +118,10 @@ async def session(tmp_path, monkeypatch):
     path = f"{tmp_path}/socket"
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(path)
-    serving = asyncio.create_task(harbor_session.serve(listening, tmp_path, tmp_path / "reward.json"))
-    await until(lambda: harbor_session.answers(path))
+    serving = asyncio.create_task(container_session.serve(listening, tmp_path, tmp_path / "reward.json"))
+    await until(lambda: container_session.answers(path))
     tool = tmp_path / "task"
-    tool.write_text(TOOL.replace(harbor_tool.SOCKET, path))
+    tool.write_text(TOOL.replace(container_tool.SOCKET, path))
 
     async def run(*arguments, **options):
         command = [sys.executable, "-I", str(tool), *arguments]
@@ -175,6 +175,6 @@ async def test_malformed_and_endless_lines_leave_the_session_alone(session, tmp_
 
 def test_tool_without_an_episode_says_so(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-I", harbor_tool.__file__], capture_output=True, text=True, env=dict(os.environ)
+        [sys.executable, "-I", container_tool.__file__], capture_output=True, text=True, env=dict(os.environ)
     )
     assert (done.returncode, "the episode does not answer" in done.stderr) == (1, True)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from agentrl_env import EnvClient, Environment, ToolCall
-from agentrl_env.bridges.mcp_client import mcp_task
+from agentrl_env.bridges.mcp.client import mcp_task
 from agentrl_env.bridges.signatures import tools_of
 from agentrl_env.errors import TargetError
-from agentrl_env.server.loader import load_target
+from agentrl_env.hosting.loader import load_target
 from tests.env.bridges.players import mcp_session
 from tests.env.tasks import Guess
 

@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from agentrl_env import Done, EnvClient, Environment, Message, tool
-from agentrl_env.bridges import mcp_server
+from agentrl_env.bridges.mcp import server as mcp_server
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import ControllerServer
-from agentrl_env.server.serve import NOWHERE, EnvServer
+from agentrl_env.hosting.serve import NOWHERE, EnvServer
 from agentrl_env.wire import SessionRequest
 from tests.env.bridges.players import mcp_session, shown
 from tests.env.tasks import Guess, Quick, until
@@ -252,7 +252,7 @@ async def test_closed_session_is_an_error_of_the_next_call(serving):
 
 
 def test_importing_the_server_does_not_import_the_sdk():
-    modules = "agentrl_env.server.app, agentrl_env.bridges.mcp_server"
+    modules = "agentrl_env.server.app, agentrl_env.bridges.mcp.server"
     statement = f"import sys, {modules}; print('mcp' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "False", done.stderr

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from agentrl_env import EnvClient, ToolCall
-from agentrl_env.bridges.openenv_client import OpenEnvSocket, openenv_task
+from agentrl_env.bridges.openenv.client import OpenEnvSocket, openenv_task
 from agentrl_env.errors import TargetError
-from agentrl_env.server.loader import load_target
+from agentrl_env.hosting.loader import load_target
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.bridges

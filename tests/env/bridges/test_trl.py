@@ -119,7 +119,7 @@ def test_grpo_trainer_trains_on_a_starter_task(tmp_path, monkeypatch):
     from trl import GRPOConfig, GRPOTrainer
     from trl.chat_template_utils import qwen3_template
 
-    from agentrl_env.server.loader import load_target
+    from agentrl_env.hosting.loader import load_target
 
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     starter = ROOT / "examples/quickstart/starter"

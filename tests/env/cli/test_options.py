@@ -41,7 +41,7 @@ def called(monkeypatch):
     def record(*arguments, **options):
         calls.append((*arguments, options))
 
-    monkeypatch.setattr("agentrl_env.server.serve.serve", record)
+    monkeypatch.setattr("agentrl_env.hosting.serve.serve", record)
     monkeypatch.setattr("agentrl_env.fleet.serve.serve_with_workers", record)
     monkeypatch.setattr("agentrl_env.fleet.serve.control", record)
     return calls

@@ -11,7 +11,7 @@ from agentrl_env.client import transport
 from agentrl_env.errors import CallTimeout, ServerDraining, ServerUnreachable, SessionLost
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import ControllerServer
-from agentrl_env.server.serve import NOWHERE, EnvServer
+from agentrl_env.hosting.serve import NOWHERE, EnvServer
 from tests.chaos.proxy import Proxy
 from tests.env.tasks import Quick, Slow, until
 

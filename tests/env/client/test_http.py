@@ -22,7 +22,7 @@ from agentrl_env.errors import (
     UnknownSession,
     UnknownTask,
 )
-from agentrl_env.server.serve import EnvServer
+from agentrl_env.hosting.serve import EnvServer
 from agentrl_env.wire import TaskList
 from tests.env.tasks import Guess, Quick, Slow, until
 

@@ -7,7 +7,7 @@ import pytest
 from agentrl_env import EnvClient, ToolCall
 from agentrl_env.client.transport import RECONNECT_S, Response, ServerTransport
 from agentrl_env.errors import ProtocolError, Unauthorized
-from agentrl_env.server.serve import EnvServer
+from agentrl_env.hosting.serve import EnvServer
 from agentrl_env.wire import CLOSE, FORK, OPEN, STEP, STEP_MANY, TASKS
 from tests.env.tasks import Clock, Quick
 

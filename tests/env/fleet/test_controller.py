@@ -20,8 +20,8 @@ from agentrl_env.errors import (
 )
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import ControllerServer
+from agentrl_env.hosting.serve import NOWHERE, EnvServer
 from agentrl_env.server.auth import link_token
-from agentrl_env.server.serve import NOWHERE, EnvServer
 from agentrl_env.testing import run_checks
 from agentrl_env.types import SessionStatus
 from agentrl_env.wire import OpenRequest

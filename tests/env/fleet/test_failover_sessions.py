@@ -33,10 +33,10 @@ from agentrl_env.fleet.redis_store import RedisStore
 from agentrl_env.fleet.remote_server import Outbox
 from agentrl_env.fleet.serve import ControllerServer, control
 from agentrl_env.fleet.session_failover import Failover
+from agentrl_env.hosting.loader import load_target
+from agentrl_env.hosting.serve import NOWHERE, EnvServer
 from agentrl_env.server import failover as server_failover
 from agentrl_env.server.failover import FailoverApi
-from agentrl_env.server.loader import load_target
-from agentrl_env.server.serve import NOWHERE, EnvServer
 from agentrl_env.server.telemetry.logs import TextLines
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.session.pool import SessionPool

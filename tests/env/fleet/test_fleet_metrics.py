@@ -14,7 +14,7 @@ from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.counts import MAX_SOURCES, FleetCounts
 from agentrl_env.fleet.remote_server import RemoteServer
 from agentrl_env.fleet.serve import ControllerServer
-from agentrl_env.server.serve import EnvServer
+from agentrl_env.hosting.serve import EnvServer
 from agentrl_env.server.telemetry.metrics import BUCKETS_S, Metrics
 from agentrl_env.types import Counts, Durations, TaskCounts
 from agentrl_env.wire import Beat, Hello

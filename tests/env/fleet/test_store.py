@@ -14,8 +14,8 @@ from agentrl_env.fleet.redis_store import RedisStore
 from agentrl_env.fleet.serve import ControllerServer
 from agentrl_env.fleet.session_failover import RECORD_S, Record, Records
 from agentrl_env.fleet.store import CLAIM_S, MemoryStore
+from agentrl_env.hosting.serve import NOWHERE, EnvServer
 from agentrl_env.server.failover import MAX_TURNS_BYTES, Checkpoint
-from agentrl_env.server.serve import NOWHERE, EnvServer
 from agentrl_env.session.history import MAX_TURNS
 from agentrl_env.wire import OPEN, OpenRequest
 from tests.env.redis_server import RedisServer

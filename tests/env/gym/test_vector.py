@@ -31,7 +31,7 @@ from agentrl_env.errors import (
 from agentrl_env.gym.vector import GymVectorEnv, stack_infos
 from agentrl_env.launch.process import ServerProcess
 from tests.env.intercepted_client import InterceptedClient, pool_of
-from tests.env.server_thread import ServerThread
+from tests.env.thread_server import server_on_thread
 
 ID = "agentrl_env:agentrl/Env-v0"
 MODES = list(AutoresetMode)
@@ -679,17 +679,15 @@ def test_close_ignores_an_unreachable_server(make):
 
 
 def test_reset_works_after_a_server_restart():
-    server = ServerThread(Pick, port=free_port())
-    with server:
-        env = GymVectorEnv(2, client=lambda: EnvClient(HttpBackend(server.url, patience=0.1)))
+    port = free_port()
+    with server_on_thread(Pick, port=port) as url:
+        env = GymVectorEnv(2, client=lambda: EnvClient(HttpBackend(url, patience=0.1)))
         first = env.reset(seed=0)
-        server.stop()
-        with pytest.raises(ServerUnreachable):
-            env.step([call(0)] * 2)
-        server.start()
+    with pytest.raises(ServerUnreachable):
+        env.step([call(0)] * 2)
+    with server_on_thread(Pick, port=port):
         assert_same(env.reset(seed=0), first)
-        server.stop()
-        server.start()
+    with server_on_thread(Pick, port=port):
         results = env.step([call(0)] * 2)
         for i in range(2):
             assert_failed(results, i, UnknownSession)

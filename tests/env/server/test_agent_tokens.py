@@ -16,9 +16,9 @@ from agentrl_env import EnvClient
 from agentrl_env.client.client import ClientSession
 from agentrl_env.errors import NotSupported, ServeError, Unauthorized, UnknownSession, WireError
 from agentrl_env.fleet.redis_store import RedisStore
+from agentrl_env.hosting.serve import EnvServer
 from agentrl_env.server.auth import AGENT_KEY, CLOSED_S, AgentTokens
 from agentrl_env.server.limits import Limits
-from agentrl_env.server.serve import EnvServer
 from tests.env.fleet.test_controller import Site
 from tests.env.redis_server import RedisServer
 from tests.env.tasks import Clock, Quick, until

@@ -14,9 +14,9 @@ from websockets.frames import CloseCode
 from agentrl_env import EnvClient, Environment, Message, ToolCall, tool
 from agentrl_env.errors import RateLimited, SeqConflict
 from agentrl_env.fast_wire import FastBatch, FastStep
+from agentrl_env.hosting.serve import EnvServer
 from agentrl_env.server import limits as limits_module
 from agentrl_env.server.limits import MAX_BUCKETS, Budget, Budgets, Limits
-from agentrl_env.server.serve import EnvServer
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.session.history import History
 from agentrl_env.session.pool import SessionPool

@@ -18,8 +18,8 @@ from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.remote_server import Outbox
 from agentrl_env.fleet.serve import ControllerServer
 from agentrl_env.fleet.store import MemoryStore
+from agentrl_env.hosting.serve import NOWHERE, EnvServer
 from agentrl_env.server import controller_link
-from agentrl_env.server.serve import NOWHERE, EnvServer
 from agentrl_env.types import SessionInfo, TaskSample
 from agentrl_env.wire import Beat, Hello, SessionRequest
 from tests.env.tasks import Clock, Quick, Slow, until

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from agentrl_env import Done, Environment, Message, Reply, ToolCall, tool
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import ControllerServer
-from agentrl_env.server.serve import NOWHERE, EnvServer
+from agentrl_env.hosting.serve import NOWHERE, EnvServer
 from agentrl_env.types import FunctionCall
 from agentrl_env.wire import OpenRequest
 from tests.browser import CHROMIUM, needs_chromium

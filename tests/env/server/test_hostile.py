@@ -10,8 +10,8 @@ from websockets.asyncio.client import connect
 
 from agentrl_env import Done, EnvClient, Environment, Message, ToolCall, tool
 from agentrl_env.errors import InvalidRequest
+from agentrl_env.hosting.serve import EnvServer
 from agentrl_env.server.limits import Limits
-from agentrl_env.server.serve import EnvServer
 from tests.env.tasks import Quick, Slow, until
 
 SHORT_TIMEOUTS = Limits(head_s=0.3, body_s=0.3, idle_s=0.3, max_header_bytes=4096)

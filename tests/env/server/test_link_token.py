@@ -17,9 +17,9 @@ from agentrl_env import EnvClient, ToolCall
 from agentrl_env.errors import Forbidden, ServeError, Unauthorized
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import ControllerServer
+from agentrl_env.hosting.serve import NOWHERE, EnvServer
 from agentrl_env.server.auth import AgentTokens, is_link_token, link_token
 from agentrl_env.server.middleware import TOKEN_PREFIX
-from agentrl_env.server.serve import NOWHERE, EnvServer
 from tests.env.fleet.test_failover_sessions import Walk
 from tests.env.tasks import Quick
 

@@ -4,7 +4,7 @@ import pytest
 
 from agentrl_env import Environment
 from agentrl_env.errors import TargetError
-from agentrl_env.server.loader import load_target, load_targets
+from agentrl_env.hosting.loader import load_target, load_targets
 from tests.env.tasks import Guess, Quick
 
 SOURCE = """

@@ -15,10 +15,10 @@ from agentrl_env.client.http import HttpBackend
 from agentrl_env.errors import Forbidden, Unauthorized
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import ControllerServer
+from agentrl_env.hosting.serve import EnvServer
 from agentrl_env.server.auth import AgentTokens
 from agentrl_env.server.limits import Limits
 from agentrl_env.server.middleware import route_of
-from agentrl_env.server.serve import EnvServer
 from agentrl_env.wire import INFO, SessionRequest
 from tests.env.session.test_fork import Walk
 from tests.env.tasks import Quick, until

@@ -9,8 +9,8 @@ from agentrl_env import EnvClient, ToolCall
 from agentrl_env.errors import InvalidRequest, ServerFull, UnknownTask
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import ControllerServer
+from agentrl_env.hosting.serve import NOWHERE, EnvServer
 from agentrl_env.server.limits import Limits
-from agentrl_env.server.serve import NOWHERE, EnvServer
 from agentrl_env.wire import OpenRequest
 from tests.env.tasks import Guess, Quick, until
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 from websockets.asyncio.client import connect
 
-from agentrl_env.server.serve import EnvServer
+from agentrl_env.hosting.serve import EnvServer
 from tests.env.tasks import Quick
 
 RECORD = Path(__file__).with_name("recorded_wire.json")

@@ -14,8 +14,8 @@ from agentrl_env import EnvClient, ToolCall
 from agentrl_env.errors import ServeError, ServerDraining, SessionEnded, TargetError
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import ControllerServer
+from agentrl_env.hosting.serve import EnvServer
 from agentrl_env.server.auth import is_weak
-from agentrl_env.server.serve import EnvServer
 from tests.env.tasks import Quick, Slow, until
 
 
@@ -126,7 +126,7 @@ async def test_stop_waiting_closes_open_sessions():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_process_prints_its_url_and_exits_cleanly(number):
     code = (
-        "from agentrl_env.server.serve import serve\n"
+        "from agentrl_env.hosting.serve import serve\n"
         "serve(['tests.env.tasks:Guess', 'tests.env.tasks:Quick'], port=0)"
     )
     process = subprocess.Popen(

@@ -21,8 +21,8 @@ from agentrl_env.errors import (
     SessionExpired,
     UnknownSession,
 )
+from agentrl_env.hosting.serve import EnvServer
 from agentrl_env.server.app import create_app
-from agentrl_env.server.serve import EnvServer
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.testing import Verdict, run_checks

@@ -6,8 +6,8 @@ from websockets.asyncio.client import connect
 
 from agentrl_env import Message, ToolCall
 from agentrl_env.errors import InvalidRequest
+from agentrl_env.hosting.serve import EnvServer
 from agentrl_env.server.dashboard import FILES
-from agentrl_env.server.serve import EnvServer
 from agentrl_env.session.history import MAX_TURNS
 from agentrl_env.session.listing import merge_lists
 from agentrl_env.session.pool import SessionPool

@@ -8,8 +8,8 @@ import pytest
 
 from agentrl_env import EnvClient, Message, ToolCall, tool
 from agentrl_env.errors import InvalidRequest, ServerFull, SessionExpired
+from agentrl_env.hosting.serve import EnvServer
 from agentrl_env.server.limits import Limits
-from agentrl_env.server.serve import EnvServer
 from agentrl_env.session import executor as executor_module
 from agentrl_env.session.executor import SLICE_S, LoopShare
 from agentrl_env.session.pool import SessionPool

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentrl_env import EnvClient, Environment, ToolCall, tool
-from agentrl_env.server.serve import EnvServer
+from agentrl_env.hosting.serve import EnvServer
 from agentrl_env.session import loop_watch
 from agentrl_env.session.loop_watch import Block, LoopWatch, warn_of_blocks
 

@@ -13,11 +13,11 @@ import pytest
 
 from agentrl_env import Done, EnvClient, Environment, Reply, ToolCall, tool
 from agentrl_env.errors import UnknownSample
-from agentrl_env.server.loader import load_target
+from agentrl_env.hosting.loader import load_target
 from agentrl_env.testing import Verdict, check_environment, checker, context, run_checks
 from agentrl_env.testing.checks import CHECKS
-from tests.env.server_thread import ServerThread
 from tests.env.testing.test_checker import Guess, failing, only, report_on, verdicts
+from tests.env.thread_server import server_on_thread
 
 ENVIRONMENT = '''
 import os
@@ -186,8 +186,8 @@ def test_data_set_that_differs_between_the_workers_of_a_server_fails(tmp_path):
 def test_server_with_one_session_cannot_compare_data_sets(tmp_path, monkeypatch):
     monkeypatch.setattr(context, "WAIT", 0.0)
     folder = listed(tmp_path / "stable", 'return [{"split": split}]')
-    with ServerThread(folder, max_sessions=1) as server:
-        (report,) = run_checks(lambda: EnvClient.connect(server.url), checks=only("data_set"))
+    with server_on_thread(folder, max_sessions=1) as url:
+        (report,) = run_checks(lambda: EnvClient.connect(url), checks=only("data_set"))
     assert report["data_set"].verdict is Verdict.SKIP, report["data_set"]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from agentrl_env import Done, ToolCall, tool
 from agentrl_env.environment import Environment
-from agentrl_env.server.loader import load_target
+from agentrl_env.hosting.loader import load_target
 from agentrl_env.testing import Verdict, run_checks
 from agentrl_env.testing.checks import fuzz, hooks, samples, schema
 from agentrl_env.testing.fuzz import fuzz_cases

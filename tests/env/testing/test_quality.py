@@ -22,16 +22,16 @@ from agentrl_env.__main__ import main
 from agentrl_env.client import benchmark
 from agentrl_env.errors import ServeError, UnknownSample
 from agentrl_env.evaluation import ChatModel, chat_model
+from agentrl_env.hosting.loader import load_target
 from agentrl_env.launch.process import ServerProcess
-from agentrl_env.server.loader import load_target
 from agentrl_env.testing import load, run_quality
 from agentrl_env.testing.context import Rollout, RolloutTurn
 from agentrl_env.testing.load import hold_sessions, measure_load, tree_memory
 from agentrl_env.testing.quality import Episode, score, score_groups
 from agentrl_env.testing.quality_table import quality_table
 from agentrl_env.types import SessionStatus, TaskSample
-from tests.env.server_thread import ServerThread
 from tests.env.testing.test_checker import Guess
+from tests.env.thread_server import server_on_thread
 
 ENVIRONMENTS = Path(__file__).parents[3] / "environments"
 
@@ -419,8 +419,8 @@ def test_endpoint_that_is_none_is_named(monkeypatch):
 
 
 def test_table_has_a_row_for_each_task_and_split(capsys):
-    with ServerThread(Guess, oracle=True) as server:
-        (guess,) = run_quality(lambda: EnvClient.connect(server.url), samples=3)
+    with server_on_thread(Guess, oracle=True) as url:
+        (guess,) = run_quality(lambda: EnvClient.connect(url), samples=3)
     with endpoint() as (url, _):
         sums = quality_of(Sums, samples=2, model=ChatModel(url, "small"))
     Console(width=200).print(quality_table([guess, sums]))
@@ -509,8 +509,8 @@ def test_command_goes_on_with_the_figures_of_a_file(cli, tmp_path):
 
 
 def test_command_measures_a_server(cli):
-    with ServerThread(Guess, oracle=True) as server:
-        code, out, _ = cli(server.url, "--quality", "--samples", 2, "--json")
+    with server_on_thread(Guess, oracle=True) as url:
+        code, out, _ = cli(url, "--quality", "--samples", 2, "--json")
     assert code == 0
     (task,) = json.loads(out)["quality"]
     assert set(task["splits"]["train"]["policies"]) == {"nothing", "random", "repeat", "expert"}

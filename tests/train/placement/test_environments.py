@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from agentrl_env.server.serve import EnvServer
+from agentrl_env.hosting.serve import EnvServer
 from agentrl_train.config import EnvironmentSection
 from agentrl_train.errors import ConfigError, EnvironmentUnavailable
 from agentrl_train.placement.environments import environments

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl_train.training.admission import AdmittedGroup, Mixer, WorkWindow
+from agentrl_train.training.admission import AdmittedGroup, Mixer, WorkWindow, sample_seed
 from agentrl_train.types import TaskSource
 
 SOURCES = (TaskSource(task="house", num_samples=7), TaskSource(task="shop", weight=2.0))
@@ -371,3 +371,9 @@ def test_new_task_starts_at_its_beginning():
 def test_invalid_mixture_is_rejected(sources, reason):
     with pytest.raises(ValueError, match=reason):
         Mixer(sources, seed=0)
+
+
+def test_seeds_of_samples_stay_those_of_earlier_runs():
+    assert sample_seed(1, "house", "train", 0) == 23590873601962
+    assert sample_seed(1, "a") != sample_seed(1, "b")
+    assert sample_seed(0) < 2**53

@@ -15,7 +15,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Protocol
 from urllib.parse import urlsplit
@@ -26,7 +25,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from starlette.requests import Request
 from starlette.routing import Route
 
-from agentrl_env.bridges.agentrl import CUSTOM, STATUS_KEY, endpoint_of
+from agentrl_env.bridges.agentrl.server import CUSTOM, STATUS_KEY, endpoint_of
 from agentrl_env.environment import Environment, check_class
 from agentrl_env.errors import AgentRLError, DefinitionError, InvalidRequest, ServerFull
 from agentrl_env.schema import echo
@@ -442,4 +441,6 @@ def mount(app: FastAPI, api: Api) -> None:
 
     app.router.lifespan_context = lifespan
     if not api.secured and find_spec("grpc") is not None:  # the stream carries no token
-        import_module("agentrl_env.bridges.agentrl_grpc").mount(app, workers)
+        from agentrl_env.bridges.agentrl import grpc
+
+        grpc.mount(app, workers)

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl_env.bridges import harbor_session, harbor_tool
 from agentrl_env.bridges.episode import RESPOND, offered_tools
-from agentrl_env.bridges.harbor_session import text_of
+from agentrl_env.bridges.harbor import container_session, container_tool
+from agentrl_env.bridges.harbor.container_session import text_of
 from agentrl_env.client.client import ClientSession, EnvClient
 from agentrl_env.errors import LaunchError, NotSupported, UnknownSample
 from agentrl_env.launch.image import DEFAULT_BASE
@@ -177,9 +177,9 @@ def _write(
             oracle="" if oracle is None else f"oracle_reward = {oracle}\n",
             agent_s=max(600.0, _STEP_S * task.max_turns),
             user=AGENT,
-            module=harbor_session.__name__,
+            module=container_session.__name__,
         ),
-        "tests/test.sh": _TEST.format(id=_AGENT_ID, record=harbor_session.RECORD),
+        "tests/test.sh": _TEST.format(id=_AGENT_ID, record=container_session.RECORD),
     }
     if oracle is not None:
         lines = [f"task {shlex.quote(name)} {shlex.quote(arguments)}\n" for name, arguments in moves]
@@ -197,12 +197,14 @@ def _write_image(folder: Path, context: BuildContext, archive: io.BytesIO, info:
     with tarfile.open(fileobj=archive) as tar:
         tar.extractall(folder, filter="data")
     served, entry, _ = context.dockerfile().rpartition("ENTRYPOINT ")
-    added = _IMAGE.format(user=AGENT, id=_AGENT_ID, folder=harbor_session.FOLDER, owner=harbor_session.USER)
+    added = _IMAGE.format(
+        user=AGENT, id=_AGENT_ID, folder=container_session.FOLDER, owner=container_session.USER
+    )
     assert entry
     (folder / "Dockerfile").write_text(served + added, encoding="utf-8")
     sample = info.sample.model_dump(include={"split", "index", "seed"})
     (folder / "sample.json").write_text(json.dumps({"target": context.task.target, **sample}))
-    (folder / "tool.py").write_bytes(Path(harbor_tool.__file__).read_bytes())
+    (folder / "tool.py").write_bytes(Path(container_tool.__file__).read_bytes())
 
 
 def _described(tool: ToolSpec) -> str:

@@ -27,7 +27,7 @@ from urllib.parse import parse_qsl
 import gymnasium
 import numpy as np
 
-from agentrl_env.bridges.action_space import action_fields, decode
+from agentrl_env.bridges.gymnasium.action_space import action_fields, decode
 from agentrl_env.environment import Environment
 from agentrl_env.errors import AUTHOR_ERRORS, DefinitionError, TargetError, ToolError
 from agentrl_env.tools import Done, Reply, tool

@@ -37,7 +37,7 @@ from agentrl_env.errors import (
 from agentrl_env.schema import echo
 from agentrl_env.server.api import Api, read, validate
 from agentrl_env.server.auth import caller
-from agentrl_env.server.disconnect import unless_disconnected
+from agentrl_env.server.embedded import unless_disconnected
 from agentrl_env.server.middleware import AGENTRL_PATH
 from agentrl_env.types import Message, SessionInfo, SessionStatus, SplitInfo, StepResult, TaskInfo, ToolCall
 from agentrl_env.wire import (

@@ -21,7 +21,7 @@ from fastapi import FastAPI
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from pydantic import ValidationError
 
-from agentrl_env.bridges.agentrl_worker import START, Heartbeat, WorkerFailed, Workers, read_answer
+from agentrl_env.bridges.agentrl.worker import START, Heartbeat, WorkerFailed, Workers, read_answer
 from agentrl_env.errors import InvalidRequest, ServerFull
 
 logger = logging.getLogger("agentrl_env")

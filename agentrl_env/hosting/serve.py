@@ -13,13 +13,17 @@ from typing import Protocol
 
 import uvicorn
 
+from agentrl_env.bridges.agentrl import server as agentrl_calls
+from agentrl_env.bridges.agentrl import worker as agentrl_workers
+from agentrl_env.bridges.mcp import server as mcp
+from agentrl_env.bridges.openenv import server as openenv
 from agentrl_env.environment import Environment
 from agentrl_env.errors import EnvironmentFailed, ServeError
+from agentrl_env.hosting.loader import load_targets
 from agentrl_env.server.app import create_app
 from agentrl_env.server.auth import is_link_token
 from agentrl_env.server.controller_link import ControllerLinks
 from agentrl_env.server.limits import Limits
-from agentrl_env.server.loader import load_targets
 from agentrl_env.server.sockets import Listener
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.server.telemetry.session_metrics import SLOW_STEP_S, SessionMetrics
@@ -37,6 +41,8 @@ GC_THRESHOLDS = (100_000, 10, 5)
 """Thresholds of the garbage collector. Steps make many short-lived objects and few cycles: with the default
 ones, collections cost a third of the throughput and most of the tail latency; with much rarer ones, the
 cycles that malformed calls leave add up."""
+BRIDGES = (agentrl_calls.mount, agentrl_workers.mount, mcp.mount, openenv.mount)
+"""The protocols that servers and controllers speak besides their own."""
 NOWHERE = "none"
 """Host of a server that listens on no address; only its controllers reach it."""
 
@@ -107,7 +113,9 @@ class EnvServer:
             history_bytes=self._limits.max_history_bytes,
             calls=calls,
         )
-        self._app = create_app(self.pool, self.metrics, token=own, limits=self._limits, tracing=tracing)
+        self._app = create_app(
+            self.pool, self.metrics, token=own, limits=self._limits, tracing=tracing, bridges=BRIDGES
+        )
         self._links = (
             ControllerLinks(self.pool, self.metrics, controllers, token, tracing) if controllers else None
         )

@@ -1,8 +1,9 @@
-"""The session of an exported Harbor task: a process of its container, which only the tool ``task`` reaches.
+"""The session of an exported Harbor task: a process of its container that only the tool ``task`` reaches.
 
-``python -I -m agentrl_env.bridges.harbor_session`` is the container's health check: as root, it starts the
-process unless it runs, and succeeds once the episode has begun. The process, the task's code, its sample and
-the record of its rewards belong to a user of their own; the model's commands run as another one.
+``python -I -m agentrl_env.bridges.harbor.container_session`` is the health check of the container. It runs as
+root, starts the process unless it runs, and succeeds once the episode has started. The process, the task's
+code, its sample and the record of its rewards belong to a user of their own. The model's commands run as
+another user.
 """
 
 from __future__ import annotations

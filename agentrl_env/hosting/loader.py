@@ -20,13 +20,6 @@ from agentrl_env.tools import is_tool, toolset
 
 TARGET_PACKAGE = "agentrl_target_"
 """Prefix of the package that stands for a task's folder; a hash of its path follows."""
-BRIDGES = {
-    "gym": "agentrl_env.bridges.gymnasium",
-    "harbor": "agentrl_env.bridges.harbor",
-    "mcp": "agentrl_env.bridges.mcp_client",
-    "openenv": "agentrl_env.bridges.openenv_client",
-}
-"""Modules whose ``load`` returns the class of a target by its scheme, the word before ":" or "+"."""
 
 
 def load_target(target: str | type[Environment]) -> type[Environment]:
@@ -62,10 +55,9 @@ def load_targets(targets: Iterable[str | type[Environment]]) -> list[type[Enviro
 
 
 def _find(target: str) -> type[Environment]:
-    scheme = re.match(r"(\w+)[:+](.+)", target)
-    if scheme and scheme[1] in BRIDGES:
-        found: type[Environment] = importlib.import_module(BRIDGES[scheme[1]]).load(scheme[2])
-        return found
+    foreign = re.match(r"(\w+)[:+](.+)", target)
+    if foreign and (bridged := _bridged(foreign[1], foreign[2])) is not None:
+        return bridged
     place, _, name = target.rpartition(":")
     if not place:
         place, name = target, ""
@@ -84,6 +76,28 @@ def _find(target: str) -> type[Environment]:
             "file.py:Class or module:Class"
         )
     return _pick(_load_module(place, target), name, target)
+
+
+def _bridged(scheme: str, address: str) -> type[Environment] | None:
+    """Return the class that the bridge of a scheme makes; None if no bridge has this scheme."""
+    match scheme:
+        case "gym":
+            from agentrl_env.bridges.gymnasium import task
+
+            return task.load(address)
+        case "harbor":
+            from agentrl_env.bridges.harbor import tasks
+
+            return tasks.load(address)
+        case "mcp":
+            from agentrl_env.bridges.mcp import client as mcp
+
+            return mcp.load(address)
+        case "openenv":
+            from agentrl_env.bridges.openenv import client as openenv
+
+            return openenv.load(address)
+    return None
 
 
 def _load_file(path: Path, target: str) -> ModuleType:

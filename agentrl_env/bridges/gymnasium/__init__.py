@@ -1,0 +1,1 @@
+"""Gymnasium: its environments as tasks."""

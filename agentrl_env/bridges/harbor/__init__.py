@@ -1,0 +1,1 @@
+"""Harbor: its folders as tasks, and tasks exported to its format."""

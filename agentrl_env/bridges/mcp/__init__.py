@@ -1,0 +1,1 @@
+"""MCP: tasks as MCP servers, and MCP servers as tasks."""

@@ -1,0 +1,1 @@
+"""OpenEnv: tasks behind its clients, and its environments as tasks."""

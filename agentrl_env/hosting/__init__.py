@@ -1,0 +1,1 @@
+"""Hosting: targets are loaded, and served in every protocol."""
