@@ -6,8 +6,9 @@ HTTP and the WebSocket both end here; a controller's link skips authorization.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,7 +25,7 @@ from agentrl_env.fast_wire import (
     decode_step,
     encode_items,
 )
-from agentrl_env.server.auth import AgentTokens, caller
+from agentrl_env.server.auth import AgentTokens, Caller, caller
 from agentrl_env.server.limits import SMALL_BYTES, Limits
 from agentrl_env.server.service import Service
 from agentrl_env.server.telemetry.metrics import Metrics
@@ -43,6 +44,7 @@ from agentrl_env.wire import (
     AgentToken,
     Call,
     ForkRequest,
+    OpenBatch,
     OpenRequest,
     SessionRequest,
     StepBatch,
@@ -53,6 +55,7 @@ from agentrl_env.wire import (
 )
 
 M = TypeVar("M", bound=BaseModel)
+Handler = Callable[[Any, Caller], Coroutine[Any, Any, bytes]]
 
 _HIDDEN: dict[type[BaseModel], Any] = {
     StepResult: {"metrics": True, "info": True},
@@ -88,37 +91,30 @@ class Api:
         self.metrics = metrics
         self._limits = limits
         self._tokens = tokens
+        self._handlers: dict[str, Handler] = {name: partial(self._forward, name) for name in CALLS}
+        """Answers each call for a caller, once it is admitted."""
+        self._handlers |= {
+            STEP.name: self._step,
+            STEP_MANY.name: self._step_batch,
+            OPEN.name: self._open_or_siblings,
+            OPEN_MANY.name: self._open_batch,
+            FORK.name: self._fork,
+            INFO.name: self._info,
+            CLOSE.name: self._close,
+            RENEW.name: self._renew,
+            REVOKE.name: self._revoke,
+        }
 
     @property
     def secured(self) -> bool:
         """True if callers need a token."""
         return self._tokens is not None
 
-    async def answer(self, call: Call, request: Any) -> bytes:
-        """Make a call; return its answer as JSON. Raises WireError."""
-        self._admit(call, getattr(request, "session_id", None))
-        if call is STEP:
-            self._check_message(request)
-            return _seen_by_caller(await self.service.step(request), StepResult)
-        if call is STEP_MANY:
-            results = await self._step_many(request)
-            if caller.get().session_id is not None:
-                results = [_item_seen_by_agent(one) for one in results]
-            return encode_items("results", results)
-        if call is OPEN_MANY:
-            return encode_items("sessions", await self._open_many([*map(self._bound, request.sessions)]))
-        if call is OPEN:
-            return await self._open_or_siblings(self._bound(request))
-        if call is RENEW or call is REVOKE:
-            return await self._replace_tokens(request, revoke=call is REVOKE)
-        if call is FORK:
-            self._check_fork(request)
-        if call is CLOSE and self._tokens is not None:
-            self._tokens.close(request.session_id)
-        answer = _to_json(await getattr(self.service, call.name)(request))
-        if call is INFO:
-            return _seen_by_caller(answer, SessionInfo)
-        return self._with_tokens(answer) if call is FORK else answer
+    def answer(self, call: Call, request: Any) -> Coroutine[Any, Any, bytes]:
+        """Make a call for the caller of the running task; return its answer as JSON. Raises WireError."""
+        who = caller.get()
+        self._admit(call, who, getattr(request, "session_id", None))
+        return self._handlers[call.name](request, who)
 
     async def answer_json(self, call: Call, text: bytes | str, session_id: str | None = None) -> bytes:
         """Make a call whose arguments are JSON text; unknown fields are ignored. Raises WireError.
@@ -178,6 +174,40 @@ class Api:
         """Count an error that is answered."""
         self.metrics.errors[error.type] += 1
 
+    async def _forward(self, name: str, request: BaseModel, who: Caller) -> bytes:
+        return _to_json(await getattr(self.service, name)(request))
+
+    async def _step(self, request: Step, who: Caller) -> bytes:
+        if self._limits is not None:
+            self._limits.check_message(request.message)
+        return _seen_by(who, await self.service.step(request), StepResult)
+
+    async def _step_batch(self, request: FastBatch | StepBatch, who: Caller) -> bytes:
+        results = await self._step_many(request, who)
+        if who.session_id is not None:
+            results = [_item_seen_by(who, result) for result in results]
+        return encode_items("results", results)
+
+    async def _info(self, request: SessionRequest, who: Caller) -> bytes:
+        return _seen_by(who, await self._forward(INFO.name, request, who), SessionInfo)
+
+    async def _close(self, request: SessionRequest, who: Caller) -> bytes:
+        if self._tokens is not None:
+            self._tokens.close(request.session_id)
+        return await self._forward(CLOSE.name, request, who)
+
+    async def _fork(self, request: ForkRequest, who: Caller) -> bytes:
+        if self._limits is not None and request.n > self._limits.max_forks:
+            raise InvalidRequest(f"n: {request.n} forks in one call; at most {self._limits.max_forks}")
+        return self._with_tokens(await self._forward(FORK.name, request, who))
+
+    async def _renew(self, request: SessionRequest, who: Caller) -> bytes:
+        return _to_json(AgentToken(agent_token=await self._new_token(request)))
+
+    async def _revoke(self, request: SessionRequest, who: Caller) -> bytes:
+        await self._new_token(request)
+        return _to_json(None)
+
     async def _answer_batch(self, text: bytes | str) -> bytes:
         """Step a batch; malformed items are answered with their error, the others are played."""
         try:
@@ -201,20 +231,21 @@ class Api:
                 malformed += 1
                 if malformed > MAX_MALFORMED:
                     raise InvalidRequest(f"over {MAX_MALFORMED} malformed steps: {error.message}") from error
-        self._admit(STEP_MANY, None)
+        who = caller.get()
+        self._admit(STEP_MANY, who, None)
         good = StepBatch.model_construct(
             steps=[step for step in steps if not isinstance(step, WireError)], wait_s=wait_s
         )
-        played = iter(await self._step_many(good))
+        played = iter(await self._step_many(good, who))
         answers = [step if isinstance(step, WireError) else next(played) for step in steps]
         for step in steps:
             if isinstance(step, WireError):
                 self.count(step)
         return encode_items("results", answers)
 
-    async def _step_many(self, request: FastBatch | StepBatch) -> Sequence[bytes | WireError]:
+    async def _step_many(self, request: FastBatch | StepBatch, who: Caller) -> Sequence[bytes | WireError]:
         steps: Sequence[Step] = request.steps
-        own = caller.get().session_id
+        own = who.session_id
         if own is not None and any(step.session_id != own for step in steps):
             raise Forbidden("an agent token may step its own session only")
         limits = self._limits
@@ -249,18 +280,21 @@ class Api:
             return request
         return request.model_copy(update={"digest": payload_digest(request)})
 
-    async def _open_or_siblings(self, request: OpenRequest) -> bytes:
-        if request.n is None:
-            return await self._open(request)
-        self._check_openings(request.n)
-        opened = await self._open_many(siblings(request, request.n))
-        return encode_items("sessions", opened)
+    async def _open_batch(self, request: OpenBatch, who: Caller) -> bytes:
+        return encode_items("sessions", await self._open_many([*map(self._bound, request.sessions)], who))
 
-    async def _open_many(self, requests: Sequence[OpenRequest]) -> list[bytes | WireError]:
+    async def _open_or_siblings(self, request: OpenRequest, who: Caller) -> bytes:
+        request = self._bound(request)
+        if request.n is None:
+            return await self._open(request, who)
+        self._check_openings(request.n)
+        return encode_items("sessions", await self._open_many(siblings(request, request.n), who))
+
+    async def _open_many(self, requests: Sequence[OpenRequest], who: Caller) -> list[bytes | WireError]:
         self._check_openings(len(requests))
-        opened = await asyncio.gather(*map(self._open, requests), return_exceptions=True)
+        openings = (self._open(request, who) for request in requests)
         answers: list[bytes | WireError] = []
-        for outcome in opened:
+        for outcome in await asyncio.gather(*openings, return_exceptions=True):
             if isinstance(outcome, WireError):
                 self.count(outcome)
             elif isinstance(outcome, BaseException):
@@ -268,30 +302,22 @@ class Api:
             answers.append(outcome)
         return answers
 
-    async def _open(self, request: OpenRequest) -> bytes:
+    async def _open(self, request: OpenRequest, who: Caller) -> bytes:
         if self._limits is not None and request.sample is not None:
             self._limits.measure(request.sample, "sample")
         if not request.client:
-            request = request.model_copy(update={"client": caller.get().name})
+            request = request.model_copy(update={"client": who.name})
         return self._with_tokens(_to_json(await self.service.open(request)))
 
-    def _admit(self, call: Call, session_id: str | None) -> None:
+    def _admit(self, call: Call, who: Caller, session_id: str | None) -> None:
         """Authorize and count a call. Raises Forbidden, RateLimited."""
         if self._limits is not None:
-            caller.get().admit(call, session_id)
+            who.admit(call, session_id)
         self.metrics.calls[call.name] += 1
-
-    def _check_message(self, request: Step) -> None:
-        if self._limits is not None:
-            self._limits.check_message(request.message)
 
     def _check_openings(self, number: int) -> None:
         if self._limits is not None and number > self._limits.max_batch_opens:
             raise InvalidRequest(f"{number} sessions in one call; at most {self._limits.max_batch_opens}")
-
-    def _check_fork(self, request: ForkRequest) -> None:
-        if self._limits is not None and request.n > self._limits.max_forks:
-            raise InvalidRequest(f"n: {request.n} forks in one call; at most {self._limits.max_forks}")
 
     def _with_tokens(self, answer: bytes) -> bytes:
         """Add the agent token of each session to the answer of ``open`` or ``fork``."""
@@ -302,27 +328,26 @@ class Api:
             info["agent_token"] = self._tokens.issue(info["session_id"])
         return to_json(fields)
 
-    async def _replace_tokens(self, request: SessionRequest, revoke: bool) -> bytes:
-        """Revoke the agent tokens of a session that is known, and issue a new one unless ``revoke``."""
+    async def _new_token(self, request: SessionRequest) -> str:
+        """Revoke the agent tokens of a session that is known; return a new one."""
         if self._tokens is None:
             raise NotSupported("this server has no token, and so no agent tokens")
         await self.service.info(request)
-        token = await self._tokens.renew(request.session_id)
-        return _to_json(None if revoke else AgentToken(agent_token=token))
+        return await self._tokens.renew(request.session_id)
 
 
-def _seen_by_caller(answer: bytes, model: type[BaseModel]) -> bytes:
-    """Return an answer as JSON; for an agent token, without what the model does not see of the episode."""
-    if caller.get().session_id is None:
+def _seen_by(who: Caller, answer: bytes, model: type[BaseModel]) -> bytes:
+    """Return an answer as JSON. For an agent token, omit what the model does not see of the episode."""
+    if who.session_id is None:
         return answer
     return model.model_validate_json(answer).model_dump_json(exclude=_HIDDEN[model]).encode()
 
 
-def _item_seen_by_agent(item: bytes | WireError) -> bytes | WireError:
-    """Return an item of a batch as an agent sees it; a controller passes errors on as JSON."""
+def _item_seen_by(who: Caller, item: bytes | WireError) -> bytes | WireError:
+    """Return an item of a batch as a caller sees it; a controller passes errors on as JSON."""
     if isinstance(item, WireError) or item.startswith(b'{"error":'):
         return item
-    return _seen_by_caller(item, StepResult)
+    return _seen_by(who, item, StepResult)
 
 
 def read(model: type[M], text: bytes | str) -> M:

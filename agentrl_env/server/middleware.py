@@ -8,7 +8,7 @@ import re
 from base64 import urlsafe_b64decode
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from math import ceil
 from socket import gethostname
@@ -118,52 +118,22 @@ class AccessMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward a request, or refuse it."""
-        kind = scope["type"]
-        if kind not in ("http", "websocket"):
+        if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        answered = 0
-
-        async def stamped(message: Message) -> None:
-            nonlocal answered
-            if message["type"] in _STAMPED:
-                message["headers"] = [*message.get("headers", ()), _PROTOCOL, _SOCKET]
-                self._count(scope, message)
-            try:
-                if len(message.get("body", b"")) > SMALL_BYTES:
-                    budget.keep(len(message["body"]))
-                    answered += len(message["body"])
-                    await send({**message, "more_body": True})
-                    message = {**message, "body": b""}  # sent once the reader has taken the rest
-                await send(message)
-            except RuntimeError as error:
-                # uvloop notices a disconnect before uvicorn does.
-                if kind == "websocket" or "handler is closed" not in str(error):
-                    raise
-
         try:
-            admit = self._admit_websocket if kind == "websocket" else self._admit_request
-            who = admit(scope, headers)
-            budget = self._budgets.of(who.session_id, scope.get("client"))
-            budget.check_connections()
-            body = self._large_body(scope, headers, receive, budget, who) if kind == "http" else None
+            who, budget = self._admit(scope, headers)
+            body = self._large_body(scope, headers, receive, budget, who)
         except WireError as error:
-            self._metrics.errors[error.type] += 1
-            if kind == "http" and _length(headers) > SMALL_BYTES:
-                await asyncio.sleep(PAUSE_S)
-            await _refuse(error, stamped, "http.response" if kind == "http" else "websocket.http.response")
+            await self._refuse(error, scope, headers, _Answer(scope, send, self._metrics))
             return
+        caller.set(who)
+        answer = _Answer(scope, send, self._metrics, budget)
+        serve = self._app if self._tracing is None else partial(self._traced, self._tracing, headers)
         budget.connections += 1
-        caller.set(replace(who, budget=budget))
-        connection = scope.get(CONNECTION)
-        if connection is not None and not who.is_server:
-            connection.join(budget, self._max_bytes[who.session_id is not None])
         try:
-            if self._tracing is None:
-                await budget.timed(self._app(scope, body or receive, stamped))
-            else:
-                await budget.timed(self._traced(self._tracing, scope, headers, body or receive, stamped))
+            await budget.timed(serve(scope, body or receive, answer))
         except WebSocketDisconnect:
             return
         except Exception as error:
@@ -172,10 +142,34 @@ class AccessMiddleware:
             raise
         finally:
             budget.connections -= 1
-            if answered:
-                budget.release(answered)
+            answer.release()
             if body is not None:
                 body.release()
+
+    def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> tuple[Caller, Budget]:
+        """Return the caller and its budget. Raises Unauthorized, Forbidden, RateLimited."""
+        admit = self._admit_websocket if scope["type"] == "websocket" else self._admit_request
+        who = admit(scope, headers)
+        budget = self._budgets.of(who.session_id, scope.get("client"))
+        budget.check_connections()
+        connection = scope.get(CONNECTION)
+        if connection is not None and not who.is_server:
+            connection.join(budget, self._max_bytes[who.session_id is not None])
+        return replace(who, budget=budget), budget
+
+    async def _refuse(
+        self, error: WireError, scope: Scope, headers: dict[bytes, bytes], answer: _Answer
+    ) -> None:
+        self._metrics.errors[error.type] += 1
+        kind = "http.response" if scope["type"] == "http" else "websocket.http.response"
+        if scope["type"] == "http" and _length(headers) > SMALL_BYTES:
+            await asyncio.sleep(PAUSE_S)
+        body = to_json(error.wire())
+        fields = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        if isinstance(error, RateLimited):
+            fields.append((b"retry-after", b"%d" % ceil(error.details["retry_after"])))
+        await answer({"type": f"{kind}.start", "status": error.status, "headers": fields})
+        await answer({"type": f"{kind}.body", "body": body})
 
     def _admit_request(self, scope: Scope, headers: dict[bytes, bytes]) -> Caller:
         """Return the caller of a request. Raises Unauthorized, Forbidden, RateLimited."""
@@ -234,6 +228,8 @@ class AccessMiddleware:
         self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, budget: Budget, who: Caller
     ) -> _LargeBody | None:
         """Return a ``receive`` that counts a large body, else None. Raises BodyTooLarge, RateLimited."""
+        if scope["type"] != "http":
+            return None
         chunked = b"transfer-encoding" in headers
         size = 0 if chunked else _length(headers)
         limit = self._max_bytes[who.session_id is not None]
@@ -243,13 +239,8 @@ class AccessMiddleware:
             return None  # the server reads as many bytes as the header says
         return _LargeBody(receive, budget, limit, size)
 
-    def _count(self, scope: Scope, message: Message) -> None:
-        method = scope.get("method", "WEBSOCKET")
-        method = method if method in _METHODS else "WEBSOCKET" if scope["type"] == "websocket" else "other"
-        self._metrics.requests[method, route_of(scope["path"]), message.get("status", 101)] += 1
-
     async def _traced(
-        self, tracing: Tracing, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send
+        self, tracing: Tracing, headers: dict[bytes, bytes], scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Serve under a span whose parent is in the request's ``traceparent``."""
         tracing.activate()
@@ -260,6 +251,54 @@ class AccessMiddleware:
         route = route_of(scope["path"])
         with tracing.span(f"{scope['method']} {route}", carrier, client=caller.get().name):
             await self._app(scope, receive, send)
+
+
+class _Answer:
+    """Sends an answer with the headers of the protocol, and counts it; large parts count towards a budget.
+
+    Args:
+        scope: of ASGI.
+        send: of ASGI.
+        metrics: counts the answer.
+        budget: of the caller; None if the request is refused.
+    """
+
+    __slots__ = ("_budget", "_held", "_metrics", "_scope", "_send")
+
+    def __init__(self, scope: Scope, send: Send, metrics: Metrics, budget: Budget | None = None) -> None:
+        self._scope = scope
+        self._send = send
+        self._metrics = metrics
+        self._budget = budget
+        self._held = 0
+
+    async def __call__(self, message: Message) -> None:
+        """Send a message."""
+        if message["type"] in _STAMPED:
+            message["headers"] = [*message.get("headers", ()), _PROTOCOL, _SOCKET]
+            self._count(message.get("status", 101))
+        try:
+            if self._budget is not None and (size := len(message.get("body", b""))) > SMALL_BYTES:
+                self._budget.keep(size)
+                self._held += size
+                await self._send({**message, "more_body": True})
+                message = {**message, "body": b""}  # sent once the reader has taken the rest
+            await self._send(message)
+        except RuntimeError as error:
+            # uvloop notices a disconnect before uvicorn does.
+            if self._scope["type"] == "websocket" or "handler is closed" not in str(error):
+                raise
+
+    def release(self) -> None:
+        """End the request."""
+        if self._budget is not None and self._held:
+            self._budget.release(self._held)
+
+    def _count(self, status: int) -> None:
+        scope = self._scope
+        method = scope.get("method", "WEBSOCKET")
+        method = method if method in _METHODS else "WEBSOCKET" if scope["type"] == "websocket" else "other"
+        self._metrics.requests[method, route_of(scope["path"]), status] += 1
 
 
 class _LargeBody:
@@ -387,12 +426,3 @@ def _address(name: str) -> IPv4Address | IPv6Address | None:
         return ip_address(name)
     except ValueError:
         return None
-
-
-async def _refuse(error: WireError, send: Send, kind: str) -> None:
-    body = to_json(error.wire())
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    if isinstance(error, RateLimited):
-        headers.append((b"retry-after", b"%d" % ceil(error.details["retry_after"])))
-    await send({"type": f"{kind}.start", "status": error.status, "headers": headers})
-    await send({"type": f"{kind}.body", "body": body})
