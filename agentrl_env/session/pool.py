@@ -18,13 +18,13 @@ from agentrl_env.errors import NotSupported, ServerDraining, ServerFull, StepPen
 from agentrl_env.fast_wire import FastBatch, Step
 from agentrl_env.session import listing
 from agentrl_env.session.capacity import DRAINING, Capacity
-from agentrl_env.session.executor import RunningCalls
 from agentrl_env.session.history import MAX_BYTES
 from agentrl_env.session.observer import NO_OBSERVER, Observer
 from agentrl_env.session.session import MESSAGE_LOOP_S, Session
 from agentrl_env.session.session_table import Entry, SessionTable, SessionWatcher
 from agentrl_env.session.single_flight import SingleFlight
 from agentrl_env.session.tasks import Tasks
+from agentrl_env.session.threads import RunningCalls
 from agentrl_env.types import SessionInfo, SessionStatus, TaskSample
 from agentrl_env.wire import (
     EMPTY,

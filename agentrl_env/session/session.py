@@ -24,9 +24,10 @@ from agentrl_env.errors import (
     describe,
 )
 from agentrl_env.fast_wire import AssistantMessage, encode
-from agentrl_env.session.executor import Executor, ThreadPool
+from agentrl_env.session.executor import Executor, run_eagerly
 from agentrl_env.session.history import MAX_BYTES, History
 from agentrl_env.session.observer import NO_OBSERVER, Observer, log_failure
+from agentrl_env.session.threads import ThreadPool
 from agentrl_env.tools import (
     LoopTimeSpent,
     StepBuilder,
@@ -199,9 +200,9 @@ class Session:
         return StepResult.model_validate_json(result)
 
     def submit(self, message: AssistantMessage, seq: int | None = None) -> bytes | asyncio.Future[bytes]:
-        """Return the StepResult as JSON where it is known at once, else the task that plays the step.
+        """Return the StepResult as JSON if the step ends at once, else the future of the result.
 
-        Raises what ``step`` does; so does ``result_of`` for a task.
+        Raises what ``step`` does. So does ``result_of`` for a future.
         """
         if message.role != "assistant":
             raise InvalidRequest(f"a step takes an assistant message, not one of {message.role!r}")
@@ -215,20 +216,13 @@ class Session:
             return self._enqueue(partial(self._step, message, seq))
         self._check_next(seq)
         self._queued_seq = self.turn + 1
-        played = self._turn(StepBuilder(message, self._clock()))
-        traced = self._observer.traced("step", played, self)
-        if traced is not played:
-            return self._enqueue(lambda: traced)
-        try:
-            awaited = played.send(None)
-        except StopIteration as end:  # as code on the event loop mostly does
-            result: bytes = end.value
-            return result
-        self._queue_tail = self._current = resumed = _Resumed(played, awaited)
-        return resumed
+        started = run_eagerly(self._play(message))
+        if not isinstance(started, bytes):
+            self._queue_tail = self._current = started
+        return started
 
     async def result_of(self, task: asyncio.Future[T]) -> T:
-        """Wait for a task of ``submit``, which goes on where the caller is cancelled.
+        """Wait for a future of ``submit``. The step continues if the caller is cancelled.
 
         Raises what ``step`` does.
         """
@@ -236,7 +230,7 @@ class Session:
         return self.outcome(task)
 
     def outcome(self, task: asyncio.Future[T]) -> T:
-        """Return the result of a task of ``submit`` that is done. Raises what ``step`` does."""
+        """Return the result of a future of ``submit`` that is done. Raises what ``step`` does."""
         if task.cancelled():
             self.check_running()
             raise SessionEnded("the step was cancelled", status=self.status)
@@ -349,8 +343,11 @@ class Session:
         if seq is not None and seq <= self.turn:
             return self.history.result(seq, self.turn, message)
         self._check_next(seq)
-        played = self._turn(StepBuilder(message, self._clock()))
-        return await self._observer.traced("step", played, self)
+        return await self._play(message)
+
+    def _play(self, message: AssistantMessage) -> Coroutine[Any, Any, bytes]:
+        turn = self._turn(StepBuilder(message, self._clock()))
+        return self._observer.traced("step", turn, self)
 
     def _check_next(self, seq: int | None) -> None:
         """Raise SeqConflict, SessionEnded or SessionExpired where step ``seq`` cannot be the next."""
@@ -495,51 +492,3 @@ def _copied(state: Any) -> Any:
 def can_fork(environment: type[Environment]) -> bool:
     """Return whether sessions of a task can be forked: it has both ``snapshot`` and ``restore``."""
     return environment.overrides("snapshot") and environment.overrides("restore")
-
-
-class _Resumed(asyncio.Future[T]):
-    """Fast path: the result of a coroutine that was started without a task, resumed by what it awaits.
-
-    Python 3.11 has no eager tasks. A task takes 4 us of the 22 us of a step whose tool runs on a thread, and
-    a quarter of a step on the event loop, which seldom waits.
-
-    Args:
-        coroutine: the coroutine; it must not need ``asyncio.current_task``.
-        awaited: future that it waits for.
-    """
-
-    __slots__ = ("_awaited", "_cancelling", "_coroutine")
-
-    def __init__(self, coroutine: Coroutine[Any, Any, T], awaited: asyncio.Future[Any]) -> None:
-        super().__init__(loop=awaited.get_loop())
-        self._coroutine = coroutine
-        self._cancelling = False
-        self._await(awaited)
-
-    def cancel(self, msg: Any = None) -> bool:
-        """Cancel the coroutine."""
-        self._cancelling = not self.done()
-        if self._awaited is not None:
-            self._awaited.cancel(msg)
-        return self._cancelling
-
-    def _await(self, awaited: asyncio.Future[Any]) -> None:
-        awaited._asyncio_future_blocking = False  # as a task confirms it
-        self._awaited: asyncio.Future[Any] | None = awaited
-        awaited.add_done_callback(self._resume)
-
-    def _resume(self, _: asyncio.Future[Any]) -> None:
-        self._awaited = None  # an error that it holds refers to the environment
-        try:
-            if self._cancelling:
-                awaited = self._coroutine.throw(asyncio.CancelledError())
-            else:
-                awaited = self._coroutine.send(None)
-        except StopIteration as end:
-            self.set_result(end.value)
-        except asyncio.CancelledError:
-            super().cancel()
-        except BaseException as error:  # its caller gets it
-            self.set_exception(error)
-        else:
-            self._await(awaited)

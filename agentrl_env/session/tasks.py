@@ -20,8 +20,10 @@ from agentrl_env.errors import (
     describe,
 )
 from agentrl_env.session.capacity import DRAINING
-from agentrl_env.session.executor import Executor, LoopShare, RunningCalls, ThreadPool
+from agentrl_env.session.executor import Executor
+from agentrl_env.session.loop_share import LoopShare
 from agentrl_env.session.session import SETTLE_TIMEOUT_S, can_fork
+from agentrl_env.session.threads import RunningCalls, ThreadPool
 from agentrl_env.types import TaskInfo, TaskSample
 from agentrl_env.wire import OpenRequest, choose_task
 
