@@ -79,6 +79,15 @@ class FastBatch(Struct, frozen=True, gc=False):
     wait_s: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] | None = None
 
 
+class FastFrame(Struct, frozen=True, gc=False):
+    """``wire.Frame``."""
+
+    id: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | Annotated[str, Meta(max_length=128)]
+    call: str
+    traceparent: Annotated[str, Meta(max_length=128)] | None = None
+    target: int | str | None = None
+
+
 class ToolAnswer(Struct, frozen=True, gc=False):
     """``types.Message`` that answers a tool call with text."""
 
@@ -102,7 +111,9 @@ class _Result(Struct, frozen=True, gc=False):
 AssistantMessage: TypeAlias = Message | FastMessage
 AnyToolCall: TypeAlias = ToolCallModel | ToolCall
 Step: TypeAlias = StepRequest | FastStep
-decode_step: Callable[[bytes | str], FastStepBody] = msgspec.json.Decoder(FastStepBody).decode
+decode_frame: Callable[[bytes | str], FastFrame] = msgspec.json.Decoder(FastFrame).decode
+decode_step: Callable[[bytes | str], FastStep] = msgspec.json.Decoder(FastStep).decode
+decode_step_body: Callable[[bytes | str], FastStepBody] = msgspec.json.Decoder(FastStepBody).decode
 decode_batch: Callable[[bytes | str], FastBatch] = msgspec.json.Decoder(FastBatch).decode
 
 

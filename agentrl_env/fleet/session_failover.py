@@ -27,7 +27,7 @@ from agentrl_env.fleet.remote_server import RemoteServer
 from agentrl_env.fleet.scheduler import Placement, ignore_errors
 from agentrl_env.fleet.store import CLAIM_S, FleetStore
 from agentrl_env.server.failover import Checkpoint, last_turns, read_frame
-from agentrl_env.session.history import MAX_TURNS
+from agentrl_env.session.session import MAX_TURNS
 
 logger = logging.getLogger("agentrl_env")
 

@@ -29,9 +29,9 @@ from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.server.telemetry.session_metrics import SLOW_STEP_S, SessionMetrics
 from agentrl_env.server.telemetry.tracing import Tracing
 from agentrl_env.server.watchdog import Watchdog
-from agentrl_env.session.executor import RunningCalls
 from agentrl_env.session.loop_watch import warn_of_blocks
 from agentrl_env.session.pool import SessionPool
+from agentrl_env.session.threads import RunningCalls
 
 logger = logging.getLogger("agentrl_env")
 lifecycle = logging.getLogger("agentrl_env.process")

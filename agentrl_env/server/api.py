@@ -23,6 +23,7 @@ from agentrl_env.fast_wire import (
     Step,
     decode_batch,
     decode_step,
+    decode_step_body,
     encode_items,
 )
 from agentrl_env.server.auth import AgentTokens, Caller, caller
@@ -376,11 +377,13 @@ def call_named(name: str) -> Call:
 
 def read_step(text: bytes | str, session_id: str | None) -> Step:
     """Parse a step; ``session_id`` None reads it from the text. Raises InvalidRequest."""
-    if session_id is None:
-        return read(StepRequest, text)
     try:
-        body = decode_step(text)
+        if session_id is None:
+            return decode_step(text)
+        body = decode_step_body(text)
     except UNREADABLE:
+        if session_id is None:
+            return read(StepRequest, text)
         slow = read(StepBody, text)
         return StepRequest.model_construct(session_id=session_id, seq=slow.seq, message=slow.message)
     return FastStep(session_id, body.seq, body.message)

@@ -28,12 +28,11 @@ from agentrl_env.server.api import Api
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.server.websocket import CallSocket
 from agentrl_env.session.executor import Executor
-from agentrl_env.session.history import History
 from agentrl_env.session.pool import SessionPool
-from agentrl_env.session.session import Session
+from agentrl_env.session.session import History, Session
 from agentrl_env.session.state_codec import decode, encode
 from agentrl_env.types import Message, TaskSample
-from agentrl_env.wire import FORK, OPEN, STEP, Call, Frame, SessionRow, StepBatch
+from agentrl_env.wire import FORK, OPEN, STEP, Call, SessionRow, StepBatch
 
 if TYPE_CHECKING:
     from agentrl_env.environment import Environment
@@ -267,10 +266,10 @@ class FailoverSocket(CallSocket):
 
     _api: FailoverApi
 
-    async def run(self, frame: Frame, text: str | bytes) -> bytes:
-        """Make a call that is not a well-formed step; return its result as JSON. Raises WireError."""
-        if frame.call != "adopt":
-            return await super().run(frame, text)
+    async def run(self, call: str, text: str | bytes) -> bytes:
+        """Make the call of a name; return its result as JSON. Raises WireError."""
+        if call != "adopt":
+            return await super().run(call, text)
         try:
             checkpoint = msgspec.json.decode(text, type=Checkpoint)
         except msgspec.MsgspecError as error:

@@ -13,9 +13,8 @@ import logging
 import re
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Annotated, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
-import msgspec
 from pydantic_core import from_json, to_json
 from starlette.websockets import WebSocket, WebSocketDisconnect
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -29,12 +28,12 @@ from agentrl_env.errors import (
     RequestTimeout,
     WireError,
 )
-from agentrl_env.fast_wire import UNREADABLE, FastBatch, FastStep
+from agentrl_env.fast_wire import UNREADABLE, FastFrame, decode_frame
 from agentrl_env.server.api import Api, call_named, read
 from agentrl_env.server.auth import caller
 from agentrl_env.server.limits import PAUSE_S, RECEIVE_S, SMALL_BYTES, Budget, Limits
 from agentrl_env.server.telemetry.tracing import under_caller
-from agentrl_env.wire import CANCEL, SOCKET_PROTOCOL, STEP, STEP_MANY, Frame
+from agentrl_env.wire import CANCEL, SOCKET_PROTOCOL, Frame
 
 logger = logging.getLogger("agentrl_env")
 
@@ -50,21 +49,6 @@ MAX_FRAGMENTS = 16_384
 """Fragments of one WebSocket message."""
 MAX_PINGS = 1024
 """Pings that are answered while the peer does not read."""
-_Id = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | Annotated[str, msgspec.Meta(max_length=128)]
-_Traceparent = Annotated[str, msgspec.Meta(max_length=128)]
-
-
-class _StepFrame(FastStep, frozen=True, gc=False, tag_field="call", tag="step", kw_only=True):
-    id: _Id
-    traceparent: _Traceparent | None = None
-
-
-class _BatchFrame(FastBatch, frozen=True, gc=False, tag_field="call", tag="step_many", kw_only=True):
-    id: _Id
-    traceparent: _Traceparent | None = None
-
-
-_decode_step_frame = msgspec.json.Decoder(_StepFrame | _BatchFrame).decode
 
 
 class Channel(Protocol):
@@ -268,9 +252,9 @@ class CallSocket:
         if self._calls:
             await asyncio.wait(self._calls)
 
-    async def run(self, frame: Frame, text: str | bytes) -> bytes:
-        """Make a call that is not a well-formed step; return its result as JSON. Raises WireError."""
-        return await self._api.answer_checked(call_named(frame.call), text)
+    async def run(self, call: str, text: str | bytes) -> bytes:
+        """Make the call of a name; return its result as JSON. Raises WireError."""
+        return await self._api.answer_checked(call_named(call), text)
 
     async def _take_large(self, text: str | bytes, budget: Budget) -> None:
         """Begin the call of a large message, within the budget of its caller."""
@@ -299,25 +283,24 @@ class CallSocket:
             too_large = BodyTooLarge(f"the message is over the limit of {self._max_bytes} bytes")
             await self._send_error(_leading_id(text), too_large)
             return None
-        frame: Any
         try:
             self._api.check_values(text)
         except WireError as error:
             await self._send_error(_leading_id(text), error)
             return None
+        frame: FastFrame | Frame
         try:
-            frame = _decode_step_frame(text)
-            work = partial(self._api.answer, STEP if isinstance(frame, FastStep) else STEP_MANY, frame)
+            frame = decode_frame(text)
         except UNREADABLE:
             try:
                 frame = read(Frame, text)
             except InvalidRequest as error:
                 await self._send_error(_id_of(text), error)
                 return None
-            if frame.call == CANCEL:
-                self._cancel(frame.target)
-                return None
-            work = partial(self.run, frame, text)
+        if frame.call == CANCEL:
+            self._cancel(frame.target)
+            return None
+        work = partial(self.run, frame.call, text)
         if frame.traceparent is not None:
             work = partial(under_caller, frame.traceparent, work)
         task = asyncio.create_task(self._answer(frame.id, work))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,18 +25,14 @@ class Capacity:
 
     def __init__(self, total: int, on_opened: Callable[[], None]) -> None:
         self.total = total
-        self._free = total
+        self.waiting = 0
+        """Number of openings that wait for a place."""
+        self._places = asyncio.Semaphore(total)
         self._on_opened = on_opened
-        self._waiters: deque[asyncio.Future[bool]] = deque()
         self._refusing = False
         self._ended = False
         self._openings: set[asyncio.Task[Any]] = set()
         self._closings: set[asyncio.Task[None]] = set()
-
-    @property
-    def waiting(self) -> int:
-        """Number of openings that wait for a place."""
-        return len(self._waiters)
 
     @property
     def openings(self) -> int:
@@ -56,12 +51,7 @@ class Capacity:
 
     def release(self) -> None:
         """Give a place back, to the first opening that waits."""
-        while self._waiters:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                waiter.set_result(True)
-                return
-        self._free += 1
+        self._places.release()
 
     @contextmanager
     def opening(self) -> Iterator[None]:
@@ -90,10 +80,8 @@ class Capacity:
     def refuse_new(self) -> None:
         """Refuse the openings that wait, and all later ones."""
         self._refusing = True
-        while self._waiters:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                waiter.set_result(False)
+        for _ in range(self.waiting):
+            self.release()  # it finds that it is refused
 
     async def cancel_openings(self) -> None:
         """Cancel the openings under way, and all later ones."""
@@ -126,39 +114,21 @@ class Capacity:
             await asyncio.wait(closings)
 
     async def _take_one(self, wait_s: float) -> None:
-        taken = not self._refusing and await self._acquire(wait_s)
         if self._refusing:
-            if taken:
-                self.release()
             raise ServerDraining(DRAINING)
-        if not taken:
-            raise ServerFull(f"all {self.total} sessions of this server are taken", retry_after=1)
-
-    async def _acquire(self, wait_s: float) -> bool:
-        if self._free > 0 and not self._waiters:
-            self._free -= 1
-            return True
-        if wait_s <= 0:
-            return False
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[bool] = loop.create_future()
-        self._waiters.append(waiter)
-        timer = loop.call_later(wait_s, self._time_out, waiter)
+        full = ServerFull(f"all {self.total} sessions of this server are taken", retry_after=1)
+        if wait_s <= 0 and self._places.locked():
+            raise full
+        self.waiting += 1
         try:
-            return await waiter
-        except asyncio.CancelledError:
-            if waiter.cancelled():
-                self._waiters.remove(waiter)
-            elif waiter.result():  # it was served in the moment of its cancellation
-                self.release()
-            raise
+            async with asyncio.timeout(wait_s):
+                await self._places.acquire()
+        except TimeoutError:
+            raise full from None
         finally:
-            timer.cancel()
-
-    def _time_out(self, waiter: asyncio.Future[bool]) -> None:
-        if not waiter.done():
-            self._waiters.remove(waiter)
-            waiter.set_result(False)
+            self.waiting -= 1
+        if self._refusing:
+            raise ServerDraining(DRAINING)
 
     def _closed(self, closing: asyncio.Task[None]) -> None:
         self._closings.discard(closing)

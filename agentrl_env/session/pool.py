@@ -18,13 +18,12 @@ from agentrl_env.errors import NotSupported, ServerDraining, ServerFull, StepPen
 from agentrl_env.fast_wire import FastBatch, Step
 from agentrl_env.session import listing
 from agentrl_env.session.capacity import DRAINING, Capacity
-from agentrl_env.session.executor import RunningCalls
-from agentrl_env.session.history import MAX_BYTES
 from agentrl_env.session.observer import NO_OBSERVER, Observer
-from agentrl_env.session.session import MESSAGE_LOOP_S, Session
+from agentrl_env.session.session import MAX_BYTES, MESSAGE_LOOP_S, Session
 from agentrl_env.session.session_table import Entry, SessionTable, SessionWatcher
 from agentrl_env.session.single_flight import SingleFlight
 from agentrl_env.session.tasks import Tasks
+from agentrl_env.session.threads import RunningCalls
 from agentrl_env.types import SessionInfo, SessionStatus, TaskSample
 from agentrl_env.wire import (
     EMPTY,
@@ -303,13 +302,6 @@ class SessionPool:
         """Remove a watcher."""
         self._table.unwatch(watcher)
 
-    async def expire_idle(self) -> int:
-        """End every session that is idle past its lease; return their number."""
-        closing = self._begin_expiring(self._clock())
-        if closing:
-            await asyncio.wait(closing)
-        return len(closing)
-
     async def drain(self, timeout_s: float, hand_over: Callable[[], Awaitable[None]] | None = None) -> None:
         """Refuse new sessions, let the open ones end within the timeout, then close the rest.
 
@@ -510,7 +502,7 @@ class SessionPool:
                 self._retire(session_id)
         return closing
 
-    def _begin_expiring(self, now: float) -> list[asyncio.Task[None]]:
+    def _expire(self, now: float) -> list[asyncio.Task[None]]:
         closing = self._begin_end(self._table.idle_since(now - self._lease_s), SessionStatus.EXPIRED)
         self._table.forget_old()
         return closing
@@ -541,7 +533,7 @@ class SessionPool:
             await asyncio.sleep(min(SWEEP_S, self._lease_s / 2))
             # By the time of the sweep before: steps that arrived while this process could not run, frozen or
             # busy, have been read since. Not awaited: a slow close must not delay other leases.
-            self._begin_expiring(last)
+            self._expire(last)
             last = self._clock()
 
 

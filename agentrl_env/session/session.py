@@ -1,4 +1,4 @@
-"""One episode: its steps in order, its limits, its end."""
+"""One episode: its steps in order, its last turns, its limits, its end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import copy
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +17,7 @@ from agentrl_env.author_code import describe
 from agentrl_env.errors import (
     AUTHOR_ERRORS,
     EnvironmentFailed,
+    IdempotencyConflict,
     InvalidRequest,
     NotSupported,
     SeqConflict,
@@ -24,9 +26,9 @@ from agentrl_env.errors import (
     SessionExpired,
 )
 from agentrl_env.fast_wire import AssistantMessage, encode
-from agentrl_env.session.executor import Executor, ThreadPool
-from agentrl_env.session.history import MAX_BYTES, History
+from agentrl_env.session.executor import Executor, run_eagerly
 from agentrl_env.session.observer import NO_OBSERVER, Observer, log_failure
+from agentrl_env.session.threads import ThreadPool
 from agentrl_env.tools import (
     LoopTimeSpent,
     StepBuilder,
@@ -47,6 +49,13 @@ MESSAGE_LOOP_S = 5.0
 """Seconds for which the calls of one message may hold the event loop."""
 SETTLE_TIMEOUT_S = 10.0
 """Seconds that ``close`` waits for author code that runs past its deadline."""
+MAX_TURNS = 64
+"""Number of turns that a session keeps."""
+MAX_BYTES = 8 * 1024 * 1024
+"""Size of the turns that a session keeps by default; the last ``MIN_TURNS`` are kept in any case."""
+MIN_TURNS = 2
+_LARGE_BYTES = 64 * 1024
+"""Turns of at most this size are bounded by their number alone."""
 
 
 class Session:
@@ -199,9 +208,9 @@ class Session:
         return StepResult.model_validate_json(result)
 
     def submit(self, message: AssistantMessage, seq: int | None = None) -> bytes | asyncio.Future[bytes]:
-        """Return the StepResult as JSON where it is known at once, else the task that plays the step.
+        """Return the StepResult as JSON if the step ends at once, else the future of the result.
 
-        Raises what ``step`` does; so does ``result_of`` for a task.
+        Raises what ``step`` does. So does ``result_of`` for a future.
         """
         if message.role != "assistant":
             raise InvalidRequest(f"a step takes an assistant message, not one of {message.role!r}")
@@ -215,20 +224,13 @@ class Session:
             return self._enqueue(partial(self._step, message, seq))
         self._check_next(seq)
         self._queued_seq = self.turn + 1
-        played = self._turn(StepBuilder(message, self._clock()))
-        traced = self._observer.traced("step", played, self)
-        if traced is not played:
-            return self._enqueue(lambda: traced)
-        try:
-            awaited = played.send(None)
-        except StopIteration as end:  # as code on the event loop mostly does
-            result: bytes = end.value
-            return result
-        self._queue_tail = self._current = resumed = _Resumed(played, awaited)
-        return resumed
+        started = run_eagerly(self._play(message))
+        if not isinstance(started, bytes):
+            self._queue_tail = self._current = started
+        return started
 
     async def result_of(self, task: asyncio.Future[T]) -> T:
-        """Wait for a task of ``submit``, which goes on where the caller is cancelled.
+        """Wait for a future of ``submit``. The step continues if the caller is cancelled.
 
         Raises what ``step`` does.
         """
@@ -236,7 +238,7 @@ class Session:
         return self.outcome(task)
 
     def outcome(self, task: asyncio.Future[T]) -> T:
-        """Return the result of a task of ``submit`` that is done. Raises what ``step`` does."""
+        """Return the result of a future of ``submit`` that is done. Raises what ``step`` does."""
         if task.cancelled():
             self.check_running()
             raise SessionEnded("the step was cancelled", status=self.status)
@@ -349,8 +351,11 @@ class Session:
         if seq is not None and seq <= self.turn:
             return self.history.result(seq, self.turn, message)
         self._check_next(seq)
-        played = self._turn(StepBuilder(message, self._clock()))
-        return await self._observer.traced("step", played, self)
+        return await self._play(message)
+
+    def _play(self, message: AssistantMessage) -> Coroutine[Any, Any, bytes]:
+        turn = self._turn(StepBuilder(message, self._clock()))
+        return self._observer.traced("step", turn, self)
 
     def _check_next(self, seq: int | None) -> None:
         """Raise SeqConflict, SessionEnded or SessionExpired where step ``seq`` cannot be the next."""
@@ -497,49 +502,75 @@ def can_fork(environment: type[Environment]) -> bool:
     return environment.overrides("snapshot") and environment.overrides("restore")
 
 
-class _Resumed(asyncio.Future[T]):
-    """Fast path: the result of a coroutine that was started without a task, resumed by what it awaits.
+class History:
+    """Turns as JSON text: compact, and opaque to the garbage collector.
 
-    Python 3.11 has no eager tasks. A task takes 4 us of the 22 us of a step whose tool runs on a thread, and
-    a quarter of a step on the event loop, which seldom waits.
+    As objects, the turns of thousands of sessions would take it longer than the steps themselves.
 
     Args:
-        coroutine: the coroutine; it must not need ``asyncio.current_task``.
-        awaited: future that it waits for.
+        max_bytes: size of the turns that are kept.
     """
 
-    __slots__ = ("_awaited", "_cancelling", "_coroutine")
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._turns: deque[tuple[bytes, bytes]] = deque(maxlen=MAX_TURNS)
+        self._max_bytes = max_bytes
 
-    def __init__(self, coroutine: Coroutine[Any, Any, T], awaited: asyncio.Future[Any]) -> None:
-        super().__init__(loop=awaited.get_loop())
-        self._coroutine = coroutine
-        self._cancelling = False
-        self._await(awaited)
+    def add(self, message: bytes, result: bytes) -> None:
+        """Append a turn: the assistant message and the StepResult."""
+        self._turns.append((message, result))
+        if len(message) + len(result) > _LARGE_BYTES:
+            size = sum(len(message) + len(result) for message, result in self._turns)
+            while size > self._max_bytes and len(self._turns) > MIN_TURNS:
+                size -= sum(map(len, self._turns.popleft()))
 
-    def cancel(self, msg: Any = None) -> bool:
-        """Cancel the coroutine."""
-        self._cancelling = not self.done()
-        if self._awaited is not None:
-            self._awaited.cancel(msg)
-        return self._cancelling
+    def result(self, seq: int, turn: int, message: AssistantMessage) -> bytes:
+        """Return the result of step ``seq``, played with ``message``; ``turn`` is the last.
 
-    def _await(self, awaited: asyncio.Future[Any]) -> None:
-        awaited._asyncio_future_blocking = False  # as a task confirms it
-        self._awaited: asyncio.Future[Any] | None = awaited
-        awaited.add_done_callback(self._resume)
+        Raises SeqConflict, InvalidRequest, IdempotencyConflict where it was played with another message.
+        """
+        if seq < 1:
+            raise InvalidRequest(f"seq counts from 1, got {seq}")
+        if turn - seq >= len(self._turns):
+            raise SeqConflict(f"the answer to seq {seq} is no longer kept", expected=turn + 1)
+        played, result = self._turns[seq - turn - 1]
+        again = encode(message)
+        if again != played and _parsed(again) != _parsed(played):  # one message has several spellings
+            raise IdempotencyConflict(f"seq {seq} was played with another message; the next is {turn + 1}")
+        return result
 
-    def _resume(self, _: asyncio.Future[Any]) -> None:
-        self._awaited = None  # an error that it holds refers to the environment
-        try:
-            if self._cancelling:
-                awaited = self._coroutine.throw(asyncio.CancelledError())
-            else:
-                awaited = self._coroutine.send(None)
-        except StopIteration as end:
-            self.set_result(end.value)
-        except asyncio.CancelledError:
-            super().cancel()
-        except BaseException as error:  # its caller gets it
-            self.set_exception(error)
-        else:
-            self._await(awaited)
+    @property
+    def last(self) -> StepResult | None:
+        """Result of the last step."""
+        return StepResult.model_validate_json(self._turns[-1][1]) if self._turns else None
+
+    def __iter__(self) -> Iterator[tuple[Message, StepResult]]:
+        for message, result in self._turns:
+            yield Message.model_validate_json(message), StepResult.model_validate_json(result)
+
+    def tail(self, number: int = MAX_TURNS) -> tuple[tuple[str, str], ...]:
+        """Return at most the last ``number`` turns as JSON text."""
+        turns = list(self._turns)[-number:]
+        return tuple((message.decode(), result.decode()) for message, result in turns)
+
+    @classmethod
+    def of(cls, turns: Iterable[tuple[str, str]]) -> History:
+        """Return the history that ``tail`` was taken of."""
+        history = cls()
+        for message, result in turns:
+            history.add(message.encode(), result.encode())
+        return history
+
+    def copy(self, session_id: str) -> History:
+        """Return the same turns under the id of another session."""
+        copied = History(self._max_bytes)
+        for message, result in self._turns:
+            renamed = StepResult.model_validate_json(result).model_copy(update={"session_id": session_id})
+            copied.add(message, renamed.model_dump_json().encode())
+        return copied
+
+
+def _parsed(message: bytes) -> Message | bytes:
+    try:
+        return Message.model_validate_json(message)
+    except ValueError:
+        return message

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from agentrl_env.errors import UnknownSession
-from agentrl_env.session.history import History
-from agentrl_env.session.session import Session
+from agentrl_env.session.session import History, Session
 from agentrl_env.session.single_flight import check_digest
 from agentrl_env.wire import SessionRow
 

@@ -13,8 +13,10 @@ from agentrl_env.dataset import Dataset
 from agentrl_env.environment import check_class
 from agentrl_env.errors import AUTHOR_ERRORS, DefinitionError, EnvironmentFailed, ServerDraining, WireError
 from agentrl_env.session.capacity import DRAINING
-from agentrl_env.session.executor import Executor, LoopShare, RunningCalls, ThreadPool
+from agentrl_env.session.executor import Executor
+from agentrl_env.session.loop_share import LoopShare
 from agentrl_env.session.session import SETTLE_TIMEOUT_S, can_fork
+from agentrl_env.session.threads import RunningCalls, ThreadPool
 from agentrl_env.types import TaskInfo, TaskSample
 from agentrl_env.wire import OpenRequest, choose_task
 

@@ -202,6 +202,14 @@ async def fork_session(pool, session_id, n=1, request_id=None):
     return list(answer.sessions)
 
 
+async def expire_idle(pool):
+    """End every session that is idle past its lease, as the pool's sweep does; return their number."""
+    closing = pool._expire(pool.now())
+    if closing:
+        await asyncio.wait(closing)
+    return len(closing)
+
+
 async def close_session(pool, session_id):
     """Close a session of a pool."""
     await pool.close(SessionRequest(session_id=session_id))

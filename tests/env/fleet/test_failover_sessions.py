@@ -44,7 +44,7 @@ from agentrl_env.types import SessionStatus
 from agentrl_env.wire import Hello, OpenRequest, SessionRow, StepBatch, StepRequest, TranscriptRequest
 from tests.env.fleet.test_controller import Site, kill
 from tests.env.redis_server import RedisServer
-from tests.env.tasks import Clock, Quick, until
+from tests.env.tasks import Clock, Quick, expire_idle, until
 
 ROOT = Path(__file__).parents[3]
 
@@ -400,7 +400,7 @@ async def test_adopted_session_has_a_lease():
         await die(fleet, dead)
         await session.step(WALK)
         other.pool._lease_s = -1.0
-        assert await other.pool.expire_idle() == 1
+        assert await expire_idle(other.pool) == 1
         await until(lambda: kept_at(fleet, session) is None)
 
 

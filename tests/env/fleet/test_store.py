@@ -16,7 +16,7 @@ from agentrl_env.fleet.session_failover import RECORD_S, Record, Records
 from agentrl_env.fleet.store import CLAIM_S, MemoryStore
 from agentrl_env.hosting.serve import NOWHERE, EnvServer
 from agentrl_env.server.failover import MAX_TURNS_BYTES, Checkpoint
-from agentrl_env.session.history import MAX_TURNS
+from agentrl_env.session.session import MAX_TURNS
 from agentrl_env.wire import OPEN, OpenRequest
 from tests.env.redis_server import RedisServer
 from tests.env.tasks import Clock, Quick, until

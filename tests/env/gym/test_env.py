@@ -18,6 +18,7 @@ from agentrl_env.gym.env import GymEnv
 from agentrl_env.gym.spaces import action_message
 from agentrl_env.launch.process import ServerProcess
 from tests.env.intercepted_client import pool_of
+from tests.env.tasks import expire_idle
 
 ID = "agentrl_env:agentrl/Env-v0"
 
@@ -291,7 +292,7 @@ def test_expired_session_raises():
     env = GymEnv(client=client)
     env.reset(seed=1)
     now[0] = 60.0
-    env._client.run(pool_of(client).expire_idle())
+    env._client.run(expire_idle(pool_of(client)))
     with pytest.raises(SessionExpired):
         env.step(call(1))
     env.close()

@@ -31,6 +31,7 @@ from agentrl_env.errors import (
 from agentrl_env.gym.vector import GymVectorEnv, stack_infos
 from agentrl_env.launch.process import ServerProcess
 from tests.env.intercepted_client import InterceptedClient, pool_of
+from tests.env.tasks import expire_idle
 from tests.env.thread_server import server_on_thread
 
 ID = "agentrl_env:agentrl/Env-v0"
@@ -622,7 +623,7 @@ def test_expired_session_fails_its_episode():
     env = GymVectorEnv(2, client=client)
     env.reset(seed=0)
     now[0] = 60.0
-    env._client.run(pool_of(client).expire_idle())
+    env._client.run(expire_idle(pool_of(client)))
     results = env.step([call(0)] * 2)
     for i in range(2):
         assert_failed(results, i, SessionExpired)

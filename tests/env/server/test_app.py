@@ -11,7 +11,7 @@ from agentrl_env.server.app import create_app
 from agentrl_env.server.limits import Limits
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.session.pool import SessionPool
-from tests.env.tasks import Clock, Quick, Slow, until
+from tests.env.tasks import Clock, Quick, Slow, expire_idle, until
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ async def test_each_error_has_its_type_and_status(serving):
     assert error_of(await post(step, json=body(2))) == (409, "session_ended")
     two = (await opened(http))["session_id"]
     clock.now += 60
-    await http.pool.expire_idle()
+    await expire_idle(http.pool)
     assert error_of(await http.get(f"/v1/sessions/{two}")) == (410, "session_expired")
     assert error_of(await post(f"/v1/sessions/{two}/step", json=body(1))) == (410, "session_expired")
     await http.pool.drain(0)

@@ -18,8 +18,8 @@ from agentrl_env.hosting.serve import EnvServer
 from agentrl_env.server import limits as limits_module
 from agentrl_env.server.limits import MAX_BUCKETS, Budget, Budgets, Limits
 from agentrl_env.server.telemetry.metrics import Metrics
-from agentrl_env.session.history import History
 from agentrl_env.session.pool import SessionPool
+from agentrl_env.session.session import History
 from agentrl_env.wire import OpenRequest
 from tests.env.server.test_hostile import Peer, Wordy, flood
 from tests.env.tasks import Clock, Quick, Slow, until

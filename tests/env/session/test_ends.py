@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from agentrl_env import Done, Environment, Session, SessionStatus, TaskSample, tool
-from agentrl_env.session.executor import ThreadPool
+from agentrl_env.session.threads import ThreadPool
 from agentrl_env.types import Message, ToolCall
 
 THREADS = ThreadPool()

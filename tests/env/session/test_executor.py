@@ -6,9 +6,10 @@ import time
 import pytest
 
 from agentrl_env import Message, ToolCall, tool
-from agentrl_env.session import executor as executor_module
-from agentrl_env.session.executor import ROW_BYTES, AuthorTimeout, Executor, RunningCalls, ThreadPool
+from agentrl_env.session import threads as threads_module
+from agentrl_env.session.executor import Executor
 from agentrl_env.session.pool import SessionPool
+from agentrl_env.session.threads import ROW_BYTES, AuthorTimeout, RunningCalls, ThreadPool
 from agentrl_env.wire import OpenRequest, StepRequest
 from tests.env.tasks import Quick, play_many, until
 
@@ -196,7 +197,7 @@ async def test_full_pool_that_takes_no_job_for_a_while_is_exhausted(monkeypatch)
     jobs = [threads.submit(hang, 3600.0) for _ in range(2)]
     await until(lambda: len(hang.threads) == 2)
     assert not threads.exhausted
-    monkeypatch.setattr(executor_module, "STALLED_S", 0.0)
+    monkeypatch.setattr(threads_module, "STALLED_S", 0.0)
     await until(lambda: threads.exhausted)
     hang.release.set()
     await asyncio.gather(*(job.answer for job in jobs))
@@ -253,8 +254,8 @@ async def test_shown_coroutine_is_cancelled_and_may_finish_what_it_does():
 
 
 async def test_replacement_of_hanging_threads_stops_at_the_ceiling(monkeypatch):
-    monkeypatch.setattr(executor_module, "MIN_CEILING", 2)
-    monkeypatch.setattr(executor_module, "REPLACEMENT_FACTOR", 2)
+    monkeypatch.setattr(threads_module, "MIN_CEILING", 2)
+    monkeypatch.setattr(threads_module, "REPLACEMENT_FACTOR", 2)
     threads, hang = ThreadPool(1), Hang()
     for _ in range(2):
         with pytest.raises(AuthorTimeout, match="still running"):

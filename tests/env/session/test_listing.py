@@ -8,11 +8,11 @@ from agentrl_env import Message, ToolCall
 from agentrl_env.errors import InvalidRequest
 from agentrl_env.hosting.serve import EnvServer
 from agentrl_env.server.dashboard import FILES
-from agentrl_env.session.history import MAX_TURNS
 from agentrl_env.session.listing import merge_lists
 from agentrl_env.session.pool import SessionPool
+from agentrl_env.session.session import MAX_TURNS
 from agentrl_env.wire import FleetInfo, OpenRequest, SessionQuery, TranscriptRequest
-from tests.env.tasks import Clock, Guess, Quick, close_session, play_step
+from tests.env.tasks import Clock, Guess, Quick, close_session, expire_idle, play_step
 
 
 class Talk(Quick):
@@ -149,7 +149,7 @@ async def test_expired_session_has_a_transcript(pool, service):
     session_id = await opened(pool)
     await play_step(pool, session_id, 1, Message.assistant("hello"))
     pool._clock.now += 10_000
-    await pool.expire_idle()
+    await expire_idle(pool)
     answer = await transcript_of(service, session_id)
     assert (answer.status, len(answer.turns)) == ("expired", 1)
 

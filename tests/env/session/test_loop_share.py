@@ -10,8 +10,8 @@ from agentrl_env import EnvClient, Message, ToolCall, tool
 from agentrl_env.errors import InvalidRequest, ServerFull, SessionExpired
 from agentrl_env.hosting.serve import EnvServer
 from agentrl_env.server.limits import Limits
-from agentrl_env.session import executor as executor_module
-from agentrl_env.session.executor import SLICE_S, LoopShare
+from agentrl_env.session import threads as threads_module
+from agentrl_env.session.loop_share import SLICE_S, LoopShare
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.wire import MAX_WAIT_S, OpenRequest, StepBatch, StepRequest
 from tests.env.tasks import Clock, Quick, Slow, play_many, play_step, until
@@ -191,8 +191,8 @@ async def test_hanging_calls_on_64_threads_leave_other_sessions_served(hangs):
 
 
 async def test_server_whose_threads_all_hang_refuses_sessions_at_once_and_says_so(hangs, monkeypatch):
-    monkeypatch.setattr(executor_module, "MIN_CEILING", 2)
-    monkeypatch.setattr(executor_module, "REPLACEMENT_FACTOR", 2)
+    monkeypatch.setattr(threads_module, "MIN_CEILING", 2)
+    monkeypatch.setattr(threads_module, "REPLACEMENT_FACTOR", 2)
     server = EnvServer([Hangs], port=0, drain_s=0, threads=1)
     await server.start()
     async with (
@@ -231,7 +231,7 @@ async def test_calls_that_hang_within_their_timeout_occupy_the_threads_of_their_
     (other,) = await opened(pool, task="threaded")
     assert (await play_step(pool, other, 1, calls(1, "finish"))).status == "completed"
     pool.check_ready()
-    monkeypatch.setattr(executor_module, "STALLED_S", 0.5)
+    monkeypatch.setattr(threads_module, "STALLED_S", 0.5)
     with pytest.raises(ServerFull, match="no thread of this server came free within"):
         await opened(pool, task="hangs")
     with pytest.raises(ServerFull, match=r"all 2 threads .* does not return \(task hangs\)"):

@@ -28,6 +28,7 @@ from tests.env.tasks import (
     Slow,
     ask_expert,
     close_session,
+    expire_idle,
     play_many,
     play_step,
     session_info,
@@ -222,7 +223,7 @@ async def test_idle_session_expires_and_its_environment_is_closed(pools):
     clock.now += 6
     await play_step(pool, busy, 1, Message.assistant("hello"))
     clock.now += 6
-    assert await pool.expire_idle() == 1
+    assert await expire_idle(pool) == 1
     assert len(Slow.closed) == 1
     for call in (play_step(pool, idle, 1, says("wait")), session_info(pool, idle)):
         with pytest.raises(SessionExpired):
@@ -230,7 +231,7 @@ async def test_idle_session_expires_and_its_environment_is_closed(pools):
     await close_session(pool, idle)
     assert (await session_info(pool, busy)).status is SessionStatus.RUNNING
     clock.now += 6
-    assert await pool.expire_idle() == 1
+    assert await expire_idle(pool) == 1
     assert pool.open_sessions == 0
 
 
@@ -241,12 +242,12 @@ async def test_session_with_a_running_step_does_not_expire(pools):
     steps = [asyncio.create_task(play_step(pool, session_id, 1, says("wait"))) for _ in range(2)]
     await asyncio.sleep(0.01)
     clock.now += 100
-    assert await pool.expire_idle() == 0
+    assert await expire_idle(pool) == 0
     Slow.gate.set()
     assert await steps[0] == await steps[1]
-    assert await pool.expire_idle() == 0  # the lease is renewed
+    assert await expire_idle(pool) == 0  # the lease is renewed
     clock.now += 10
-    assert await pool.expire_idle() == 1
+    assert await expire_idle(pool) == 1
 
 
 async def test_leases_expire_in_the_background(pools):
@@ -312,7 +313,7 @@ async def test_ended_sessions_are_removed_after_their_retention(pools):
     result = await play_step(pool, session_id, 1, says("finish"))
     assert await play_step(pool, session_id, 1, says("finish")) == result
     clock.now += 601
-    await pool.expire_idle()
+    await expire_idle(pool)
     with pytest.raises(UnknownSession):
         await play_step(pool, session_id, 1, says("finish"))
     assert await opened(pool, request_id="r") != session_id

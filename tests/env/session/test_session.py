@@ -28,8 +28,8 @@ from agentrl_env.errors import (
     SessionEnded,
     SessionExpired,
 )
-from agentrl_env.session.executor import ThreadPool
-from agentrl_env.session.history import MAX_TURNS
+from agentrl_env.session.session import MAX_TURNS
+from agentrl_env.session.threads import ThreadPool
 from agentrl_env.tools import clean
 from agentrl_env.types import FunctionCall
 from tests.env.tasks import Clock, Guess, Quick, Slow
