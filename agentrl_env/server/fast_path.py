@@ -1,6 +1,7 @@
 """Fast path: steps over HTTP, answered before the routing of FastAPI.
 
-The server takes 300 us for a step here, 380 us behind a plain Starlette route and 520 us behind FastAPI's.
+A step costs the server 1.7 to 1.9 times the processor time behind a route of FastAPI, and 1.3 times behind a
+route of Starlette.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def run_eagerly(coroutine: Coroutine[Any, Any, T]) -> T | asyncio.Future[T]:
     """Run a coroutine until it has to wait; return its result, or a future that continues it.
 
     A fast path: Python 3.11 has no eager tasks. With a task for each step, a server plays 25 % fewer steps a
-    second if tools run on the event loop, and 10 % fewer if they run on threads.
+    second if tools run on the event loop, and 12 % fewer over a WebSocket if they run on threads.
 
     Args:
         coroutine: awaits asyncio's futures only, and does not need ``asyncio.current_task``.

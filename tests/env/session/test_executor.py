@@ -2,12 +2,13 @@ import asyncio
 import random
 import threading
 import time
+from contextvars import ContextVar
 
 import pytest
 
 from agentrl_env import Message, ToolCall, tool
 from agentrl_env.session import threads as threads_module
-from agentrl_env.session.executor import Executor
+from agentrl_env.session.executor import Executor, run_eagerly
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.session.threads import ROW_BYTES, AuthorTimeout, RunningCalls, ThreadPool
 from agentrl_env.wire import OpenRequest, StepRequest
@@ -372,3 +373,35 @@ def test_hanging_thread_does_not_keep_the_event_loop_open():
     asyncio.run(run())
     release.set()
     threads.stop()
+
+
+async def test_eager_coroutine_ends_at_once_or_continues_in_a_context_of_its_own():
+    number, gate = ContextVar("number", default=0), asyncio.get_running_loop().create_future()
+
+    async def count(wait):
+        number.set(1)
+        if wait:
+            await gate
+        return number.get()
+
+    assert run_eagerly(count(wait=False)) == 1
+    waiting = run_eagerly(count(wait=True))
+    assert number.get() == 0
+    gate.set_result(None)
+    assert await waiting == 1
+
+
+async def test_cancelled_eager_coroutine_ends_before_its_result_is_cancelled():
+    ended = []
+
+    async def wait():
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            ended.append(True)
+
+    waiting = run_eagerly(wait())
+    assert waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert ended == [True]
