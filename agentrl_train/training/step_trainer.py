@@ -20,7 +20,7 @@ from agentrl_train.algorithm import advantage_function, shaping_function
 from agentrl_train.batch import pack, sequences, towards_teacher, without_high_covariance
 from agentrl_train.chat import ChatFormat
 from agentrl_train.config import AlgorithmSection, DistillSection, ReplaySection, TrainSection
-from agentrl_train.critics.critic_trainer import ByCritic
+from agentrl_train.critics.trainer import CriticTrainer
 from agentrl_train.errors import BadUpdate, LearnerOutOfMemory, ran_out_of_memory
 from agentrl_train.learner import Learner
 from agentrl_train.storage.atomic_io import run_folder_errors, write_file
@@ -54,7 +54,7 @@ class StepTrainer:
         publisher: Publisher,
         algorithm: AlgorithmSection,
         train: TrainSection,
-        critic: ByCritic | None = None,
+        critic: CriticTrainer | None = None,
         max_context: int,
         replay: ReplaySection | None = None,
         buffer: Replay | None = None,
