@@ -32,7 +32,7 @@ from agentrl_train.placement.environments import Served, environments
 from agentrl_train.placement.launcher import Launcher, make_launcher
 from agentrl_train.placement.ranks import LeadLearner, Ranks, release_memory
 from agentrl_train.reward import close_judges
-from agentrl_train.storage.checkpoint import Checkpoint, load_latest, read_replay
+from agentrl_train.storage.checkpoint import Checkpoint, load_latest
 from agentrl_train.storage.journal import Journal
 from agentrl_train.storage.run_dir import claim_run_dir, write_config
 from agentrl_train.telemetry.metrics import MetricsLog
@@ -53,6 +53,7 @@ from agentrl_train.training.factories import (
     threads_each,
 )
 from agentrl_train.training.loop import Loop
+from agentrl_train.training.replay import read_replay
 from agentrl_train.training.run import (
     CheckpointEvaluator,
     Evaluator,
