@@ -88,6 +88,8 @@ class Siblings:
 Credit = Callable[[TrajectoryGroup, Shaped], Sequence[Comparison]]
 Baseline = Callable[[Siblings], "Values | float"]
 Scale = Callable[[Siblings], float]
+Units = Callable[[TrajectoryGroup, Sequence[bool], str], Sequence[Values]]
+"""Counts the units of equal weight that the advantages of a group have under an aggregation."""
 
 
 def by_trajectory(group: TrajectoryGroup, shaped: Shaped) -> list[Comparison]:
@@ -286,26 +288,17 @@ def advantages(
         _compare(group, comparisons, baseline=baseline, scale=scale, batch=batch, largest=own.largest)
         for group, own, comparisons in zip(groups, shaped, credited, strict=True)
     ]
-    trained = trained_on(
-        groups, shaped, keep_groups=keep_groups, mask_truncated=mask_truncated, leave_out=leave_out
+    return normalize_and_mask(
+        groups,
+        shaped,
+        values,
+        normalization=normalization,
+        aggregation=aggregation,
+        everything=baseline is none,
+        keep_groups=keep_groups,
+        mask_truncated=mask_truncated,
+        leave_out=leave_out,
     )
-    if normalization != "none":
-        scopes: defaultdict[str, list[int]] = defaultdict(list)
-        for g, group in enumerate(groups):
-            scopes[group.task if normalization == "task" else ""].append(g)
-        for members in scopes.values():
-            scaled = normalized(
-                [values[g] for g in members],
-                [units_of_turns(groups[g], trained[g], aggregation) for g in members],
-                aggregation=aggregation,
-                everything=baseline is none,
-            )
-            for g, value in zip(members, scaled, strict=True):
-                values[g] = value
-    return [
-        [value if on else None for value, on in zip(per_group, masks, strict=True)]
-        for per_group, masks in zip(values, trained, strict=True)
-    ]
 
 
 def shaped_rewards(
@@ -381,21 +374,45 @@ def most_varied(groups: Sequence[TrajectoryGroup], shaped: Sequence[Shaped], *, 
     return [number in chosen for number in range(len(groups))]
 
 
-def trained_on(
+def normalize_and_mask(
     groups: Sequence[TrajectoryGroup],
     shaped: Sequence[Shaped],
+    values: Sequence[Sequence[Values]],
     *,
-    keep_groups: float,
-    mask_truncated: bool,
-    leave_out: Sequence[Callable[[Trajectory], bool]],
-) -> list[list[bool]]:
-    """Return which trajectories of each group are trained on; the arguments are those of ``advantages``."""
-    return [
+    units: Units | None = None,
+    everything: bool = True,
+    normalization: Normalization = "batch",
+    aggregation: str = "token_mean",
+    keep_groups: float = 1.0,
+    mask_truncated: bool = False,
+    leave_out: Sequence[Callable[[Trajectory], bool]] = (),
+) -> list[list[Values | None]]:
+    """Normalize advantages, and replace those of trajectories that are not trained on by None.
+
+    ``values[g][i]`` belongs to ``groups[g].trajectories[i]``, and ``units`` counts the units of equal weight
+    in each of its entries; the default is ``units_of_turns``. ``everything`` is an argument of
+    ``normalized``, the others are arguments of ``advantages``.
+    """
+    trained = [
         [
-            on and not any(out(one) for out in (*leave_out, *[truncated] * mask_truncated))
+            kept and not any(out(one) for out in (*leave_out, *[truncated] * mask_truncated))
             for one in group.trajectories
         ]
-        for group, on in zip(groups, most_varied(groups, shaped, share=keep_groups), strict=True)
+        for group, kept in zip(groups, most_varied(groups, shaped, share=keep_groups), strict=True)
+    ]
+    scaled, scopes = list(values), defaultdict[str, list[int]](list)
+    for g, group in enumerate(groups if normalization != "none" else ()):
+        scopes[group.task if normalization == "task" else ""].append(g)
+    for members in scopes.values():
+        counts = [(units or units_of_turns)(groups[g], trained[g], aggregation) for g in members]
+        parts = normalized(
+            [values[g] for g in members], counts, aggregation=aggregation, everything=everything
+        )
+        for g, part in zip(members, parts, strict=True):
+            scaled[g] = part
+    return [
+        [value if on else None for value, on in zip(*pair, strict=True)]
+        for pair in zip(scaled, trained, strict=True)
     ]
 
 

@@ -1,1 +1,5 @@
-"""Critics: value networks and their trainers, and generalized advantage estimation."""
+"""Critics: models that estimate values beside the policy, and advantages from their estimates.
+
+``trainer.py`` trains a critic of any kind. Each kind is a strategy in one file: ``values.py`` for values of
+states (PPO), ``archer.py`` for twin critics of turns, ``sweet.py`` for a critic with privileged information.
+"""

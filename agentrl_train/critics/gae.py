@@ -13,23 +13,13 @@ a token is that of the state before it. Tokens that were not sampled have no val
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl_train.advantage import (
-    TRUNCATED,
-    Normalization,
-    Shaped,
-    Values,
-    normalized,
-    shaped_rewards,
-    trained_on,
-    units_of_turns,
-)
+from agentrl_train.advantage import TRUNCATED, Values, units_of_turns
 from agentrl_train.types import Trajectory, TrajectoryGroup
 
 Numbers = NDArray[np.int64]
@@ -122,107 +112,22 @@ def bi_level_gae(
     return found
 
 
-def advantages_and_returns(
-    groups: Sequence[TrajectoryGroup],
-    values: Sequence[Sequence[Values]],
-    *,
-    estimator: Estimator = token_gae,
-    normalization: Normalization = "batch",
-    aggregation: str = "token_mean",
-    keep_groups: float = 1.0,
-    mask_truncated: bool = False,
-    leave_out: Sequence[Callable[[Trajectory], bool]] = (),
-    **penalties: Any,
-) -> tuple[list[list[Values | None]], list[list[Values]]]:
-    """Return the advantages of the sampled tokens of each trajectory of each group, and the critic's targets.
+def estimate(estimator: Estimator, trajectory: Trajectory, rewards: Values, values: Values) -> Values:
+    """Return the advantages of the sampled tokens of a trajectory.
 
-    An episode that terminated has nothing after it. One that a limit ended goes on from the value of its last
-    token, the last state that the critic knows.
+    Nothing follows an episode that terminated. After an episode that a limit ended, the value of its last
+    token is used, the last state that the critic knows.
 
     Args:
-        groups: groups of one batch.
-        values: values of the sampled tokens of trajectory i of group g, ``values[g][i]``.
-        estimator: returns the advantages of an episode.
-        normalization: scope of mean 0 and std 1, as in ``advantage.advantages``, for the advantages alone.
-        aggregation: aggregation of the loss, whose weights the normalization uses.
-        keep_groups: share of the groups of each task that is trained on.
-        mask_truncated: leave out trajectories that a limit ended.
-        leave_out: functions that tell which further trajectories are left out in the same way.
-        **penalties: arguments of ``advantage.shaped_rewards``.
-
-    Returns:
-        None in place of the advantages of a trajectory that is not trained on; and for each trajectory the
-        returns that its values are to become: advantage plus value, before the normalization.
-
-    Raises:
-        ValueError: a failed trajectory, or a reward that is not finite.
+        estimator: computes the advantages of an episode.
+        trajectory: the episode.
+        rewards: rewards of its turns, [U].
+        values: values of its sampled tokens in the order of its rows.
     """
-    shaped = [shaped_rewards(group, **penalties) for group in groups]
-    found = [
-        [
-            estimator(rewards, of_tokens, turn_numbers(one), _last_value(one, of_tokens))
-            for one, rewards, of_tokens in zip(group.trajectories, own.rewards, per_group, strict=True)
-        ]
-        for group, own, per_group in zip(groups, shaped, values, strict=True)
-    ]
-    targets = [
-        [advantage + value for advantage, value in zip(*pair, strict=True)]
-        for pair in zip(found, values, strict=True)
-    ]
-    advantages = selected(
-        groups,
-        shaped,
-        found,
-        normalization=normalization,
-        aggregation=aggregation,
-        keep_groups=keep_groups,
-        mask_truncated=mask_truncated,
-        leave_out=leave_out,
-    )
-    return advantages, targets
-
-
-def selected(
-    groups: Sequence[TrajectoryGroup],
-    shaped: Sequence[Shaped],
-    advantages: Sequence[Sequence[Values]],
-    *,
-    normalization: Normalization = "batch",
-    aggregation: str = "token_mean",
-    keep_groups: float = 1.0,
-    mask_truncated: bool = False,
-    leave_out: Sequence[Callable[[Trajectory], bool]] = (),
-) -> list[list[Values | None]]:
-    """Return advantages of tokens, normalized, with None for trajectories that are not trained on.
-
-    The arguments are those of ``advantages_and_returns``; ``shaped`` are the rewards of the groups.
-    """
-    found = [list(per_group) for per_group in advantages]
-    trained = trained_on(
-        groups, shaped, keep_groups=keep_groups, mask_truncated=mask_truncated, leave_out=leave_out
-    )
-    scopes: defaultdict[str, list[int]] = defaultdict(list)
-    for g, group in enumerate(groups):
-        scopes[group.task if normalization == "task" else ""].append(g)
-    for members in scopes.values() if normalization != "none" else ():
-        counts = [
-            [
-                (units / np.maximum(1, _sizes(one)))[turn_numbers(one)]
-                for one, units in zip(
-                    groups[g].trajectories,
-                    units_of_turns(groups[g], trained[g], aggregation),
-                    strict=True,
-                )
-            ]
-            for g in members
-        ]
-        scaled = normalized([found[g] for g in members], counts, aggregation=aggregation, everything=True)
-        for g, per_group in zip(members, scaled, strict=True):
-            found[g] = list(per_group)
-    return [
-        [one if on else None for one, on in zip(per_group, masks, strict=True)]
-        for per_group, masks in zip(found, trained, strict=True)
-    ]
+    turns, bootstrap = turn_numbers(trajectory), 0.0
+    if trajectory.end in TRUNCATED and len(values):
+        bootstrap = float(values[turns == turns.max()][-1])
+    return estimator(rewards, values, turns, bootstrap)
 
 
 def turn_order(trajectory: Trajectory) -> Numbers:
@@ -236,22 +141,32 @@ def turn_numbers(trajectory: Trajectory) -> Numbers:
     return np.repeat(order, _sizes(trajectory)[order])
 
 
+def units_of_tokens(group: TrajectoryGroup, trained: Sequence[bool], aggregation: str) -> list[Values]:
+    """Return the number of units of equal weight in each sampled token (``advantage.units_of_turns``)."""
+    by_turn = units_of_turns(group, trained, aggregation)
+    return [
+        (units / np.maximum(1, _sizes(one)))[turn_numbers(one)]
+        for one, units in zip(group.trajectories, by_turn, strict=True)
+    ]
+
+
 def _sizes(trajectory: Trajectory) -> Numbers:
     """Return the number of tokens that each turn sampled, [U]."""
     return np.array([len(turn.completion.token_ids) for turn in trajectory.turns], dtype=np.int64)
 
 
-def explained_variance(values: Values, returns: Values) -> float:
-    """Return ``1 - Var(returns - values) / Var(returns)``: 1 is exact, 0 as good as the mean."""
-    spread = float(returns.var()) if returns.size else 0.0
-    return 1.0 - float((returns - values).var()) / spread if spread > 0.0 else 0.0
+def fit_metrics(values: Values, returns: Values) -> dict[str, float]:
+    """Return metrics of the values before an update, and of the returns that the critic learns.
 
-
-def _last_value(trajectory: Trajectory, values: Values) -> float:
-    if trajectory.end not in TRUNCATED or not len(values):
-        return 0.0
-    turns = turn_numbers(trajectory)
-    return float(values[turns == turns.max()][-1])
+    ``explained_variance`` is ``1 - Var(returns - values) / Var(returns)``: 1 if the values are exact, 0 if
+    they are as good as the mean return.
+    """
+    variance = float(returns.var())
+    return {
+        "explained_variance": 1.0 - float((returns - values).var()) / variance if variance > 0.0 else 0.0,
+        "value_mean": float(values.mean()),
+        "return_mean": float(returns.mean()),
+    }
 
 
 class _Places(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
@@ -15,7 +16,6 @@ import numpy as np
 from agentrl_env.author_code import describe
 from agentrl_train.errors import RewardUnavailable
 from agentrl_train.reward.combining import Combination, weighted
-from agentrl_train.storage.replay import cosine_rise
 from agentrl_train.types import EpisodeEnd, Trajectory
 
 Scores = float | Mapping[str, float]
@@ -121,6 +121,11 @@ class Rewards:
         """Return the weight at a step, times ``(1 + cos(pi s / T)) / 2`` until step T and 0 from there on."""
         weight, last = self._weights.get(name, 1.0), self._fade_steps.get(name)
         return weight * (1.0 - cosine_rise(version, last)) if last else weight
+
+
+def cosine_rise(step: int, last: int) -> float:
+    """Return ``(1 - cos(pi s / T)) / 2``: from 0 at step 0 to 1 at step T, and 1 from there on."""
+    return 1.0 if step >= last else (1.0 - math.cos(math.pi * step / last)) / 2.0
 
 
 def named(name: str, value: Any) -> dict[str, float]:

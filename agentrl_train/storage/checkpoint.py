@@ -34,7 +34,6 @@ from typing import Any, Protocol
 from agentrl_train.errors import CheckpointError
 from agentrl_train.storage.atomic_io import run_folder_errors, sync_file, sync_folder, write_file
 from agentrl_train.storage.journal import decode_group, encode_group, frame, read_records
-from agentrl_train.storage.replay import Kept, Replay
 from agentrl_train.types import TrajectoryGroup
 
 logger = logging.getLogger(__name__)
@@ -83,38 +82,6 @@ class InFolder:
     def write(self, folder: Path) -> None:
         """Write the part into the folder."""
         self.part.write(folder / self.name)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InReplayFile:
-    """A ``Part`` in ``replay.bin``: the replay buffer."""
-
-    replay: Replay
-
-    def write(self, folder: Path) -> None:
-        """Write the buffer, unless it was never used."""
-        if not self.replay.history:
-            return
-        kept = self.replay.episodes
-        head = {"history": dict(self.replay.history), "episodes": [[one.earned, one.step] for one in kept]}
-        records = [json.dumps(head).encode(), *(encode_group(one.group) for one in kept)]
-        (folder / "replay.bin").write_bytes(b"".join(frame(record) for record in records))
-
-
-def read_replay(folder: Path) -> Replay:
-    """Return the replay buffer of a checkpoint, an empty one if it has none."""
-    path = folder / "replay.bin"
-    if not path.exists():
-        return Replay()
-    head, *records = read_records(path.read_bytes())
-    state = json.loads(head)
-    kept = [
-        Kept(group=decode_group(record), earned=earned, step=step)
-        for record, (earned, step) in zip(records, state["episodes"], strict=True)
-    ]
-    return Replay(
-        episodes=tuple(kept), history={task: tuple(means) for task, means in state["history"].items()}
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

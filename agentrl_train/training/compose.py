@@ -22,10 +22,7 @@ from transformers import PreTrainedModel
 from agentrl_train.actor import Actor
 from agentrl_train.algorithm import reward_functions, signal_function
 from agentrl_train.config import RunConfig
-from agentrl_train.critics.critic_trainer import ByCritic, CriticTrainer
-from agentrl_train.critics.networks import PrivilegedCritic, TwinCritic, ValueCritic
-from agentrl_train.critics.preference_trainer import PreferenceTrainer
-from agentrl_train.critics.turn_critic_trainer import TurnCriticTrainer
+from agentrl_train.critics.trainer import critic_trainer
 from agentrl_train.engine.pool import EnginePool
 from agentrl_train.errors import ConfigError
 from agentrl_train.models.adapters import adapter_base
@@ -35,7 +32,7 @@ from agentrl_train.placement.environments import Served, environments
 from agentrl_train.placement.launcher import Launcher, make_launcher
 from agentrl_train.placement.ranks import LeadLearner, Ranks, release_memory
 from agentrl_train.reward import close_judges
-from agentrl_train.storage.checkpoint import Checkpoint, load_latest, read_replay
+from agentrl_train.storage.checkpoint import Checkpoint, load_latest
 from agentrl_train.storage.journal import Journal
 from agentrl_train.storage.run_dir import claim_run_dir, write_config
 from agentrl_train.telemetry.metrics import MetricsLog
@@ -56,6 +53,7 @@ from agentrl_train.training.factories import (
     threads_each,
 )
 from agentrl_train.training.loop import Loop
+from agentrl_train.training.replay import read_replay
 from agentrl_train.training.run import (
     CheckpointEvaluator,
     Evaluator,
@@ -285,22 +283,15 @@ def make_trainer(
     trace: Trace,
 ) -> StepTrainer:
     """Return the trainer of a run; ``inherited`` are the groups that were finished before a resume."""
-    critic: ByCritic | None = None
-    if policy.critic is not None and config.critic is not None:
-        options: dict[str, Any] = {
-            "settings": config.critic,
-            "algorithm": config.algorithm,
-            "train": config.train,
-            "max_context": config.engine.max_context,
-            "seed": config.run.seed,
-        }
-        if isinstance(policy.critic, TwinCritic):
-            critic = TurnCriticTrainer(policy.critic, **options)
-        elif isinstance(policy.critic, PrivilegedCritic):
-            encode = partial(policy.tokenizer.encode, add_special_tokens=False)
-            critic = PreferenceTrainer(policy.critic, encode=encode, **options)
-        elif isinstance(policy.critic, ValueCritic):
-            critic = CriticTrainer(policy.critic, **options)
+    critic = critic_trainer(
+        policy.critic,
+        settings=config.critic,
+        algorithm=config.algorithm,
+        train=config.train,
+        max_context=config.engine.max_context,
+        encode=partial(policy.tokenizer.encode, add_special_tokens=False),
+        seed=config.run.seed,
+    )
     return StepTrainer(
         learner=policy.learner,
         publisher=policy.publisher,

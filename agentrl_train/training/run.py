@@ -27,7 +27,6 @@ from agentrl_train.storage.atomic_io import run_folder_errors
 from agentrl_train.storage.checkpoint import (
     Checkpoint,
     InModelFolder,
-    InReplayFile,
     best_success,
     is_intact,
     keep_best,
@@ -325,11 +324,7 @@ class Run:
             save_checkpoint,
             self._folder / "checkpoints",
             step=step,
-            parts=(
-                *snapshots,
-                InModelFolder(pretrained=self._policy.tokenizer),
-                InReplayFile(replay=self._trainer.replay),
-            ),
+            parts=(*snapshots, InModelFolder(pretrained=self._policy.tokenizer)),
             loop={
                 "step": step,
                 "policy_version": self._loop.policy_version,

@@ -20,13 +20,14 @@ from agentrl_train.algorithm import advantage_function, shaping_function
 from agentrl_train.batch import pack, sequences, towards_teacher, without_high_covariance
 from agentrl_train.chat import ChatFormat
 from agentrl_train.config import AlgorithmSection, DistillSection, ReplaySection, TrainSection
-from agentrl_train.critics.critic_trainer import ByCritic
+from agentrl_train.critics.trainer import CriticTrainer
 from agentrl_train.errors import BadUpdate, LearnerOutOfMemory, ran_out_of_memory
 from agentrl_train.learner import Learner
+from agentrl_train.reward.scoring import cosine_rise
 from agentrl_train.storage.atomic_io import run_folder_errors, write_file
 from agentrl_train.storage.checkpoint import CRITIC, InFolder, Part
 from agentrl_train.storage.journal import encode_group, frame
-from agentrl_train.storage.replay import Replay, cosine_rise, joined
+from agentrl_train.training.replay import Replay, joined
 from agentrl_train.types import UNTRACED, EpisodeEnd, Sleeper, TokenSequence, Trace, TrajectoryGroup
 from agentrl_train.weights import FLOAT32, FOREIGN, Drift, Publisher, drift, require_agreement
 
@@ -54,7 +55,7 @@ class StepTrainer:
         publisher: Publisher,
         algorithm: AlgorithmSection,
         train: TrainSection,
-        critic: ByCritic | None = None,
+        critic: CriticTrainer | None = None,
         max_context: int,
         replay: ReplaySection | None = None,
         buffer: Replay | None = None,
@@ -86,7 +87,7 @@ class StepTrainer:
         self._distill = distill or DistillSection()
         self._replay = replay or ReplaySection()
         self.replay = buffer or Replay()
-        """Episodes that may be replayed; a checkpoint must keep them."""
+        """Episodes that may be replayed."""
         self._max_context = max_context
         self._tolerance = tolerance
         self._truncated = truncated
@@ -139,9 +140,9 @@ class StepTrainer:
         }
 
     def snapshots(self) -> list[Part]:
-        """Return copies of the state of the learner and of the critic, to be written into a checkpoint."""
+        """Return copies of the state of learner, critic and replay buffer, for a checkpoint."""
         parts = [] if self._critic is None else self._critic.parts()
-        return [self.learner.snapshot(), *(InFolder(part=part, name=CRITIC) for part in parts)]
+        return [self.learner.snapshot(), *(InFolder(part=part, name=CRITIC) for part in parts), self.replay]
 
     def load(self, folder: Path) -> None:
         """Restore the learner and the critic from a checkpoint."""

@@ -11,12 +11,14 @@ import torch
 from agentrl_train import advantage, loss
 from agentrl_train.algorithm import advantage_function, objective_function, signal_function
 from agentrl_train.batch import pack
-from agentrl_train.config import AlgorithmSection, RunConfig, load_config
+from agentrl_train.config import AlgorithmSection, RunConfig, TrainSection, load_config
 from agentrl_train.config.algorithm import GAE
 from agentrl_train.config.functions import imported
 from agentrl_train.config.loading import PRESETS
+from agentrl_train.config.sections import CriticSection
 from agentrl_train.config.toml import read_toml
-from agentrl_train.critics.estimation import estimation_function
+from agentrl_train.critics.networks import ValueCritic
+from agentrl_train.critics.trainer import critic_trainer
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner
 from agentrl_train.training.factories import learner_options
@@ -73,8 +75,10 @@ def test_preset_gives_advantages_and_a_finite_gradient(name: str) -> None:
     if algorithm.credit in ("archer", "sweet"):
         found = [[np.ones(1)]]
     elif algorithm.credit in GAE:
-        values = [[np.zeros(t.num_sampled_tokens) for t in one.trajectories] for one in groups]
-        found, _ = estimation_function(algorithm, max_context=512)(groups, values)
+        sections = {"settings": CriticSection(), "algorithm": algorithm, "train": TrainSection()}
+        critic = ValueCritic(qwen(), learning_rate=1e-3)
+        trainer = critic_trainer(critic, **sections, max_context=512, encode=str.encode)
+        found = [[row.advantages for row in trainer.rows(groups)]]
     else:
         found = advantage_function(algorithm, max_context=512)(groups)
     assert any(turns is not None and turns.any() for one in found for turns in one)

@@ -16,8 +16,8 @@ from agentrl_train.loss import Tokens, policy_loss, unbounded
 from agentrl_train.training.step_trainer import StepTrainer
 from agentrl_train.types import Completion, EpisodeEnd, TokenSequence, Trajectory, TrajectoryGroup, Turn
 from tests.train.learner.test_learner import VOCABULARY, learner, made, qwen
-from tests.train.storage.test_replay import NoEngine
 from tests.train.test_algorithm import NEEDED, plain_config, refusal
+from tests.train.training.test_replay import NoEngine
 
 PROMPTS = {"a": [3, 4], "b": [5, 6, 7]}
 """Prompt of each task; its answer is one token."""

@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from agentrl_train.advantage import shaped_rewards
 from agentrl_train.batch import pack, sequences
 from agentrl_train.config import AlgorithmSection, TrainSection
 from agentrl_train.config.sections import CriticSection
-from agentrl_train.critics.archer import twin_advantages, twin_targets
+from agentrl_train.critics.archer import marked, turn_row, twin_advantages, twin_targets
 from agentrl_train.critics.networks import TwinCritic
-from agentrl_train.critics.turn_critic_trainer import TurnCriticTrainer, turn_row
+from agentrl_train.critics.strategy import episode_rows
+from agentrl_train.critics.trainer import CriticTrainer, critic_trainer
 from agentrl_train.errors import ConfigError
 from agentrl_train.loss import Tokens, policy_loss, twin_loss, unbounded
 from agentrl_train.types import EpisodeEnd
@@ -26,13 +28,14 @@ def twins(**options) -> TwinCritic:
     return TwinCritic(qwen(), **{"learning_rate": 3e-3, **options})
 
 
-def trainer(one: TwinCritic, *, replay: int = 0, passes: int = 1, **algorithm) -> TurnCriticTrainer:
-    return TurnCriticTrainer(
+def trainer(one: TwinCritic, *, replay: int = 0, passes: int = 1, **algorithm) -> CriticTrainer:
+    return critic_trainer(
         one,
         settings=CriticSection(replay=replay, passes=passes, warmup_steps=1),
         algorithm=AlgorithmSection(**ARCHER | algorithm),
         train=TrainSection(),
         max_context=512,
+        encode=str.encode,
     )
 
 
@@ -135,7 +138,7 @@ def test_critics_learn_the_values_of_the_chain() -> None:
         one.rows(groups)
         one.learn(step=step)
     one.rows(groups)
-    ((values, actions),) = one._values
+    ((values, actions),) = one.strategy._values
     assert values.mean(-1) == pytest.approx([0.81, 0.9, 1.0], abs=0.1)
     assert actions.mean(-1) == pytest.approx([0.81, 0.9, 1.0], abs=0.1)
 
@@ -144,16 +147,16 @@ def test_tokens_of_a_turn_share_its_advantage() -> None:
     one = trainer(twins(), mask_truncated=True)
     cut = episode([1.0], end=EpisodeEnd.TRUNCATED_TURNS)
     (row,) = one.rows([group(cut, episode([0.0], tokens=0), episode([0.0, 1.0], tokens=3))])
-    expected = twin_advantages(*one._values[1])
+    expected = twin_advantages(*one.strategy._values[2])
     assert row.advantages[1:4] == pytest.approx(expected[0].repeat(3))
     assert row.advantages[5:8] == pytest.approx(expected[1].repeat(3))
     assert {"critic_loss", "explained_variance"} <= one.learn(step=1).keys()
 
 
 def test_replayed_episodes_teach_the_values_of_turns_alone() -> None:
-    one = trainer(twins(), replay=4)
-    marked = one._marked([group(chain(0, 1))])
-    (fresh,), (again,) = (one._targets(marked, on_policy=on) for on in (True, False))
+    played = marked(episode_rows([group(chain(0, 1))], shaped_rewards))
+    strategy = trainer(twins(), replay=4).strategy
+    (fresh,), (again,) = (strategy.targets(played, on_policy=on) for on in (True, False))
     marks = np.flatnonzero(fresh.loss_mask)
     assert np.isfinite(fresh.logprobs[marks]).all()
     assert np.isnan(again.logprobs[marks]).tolist() == [True, False, True, False]

@@ -7,15 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl_train.advantage import rewards_to_go
+from agentrl_train.advantage import normalize_and_mask, rewards_to_go, shaped_rewards
 from agentrl_train.critics.gae import (
-    advantages_and_returns,
     bi_level_gae,
-    explained_variance,
+    estimate,
+    fit_metrics,
     gae,
     token_gae,
     turn_gae,
     turn_numbers,
+    units_of_tokens,
 )
 from agentrl_train.types import EpisodeEnd
 from tests.train.test_credit import episode, group
@@ -23,6 +24,17 @@ from tests.train.test_credit import episode, group
 ESTIMATORS = {"token": token_gae, "turn": turn_gae, "bi_level": bi_level_gae}
 numbers = st.floats(-10, 10).map(lambda value: round(value, 3))
 fractions = st.floats(0, 1)
+
+
+def advantages_and_returns(groups, values, *, invalid_call_penalty: float = 0.0, **options):
+    """Return the advantages of tokens, None for trajectories that are left out, and the critic's targets."""
+    shaped = [shaped_rewards(one, invalid_call_penalty=invalid_call_penalty) for one in groups]
+    found = [
+        [estimate(token_gae, *each) for each in zip(one.trajectories, rewards.rewards, own, strict=True)]
+        for one, rewards, own in zip(groups, shaped, values, strict=True)
+    ]
+    returns = [list(map(np.add, *pair)) for pair in zip(found, values, strict=True)]
+    return normalize_and_mask(groups, shaped, found, units=units_of_tokens, **options), returns
 
 
 @st.composite
@@ -181,7 +193,8 @@ def test_tokens_are_numbered_by_turn() -> None:
 
 
 def test_explained_variance_is_one_for_exact_values_and_zero_for_their_mean() -> None:
+    explained = lambda *pair: fit_metrics(*pair)["explained_variance"]  # noqa: E731
     returns = np.array([0.0, 1.0, 2.0])
-    assert explained_variance(returns, returns) == 1.0
-    assert explained_variance(np.ones(3), returns) == 0.0
-    assert explained_variance(np.ones(3), np.ones(3)) == 0.0
+    assert explained(returns, returns) == 1.0
+    assert explained(np.ones(3), returns) == 0.0
+    assert explained(np.ones(3), np.ones(3)) == 0.0

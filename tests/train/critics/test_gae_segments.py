@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agentrl_train.critics.gae import advantages_and_returns, turn_numbers
+from agentrl_train.critics.gae import turn_numbers
 from agentrl_train.types import ROOT, Segment, Trajectory
 from tests.train.critics.test_archer import trainer as archer_trainer
 from tests.train.critics.test_archer import twins
-from tests.train.learner.test_critic import critic, trainer
+from tests.train.critics.test_gae import advantages_and_returns
+from tests.train.critics.test_values import critic, trainer
 from tests.train.test_credit import episode, group
 
 
@@ -56,7 +57,7 @@ def test_twin_critics_value_the_turns_of_all_segments() -> None:
     groups = [group(rollout_with_a_worker(), episode([1.0]))]
     one = archer_trainer(twins())
     rows = one.rows(groups)
-    values, actions = one._values[0]
+    values, actions = one.strategy._values[0]
     expected = (actions.min(-1) - values.min(-1)).astype(np.float32)
     assert rows[0].advantages[rows[0].loss_mask > 0] == pytest.approx(expected[[0, 0, 3, 3]])
     assert rows[1].advantages[rows[1].loss_mask > 0] == pytest.approx(expected[[1, 1, 2, 2]])

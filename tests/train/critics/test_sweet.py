@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from agentrl_env import Done, EnvClient, Environment
 from agentrl_env.types import Message, TaskSample
 from agentrl_train.actor import Episode
+from agentrl_train.advantage import shaped_rewards
 from agentrl_train.batch import completions, sequences, token_weights
 from agentrl_train.config import AlgorithmSection, TrainSection
 from agentrl_train.config.sections import CriticSection
 from agentrl_train.critics.networks import PrivilegedCritic
-from agentrl_train.critics.preference_trainer import PreferenceTrainer
+from agentrl_train.critics.strategy import episode_rows
 from agentrl_train.critics.sweet import dpo, drawn_pairs, preference_loss, turn_means
+from agentrl_train.critics.trainer import CriticTrainer, critic_trainer
 from agentrl_train.errors import ConfigError
 from agentrl_train.storage.journal import decode_group, encode_group
 from agentrl_train.types import Trajectory, Turn
@@ -30,8 +32,8 @@ SWEET = {"credit": "sweet", "baseline": "value", "scale": "none", "normalization
 scores = st.lists(st.floats(-20, 20), min_size=2, max_size=5).map(np.array)
 
 
-def trainer(*, encode=lambda text: [3, 4], learning_rate: float = 1e-2, **settings) -> PreferenceTrainer:
-    return PreferenceTrainer(
+def trainer(*, encode=lambda text: [3, 4], learning_rate: float = 1e-2, **settings) -> CriticTrainer:
+    return critic_trainer(
         PrivilegedCritic(qwen(), learning_rate=learning_rate, max_grad_norm=1e9),
         encode=encode,
         settings=CriticSection(**{"beta": 0.5} | settings),
@@ -104,7 +106,8 @@ def test_advantage_is_the_mean_log_ratio_of_the_turn() -> None:
         },
         token_ids=np.append([3, 4], plain.token_ids),
     )
-    ours, theirs = one._critic.logprobs([shown])[0], one._critic.reference_logprobs([plain])[0]
+    critic = one.strategy.critic
+    ours, theirs = critic.logprobs([shown])[0], critic.reference_logprobs([plain])[0]
     ratios = ours[shown.loss_mask > 0] - theirs[plain.loss_mask > 0]
     expected = [ratios[:3].mean()] * 3 + [ratios[3:].mean()] * 2
     assert row.advantages[row.loss_mask > 0] == pytest.approx(expected, abs=1e-5)
@@ -120,18 +123,17 @@ def test_gradient_of_the_critic_is_that_of_the_loss_of_its_preferences() -> None
     one.rows(groups)
     caught: list[torch.Tensor] = []
     name = "model.norm.weight"
-    parameter = one._critic.model.get_parameter(name)
-    hook = one._critic._optimizer.register_step_pre_hook(lambda *_: caught.append(parameter.grad.clone()))
+    critic = one.strategy.critic
+    parameter = critic.model.get_parameter(name)
+    hook = critic._optimizer.register_step_pre_hook(lambda *_: caught.append(parameter.grad.clone()))
     one.learn(step=1)
     hook.remove()
-    plain, shown = one._both(groups)
-    reference = one._critic.reference_logprobs(plain)
     start = parameter.detach().clone()
     direction = torch.randn(start.shape, generator=torch.Generator().manual_seed(0))
     losses = []
     for sign in (1, -1):
         parameter.data.copy_(start + sign * step * direction)
-        losses.append(one._preferences(groups, plain, shown, reference)[1]["preference_loss"])
+        losses.append(one.strategy.preferences()[1]["preference_loss"])
     expected = (losses[0] - losses[1]) / (2 * step)
     assert float((caught[0] * direction).sum()) == pytest.approx(expected, rel=2e-2, abs=1e-5)
 
@@ -332,7 +334,7 @@ async def test_privileged_information_reaches_the_critic_and_never_the_actor() -
         return encode(text)
 
     critic = trainer(encode=recorded)
-    _, shown = critic._both([played])
+    shown = critic.strategy.with_information(episode_rows([played], shaped_rewards)).rows
     assert shown_texts
     assert all("zanzibar" in text for text in shown_texts)
     assert all(not row.loss_mask[: len(encode(shown_texts[0]))].any() for row in shown)

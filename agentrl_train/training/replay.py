@@ -1,6 +1,6 @@
 """Self-imitation: episodes of a run that did well are trained on once more (SPEAR, arXiv 2509.22601).
 
-Pure functions of a buffer that is never changed. In each step, in this order::
+A buffer is never changed: each method returns a new one. In each step, in this order::
 
     noted   the mean returns of the step's groups join a history, first in, first out
     drawn   some earlier episodes leave the buffer, each with the advantage R - quantile(history of its task)
@@ -12,15 +12,20 @@ an episode whose advantage has fallen below 0 leaves the buffer untrained.
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from pathlib import Path
 
 import numpy as np
 
 from agentrl_train.advantage import Values
+from agentrl_train.storage.journal import decode_group, encode_group, frame, read_records
 from agentrl_train.types import Batch, TrajectoryGroup
+
+REPLAY = "replay.bin"
+"""File of the buffer in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +42,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """The buffer, oldest episodes first, and the history of mean returns."""
+    """A ``Part`` of a checkpoint: the buffer, oldest episodes first, and the history of mean returns."""
 
     episodes: tuple[Kept, ...] = ()
     history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
@@ -93,10 +98,28 @@ class Replay:
         ]
         return replace(self, episodes=(*self.episodes, *new)[-size:])
 
+    def write(self, folder: Path) -> None:
+        """Write the buffer into a checkpoint, unless it was never used."""
+        if not self.history:
+            return
+        head = {"history": dict(self.history), "episodes": [[one.earned, one.step] for one in self.episodes]}
+        records = [json.dumps(head).encode(), *(encode_group(one.group) for one in self.episodes)]
+        (folder / REPLAY).write_bytes(b"".join(frame(record) for record in records))
 
-def cosine_rise(step: int, last: int) -> float:
-    """Return ``(1 - cos(pi s / T)) / 2``: from 0 at step 0 to 1 at step T, and 1 from there on."""
-    return 1.0 if step >= last else (1.0 - math.cos(math.pi * step / last)) / 2.0
+
+def read_replay(folder: Path) -> Replay:
+    """Return the replay buffer of a checkpoint, or an empty one if the checkpoint has none."""
+    path = folder / REPLAY
+    if not path.exists():
+        return Replay()
+    head, *records = read_records(path.read_bytes())
+    state = json.loads(head)
+    episodes = [
+        Kept(group=decode_group(record), earned=earned, step=step)
+        for record, (earned, step) in zip(records, state["episodes"], strict=True)
+    ]
+    history = {task: tuple(means) for task, means in state["history"].items()}
+    return Replay(episodes=tuple(episodes), history=history)
 
 
 def joined(batches: Sequence[Batch], others: Sequence[Batch], *, weight: float) -> list[Batch]:

@@ -13,8 +13,8 @@ from agentrl_train.advantage import advantages, shaped_rewards
 from agentrl_train.batch import pack, sequences, token_weights, without_high_covariance
 from agentrl_train.config import AlgorithmSection, ReplaySection, TrainSection
 from agentrl_train.loss import Tokens, policy_loss
-from agentrl_train.storage.checkpoint import InReplayFile, read_replay
-from agentrl_train.storage.replay import Kept, Replay, cosine_rise, joined
+from agentrl_train.reward.scoring import cosine_rise
+from agentrl_train.training.replay import Kept, Replay, joined, read_replay
 from agentrl_train.training.step_trainer import StepTrainer
 from agentrl_train.types import TrajectoryGroup
 from agentrl_train.weights import Drift
@@ -104,7 +104,7 @@ def test_draws_are_seeded_bounded_and_take_each_episode_once(
 
 def test_buffer_is_restored_from_a_checkpoint(tmp_path: Path) -> None:
     buffer = Replay(episodes=(kept(0.1 + 0.2, step=3, number=9),), history={"a": (1 / 3, -2.0), "b": (0.0,)})
-    InReplayFile(replay=buffer).write(tmp_path)
+    buffer.write(tmp_path)
     found = read_replay(tmp_path)
     assert (found.history, numbers(found)) == (buffer.history, [9])
     (one,) = found.episodes
@@ -113,7 +113,7 @@ def test_buffer_is_restored_from_a_checkpoint(tmp_path: Path) -> None:
     (after,) = sequences([one.group], [[1.0]])
     assert after.token_ids.tolist() == before.token_ids.tolist()
     assert after.logprobs.tolist() == before.logprobs.tolist()
-    InReplayFile(replay=Replay()).write(tmp_path / "none")
+    Replay().write(tmp_path / "none")
     assert read_replay(tmp_path / "none") == Replay()
 
 
@@ -195,7 +195,7 @@ def test_resumed_buffer_draws_the_same_episodes(tmp_path: Path) -> None:
     section = {"weight": 1.0, "warmup_steps": 0, "episodes": 2}
     whole, _ = trained(tmp_path, **section)
     half, _ = trained(tmp_path, steps=range(2), **section)
-    InReplayFile(replay=half.replay).write(tmp_path)
+    half.replay.write(tmp_path)
     resumed, _ = trained(tmp_path, steps=range(2, 3), buffer=read_replay(tmp_path), **section)
     assert numbers(resumed.replay) == numbers(whole.replay)
 

@@ -11,8 +11,8 @@ import torch
 from agentrl_train.batch import pack, sequences
 from agentrl_train.config import AlgorithmSection, TrainSection
 from agentrl_train.config.sections import CriticSection
-from agentrl_train.critics.critic_trainer import CriticTrainer
 from agentrl_train.critics.networks import ValueCritic
+from agentrl_train.critics.trainer import CriticTrainer, critic_trainer
 from agentrl_train.errors import CheckpointError
 from agentrl_train.loss import Tokens, value_loss
 from agentrl_train.types import EpisodeEnd, TokenSequence
@@ -164,13 +164,13 @@ def test_checkpoint_without_a_critic_is_refused(tmp_path) -> None:
 
 
 def trainer(one: ValueCritic, **settings) -> CriticTrainer:
-    algorithm = AlgorithmSection(**GAE | settings)
-    return CriticTrainer(
+    return critic_trainer(
         one,
         settings=CriticSection(warmup_steps=2),
-        algorithm=algorithm,
+        algorithm=AlgorithmSection(**GAE | settings),
         train=TrainSection(micro_batch_tokens=64),
         max_context=512,
+        encode=str.encode,
     )
 
 
