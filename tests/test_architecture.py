@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -47,6 +47,36 @@ LAYERS = (
     {"__main__"},
 )
 """Layers of agentrl_env, lowest first: a module imports only modules of lower layers and its own folder."""
+TRAIN_LAYERS = (
+    {"errors"},
+    {"types"},
+    {"config"},
+    {"tool_calls"},
+    {"chat"},
+    {"advantage"},
+    {"batch", "loss"},
+    {"storage"},
+    {"models", "telemetry"},
+    {"reward"},
+    {"algorithm"},
+    {"learner", "engine", "weights"},
+    {"critics"},
+    {"sub_agent"},
+    {"actor"},
+    {"gateway"},
+    {"placement"},
+    {"report"},
+    {"training"},
+    {"sweep"},
+    {"cli"},
+    {"__main__"},
+)
+"""Layers of agentrl_train, lowest first. Imports for type checking and names of modules in strings count."""
+KNOW_THE_RUN = ("config/", "training/compose.py", "training/trainer.py", "cli/", "sweep/plan.py")
+KNOW_THE_RUN += ("__init__.py", "__main__.py")
+"""The modules of agentrl_train that name ``RunConfig``; all others take the sections that they use."""
+MAX_PARAMETERS = 12
+MANY_PARAMETERS = {"agentrl_env/server/serve.py: EnvServer"}
 REACHES_UP = {"__init__", "environment"}
 """The package root loads names lazily; ``Environment.local()`` and its siblings do too."""
 CODE_CARRYING = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -107,6 +137,78 @@ def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
+def named_modules(path: Path) -> Iterator[str]:
+    """Return the modules that a file imports, for type checking too, or names in a string."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from re.findall(r"^agentrl_(?:env|train)(?:\.\w+)+", node.value)
+
+
+def upward_imports(name: str, layers: Sequence[Collection[str]]) -> list[str]:
+    """Return the imports of a package that do not go to a lower layer or stay in a room."""
+    height = {room: number for number, rooms in enumerate(layers) for room in rooms}
+    found = []
+    for path in package(name):
+        room = room_of(module_name(path))
+        if room == "__init__":  # the package root loads names lazily
+            continue
+        for module in named_modules(path):
+            target = room_of(module)
+            if module.startswith(f"{name}.") and target != room and height[target] >= height[room]:
+                found.append(f"{relative(path)} names {module}")
+    return found
+
+
+def test_every_module_of_agentrl_train_imports_lower_layers_only() -> None:
+    assert upward_imports("agentrl_train", TRAIN_LAYERS) == []
+
+
+def test_upward_imports_are_seen_in_functions_type_checks_and_strings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = (
+        "if TYPE_CHECKING:\n    from agentrl_train.cli import commands",
+        "def lazy():\n    import agentrl_train.training.run",
+        'MODULE = "agentrl_train.placement.serving"',
+        "from agentrl_train.types import Batch",
+    )
+    path = tmp_path / "agentrl_train/engine/pool.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("\n".join(lines))
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    monkeypatch.setitem(globals(), "SOURCES", [path])
+    found = [line.split()[-1] for line in upward_imports("agentrl_train", TRAIN_LAYERS)]
+    assert sorted(found) == [
+        "agentrl_train.cli.commands",
+        "agentrl_train.placement.serving",
+        "agentrl_train.training.run",
+    ]
+
+
+def test_only_the_composition_root_knows_the_whole_configuration() -> None:
+    naming = [p for p in package("agentrl_train") if re.search(r"\bRunConfig\b", p.read_text())]
+    places = [path.relative_to(ROOT / "agentrl_train").as_posix() for path in naming]
+    assert "training/compose.py" in places
+    assert [place for place in places if not place.startswith(KNOW_THE_RUN)] == []
+
+
+def test_constructors_have_at_most_12_parameters() -> None:
+    wide = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            for method in node.body if isinstance(node, ast.ClassDef) else ():
+                if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+                    given = method.args
+                    count = len(given.posonlyargs) + len(given.args) + len(given.kwonlyargs) - 1
+                    if count > MAX_PARAMETERS:
+                        wide.add(f"{relative(path)}: {node.name}")
+    assert wide == MANY_PARAMETERS
+
+
 def test_every_module_of_agentrl_env_imports_lower_layers_only() -> None:
     wrong = []
     for path in package("agentrl_env"):
@@ -155,7 +257,7 @@ def test_trainer_uses_environments_through_the_client() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["advantage", "packing", "batch", "loss", "critics/gae", "critics/archer", "critics/sweet"]
+    "path", ["advantage", "batch", "loss", "critics/gae", "critics/archer", "critics/sweet"]
 )
 def test_pure_steps_import_neither_asyncio_nor_threads(path: str) -> None:
     assert not reaches(ROOT / f"agentrl_train/{path}.py", "asyncio", "threading")
