@@ -19,10 +19,10 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -31,8 +31,9 @@ from agentrl_env.errors import AgentRLError, CallTimeout, ProtocolError, ServerF
 from agentrl_env.types import Message, SessionStatus, StepResult, TaskSample, ToolSpec
 from agentrl_train import sub_agent
 from agentrl_train.chat import ChatFormat
-from agentrl_train.config import EngineSection, RolloutSection
+from agentrl_train.config import RolloutSection
 from agentrl_train.errors import OUTAGES, EngineError
+from agentrl_train.reward import Rewards
 from agentrl_train.types import (
     ROOT,
     UNTRACED,
@@ -40,8 +41,7 @@ from agentrl_train.types import (
     Engine,
     Episode,
     EpisodeEnd,
-    Program,
-    SamplingParams,
+    Sampling,
     Segment,
     Trace,
     Trajectory,
@@ -49,9 +49,6 @@ from agentrl_train.types import (
     Turn,
     succeeded,
 )
-
-if TYPE_CHECKING:
-    from agentrl_train.reward import Rewards
 
 _ENDS = {
     SessionStatus.COMPLETED: EpisodeEnd.TERMINATED,
@@ -76,6 +73,34 @@ MAX_VALUE = 1e12
 _numbers = itertools.count()
 
 
+class Sampler(Protocol):
+    """Seam: samples the turns of one attempt at an episode."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """Limits and sampling parameters of a turn."""
+        ...
+
+    async def complete(
+        self, context: Sequence[int], *, max_new_tokens: int | None = None, segment: int = 0
+    ) -> Completion:
+        """Sample a turn after ``context``; the contexts of one segment extend one another.
+
+        Raises ``EngineError`` on failure.
+        """
+        ...
+
+
+class Program(Protocol):
+    """Seam: plays episodes in place of the actor's own conversation."""
+
+    async def play(
+        self, episode: Episode, *, chat: ChatFormat, sampler: Sampler, limit_s: float
+    ) -> tuple[Trajectory, Exception | None]:
+        """Play once; return the trajectory and the exception that failed it, if any."""
+        ...
+
+
 class Actor:
     """Plays episodes concurrently, one per slot, in the order of their requests.
 
@@ -92,9 +117,9 @@ class Actor:
         engine: Engine,
         chat: ChatFormat,
         clients: Mapping[str, EnvClient],
-        sampling: EngineSection,
-        rollout: RolloutSection,
-        slots: AbstractAsyncContextManager[None],
+        sampling: Sampling | None = None,
+        rollout: RolloutSection | None = None,
+        slots: AbstractAsyncContextManager[None] | None = None,
         policy: str = "current",
         greedy: Actor | None = None,
         rewards: Rewards | None = None,
@@ -104,20 +129,20 @@ class Actor:
     ) -> None:
         self.discarded_tokens = 0
         """Tokens sampled in attempts that infrastructure failed; they are not trained on."""
-        self._engine = engine
-        self._chat = chat
+        self.engine = engine
+        self.chat = chat
+        self.sampling = sampling or Sampling()
+        self.rollout = rollout or RolloutSection()
+        self.policy = policy
+        self.clock = clock
+        self.limit_s = self.rollout.episode_limit_s(max_context=self.sampling.max_context)
+        """Time limit of an episode."""
         self._clients = clients
-        self._sampling = sampling
-        self._rollout = rollout
-        self._slots = slots
-        self._policy = policy
+        self._slots = slots or nullcontext()
         self._greedy = greedy
         self._rewards = rewards
         self._programs = programs or {}
         self._trace = trace
-        self._clock = clock
-        self._limit_s = rollout.episode_limit_s(max_context=sampling.max_context)
-        self._completion_s = sampling.completion_deadline_s
         self._unreachable: dict[str, float] = {}
 
     async def group(
@@ -187,10 +212,10 @@ class Actor:
                 self._log_outage(episode.task, str(trajectory.error))
             # A full server answers, and has a session free once another episode has ended.
             full = isinstance(cause, ServerFull)
-            wait_s = self._limit_s if full else self._rollout.environment_wait_timeout_s
+            wait_s = self.limit_s if full else self.rollout.environment_wait_timeout_s
             if not (unreachable and time.monotonic() < started + wait_s):
                 attempt += 1
-                if attempt > self._rollout.environment_retries:
+                if attempt > self.rollout.environment_retries:
                     return trajectory
             draws += not isinstance(cause, OUTAGES)
             logger.info("an episode of %s is retried: %s", episode.task, trajectory.error)
@@ -213,7 +238,7 @@ class Actor:
                 "the environment of %s is unreachable (%s); its episodes wait up to %g s for it",
                 task,
                 reason,
-                self._rollout.environment_wait_timeout_s,
+                self.rollout.environment_wait_timeout_s,
             )
 
     async def _attempt(
@@ -224,22 +249,15 @@ class Actor:
         labels = {"index": episode.index, "sibling": draw_seed[-2], "attempt": attempt}
         with self._trace.span(track, episode.task, **labels) as facts:
             one = _Attempt(
+                self,
                 episode,
-                engine=self._engine,
-                chat=self._chat,
                 client=None if program else self._clients[episode.task],
                 program=program,
-                sampling=self._sampling,
-                rollout=self._rollout,
                 draw_seed=draw_seed,
-                policy=self._policy,
                 # The calls of a program may overlap, which the spans of one track may not.
                 trace=self._trace if program is None else UNTRACED,
                 track=track,
                 facts=facts,
-                clock=self._clock,
-                limit_s=self._limit_s,
-                completion_s=self._completion_s,
             )
             trajectory = await one.run()
             facts.update(
@@ -256,48 +274,39 @@ class _Attempt:
 
     def __init__(
         self,
+        actor: Actor,
         episode: Episode,
         *,
-        engine: Engine,
-        chat: ChatFormat,
         client: EnvClient | None,
         program: Program | None,
-        sampling: EngineSection,
-        rollout: RolloutSection,
         draw_seed: tuple[int, ...],
-        policy: str,
         trace: Trace,
         track: str,
         facts: dict[str, Any],
-        clock: Callable[[], float],
-        limit_s: float,
-        completion_s: float,
     ) -> None:
         self.cause: Exception | None = None
         """The exception that failed the attempt."""
-        self.sampling = sampling
-        """Limits and sampling parameters of a turn."""
+        self.sampling = actor.sampling
+        self._actor = actor
         self._episode = episode
-        self._engine = engine
-        self._chat = chat
+        self._engine = actor.engine
+        self._chat = actor.chat
+        self._rollout = actor.rollout
+        self._clock = actor.clock
         self._client = client
         self._program = program
-        self._rollout = rollout
-        self._policy = policy
         self._trace = trace
         self._track = track
         self._facts = facts
-        self._clock = clock
-        self._limit_s = limit_s
-        self._completion_s = completion_s
         self._draws = np.random.default_rng(np.random.SeedSequence(draw_seed))
         # Unique in the process: episodes with the same key would share a row of the engine's cache.
         self._key = f"{episode.task}-{next(_numbers)}"
         self._turns: list[Turn] = []
         self._segments: list[Segment] = []
         self._contexts = 1
-        self._samples = range(1 + rollout.alternatives)  # the last one is played, so the engine has its cache
-        helper = rollout.sub_agent
+        # The last sample is played, so that the engine has its cache.
+        self._samples = range(1 + actor.rollout.alternatives)
+        helper = actor.rollout.sub_agent
         self._sub_agent = helper if helper is not None and helper.serves(episode.task) else None
         self._opening: Sequence[Message] = ()
         self._sample = TaskSample(task=episode.task, split=episode.split, index=episode.index)
@@ -309,7 +318,7 @@ class _Attempt:
         try:
             if self._program is not None:
                 trajectory, self.cause = await self._program.play(
-                    self._episode, chat=self._chat, sampler=self, limit_s=self._limit_s
+                    self._episode, chat=self._chat, sampler=self, limit_s=self._actor.limit_s
                 )
                 return trajectory
             end = await self._play_session()
@@ -354,7 +363,7 @@ class _Attempt:
                 await _close(session)
 
     async def _converse(self, session: ClientSession) -> EpisodeEnd:
-        self._end_s = self._clock() + self._limit_s
+        self._end_s = self._clock() + self._actor.limit_s
         tools: Sequence[ToolSpec] = session.tools
         if self._sub_agent is not None:
             tools = sub_agent.planner_tools(self._sub_agent, tools)
@@ -496,17 +505,9 @@ class _Attempt:
         self, context: Sequence[int], *, max_new_tokens: int | None = None, segment: int = 0
     ) -> Completion:
         """Sample a turn; the last one may be shorter, with the tokens that a longer one would begin with."""
-        policy = "stale" if self._draws.random() < self._rollout.stale_fraction else self._policy
-        own, limit_s = self.sampling, self._completion_s
-        most = own.max_new_tokens
-        sampling = SamplingParams(
-            max_new_tokens=min(max_new_tokens or most, most, own.max_context - len(context)),
-            temperature=own.temperature,
-            top_p=own.top_p,
-            top_k=own.top_k,
-            min_p=own.min_p,
-            seed=int(self._draws.integers(2**63)),
-        )
+        policy = "stale" if self._draws.random() < self._rollout.stale_fraction else self._actor.policy
+        seed, limit_s = int(self._draws.integers(2**63)), self.sampling.deadline_s
+        sampling = self.sampling.request(context, seed=seed, limit=max_new_tokens)
         self._contexts, key = max(self._contexts, segment + 1), self._segment_key(segment)
         with self._trace.span(self._track, "engine", context=len(context), policy=policy) as facts:
             try:
@@ -532,7 +533,7 @@ def turn_limit(rollout: RolloutSection, task: str, *, version: int | None) -> in
     return min(limits, default=None)
 
 
-def require_room(task: str, *, tokens: int, sampling: EngineSection) -> None:
+def require_room(task: str, *, tokens: int, sampling: Sampling) -> None:
     """Raise ``EngineError`` if an opening of this many tokens leaves no room for a turn."""
     if (needed := tokens + sampling.max_new_tokens) > sampling.max_context:
         raise EngineError(

@@ -289,6 +289,19 @@ def entropy_bonus(entropy: Tensor, weights: Tensor) -> Tensor:
     return _weighted_sum(entropy, weights)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """The loss of a learner: an objective, and the terms that keep the policy random and near a reference."""
+
+    objective: Objective = policy_loss
+    recompute: bool = False
+    """Give the objective the log-probabilities at the start of the step as well (``Tokens.old``)."""
+    entropy_coefficient: float = 0.0
+    kl_coefficient: float = 0.0
+    """Weight of the penalty towards the learner's reference, or towards the model without its adapters."""
+    kl_estimator: Literal["k2", "k3"] = "k3"
+
+
 def _log_ratios(logprobs: Tensor, anchor: Tensor, trained: Tensor) -> Tensor:
     difference = torch.where(trained, logprobs - anchor, 0.0)
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

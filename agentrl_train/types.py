@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -32,9 +32,6 @@ from agentrl_train.errors import EngineError
 
 if TYPE_CHECKING:
     import torch
-
-    from agentrl_train.chat import ChatFormat
-    from agentrl_train.config import EngineSection
 
 FloatArray = NDArray[np.float32]
 IntArray = NDArray[np.int64]
@@ -77,6 +74,38 @@ class SamplingParams:
                 f"a context of {len(token_ids)} tokens leaves no room for {self.max_new_tokens} new tokens "
                 f"in {max_context}: raise engine.max_context or lower engine.max_new_tokens"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Sampling parameters and limits of the turns of an episode."""
+
+    max_context: int = 2048
+    """Token limit of one context, prompt and replies included."""
+    max_new_tokens: int = 256
+    """Token limit of one turn; the last turn of a full context is shorter."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    deadline_s: float = 120.0
+    """Deadline of one completion, after which the engine counts as failed."""
+
+    def at(self, temperature: float) -> Sampling:
+        """Return the same limits with another temperature and without truncation."""
+        return replace(self, temperature=temperature, top_p=1.0, top_k=0, min_p=0.0)
+
+    def request(self, context: Sequence[int], *, seed: int, limit: int | None = None) -> SamplingParams:
+        """Return the parameters of the turn after ``context``, of at most ``limit`` tokens."""
+        most = min(limit or self.max_new_tokens, self.max_new_tokens, self.max_context - len(context))
+        return SamplingParams(
+            max_new_tokens=most,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=seed,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,6 +284,22 @@ class TrajectoryGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The groups of one training step."""
+
+    groups: Sequence[TrajectoryGroup]
+    trained_version: int = 0
+    """``policy_version`` of the weights before the step, which is the number of trained steps."""
+    waited_s: float = 0.0
+    """Time the trainer was idle waiting for these groups."""
+
+    @property
+    def next_version(self) -> int:
+        """``policy_version`` of the weights that the step makes; also the number of the step, from 1."""
+        return self.trained_version + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSequence:
     """One segment of a trajectory as one row of tokens; all arrays are [T]."""
 
@@ -310,34 +355,6 @@ class Batch:
     """Tokens without padding."""
     num_slots: int
     """Tokens including padding; ``1 - num_tokens / num_slots`` is the padding share."""
-
-
-class Sampler(Protocol):
-    """Seam: samples the turns of one attempt at an episode."""
-
-    @property
-    def sampling(self) -> EngineSection:
-        """Limits and sampling parameters of a turn."""
-        ...
-
-    async def complete(
-        self, context: Sequence[int], *, max_new_tokens: int | None = None, segment: int = 0
-    ) -> Completion:
-        """Sample a turn after ``context``; the contexts of one segment extend one another.
-
-        Raises ``EngineError`` on failure.
-        """
-        ...
-
-
-class Program(Protocol):
-    """Seam: plays episodes in place of the actor's own conversation."""
-
-    async def play(
-        self, episode: Episode, *, chat: ChatFormat, sampler: Sampler, limit_s: float
-    ) -> tuple[Trajectory, Exception | None]:
-        """Play once; return the trajectory and the exception that failed it, if any."""
-        ...
 
 
 class Engine(Protocol):

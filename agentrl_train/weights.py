@@ -1,4 +1,4 @@
-"""Step 8 of 9: parameters -> weights of ``policy_version + 1``.
+"""Step 8 of 9: parameters -> weights of the next ``policy_version``.
 
 The publisher decides which policies get new weights and verifies that they arrived: trainer and engine must
 assign the same log-probabilities to the same tokens.
@@ -6,7 +6,7 @@ assign the same log-probabilities to the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -120,6 +120,56 @@ class Canary:
                 )
             sequences += [probe_sequence(context, completion) for completion in completions]
         return drift(self._logprobs(sequences), sequences, version=version)
+
+
+class DriftCheck:
+    """Compares log-probabilities of engine and trainer before each update.
+
+    The first check covers all sequences, later checks the one with the most tokens of the current weights.
+
+    Args:
+        logprobs: scores with the trainer.
+        tolerance: largest accepted difference.
+        truncated: True if the engine never sampled improbable tokens.
+        inherited: groups of a resumed run. Their versions can refer to lost weights.
+    """
+
+    def __init__(
+        self,
+        logprobs: LogProbs,
+        *,
+        tolerance: Drift = FLOAT32,
+        truncated: bool = False,
+        inherited: Collection[int] = (),
+    ) -> None:
+        self._logprobs = logprobs
+        self._tolerance = tolerance
+        self._truncated = truncated
+        self._inherited = inherited
+        self._checked_all = False
+
+    def check(self, rows: Sequence[TokenSequence], *, version: int) -> Drift:
+        """Return the drift of the freshest row of a step; raises ``WeightMismatch``."""
+        own = [row for row in rows if row.group_id not in self._inherited]
+        fresh = [(int((row.versions == version).sum()), row) for row in own]
+        fresh = [(count, row) for count, row in fresh if count]
+        if not fresh:
+            return Drift()
+        freshest, *others = [row for _, row in sorted(fresh, key=lambda pair: -pair[0])]
+        if not self._checked_all and others:
+            self._compare([freshest, *others], version=version, truncated=self._truncated)
+        self._checked_all = True
+        # Alone, so that the last bits are the same in a run that was resumed.
+        return self._compare([freshest], version=version, truncated=self._truncated)
+
+    def check_probe(self, context: Sequence[int], completion: Completion, *, version: int) -> None:
+        """Check a completion that was sampled without truncation; raises ``WeightMismatch``."""
+        self._compare([probe_sequence(context, completion)], version=version, truncated=False)
+
+    def _compare(self, rows: Sequence[TokenSequence], *, version: int, truncated: bool) -> Drift:
+        found = drift(self._logprobs(rows), rows, version=version, truncated=truncated)
+        require_agreement(found, tolerance=self._tolerance, version=version)
+        return found
 
 
 class Publisher:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agentrl_train.engine.pool import EnginePool
 
 
 def alive(pid: int) -> bool:
@@ -28,3 +31,8 @@ def until(condition: Callable[[], Any], what: str = "a condition holds", seconds
 def until_dead(*pids: int) -> None:
     """Wait until processes have ended."""
     until(lambda: not any(map(alive, pids)), f"the processes {pids} have ended")
+
+
+def process_ids(pool: EnginePool) -> list[int]:
+    """Return the pids of the running engines; each leads its own process group."""
+    return [replica.process_id for replica in pool._all if replica.process_id is not None]

@@ -51,10 +51,39 @@ LAYERS = {
         {"cli"},
         {"__main__"},
     ),
+    "agentrl_train": (
+        {"errors"},
+        {"types"},
+        {"config"},
+        {"tool_calls"},
+        {"chat"},
+        {"advantage"},
+        {"batch", "loss"},
+        {"storage"},
+        {"models", "telemetry"},
+        {"reward"},
+        {"algorithm"},
+        {"learner", "engine", "weights"},
+        {"critics"},
+        {"sub_agent"},
+        {"actor"},
+        {"gateway"},
+        {"placement"},
+        {"report"},
+        {"training"},
+        {"sweep"},
+        {"cli"},
+        {"__main__"},
+    ),
 }
 """Layers of each package, lowest first: a module names only modules of lower layers and of its own folder."""
-REACHES_UP = {"agentrl_env", "agentrl_env.environment"}
-"""The package root loads names lazily. ``Environment.local()`` and its siblings do too."""
+REACHES_UP = {"agentrl_env", "agentrl_env.environment", "agentrl_train"}
+"""The package roots load names lazily. ``Environment.local()`` and its siblings do too."""
+KNOW_THE_RUN = ("config/", "training/compose.py", "training/trainer.py", "cli/", "sweep/plan.py")
+KNOW_THE_RUN += ("__init__.py", "__main__.py")
+"""The modules of agentrl_train that name ``RunConfig``; all others take the sections that they use."""
+MAX_PARAMETERS = 12
+MANY_PARAMETERS = {"agentrl_env/hosting/serve.py: EnvServer"}
 CODE_CARRYING = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 CODE_CARRYING |= {"torch.distributed.checkpoint"}  # its metadata is a pickle
 
@@ -178,6 +207,26 @@ def test_every_file_and_folder_of_a_package_has_one_layer(name: str) -> None:
     assert sorted(room for rooms in LAYERS[name] for room in rooms) == rooms
 
 
+def test_only_the_composition_root_knows_the_whole_configuration() -> None:
+    naming = [p for p in package("agentrl_train") if re.search(r"\bRunConfig\b", p.read_text())]
+    places = [path.relative_to(ROOT / "agentrl_train").as_posix() for path in naming]
+    assert "training/compose.py" in places
+    assert [place for place in places if not place.startswith(KNOW_THE_RUN)] == []
+
+
+def test_constructors_have_at_most_12_parameters() -> None:
+    wide = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            for method in node.body if isinstance(node, ast.ClassDef) else ():
+                if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+                    given = method.args
+                    count = len(given.posonlyargs) + len(given.args) + len(given.kwonlyargs) - 1
+                    if count > MAX_PARAMETERS:
+                        wide.add(f"{relative(path)}: {node.name}")
+    assert wide == MANY_PARAMETERS
+
+
 def test_environment_imports_higher_layers_only_inside_functions() -> None:
     own = "agentrl_env.environment"
     imported = imports(ROOT / "agentrl_env/environment.py", top_level=True)
@@ -212,7 +261,7 @@ def test_trainer_uses_environments_through_the_client() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["advantage", "packing", "batch", "loss", "critics/gae", "critics/archer", "critics/sweet"]
+    "path", ["advantage", "batch", "loss", "critics/gae", "critics/archer", "critics/sweet"]
 )
 def test_pure_steps_import_neither_asyncio_nor_threads(path: str) -> None:
     assert not reaches(ROOT / f"agentrl_train/{path}.py", "asyncio", "threading")

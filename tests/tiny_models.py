@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from agentrl_train.config import TrainSection
+from agentrl_train.learner import Place
+from agentrl_train.loss import Loss
 
 torch.set_num_threads(1)  # several test processes share the processors; the models are tiny
 
@@ -62,3 +68,11 @@ def make_model(seed: int = 0, vocabulary: int = 261) -> Qwen3ForCausalLM:
         pad_token_id=0,
     )
     return Qwen3ForCausalLM(config)
+
+
+def learner_arguments(**options: Any) -> dict[str, Any]:
+    """Return the arguments of ``Learner`` for options that it takes in groups."""
+    train = {name: options.pop(name) for name in [*options] if name in TrainSection.model_fields}
+    loss = {one.name: options.pop(one.name) for one in fields(Loss) if one.name in options}
+    place = {"place": Place(device=torch.device(options.pop("device")))} if "device" in options else {}
+    return {"train": TrainSection(**train), **({"loss": Loss(**loss)} if loss else {}), **place, **options}

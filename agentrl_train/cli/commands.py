@@ -18,25 +18,28 @@ from rich.progress import Progress
 from rich.table import Table
 
 from agentrl_train.cli.recording import record
-from agentrl_train.config import RunConfig
+from agentrl_train.config import RunConfig, TrainSection
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner
-from agentrl_train.loss import sft_loss
+from agentrl_train.loss import Loss, sft_loss
 from agentrl_train.models.loading import DTYPES, chat_format, load_policy
 from agentrl_train.models.merging import MergeOptions, Method, merge_models
 from agentrl_train.placement.environments import environments
-from agentrl_train.placement.launcher import Launcher, follower_devices, make_launcher
+from agentrl_train.placement.launcher import Launcher, follower_devices
 from agentrl_train.placement.ranks import rank
 from agentrl_train.storage.atomic_io import run_folder_errors
 from agentrl_train.storage.checkpoint import load_checkpoint, load_latest
 from agentrl_train.training.compose import (
     make_evaluator,
+    open_launcher,
+    processes,
+    run_follower,
     served_environments,
     served_policy,
     train,
 )
+from agentrl_train.training.engines import threads_each
 from agentrl_train.training.evaluation import Evaluation
-from agentrl_train.training.factories import run_follower, threads_each
 from agentrl_train.training.sft import expert_sequences, train_sft
 from agentrl_train.training.template_check import check_sessions
 
@@ -47,7 +50,7 @@ SIGNAL_EXIT = 128
 def run(config: RunConfig, *, resume: bool) -> int:
     """Train a policy and print the results; a rank other than 0 executes the commands of rank 0."""
     if rank() > 0:
-        with follower_devices(config):
+        with follower_devices(processes(config)):
             run_follower(config)
         return 0
     console = Console()
@@ -117,7 +120,7 @@ def evaluate_policy(config: RunConfig, *, model: str | None) -> int:
 
 async def _evaluate(config: RunConfig, *, path: str) -> dict[str, Evaluation]:
     alone = config.without_training
-    with make_launcher(alone) as launcher, launcher.single():
+    with open_launcher(alone) as launcher, launcher.single():
         return await _evaluate_on(alone, path=path, launcher=launcher)
 
 
@@ -238,7 +241,7 @@ def _model_folder(source: Path) -> Path:
 
 
 async def _sft(config: RunConfig, *, output: Path) -> None:
-    torch.set_num_threads(config.run.threads or threads_each(config))
+    torch.set_num_threads(config.run.threads or threads_each(config.run, config.rollout))
     model, tokenizer = load_policy(
         config.model.path, device=config.engine.device, revision=config.model.revision
     )
@@ -257,23 +260,14 @@ async def _sft(config: RunConfig, *, output: Path) -> None:
         )
     shares = ", ".join(f"{task} {share:.0%}" for task, share in success.items())
     console.print(f"{len(sequences)} expert episodes; success: {shares}", soft_wrap=True)
+    shared = settings.model_dump(include=set(TrainSection.model_fields))
+    alone = {"lora": None, "minibatches": 1, "spike_factor": 0.0, "lr_decay": "linear"}
     learner = Learner(
         model,
-        objective=sft_loss,
-        learning_rate=settings.learning_rate,
-        betas=settings.betas,
-        weight_decay=settings.weight_decay,
-        warmup_steps=settings.warmup_steps,
+        config.train.model_copy(update=shared | alone),
         total_steps=settings.steps,
-        final_lr_fraction=settings.final_lr_fraction,
-        decay_fraction=settings.decay_fraction,
-        max_grad_norm=settings.max_grad_norm,
-        max_logits=config.train.max_logits,
-        precision=config.train.precision,
-        activation_checkpointing=config.train.activation_checkpointing,
-        offload_optimizer=config.train.offload_optimizer,
+        loss=Loss(objective=sft_loss),
         attention=config.model.attention,
-        device=config.engine.device,
     )
     train_sft(
         learner,

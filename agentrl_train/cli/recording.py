@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from agentrl_env.types import TaskSample
-from agentrl_train.config import EngineSection, RunConfig
+from agentrl_train.config import RunConfig
 from agentrl_train.errors import ConfigError
 from agentrl_train.gateway.programs import trajectory
 from agentrl_train.gateway.server import Gateway, Session
 from agentrl_train.placement.environments import Served
-from agentrl_train.placement.launcher import make_launcher
 from agentrl_train.telemetry.metrics import readable
 from agentrl_train.training.admission import sample_seed
-from agentrl_train.training.compose import served_policy
+from agentrl_train.training.compose import open_launcher, served_policy
 from agentrl_train.training.run import ServedPolicy
-from agentrl_train.types import Completion, Engine, EpisodeEnd, SamplingParams
+from agentrl_train.types import Completion, Engine, EpisodeEnd, Sampling
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 IDLE_CHECK_S = 5.0
@@ -30,7 +29,7 @@ IDLE_CHECK_S = 5.0
 class SeededSampler:
     """Samples the answers of one session; the same calls of the same session get the same tokens."""
 
-    def __init__(self, engine: Engine, *, sampling: EngineSection, key: str, seed: int) -> None:
+    def __init__(self, engine: Engine, *, sampling: Sampling, key: str, seed: int) -> None:
         self.sampling = sampling
         self._engine = engine
         self._key = key
@@ -42,18 +41,11 @@ class SeededSampler:
         self, context: Sequence[int], *, max_new_tokens: int | None = None, segment: int = 0
     ) -> Completion:
         """Sample a turn after ``context``."""
-        own = self.sampling
-        most, key = own.max_new_tokens, f"{self._key}/{segment}"
+        key = f"{self._key}/{segment}"
         self._count += 1
         self._used.add(key)
-        sampling = SamplingParams(
-            max_new_tokens=min(max_new_tokens or most, most, own.max_context - len(context)),
-            temperature=own.temperature,
-            top_p=own.top_p,
-            top_k=own.top_k,
-            min_p=own.min_p,
-            seed=sample_seed(self._seed, self._key, self._count),
-        )
+        seed = sample_seed(self._seed, self._key, self._count)
+        sampling = self.sampling.request(context, seed=seed, limit=max_new_tokens)
         return await self._engine.generate(context, sampling=sampling, session_key=key)
 
     def release(self) -> None:
@@ -90,7 +82,7 @@ async def record(
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     with (
-        make_launcher(config) as launcher,
+        open_launcher(config) as launcher,
         launcher.single(),
         output.open("a", encoding="utf-8", errors="replace") as file,
     ):
@@ -98,10 +90,9 @@ async def record(
             samplers: dict[str, SeededSampler] = {}
 
             def unknown(gateway: Gateway, key: str) -> Session:
-                samplers[key] = SeededSampler(
-                    ready.engine, sampling=config.engine, key=key, seed=config.run.seed
-                )
-                stated = None if ignore_sampling else config.engine
+                sampling, seed = config.engine.sampling, config.run.seed
+                samplers[key] = SeededSampler(ready.engine, sampling=sampling, key=key, seed=seed)
+                stated = None if ignore_sampling else sampling
                 return gateway.open(chat=ready.chat, sampler=samplers[key], stated=stated, key=key)
 
             async def ended(session: Session) -> None:

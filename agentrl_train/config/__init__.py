@@ -15,6 +15,7 @@ from agentrl_train.config.run_config import RunConfig
 from agentrl_train.config.sections import (
     EngineSection,
     EnvironmentSection,
+    LoraSection,
     ModelSection,
     RolloutSection,
     SubAgentSection,
@@ -26,6 +27,7 @@ __all__ = [
     "DistillSection",
     "EngineSection",
     "EnvironmentSection",
+    "LoraSection",
     "ModelSection",
     "ReplaySection",
     "RewardSection",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from agentrl_train.config.algorithm import AlgorithmSection, algorithm_problems
 from agentrl_train.config.objectives import DistillSection, ReplaySection, RewardSection
@@ -25,7 +25,9 @@ from agentrl_train.config.sections import (
     SftSection,
     TrainSection,
 )
-from agentrl_train.config.toml import dump_toml
+from agentrl_train.config.toml import dump_toml, flat, read_toml
+from agentrl_train.config.toml import problems as table_problems
+from agentrl_train.types import Sampling
 
 CONTEXTS_FRACTION = 0.05
 """Share of a GPU for CUDA contexts and libraries, which are outside the limits of both processes."""
@@ -55,7 +57,7 @@ class RunConfig(Section):
     @property
     def run_folder(self) -> Path:
         """Return the folder of this run, ``<run.folder>/<run.name>``."""
-        return Path(self.run.folder) / self.run.name
+        return self.run.path
 
     @property
     def stall_timeout_s(self) -> float:
@@ -99,14 +101,10 @@ class RunConfig(Section):
         )
 
     @property
-    def evaluation_engine(self) -> EngineSection:
-        """Return the engine section with the sampling of evaluations."""
-        return self.engine if self.eval.temperature is None else self.engine_at(self.eval.temperature)
-
-    def engine_at(self, temperature: float) -> EngineSection:
-        """Return the engine section with another temperature and without truncation."""
-        whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-        return self.engine.model_copy(update={"temperature": temperature, **whole})
+    def evaluation_sampling(self) -> Sampling:
+        """Return the sampling of evaluations."""
+        sampling = self.engine.sampling
+        return sampling if self.eval.temperature is None else sampling.at(self.eval.temperature)
 
     @property
     def learner_memory_fraction(self) -> float | None:
@@ -114,12 +112,6 @@ class RunConfig(Section):
         if self.placement.layout != "shared" or self.engine.device != "cuda" or self.engine.kind != "vllm":
             return None
         return 1.0 - self.engine.vllm.memory_fraction - CONTEXTS_FRACTION
-
-    @property
-    def engine_gpus(self) -> int:
-        """Return the number of GPUs of the engine, if it runs on GPUs."""
-        vllm = self.engine.vllm
-        return 1 if self.engine.kind == "torch" else sum(self.replicas.values()) * vllm.tensor_parallel
 
     @property
     def replicas(self) -> dict[str, int]:
@@ -221,3 +213,15 @@ class RunConfig(Section):
     def to_toml(self) -> str:
         """Return the whole configuration as TOML, defaults included."""
         return dump_toml(self.model_dump(mode="json", exclude_none=True))
+
+    def changes_since(self, path: Path) -> dict[str, tuple[Any, Any]]:
+        """Return setting -> (old, new) for settings that differ from the configuration in a file.
+
+        Settings that did not exist yet when the file was written had their defaults.
+        """
+        table = read_toml(path) if path.exists() else {}
+        if not table_problems(table, RunConfig):
+            table = RunConfig.model_validate(table).model_dump(mode="json", exclude_none=True)
+        before, now = flat(table), flat(self.model_dump(mode="json", exclude_none=True))
+        differing = [name for name in before | now if before.get(name) != now.get(name)] if before else []
+        return {name: (before.get(name, "not set"), now.get(name, "not set")) for name in differing}

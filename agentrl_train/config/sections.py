@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
+from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from agentrl_train.config.section import Count, CountOrOff, Fraction, NonNegative, Positive, Section
+from agentrl_train.types import Sampling
 
 SLOWEST_TOKENS_PER_S = 5.0
 """Speed of one session below which an engine is not useful; default time limits follow from it."""
@@ -86,6 +88,12 @@ class EngineSection(Section):
     def truncates(self) -> bool:
         """Return whether improbable tokens are never sampled."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    @property
+    def sampling(self) -> Sampling:
+        """Return the sampling parameters and limits of a turn."""
+        shared = {one.name for one in fields(Sampling)}
+        return Sampling(deadline_s=self.completion_deadline_s, **self.model_dump(include=shared))
 
     @property
     def completion_deadline_s(self) -> float:
@@ -306,6 +314,11 @@ class RunSection(Section):
     idle_report_timeout_s: Positive = 60.0
     """Seconds without progress after which the watchdog prints the state of every slot."""
 
+    @property
+    def path(self) -> Path:
+        """Return the folder of the run, ``<folder>/<name>``."""
+        return Path(self.folder) / self.name
+
 
 class ModelSection(Section):
     """The policy to train."""
@@ -488,12 +501,6 @@ class RolloutSection(Section):
         """Return ``episode_timeout_s``, or its default for a context of this length."""
         tokens = (1 + self.alternatives) * max_context
         return self.episode_timeout_s or SLACK_S + tokens / SLOWEST_TOKENS_PER_S
-
-    @property
-    def staleness_bound(self) -> int:
-        """Most steps between a group's admission and its training: ``S + ceil((W - 1) / P)``."""
-        window = min(self.window, self.max_staleness * self.groups_per_step + 1)
-        return self.max_staleness + math.ceil((window - 1) / self.groups_per_step)
 
     def problems(self) -> list[str]:
         """Return violated constraints between the fields of this section, one sentence each."""

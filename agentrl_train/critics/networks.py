@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from agentrl_train.learner.learner import Learner, MetricSums
 from agentrl_train.learner.logprobs import Scorer, hidden_before
 from agentrl_train.learner.state import STATE, Snapshot, host_copy
-from agentrl_train.loss import Objective, policy_loss, twin_loss, unbounded, value_loss
+from agentrl_train.loss import Loss, Objective, policy_loss, twin_loss, unbounded, value_loss
 from agentrl_train.models.shards import open_shards
 from agentrl_train.types import FloatArray, MicroBatch, TokenSequence
 
@@ -83,7 +83,7 @@ class ValueCritic(Critic):
         model: policy whose head is replaced.
         objective: loss of the values.
         outputs: outputs of the head. A single one begins at 0.
-        **options: other arguments of ``Learner``, but for a mesh: a critic is in one process.
+        **options: other arguments of ``Learner``, but for a loss and a mesh: a critic is in one process.
     """
 
     _scorer_type: type[Scorer] = ValueScorer
@@ -92,7 +92,7 @@ class ValueCritic(Critic):
         self, model: PreTrainedModel, *, objective: Objective = value_loss, outputs: int = 1, **options: Any
     ) -> None:
         give_head(model, outputs=outputs)
-        super().__init__(model, objective=objective, **options)
+        super().__init__(model, loss=Loss(objective=objective), **options)
 
     def values(self, sequences: Sequence[TokenSequence]) -> list[FloatArray]:
         """Return the value before each sampled token of each sequence, [T], 0 where masked."""
@@ -100,7 +100,7 @@ class ValueCritic(Critic):
 
     def _scorer_of(self, model: PreTrainedModel) -> Scorer:
         return self._scorer_type(
-            model, temperature=self._temperature, max_logits=self._max_logits, part=self._part
+            model, temperature=self.temperature, max_logits=self.settings.max_logits, part=self._part
         )
 
 
@@ -151,14 +151,13 @@ class PrivilegedCritic(Critic):
 
     Args:
         model: initial policy; the reference stays as it is.
-        **options: arguments of ``Learner``, but for a mesh, an objective and a reference.
+        **options: arguments of ``Learner``, but for a mesh, a loss and a reference.
     """
 
     def __init__(self, model: PreTrainedModel, **options: Any) -> None:
         reference = copy.deepcopy(model).requires_grad_(False)
-        super().__init__(
-            model, objective=partial(policy_loss, region=unbounded), reference=reference, **options
-        )
+        loss = Loss(objective=partial(policy_loss, region=unbounded))
+        super().__init__(model, loss=loss, reference=reference, **options)
 
     def reference_logprobs(self, sequences: Sequence[TokenSequence]) -> list[FloatArray]:
         """Return each sequence's log-probabilities under the reference, [T], 0 where masked."""

@@ -169,11 +169,6 @@ class EnginePool:
         """Number of engine restarts."""
         return sum(replica.restarts for replica in self._all)
 
-    @property
-    def process_ids(self) -> list[int]:
-        """Pids of the running engines; each leads its own process group."""
-        return [replica.process_id for replica in self._all if replica.process_id is not None]
-
     async def close(self) -> None:
         """Stop all engines; pending completions fail with ``EngineError``. Idempotent."""
         if self._closed:

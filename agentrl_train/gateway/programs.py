@@ -24,11 +24,11 @@ from typing import IO, Any
 from pydantic import ValidationError
 
 from agentrl_env.types import TaskSample
+from agentrl_train.actor import Sampler
 from agentrl_train.chat import ChatFormat
-from agentrl_train.config import EngineSection
 from agentrl_train.errors import ProgramFailed
 from agentrl_train.gateway.server import Gateway, Reward, Session
-from agentrl_train.types import Episode, EpisodeEnd, Sampler, Trajectory, succeeded
+from agentrl_train.types import Episode, EpisodeEnd, Sampling, Trajectory, succeeded
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class AgentProgram:
         url: str | None = None,
         token: str | None = None,
         folder: Path | None = None,
-        stated: EngineSection | None = None,
+        stated: Sampling | None = None,
     ) -> None:
         self._run = run
         self._gateway = gateway

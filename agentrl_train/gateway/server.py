@@ -27,8 +27,8 @@ from starlette.routing import Route
 
 from agentrl_env.server.embedded import EmbeddedServer, until_disconnected
 from agentrl_env.types import Message, ToolSpec
+from agentrl_train.actor import Sampler
 from agentrl_train.chat import ChatFormat
-from agentrl_train.config import EngineSection
 from agentrl_train.errors import ConfigError, EngineError
 from agentrl_train.gateway import chat_completions, responses
 from agentrl_train.gateway.chat_completions import ChatAnswer, ChatRequest, SamplingFields
@@ -44,7 +44,7 @@ from agentrl_train.gateway.errors import (
 from agentrl_train.gateway.recorder import Call, Recorder
 from agentrl_train.gateway.responses import ResponseAnswer, ResponseRequest
 from agentrl_train.tool_calls.turn import without_surrogates
-from agentrl_train.types import Sampler
+from agentrl_train.types import Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Session:
         stated: the sampling parameters that requests may state; None permits any, and none has an effect.
     """
 
-    def __init__(self, key: str, *, chat: ChatFormat, sampler: Sampler, stated: EngineSection | None) -> None:
+    def __init__(self, key: str, *, chat: ChatFormat, sampler: Sampler, stated: Sampling | None) -> None:
         self.key = key
         self.chat = chat
         self.recorder = Recorder(chat)
@@ -298,7 +298,7 @@ class Gateway:
         await self._server.stop()
 
     def open(
-        self, *, chat: ChatFormat, sampler: Sampler, stated: EngineSection | None, key: str | None = None
+        self, *, chat: ChatFormat, sampler: Sampler, stated: Sampling | None, key: str | None = None
     ) -> Session:
         """Return a new session."""
         session = Session(key or token_urlsafe(16), chat=chat, sampler=sampler, stated=stated)

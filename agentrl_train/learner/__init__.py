@@ -7,12 +7,12 @@ saves, loads and offloads the optimizer state.
 
 from agentrl_train.learner.learner import Learner, lr_fraction
 from agentrl_train.learner.logprobs import sampled_logprobs, select_sampled
-from agentrl_train.learner.lora import Lora
+from agentrl_train.learner.sharding import Place
 from agentrl_train.learner.state import Snapshot
 
 __all__ = [
     "Learner",
-    "Lora",
+    "Place",
     "Snapshot",
     "lr_fraction",
     "sampled_logprobs",

@@ -1,7 +1,7 @@
 """The learner: one optimizer update per batch, accumulated over micro-batches.
 
-The objective (``loss.py``) is an argument: ``policy_loss`` for reinforcement learning, ``sft_loss`` for
-supervised fine-tuning. The same class runs on one device or many: with a ``mesh`` every rank makes the same
+The ``Loss`` (``loss.py``) is an argument: ``policy_loss`` is for reinforcement learning, ``sft_loss`` for
+supervised fine-tuning. The same class runs on one device or many: with a mesh every rank makes the same
 calls, holds a shard of the parameters and does a share of the work.
 """
 
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from agentrl_train.config import TrainSection
 from agentrl_train.errors import BadUpdate, GradientSpike, LossNotFinite
 from agentrl_train.learner.logprobs import (
     WHOLE,
@@ -38,9 +39,9 @@ from agentrl_train.learner.logprobs import (
     set_attention,
     shares_prefixes,
 )
-from agentrl_train.learner.lora import Lora, adapters_off, add_adapters, is_adapter, merged
+from agentrl_train.learner.lora import adapters_off, add_adapters, is_adapter, merged
 from agentrl_train.learner.sequence_parallel import use_sequence_parallel
-from agentrl_train.learner.sharding import GatheredWeights, buckets, deal, full, shard
+from agentrl_train.learner.sharding import GatheredWeights, Place, buckets, deal, full, shard
 from agentrl_train.learner.state import (
     HostCopies,
     Snapshot,
@@ -49,7 +50,7 @@ from agentrl_train.learner.state import (
     read_state,
     read_weights,
 )
-from agentrl_train.loss import Objective, Tokens, entropy_bonus, kl_penalty, policy_loss
+from agentrl_train.loss import Loss, Tokens, entropy_bonus, kl_penalty
 from agentrl_train.models.architecture import check_head, persistent_buffers
 from agentrl_train.models.stored import StoredModel, allocate
 from agentrl_train.types import UNTRACED, Batch, FloatArray, MicroBatch, Threads, TokenSequence, Trace
@@ -174,95 +175,68 @@ def _vector(values: Sequence[Tensor | int]) -> Tensor:
 class Learner:
     """Trains any Hugging Face causal language model on packed batches.
 
-    ``model`` keeps its trained parameters in float32; ``precision="bfloat16"`` computes under autocast. The
-    learning rate rises over ``warmup_steps`` updates and, if ``total_steps`` is given, falls to
-    ``final_lr_fraction`` of itself over the last ``decay_fraction`` of the rest, as ``lr_decay`` says.
-    ``temperature`` divides the logits, as during sampling. A ``kl_coefficient`` adds the penalty of
-    ``kl_estimator`` towards the ``reference`` model, or with ``lora`` towards the model without its adapters.
-    ``teachers`` are frozen models by name, with their weights where they are on the meta device; they score
-    sequences in ``logprobs``.
-    ``recompute`` gives the ``objective`` the log-probabilities at the start of ``step`` as well.
-    ``activation_checkpointing`` saves memory at the cost of a second forward pass, ``offload_optimizer``
-    keeps the optimizer in host memory, ``lora`` trains adapters only; ``attention`` is "sdpa", PyTorch's for
-    one sequence after another, "eager", with one sequence in a row, or the name of a flash-attn that
-    transformers supports; ``max_logits`` bounds the entries of a chunk of logits. An update is rejected if
-    its gradient norm exceeds ``spike_factor`` times the recent median; 0 is off.
-    ``packs_rows`` is whether the model supports several sequences per row, and ``shares_prefixes`` whether
-    those that begin alike are computed as a tree.
+    ``packs_rows`` is True if the model supports several sequences per row, ``shares_prefixes`` if sequences
+    with a common prefix are computed as a tree.
 
-    ``mesh`` has the dimensions ``data`` and ``sequence``: parameters are sharded over all ranks,
-    micro-batches over ``data``, the tokens of each row over ``sequence``. ``storage_group`` is a
-    CPU process group of the same ranks, for writing snapshots in the background. ``threads`` are CPU
-    threads, shared with others that compute. ``stored`` has the weights of ``model`` and ``reference``
-    where they are on the meta device: each rank reads its shards. ``trace`` records forward, backward and
-    optimizer; on a GPU, the time they were queued.
+    Args:
+        model: the policy. Its trained parameters stay in float32. Dropout is disabled.
+        train: optimizer, precision and memory. ``train.lora`` trains adapters only.
+        total_steps: steps of the run, over which the learning rate decays; None keeps it constant.
+        loss: the objective and its regularization; ``policy_loss`` alone by default.
+        temperature: divides the logits, as during sampling.
+        attention: "sdpa" is PyTorch's attention, one sequence after another; "eager" takes one sequence per
+            row; other names are those of a flash-attn that transformers supports.
+        place: device of this process and the ranks that share the work; the model's own device by default.
+        reference: model of the KL penalty. With adapters it is the policy without them.
+        teachers: name -> frozen model that ``logprobs`` can score with, and its weights if it is on the meta
+            device.
+        stored: weights of ``model`` and ``reference`` if these are on the meta device. Each rank reads its
+            shards.
+        threads: CPU threads, shared with others that compute.
+        trace: records forward, backward and optimizer; on a GPU, the time at which they were queued.
 
-    Raises ``ValueError`` for a model whose logits are not those of ``read_logits``, or that cannot be
-    sharded over the mesh.
+    Raises:
+        ValueError: the logits of the model are not those of ``read_logits``, it cannot be sharded, or a KL
+            penalty has no reference.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
+        train: TrainSection | None = None,
         *,
-        objective: Objective = policy_loss,
-        learning_rate: float,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        warmup_steps: int = 0,
         total_steps: int | None = None,
-        final_lr_fraction: float = 0.1,
-        decay_fraction: float = 1.0,
-        lr_decay: Literal["linear", "cosine"] = "linear",
-        max_grad_norm: float = 1.0,
+        loss: Loss | None = None,
         temperature: float = 1.0,
-        precision: Literal["float32", "bfloat16"] = "float32",
-        device: str | torch.device = "cpu",
-        entropy_coefficient: float = 0.0,
-        reference: PreTrainedModel | None = None,
-        kl_coefficient: float = 0.0,
-        kl_estimator: Literal["k2", "k3"] = "k3",
-        teachers: Mapping[str, tuple[PreTrainedModel, StoredModel | None]] = MappingProxyType({}),
-        recompute: bool = False,
-        spike_factor: float = 0.0,
-        activation_checkpointing: bool = False,
-        offload_optimizer: bool = False,
-        lora: Lora | None = None,
         attention: str = "sdpa",
-        max_logits: int = 2**26,
-        mesh: DeviceMesh | None = None,
-        storage_group: dist.ProcessGroup | None = None,
-        threads: Threads | None = None,
+        place: Place | None = None,
+        reference: PreTrainedModel | None = None,
+        teachers: Mapping[str, tuple[PreTrainedModel, StoredModel | None]] = MappingProxyType({}),
         stored: StoredModel | None = None,
+        threads: Threads | None = None,
         trace: Trace = UNTRACED,
     ) -> None:
+        train, loss = train or TrainSection(), loss or Loss()
+        place = place or Place(device=model.device)
         self.model = model
+        self.settings = train
+        self.temperature = temperature
+        self.device = place.device
+        self.objective = loss.objective
+        self.num_updates = 0
+        self._loss_terms = loss
+        self._total_updates = None if total_steps is None else total_steps * train.minibatches
         self._span = partial(trace.span, TRACK)
         self._threads = threads or Threads()
-        self.device = torch.device(device)
-        self.objective = objective
-        self.num_updates = 0
-        self._mesh = mesh
-        self._group = storage_group
-        self._data, self._part = _mesh_position(mesh)
-        self._schedule = (warmup_steps, total_steps, final_lr_fraction, decay_fraction, lr_decay)
-        self._learning_rate = learning_rate
-        self._max_grad_norm = max_grad_norm
-        self._precision = precision
-        self._entropy_coefficient = entropy_coefficient
-        self._kl_coefficient = kl_coefficient
-        self._kl_penalty = partial(kl_penalty, estimator=kl_estimator)
-        self._recompute = recompute
-        self._guard = SpikeGuard(spike_factor)
-        self._activation_checkpointing = activation_checkpointing
-        self._temperature = temperature
-        self._max_logits = max_logits
+        self._mesh = place.mesh
+        self._group = place.storage
+        self._data, self._part = _mesh_position(place.mesh)
+        self._guard = SpikeGuard(train.spike_factor)
         self._attention = attention
-        self._lora = lora
-        if kl_coefficient and reference is None and lora is None:
+        if loss.kl_coefficient and reference is None and train.lora is None:
             raise ValueError("kl_coefficient needs a reference model, or adapters that can be switched off.")
-        if lora is not None:
-            add_adapters(model, lora)
+        if train.lora is not None:
+            add_adapters(model, train.lora)
         disable_dropout(model)
         self._scorer = self._prepare(model, stored)
         self.packs_rows = attends_to_segments(model)
@@ -270,13 +244,16 @@ class Learner:
         self._reference = None if reference is None else self._prepare(reference, stored)
         self._teachers = {name: self._prepare(*teacher) for name, teacher in teachers.items()}
         self._updated = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._host = HostCopies(self._updated) if offload_optimizer else None
+        self._host = HostCopies(self._updated) if train.offload_optimizer else None
         if self._host is not None:
             self._updated = self._host.copies
         self._optimizer = torch.optim.AdamW(
-            _parameter_groups(self._updated.values(), weight_decay), lr=learning_rate, betas=betas, fused=True
+            _parameter_groups(self._updated.values(), train.weight_decay),
+            lr=train.learning_rate,
+            betas=train.betas,
+            fused=True,
         )
-        if activation_checkpointing:
+        if train.activation_checkpointing:
             _enable_checkpointing(model)
 
     def step(self, batches: Sequence[Batch]) -> dict[str, float]:
@@ -285,12 +262,12 @@ class Learner:
         Raises ``BadUpdate`` instead of applying an update that would corrupt the parameters.
         """
         started, sums = time.perf_counter(), MetricSums()
-        shares = [deal(batch.micro_batches, *self._data) for batch in batches]
+        shares = [self._share(batch.micro_batches) for batch in batches]
         if attends_to_segments(self.model):
             shares = [[padding_free(micro) for micro in share] for share in shares]
         with self._threads.working():
             before = [[self._logprobs_before(micro) for micro in share] for share in shares]
-            self.model.train(self._activation_checkpointing)
+            self.model.train(self.settings.activation_checkpointing)
             for share, old in zip(shares, before, strict=True):
                 self._update(share, old, sums)
         return sums.metrics(self._reduce) | _sizes(batches) | {"seconds": time.perf_counter() - started}
@@ -315,7 +292,7 @@ class Learner:
         micros = [one_row(*(sequences[number] for number in row)) for row in rows]
         scored = torch.zeros(sum(lengths), *shape)
         places = torch.arange(sum(lengths)).split(lengths)
-        for turn, micro in enumerate(deal(micros, index, count)):
+        for turn, micro in enumerate(self._share(micros)):
             with self._threads.working():
                 scores = self._forward(scorer, micro)[0].float().cpu()
             if (number := turn * count + index) < len(rows):
@@ -329,7 +306,7 @@ class Learner:
         They share memory with the model. Parameters of a sharded model are gathered when they are read, and
         every rank must make the same calls of ``gather``.
         """
-        if self._mesh is None and self._lora is None:
+        if self._mesh is None and self.settings.lora is None:
             return {name: value.detach() for name, value in self.model.named_parameters()}
         return GatheredWeights(self.weight_buckets(), self.gather)
 
@@ -350,16 +327,17 @@ class Learner:
     def snapshot(self) -> Snapshot:
         """Return a copy of the training state, to be written while training continues."""
         writes = self._mesh is None or dist.get_rank() == 0
+        lora = self.settings.lora
         weights: dict[str, Tensor] = {}
         for name, value in self.model.named_parameters():
-            if self._lora is None or is_adapter(name):
+            if lora is None or is_adapter(name):
                 whole = full(value.detach())
                 weights |= {name: host_copy(whole)} if writes else {}
-        if self._lora is None and writes:
+        if lora is None and writes:
             buffers = persistent_buffers(self.model)
             weights |= {name: host_copy(value) for name, value in buffers.items()}
         state = {name: host_copy(value) for name, value in self._state().items()}
-        return Snapshot(model=self.model, weights=weights, lora=self._lora, state=state, group=self._group)
+        return Snapshot(model=self.model, weights=weights, lora=lora, state=state, group=self._group)
 
     def load(self, folder: Path) -> None:
         """Restore the state of a snapshot in ``folder``, on any number of ranks.
@@ -401,13 +379,14 @@ class Learner:
                 loss.backward()
             total += loss.detach()
         total = self._reduce(total, "sum")
-        norm = full(nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm))
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
+        norm = norm if self._mesh is None else full(norm)
         try:
             self._check_update(float(total), float(norm))
         except BadUpdate:
             self.model.zero_grad(set_to_none=True)
             raise
-        rate = self._learning_rate * lr_fraction(self.num_updates, *self._schedule)
+        rate = self.settings.learning_rate * self._lr_fraction()
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         with self._span("optimizer"), self._host.updating() if self._host is not None else nullcontext():
@@ -415,6 +394,17 @@ class Learner:
         self.model.zero_grad(set_to_none=True)
         self.num_updates += 1
         sums.add_update(loss=float(total), grad_norm=float(norm), learning_rate=rate)
+
+    def _lr_fraction(self) -> float:
+        train = self.settings
+        return lr_fraction(
+            self.num_updates,
+            train.warmup_steps * train.minibatches,
+            self._total_updates,
+            train.final_lr_fraction,
+            train.decay_fraction,
+            train.lr_decay,
+        )
 
     def _check_update(self, loss: float, norm: float) -> None:
         if not math.isfinite(loss + norm):
@@ -431,6 +421,7 @@ class Learner:
             for values in (micro.logprobs, micro.advantages, micro.weights, micro.ages)
         )
         sequences, turns = (numbers.to(self.device) for numbers in sampled_units(micro, self._part))
+        terms = self._loss_terms
         loss, stats = self.objective(
             Tokens(
                 logprobs=logprobs,
@@ -444,11 +435,12 @@ class Learner:
             )
         )
         stats = stats | {"entropy": entropy.detach().sum()}
-        if self._entropy_coefficient:
-            loss = loss - self._entropy_coefficient * entropy_bonus(entropy, weights)
-        if self._kl_coefficient:
+        if terms.entropy_coefficient:
+            loss = loss - terms.entropy_coefficient * entropy_bonus(entropy, weights)
+        if terms.kl_coefficient:
             reference = self._reference_logprobs(micro)
-            loss = loss + self._kl_coefficient * self._kl_penalty(logprobs, reference, weights)
+            penalty = kl_penalty(logprobs, reference, weights, estimator=terms.kl_estimator)
+            loss = loss + terms.kl_coefficient * penalty
             stats["kl_reference"] = kl_penalty(logprobs.detach(), reference, torch.ones_like(weights))
         sums.add(stats, logprobs.numel())
         return loss
@@ -464,7 +456,7 @@ class Learner:
     @torch.no_grad()
     def _logprobs_before(self, micro: MicroBatch) -> Tensor | None:
         """Return the log-probabilities before the update, or None if the objective does not use them."""
-        if not self._recompute:
+        if not self._loss_terms.recompute:
             return None
         self.model.eval()
         return self._forward(self._scorer, micro)[0]
@@ -472,9 +464,10 @@ class Learner:
     def _forward(self, scorer: Scorer, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         self._threads.share()
         # A sharded model is gathered in bfloat16 already.
-        lowered = self._precision == "bfloat16" and self._mesh is None
+        lowered = self.settings.precision == "bfloat16" and self._mesh is None
+        entropy_gradient = self._loss_terms.entropy_coefficient > 0
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=lowered):
-            scored: tuple[Tensor, Tensor] = scorer(micro, entropy_gradient=self._entropy_coefficient > 0)
+            scored: tuple[Tensor, Tensor] = scorer(micro, entropy_gradient=entropy_gradient)
         return scored
 
     def _prepare(self, model: PreTrainedModel, stored: StoredModel | None) -> Scorer:
@@ -489,7 +482,7 @@ class Learner:
         else:
             set_attention(model, self._attention)
         if self._mesh is not None:
-            shard(scorer, model, self._mesh, precision=self._precision)
+            shard(scorer, model, self._mesh, precision=self.settings.precision)
         if stored is not None:
             allocate(scorer, self.device)
             stored.load_into(model)
@@ -497,7 +490,13 @@ class Learner:
 
     def _scorer_of(self, model: PreTrainedModel) -> Scorer:
         check_head(model)
-        return Scorer(model, temperature=self._temperature, max_logits=self._max_logits, part=self._part)
+        return Scorer(
+            model, temperature=self.temperature, max_logits=self.settings.max_logits, part=self._part
+        )
+
+    def _share(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Return the micro-batches of this rank."""
+        return micro_batches if self._mesh is None else deal(micro_batches, *self._data)
 
     def _reduce(self, values: Tensor, how: str) -> Tensor:
         """Return the sum or the maximum over all ranks."""

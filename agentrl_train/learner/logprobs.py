@@ -22,8 +22,8 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from agentrl_train.batch import Row, alphabetical, families, pack_rows, shared_beginning
 from agentrl_train.models.architecture import attend, has_masks, hiding, layer_types, reach, read_logits
-from agentrl_train.packing import Row, alphabetical, families, pack_rows, shared_beginning
 from agentrl_train.types import IntArray, MicroBatch, TokenSequence
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -18,23 +17,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from agentrl_train.config import LoraSection
 from agentrl_train.learner.sharding import full
 from agentrl_train.models.adapters import CONFIG, PREFIX, TENSORS
 from agentrl_train.models.architecture import CheckpointNames
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lora:
-    """Size and target layers of the adapters."""
-
-    rank: int
-    alpha: float
-    """The product is scaled by ``alpha / rank``."""
-    targets: tuple[str, ...] = ()
-    """Names of linear layers or their last parts, such as ``q_proj``; empty means all but the head."""
 
 
 class LoraLinear(nn.Linear):
@@ -46,7 +35,7 @@ class LoraLinear(nn.Linear):
     active: bool = True
 
     @classmethod
-    def around(cls, layer: nn.Linear, lora: Lora, generator: torch.Generator) -> Self:
+    def around(cls, layer: nn.Linear, lora: LoraSection, generator: torch.Generator) -> Self:
         """Return an equivalent layer with an untrained adapter that shares the weights of ``layer``."""
         size, device = (layer.in_features, layer.out_features), layer.weight.device
         if layer.weight.is_meta:  # the frozen weights are read later, adapters are not in any file
@@ -83,7 +72,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer.active = True
 
 
-def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
+def add_adapters(model: PreTrainedModel, lora: LoraSection) -> None:
     """Freeze a model and add adapters, identical on every rank.
 
     Raises:
@@ -116,7 +105,9 @@ def merged(model: nn.Module, name: str) -> Tensor:
     return whole
 
 
-def save_adapter(folder: Path, model: PreTrainedModel, lora: Lora, tensors: Mapping[str, Tensor]) -> None:
+def save_adapter(
+    folder: Path, model: PreTrainedModel, lora: LoraSection, tensors: Mapping[str, Tensor]
+) -> None:
     """Write an adapter's tensors in PEFT's format."""
     folder.mkdir(parents=True, exist_ok=True)
     modules, parameters = _targets(model, {name.rpartition(".")[0] for name in tensors})

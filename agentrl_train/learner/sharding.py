@@ -8,9 +8,11 @@ averaged.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -22,6 +24,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BUCKET_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Device of a learner process, and the ranks that share its work."""
+
+    device: torch.device
+    mesh: DeviceMesh | None = None
+    """Ranks by ``data`` and ``sequence``: parameters are sharded over all of them, micro-batches over
+    ``data``, the tokens of each row over ``sequence``."""
+    storage: dist.ProcessGroup | None = None
+    """CPU group of the same ranks, for writing snapshots in the background."""
 
 
 def shard(scorer: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, *, precision: str) -> None:

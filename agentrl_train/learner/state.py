@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from agentrl_train.config import LoraSection
 from agentrl_train.errors import CheckpointError
-from agentrl_train.learner.lora import Lora, save_adapter
+from agentrl_train.learner.lora import save_adapter
 from agentrl_train.models.adapters import adapter_base, read_adapter
 from agentrl_train.models.shards import open_shards, raise_together, write_shards
 from agentrl_train.models.stored import StoredModel, fill, safetensors_files, tensors_of
@@ -39,7 +40,7 @@ class Snapshot:
     """Writes the model folder; its parameters are not read."""
     weights: Mapping[str, Tensor]
     """Full parameters, or those of the adapters, on the writing rank; empty on the others."""
-    lora: Lora | None = None
+    lora: LoraSection | None = None
     state: Mapping[str, Tensor]
     """This rank's shards of everything else."""
     group: dist.ProcessGroup | None

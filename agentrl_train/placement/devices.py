@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from agentrl_train.config import RunConfig
+from agentrl_train.config import EngineSection, TrainSection
+from agentrl_train.config.sections import PlacementSection
 from agentrl_train.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -42,11 +43,37 @@ def visible_gpus() -> tuple[str, ...]:
     return names[:count]
 
 
-def assign(config: RunConfig, *, gpus: Sequence[str], ranks: int, with_engine: bool = True) -> Devices:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processes:
+    """The learner ranks and engines of a run, as configured."""
+
+    placement: PlacementSection
+    engine: EngineSection
+    train: TrainSection
+    replicas: Mapping[str, int]
+    """Number of engines of each sampling policy."""
+
+    @property
+    def on_gpus(self) -> bool:
+        """Return True if learner and engine run on GPUs."""
+        return self.engine.device == "cuda"
+
+    @property
+    def num_engines(self) -> int:
+        """Return the number of engine processes, of all policies."""
+        return sum(self.replicas.values())
+
+    @property
+    def engine_gpus(self) -> int:
+        """Return the number of GPUs of the engine, if it runs on GPUs."""
+        return 1 if self.engine.kind == "torch" else self.num_engines * self.engine.vllm.tensor_parallel
+
+
+def assign(processes: Processes, *, gpus: Sequence[str], ranks: int, with_engine: bool = True) -> Devices:
     """Return the GPUs of learner and engine.
 
     Args:
-        config: configuration of the run.
+        processes: the processes of the run.
         gpus: GPUs of this node, as named in ``CUDA_VISIBLE_DEVICES``.
         ranks: number of learner processes on this node.
         with_engine: whether the engine runs on this node.
@@ -54,24 +81,26 @@ def assign(config: RunConfig, *, gpus: Sequence[str], ranks: int, with_engine: b
     Raises:
         ConfigError: the placement does not fit the machine or the number of processes.
     """
-    place = config.placement
-    if config.engine.device != "cuda":
+    place = processes.placement
+    if not processes.on_gpus:
         return Devices()
     if not gpus:
         raise ConfigError("engine.device is 'cuda', but no GPU is visible: set it to 'cpu'")
     learner = place.learner or _free(ranks, used=place.engine if place.layout == "separated" else ())
-    needed = config.engine_gpus if with_engine else 0
-    engine = (place.engine or _default_engine(config, learner, len(gpus))) if with_engine else ()
+    needed = processes.engine_gpus if with_engine else 0
+    engine = (place.engine or _default_engine(processes, learner, len(gpus))) if with_engine else ()
     if len(learner) != ranks:
         raise ConfigError(
             f"placement.learner lists {_gpus(len(learner))} for {ranks} learner processes on this machine: "
             "list one per process"
         )
+    evaluating = "evaluation" in processes.replicas
     if len(engine) != needed:
         raise ConfigError(
             f"the engine needs {_gpus(needed)}, but the placement gives it {len(engine)}: change "
             "placement.engine, engine.vllm.replicas or engine.vllm.tensor_parallel"
-            + (", or set eval.concurrent = false, which has replicas of its own" * config.eval.concurrent)
+            + ", or set eval.concurrent = false, which has replicas of its own"
+            * evaluating
         )
     if max(*learner, *engine) >= len(gpus):
         raise ConfigError(
@@ -82,10 +111,10 @@ def assign(config: RunConfig, *, gpus: Sequence[str], ranks: int, with_engine: b
     return Devices(learner=tuple(gpus[i] for i in learner), engine=tuple(gpus[i] for i in engine))
 
 
-def _default_engine(config: RunConfig, learner: Sequence[int], count: int) -> tuple[int, ...]:
-    needed = config.engine_gpus
-    shared = config.engine.kind == "torch" and len(learner) >= count
-    if config.placement.layout != "separated" or shared:
+def _default_engine(processes: Processes, learner: Sequence[int], count: int) -> tuple[int, ...]:
+    needed = processes.engine_gpus
+    shared = processes.engine.kind == "torch" and len(learner) >= count
+    if processes.placement.layout != "separated" or shared:
         return tuple(learner[:needed])
     return _free(needed, used=learner)
 

@@ -20,13 +20,13 @@ from agentrl_env.client import EnvClient
 from agentrl_env.errors import AgentRLError, Unauthorized
 from agentrl_env.launch.process import ServerProcess
 from agentrl_env.types import TaskInfo
-from agentrl_train.config import EngineSection, EnvironmentSection
+from agentrl_train.config import EnvironmentSection
 from agentrl_train.config.functions import imported
 from agentrl_train.config.sections import is_function
 from agentrl_train.errors import ConfigError, EnvironmentUnavailable
 from agentrl_train.gateway.programs import AgentProgram
 from agentrl_train.gateway.server import Gateway
-from agentrl_train.types import TaskSource
+from agentrl_train.types import Sampling, TaskSource
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ async def environments(
     timeout_s: float = 120.0,
     idle_s: float = 0.0,
     levels: Mapping[str, Sequence[str]] = MappingProxyType({}),
-    stated: EngineSection | None = None,
+    stated: Sampling | None = None,
 ) -> AsyncIterator[Served]:
     """Start or connect to every environment server of a run; stop started ones on exit.
 
@@ -129,7 +129,7 @@ def _require_new(name: str, sources: Sequence[TaskSource]) -> None:
 
 
 def _program(
-    section: EnvironmentSection, gateway: Gateway, *, stated: EngineSection | None, **source: Any
+    section: EnvironmentSection, gateway: Gateway, *, stated: Sampling | None, **source: Any
 ) -> AgentProgram:
     """Return the program of a section."""
     assert section.program is not None

@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from torch._C._distributed_c10d import TCPStore
 
 from agentrl_env.errors import install_extra
-from agentrl_train.config import RunConfig
 from agentrl_train.engine.process import EngineProcess, Spawn
 from agentrl_train.errors import ConfigError, RanksLost
-from agentrl_train.placement.devices import VISIBLE, Devices, assign, visible_gpus
+from agentrl_train.placement.devices import VISIBLE, Devices, Processes, assign, visible_gpus
 from agentrl_train.placement.ranks import require_whole_shares, world_size
 
 POLL_INTERVAL_S = 0.25
@@ -61,6 +60,17 @@ class Launcher(Protocol):
             RanksLost: the ranks could not be started.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Follower:
+    """The work of a rank other than 0, in the two forms that launchers need."""
+
+    command: Sequence[str]
+    """Command line; the path of a file with ``config`` is appended."""
+    config: str
+    run: Callable[[], None]
+    """The same as a function that can be sent to another process."""
 
 
 @contextmanager
@@ -110,10 +120,11 @@ class Local:
     separate_engines = False
     spawn: Spawn = EngineProcess
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, processes: Processes, follower: Follower) -> None:
         """Assign the GPUs; raises ``ConfigError``."""
-        self._config = config
-        self.devices = assign(config, gpus=visible_gpus(), ranks=config.train.processes)
+        self._count = processes.train.processes
+        self._follower = follower
+        self.devices = assign(processes, gpus=visible_gpus(), ranks=self._count)
         self._others: Sequence[subprocess.Popen[bytes]] = ()
 
     async def wait_lost(self) -> None:
@@ -138,7 +149,7 @@ class Local:
     @contextmanager
     def ranks(self) -> Iterator[None]:
         """Start all ranks but rank 0, and stop them on exit."""
-        count, gpus = self._config.train.processes, self.devices.learner
+        count, gpus = self._count, self.devices.learner
         if count == 1:
             with self.single():
                 yield
@@ -147,7 +158,7 @@ class Local:
         others = [rendezvous.variables(rank, gpus=gpus[rank : rank + 1]) for rank in range(1, count)]
         with (
             environment(rendezvous.variables(0, gpus=self.devices.rank_0)),
-            _processes(others, config=self._config.to_toml()) as self._others,
+            _processes(others, self._follower) as self._others,
         ):
             yield
             self._others = ()
@@ -155,12 +166,12 @@ class Local:
 
 @contextmanager
 def _processes(
-    environments: Sequence[dict[str, str]], *, config: str
+    environments: Sequence[dict[str, str]], follower: Follower
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     with tempfile.TemporaryDirectory(prefix="agentrl-") as folder:
         path = Path(folder) / "config.toml"
-        path.write_text(config)
-        command = [sys.executable, "-m", "agentrl_train", "run", str(path)]
+        path.write_text(follower.config)
+        command = [*follower.command, str(path)]
         processes = [subprocess.Popen(command, env=os.environ | one) for one in environments]
         try:
             yield processes
@@ -184,7 +195,7 @@ class Torchrun:
     separate_engines = False
     spawn: Spawn = EngineProcess
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, processes: Processes) -> None:
         """Assign the GPUs of this node.
 
         Raises:
@@ -197,7 +208,7 @@ class Torchrun:
             )
         local_ranks = int(os.environ.get(LOCAL_WORLD_SIZE, os.environ["WORLD_SIZE"]))
         first_node = os.environ.get("GROUP_RANK", "0") == "0"
-        self.devices = assign(config, gpus=visible_gpus(), ranks=local_ranks, with_engine=first_node)
+        self.devices = assign(processes, gpus=visible_gpus(), ranks=local_ranks, with_engine=first_node)
 
     async def wait_lost(self) -> None:
         """Wait forever: torchrun stops all ranks when one fails."""
@@ -219,7 +230,7 @@ class Torchrun:
 
 
 @contextmanager
-def make_launcher(config: RunConfig) -> Iterator[Launcher]:
+def make_launcher(processes: Processes, follower: Follower) -> Iterator[Launcher]:
     """Yield the launcher of a run, and release its resources on exit.
 
     A process started by torchrun uses ``Torchrun`` regardless of ``placement.launcher``.
@@ -228,35 +239,35 @@ def make_launcher(config: RunConfig) -> Iterator[Launcher]:
         ConfigError: the placement does not fit the machine or the launcher of this process.
     """
     if world_size() == 1:
-        require_whole_shares(config.train.processes, config.train.sequence_parallel)
+        require_whole_shares(processes.train.processes, processes.train.sequence_parallel)
     with ExitStack() as stack:
-        if config.placement.launcher == "ray":
+        if processes.placement.launcher == "ray":
             if world_size() > 1:
                 raise ConfigError(
                     "placement.launcher = 'ray' starts the processes itself: start the run without torchrun"
                 )
-            yield stack.enter_context(_ray(config))
-        elif config.placement.launcher == "torchrun" or world_size() > 1:
-            yield Torchrun(config)
+            yield stack.enter_context(_ray(processes, follower))
+        elif processes.placement.launcher == "torchrun" or world_size() > 1:
+            yield Torchrun(processes)
         else:
-            yield Local(config)
+            yield Local(processes, follower)
 
 
-def follower_devices(config: RunConfig) -> AbstractContextManager[None]:
+def follower_devices(processes: Processes) -> AbstractContextManager[None]:
     """Restrict a rank other than 0 to its GPU; only torchrun leaves this to the process itself.
 
     Raises:
         ConfigError: the placement does not fit this node.
     """
-    return Torchrun(config).ranks() if LOCAL_WORLD_SIZE in os.environ else nullcontext()
+    return Torchrun(processes).ranks() if LOCAL_WORLD_SIZE in os.environ else nullcontext()
 
 
-def _ray(config: RunConfig) -> AbstractContextManager[Launcher]:
+def _ray(processes: Processes, follower: Follower) -> AbstractContextManager[Launcher]:
     try:
         from agentrl_train.placement.ray import cluster
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
         raise ConfigError(f"placement.launcher = 'ray' needs Ray: {install_extra('ray')}") from error
-    launcher: AbstractContextManager[Launcher] = cluster(config)
+    launcher: AbstractContextManager[Launcher] = cluster(processes, follower)
     return launcher

@@ -32,11 +32,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from agentrl_train.errors import BadUpdate, ConfigError, RanksLost, ran_out_of_memory
-from agentrl_train.learner import Learner, Snapshot
+from agentrl_train.learner import Learner, Place, Snapshot
 from agentrl_train.types import Batch, FloatArray, MicroBatch, TokenSequence
 
 logger = logging.getLogger(__name__)
@@ -66,15 +66,11 @@ def rank() -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
-    """The process groups and device of this rank."""
+class Ranks(Place):
+    """The place of this rank, and its connection to rank 0."""
 
-    device: torch.device
-    mesh: DeviceMesh
     commands: dist.ProcessGroup
     """CPU group for the commands of rank 0."""
-    storage: dist.ProcessGroup
-    """CPU group for writing checkpoints."""
     timeout_s: float
 
     def broadcast(self, name: str, *arguments: Any) -> None:
@@ -204,7 +200,7 @@ class LeadLearner(Learner):
 
     def __init__(self, model: Any, *, ranks: Ranks, **options: Any) -> None:
         """Initialize with the options of ``Learner``, which must be equal on all ranks."""
-        super().__init__(model, mesh=ranks.mesh, device=ranks.device, storage_group=ranks.storage, **options)
+        super().__init__(model, place=ranks, **options)
         self._ranks = ranks
         self._lock = threading.Lock()
         self._closed = threading.Event()

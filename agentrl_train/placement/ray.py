@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -25,13 +25,13 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from agentrl_train.config import RunConfig
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.errors import ConfigError, RanksLost
-from agentrl_train.placement.devices import Devices
+from agentrl_train.placement.devices import Devices, Processes
 from agentrl_train.placement.launcher import (
     EXIT_TIMEOUT_S,
     POLL_INTERVAL_S,
+    Follower,
     Rendezvous,
     environment,
     visible_devices,
@@ -52,12 +52,10 @@ class RankHost:
         """Return the GPUs that Ray assigned to this actor."""
         return tuple(map(str, ray.get_gpu_ids()))
 
-    def run(self, config: RunConfig, variables: Mapping[str, str]) -> None:
+    def run(self, follow: Callable[[], None], variables: Mapping[str, str]) -> None:
         """Run a rank other than 0 until rank 0 finishes."""
         os.environ.update(variables)
-        from agentrl_train.training.factories import run_follower
-
-        run_follower(config)
+        follow()
 
 
 class RayLauncher:
@@ -66,12 +64,13 @@ class RayLauncher:
     separate_engines = True
     devices = Devices()  # Ray assigns them
 
-    def __init__(self, config: RunConfig, group: PlacementGroup) -> None:
-        """Initialize with a ready placement group of ``bundles(config)``."""
-        self._config = config
+    def __init__(self, processes: Processes, follower: Follower, group: PlacementGroup) -> None:
+        """Initialize with a ready placement group of ``bundles(processes)``."""
+        self._processes = processes
+        self._follower = follower
         self._group = group
         self._weights = WeightStore()
-        self._free = engine_bundles(config)
+        self._free = engine_bundles(processes)
         self._gpus: list[tuple[str, ...]] = []
         self._running: dict[Any, int] = {}
 
@@ -84,7 +83,7 @@ class RayLauncher:
     @contextmanager
     def ranks(self) -> Iterator[None]:
         """Start the actors of all ranks, and stop them on exit."""
-        if self._config.train.processes == 1:
+        if self._processes.train.processes == 1:
             with self.single():
                 yield
             return
@@ -92,17 +91,17 @@ class RayLauncher:
             rendezvous = Rendezvous(len(hosts), host=ray.util.get_node_ip_address())
             variables = [rendezvous.variables(n, gpus=gpus) for n, gpus in enumerate(self._gpus)]
             for number, host in list(enumerate(hosts))[1:]:
-                self._running[host.run.remote(self._config, variables[number])] = number
+                self._running[host.run.remote(self._follower.run, variables[number])] = number
             with environment(variables[0]):
                 yield
 
     @contextmanager
     def _hosts(self) -> Iterator[list[Any]]:
         """Start an actor for each rank and record its GPUs."""
-        gpu = 1 if self._config.engine.device == "cuda" else 0
+        gpu = 1 if self._processes.on_gpus else 0
         hosts = [
             RankHost.options(num_gpus=gpu, scheduling_strategy=self._in_bundle(n)).remote()  # type: ignore[attr-defined]
-            for n in range(self._config.train.processes)
+            for n in range(self._processes.train.processes)
         ]
         try:
             self._gpus = ray.get([host.gpus.remote() for host in hosts], timeout=ACTOR_TIMEOUT_S)
@@ -138,11 +137,11 @@ class RayLauncher:
         """Return an engine for the next free bundle."""
         bundle = self._free.pop(0)
         size = options.tensor_parallel
-        separated = self._config.placement.layout == "separated"
+        separated = self._processes.placement.layout == "separated"
         if not separated:
             shared = [gpu for gpus in self._gpus[bundle : bundle + size] for gpu in gpus]
             options = replace(options, devices=shared)
-        gpus = size if separated and self._config.engine.device == "cuda" else 0
+        gpus = size if separated and self._processes.on_gpus else 0
         return RayEngine(
             options,
             python=python,
@@ -160,74 +159,70 @@ class RayLauncher:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
 
 
-def bundles(config: RunConfig, *, node: str) -> list[Bundle]:
+def bundles(processes: Processes, *, node: str) -> list[Bundle]:
     """Return the bundles to reserve; the first, of rank 0, is pinned to the node with this address."""
-    gpus = config.engine.device == "cuda"
-    ranks = [{"CPU": 1.0, **({"GPU": 1.0} if gpus else {})} for _ in range(config.train.processes)]
+    gpus = processes.on_gpus
+    ranks = [{"CPU": 1.0, **({"GPU": 1.0} if gpus else {})} for _ in range(processes.train.processes)]
     ranks[0][f"node:{node}"] = 0.001
-    if config.placement.layout != "separated":
+    if processes.placement.layout != "separated":
         return ranks
-    share = config.engine.vllm.tensor_parallel
+    share = processes.engine.vllm.tensor_parallel
     engine = {"CPU": 1.0, **({"GPU": float(share)} if gpus else {})}
-    return [*ranks, *(dict(engine) for _ in range(_num_engines(config)))]
+    return [*ranks, *(dict(engine) for _ in range(processes.num_engines))]
 
 
-def strategy(config: RunConfig) -> str:
+def strategy(processes: Processes) -> str:
     """Return the placement strategy: colocated engines need all bundles on one node."""
-    return "STRICT_PACK" if config.placement.layout != "separated" else "PACK"
+    return "STRICT_PACK" if processes.placement.layout != "separated" else "PACK"
 
 
-def engine_bundles(config: RunConfig) -> list[int]:
+def engine_bundles(processes: Processes) -> list[int]:
     """Return the bundle index of each engine.
 
     Raises:
         ConfigError: colocated engines need more GPUs than the learner has.
     """
-    ranks, count = config.train.processes, _num_engines(config)
-    if config.placement.layout == "separated":
+    ranks, count = processes.train.processes, processes.num_engines
+    if processes.placement.layout == "separated":
         return list(range(ranks, ranks + count))
-    if (needed := config.engine_gpus) > ranks and config.engine.device == "cuda":
+    if (needed := processes.engine_gpus) > ranks and processes.on_gpus:
         raise ConfigError(
             f"the engine needs {needed} GPUs, but shares the {ranks} of the learner: raise train.processes, "
             "or lower engine.vllm.replicas or engine.vllm.tensor_parallel"
         )
-    return [number * config.engine.vllm.tensor_parallel % ranks for number in range(count)]
-
-
-def _num_engines(config: RunConfig) -> int:
-    return sum(config.replicas.values())
+    return [number * processes.engine.vllm.tensor_parallel % ranks for number in range(count)]
 
 
 @contextmanager
-def cluster(config: RunConfig) -> Iterator[RayLauncher]:
+def cluster(processes: Processes, follower: Follower) -> Iterator[RayLauncher]:
     """Connect to the Ray cluster and reserve the resources of the run; release them on exit.
 
     Raises:
         ConfigError: the cluster does not answer, or lacks the resources.
     """
-    engine_bundles(config)
-    _connect(config)
+    engine_bundles(processes)
+    _connect(processes)
     try:
-        requested = bundles(config, node=ray.util.get_node_ip_address())
-        group = placement_group(requested, strategy=strategy(config))
+        requested = bundles(processes, node=ray.util.get_node_ip_address())
+        group = placement_group(requested, strategy=strategy(processes))
         try:
-            if not group.wait(config.placement.ray_timeout_s):
-                raise ConfigError(_lacking(requested, strategy(config), config.placement.ray_timeout_s))
-            yield RayLauncher(config, group)
+            if not group.wait(processes.placement.ray_timeout_s):
+                raise ConfigError(_lacking(requested, strategy(processes), processes.placement.ray_timeout_s))
+            yield RayLauncher(processes, follower, group)
         finally:
             remove_placement_group(group)
     finally:
         ray.shutdown()
 
 
-def _connect(config: RunConfig) -> None:
+def _connect(processes: Processes) -> None:
     # The address is never detected: Ray remembers the last cluster of a machine, even a stopped one.
-    address = config.placement.ray_address or os.environ.get("RAY_ADDRESS")
+    address = processes.placement.ray_address or os.environ.get("RAY_ADDRESS")
     quiet: dict[str, Any] = {"logging_level": logging.WARNING, "configure_logging": False}
     if address is None:
-        processes = len(bundles(config, node="here"))
+        needed = len(bundles(processes, node="here"))
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        count = max(processes, os.cpu_count() or 1)
+        count = max(needed, os.cpu_count() or 1)
         ray.init(address="local", num_cpus=count, include_dashboard=False, **quiet)
         return
     try:

@@ -43,11 +43,10 @@ class Judge:
         pattern: regular expression whose group is the score; its last match in the answer counts.
         cache: folder of the answers, by content; None keeps none.
         key_env: environment variable with the API key; None sends none.
-        temperature: temperature of the answers.
         concurrency: most requests at a time.
         attempts: answers that are asked for, where one has no score.
         timeout: seconds for one answer.
-        body: further fields of each request, such as ``{"max_tokens": 256}``.
+        body: further fields of each request, such as ``{"max_tokens": 256}``; the default temperature is 0.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class Judge:
         pattern: str = SCORE,
         cache: str | Path | None = None,
         key_env: str | None = None,
-        temperature: float = 0.0,
         concurrency: int = 16,
         attempts: int = 3,
         timeout: float = 120.0,
@@ -75,7 +73,9 @@ class Judge:
         self._cache = None if cache is None else Path(cache)
         self._key_env = key_env
         self._attempts = attempts
-        self._options: dict[str, Any] = {"temperature": temperature, "timeout": timeout, "body": body or {}}
+        fields = {"temperature": 0.0, **(body or {})}
+        temperature = fields.pop("temperature")
+        self._options: dict[str, Any] = {"temperature": temperature, "timeout": timeout, "body": fields}
         self._concurrency = asyncio.Semaphore(concurrency)
         self._asking: dict[str, asyncio.Task[float]] = {}
         self._chat: ChatModel | None = None

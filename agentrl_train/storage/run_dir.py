@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentrl_train.config import RunConfig
-from agentrl_train.config.toml import flat, problems, read_toml
 from agentrl_train.errors import ConfigError
 from agentrl_train.storage.atomic_io import run_folder_errors, write_file
 from agentrl_train.storage.checkpoint import steps
@@ -19,13 +17,18 @@ FIXED = ("train.lora", "model.path", "model.revision")
 """Settings that must not change on resume: they define the parameters of a checkpoint and its reference."""
 NOT_SHOWN = ("run.name", "run.folder")
 """Settings not reported as changed on resume."""
+Changes = Mapping[str, tuple[Any, Any]]
+"""Setting -> its value in a file, and its value now."""
 
 
 @contextmanager
-def claim_run_dir(folder: Path, config: RunConfig, *, resume: bool) -> Iterator[list[str]]:
+def claim_run_dir(
+    folder: Path, changes_since: Callable[[Path], Changes], *, resume: bool
+) -> Iterator[list[str]]:
     """Create or reopen the run folder and lock it.
 
     A folder in which no step was trained starts from the beginning, with ``resume`` or without.
+    ``changes_since`` returns the settings that differ from those in a file.
 
     Yields:
         The settings that changed since the run began, one sentence each.
@@ -57,7 +60,7 @@ def claim_run_dir(folder: Path, config: RunConfig, *, resume: bool) -> Iterator[
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"another process is running in {folder}: wait for it, or stop it") from None
-        changed = changed_settings(folder / CONFIG, config) if started else {}
+        changed = changes_since(folder / CONFIG) if started else {}
         for name, (old, new) in changed.items():
             if name.startswith(FIXED):
                 moved = f"; if the model has only moved, correct {folder / CONFIG}" * (name == "model.path")
@@ -68,20 +71,7 @@ def claim_run_dir(folder: Path, config: RunConfig, *, resume: bool) -> Iterator[
         yield [f"{name} = {new} (was {old})" for name, (old, new) in changed.items() if name not in NOT_SHOWN]
 
 
-def write_config(folder: Path, config: RunConfig) -> None:
+def write_config(folder: Path, text: str) -> None:
     """Write the full configuration to the run folder; raises ``RunFolderError``."""
     with run_folder_errors(folder):
-        write_file(folder / CONFIG, config.to_toml().encode())
-
-
-def changed_settings(path: Path, config: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Return setting -> (old, new) for settings that differ from the configuration in the run folder.
-
-    Settings that did not exist yet when the run began had their defaults.
-    """
-    table = read_toml(path) if path.exists() else {}
-    if not problems(table, RunConfig):
-        table = RunConfig.model_validate(table).model_dump(mode="json", exclude_none=True)
-    before, now = flat(table), flat(config.model_dump(mode="json", exclude_none=True))
-    differing = [name for name in before | now if before.get(name) != now.get(name)] if before else []
-    return {name: (before.get(name, "not set"), now.get(name, "not set")) for name in differing}
+        write_file(folder / CONFIG, text.encode())

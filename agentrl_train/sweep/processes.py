@@ -17,7 +17,7 @@ from typing import Any
 
 from agentrl_train.errors import ConfigError
 from agentrl_train.storage.atomic_io import run_folder_errors, write_file
-from agentrl_train.storage.run_dir import CONFIG, changed_settings
+from agentrl_train.storage.run_dir import CONFIG
 from agentrl_train.sweep.plan import PlannedRun, Sweep
 from agentrl_train.telemetry.watchdog import die_with_parent
 
@@ -53,7 +53,7 @@ def require_unchanged(sweep: Sweep, *, replace: bool) -> None:
     """
     found = []
     for run in sweep.runs:
-        changed = changed_settings(run.folder / CONFIG, run.config)
+        changed = run.config.changes_since(run.folder / CONFIG)
         found += [(run, name, *values) for name, values in changed.items() if name not in FREE][:1]
     if replace:
         for run, *_ in found:

@@ -16,7 +16,7 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.summary import scalar
 
 from agentrl_env.errors import install_extra
-from agentrl_train.config import RunConfig
+from agentrl_train.config.sections import MetricsSection, RunSection
 from agentrl_train.errors import ConfigError
 from agentrl_train.storage.atomic_io import run_folder_errors, write_file
 from agentrl_train.telemetry.metrics import Sink
@@ -124,29 +124,37 @@ def _run_id(path: Path) -> str:
 
 
 @contextmanager
-def traced(config: RunConfig) -> Iterator[Trace]:
+def traced(metrics: MetricsSection, folder: Path) -> Iterator[Trace]:
     """Yield the trace of a run, or an inactive one if it is disabled; raises ``RunFolderError``."""
-    if not config.metrics.trace:
+    if not metrics.trace:
         yield UNTRACED
         return
-    path = config.run_folder / "trace.json"
-    trace = TraceFile(path, max_bytes=round(config.metrics.trace_megabytes * 1e6))
+    trace = TraceFile(folder / "trace.json", max_bytes=round(metrics.trace_megabytes * 1e6))
     try:
         yield trace
     finally:
         trace.close()
 
 
-def open_sinks(config: RunConfig, trace: Trace, *, notify: Callable[[str], None]) -> list[Sink]:
+def open_sinks(
+    metrics: MetricsSection,
+    run: RunSection,
+    trace: Trace,
+    *,
+    settings: Mapping[str, Any],
+    notify: Callable[[str], None],
+) -> list[Sink]:
     """Return the configured sinks; if one fails to open, the others are closed.
 
-    ``notify`` is called with a message that names the address of the metrics endpoint.
+    ``settings`` are all those of the run, which W&B shows. ``notify`` is called with a message that names
+    the address of the metrics endpoint.
+
 
     Raises:
         ConfigError: a port is in use or a package is missing.
         RunFolderError: the run folder cannot be written.
     """
-    metrics, folder = config.metrics, config.run_folder
+    folder = run.path
     sinks: list[Sink] = [trace] if isinstance(trace, TraceFile) else []
     with ExitStack() as opened:
 
@@ -161,7 +169,6 @@ def open_sinks(config: RunConfig, trace: Trace, *, notify: Callable[[str], None]
             add(exporter)
             notify(f"metrics are served at {exporter.url}")
         if metrics.wandb is not None:
-            values = config.model_dump(mode="json")
-            add(WandbWriter(folder, project=metrics.wandb, name=config.run.name, config=values))
+            add(WandbWriter(folder, project=metrics.wandb, name=run.name, config=settings))
         opened.pop_all()
     return sinks

@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -42,8 +42,6 @@ class AdmittedGroup:
     split: str
     index: int
     seed: int
-    attempt: int
-    """Number of earlier admissions of this group; above 0 after a resume."""
     admitted_version: int
 
 
@@ -77,14 +75,15 @@ class Mixer:
     Tasks alternate by smooth weighted round robin, so that each has its share at any time to within about one
     draw. A finite split is traversed in a new seeded permutation each epoch, an unlimited one as 0, 1, 2...
 
-    Shares are counted in groups at first. ``count`` and ``rebalance`` change them to shares of the trained
-    tokens: a task whose groups have twice the tokens is drawn half as often.
+    Shares are counted in groups. With ``by_tokens``, ``count`` and ``rebalance`` change them to shares of the
+    trained tokens: a task whose groups have twice the tokens is drawn half as often.
 
     Args:
         sources: the tasks.
         seed: seed of the permutations and of the episodes.
         harder: task -> its further levels of difficulty, whose weights are not used.
         changes: changes of levels and weights that the run has made already, in order.
+        by_tokens: let ``rebalance`` change the shares.
     """
 
     def __init__(
@@ -94,6 +93,7 @@ class Mixer:
         seed: int,
         harder: Mapping[str, Sequence[TaskSource]] = MappingProxyType({}),
         changes: Sequence[Change] = (),
+        by_tokens: bool = False,
     ) -> None:
         if not sources:
             raise ValueError("there is no task to draw from; give at least one.")
@@ -112,6 +112,7 @@ class Mixer:
         self._changes = list(changes)
         self._planned = list(changes)
         self._seed = seed
+        self._by_tokens = by_tokens
         self._credit = {source.task: 0.0 for source in sources}
         self._drawn = {self._name(task, one): 0 for task, levels in self._sources.items() for one in levels}
         """Draws by task; of a harder level by task and split."""
@@ -191,7 +192,7 @@ class Mixer:
         A resumed run repeats draws from the last saved state, so this state must be on disk before those
         draws are made.
         """
-        if self._next_cost is not None or not self._counted:
+        if not self._by_tokens or self._next_cost is not None or not self._counted:
             return
         means = {task: tokens / groups for task, (tokens, groups) in self._counted.items() if tokens}
         mean = sum(means.values()) / max(1, len(means))
@@ -295,9 +296,9 @@ class WorkWindow:
         self._dropped = 0
 
     @property
-    def staleness_bound(self) -> int:
-        """Most steps between a group's admission and its training: ``S + ceil((W - 1) / P)``."""
-        return self._max_staleness + self._slack
+    def in_flight(self) -> tuple[AdmittedGroup, ...]:
+        """Admitted groups that are not finished."""
+        return tuple(self._in_flight.values())
 
     @property
     def steps(self) -> int:
@@ -308,11 +309,6 @@ class WorkWindow:
     def dropped(self) -> int:
         """Number of dropped groups."""
         return self._dropped
-
-    @property
-    def in_flight(self) -> tuple[AdmittedGroup, ...]:
-        """Admitted groups that are not finished."""
-        return tuple(self._in_flight.values())
 
     @property
     def finished(self) -> tuple[int, ...]:
@@ -414,7 +410,9 @@ class WorkWindow:
             self._behind = int(state["behind"])
             self._dropped = int(state["dropped"])
             self._trained_ahead = set(state["trained_ahead"])
-            self._waiting = {one["group_id"]: AdmittedGroup(**one) for one in state["unfinished"]}
+            names = {one.name for one in fields(AdmittedGroup)}  # older runs saved more
+            unfinished = [AdmittedGroup(**{name: one[name] for name in names}) for one in state["unfinished"]]
+            self._waiting = {one.group_id: one for one in unfinished}
             self.mixer.restore(state["mixer"])
         saved = set(finished)
         known = self._waiting.keys() | set(state["finished"] if state is not None else ())
@@ -425,11 +423,8 @@ class WorkWindow:
         self._finished = saved & known
         if lost := known - self._finished - self._waiting.keys():
             raise ValueError(f"groups {sorted(lost)} were finished, but their episodes are missing.")
-        self._waiting = {
-            group_id: replace(group, attempt=group.attempt + 1)
-            for group_id, group in self._waiting.items()
-            if group_id not in self._finished
-        }
+        for group_id in self._finished:
+            self._waiting.pop(group_id, None)
 
     def _draw(self) -> AdmittedGroup:
         draw = self.mixer.draw()
@@ -441,7 +436,6 @@ class WorkWindow:
             split=draw.split,
             index=draw.index,
             seed=draw.seed,
-            attempt=0,
             admitted_version=-1,
         )
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+import sys
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
     AsyncExitStack,
     asynccontextmanager,
+    contextmanager,
     nullcontext,
 )
 from functools import partial
@@ -20,17 +21,27 @@ import torch
 from transformers import PreTrainedModel
 
 from agentrl_train.actor import Actor
-from agentrl_train.algorithm import reward_functions, signal_function
+from agentrl_train.algorithm import objective_function, reward_functions, signal_function
 from agentrl_train.config import RunConfig
 from agentrl_train.critics.trainer import critic_trainer
 from agentrl_train.engine.pool import EnginePool
 from agentrl_train.errors import ConfigError
+from agentrl_train.learner import Learner
+from agentrl_train.loss import Loss
 from agentrl_train.models.adapters import adapter_base
-from agentrl_train.models.loading import chat_format, load_policy, open_policy
+from agentrl_train.models.loading import chat_format, copy_of, load_policy, open_policy, open_teacher
 from agentrl_train.models.stored import StoredModel
+from agentrl_train.placement.devices import Processes
 from agentrl_train.placement.environments import Served, environments
-from agentrl_train.placement.launcher import Launcher, make_launcher
-from agentrl_train.placement.ranks import LeadLearner, Ranks, release_memory
+from agentrl_train.placement.launcher import Follower, Launcher, make_launcher
+from agentrl_train.placement.ranks import (
+    LeadLearner,
+    Ranks,
+    execute_commands,
+    process_group,
+    release_memory,
+    world_size,
+)
 from agentrl_train.reward import close_judges
 from agentrl_train.storage.checkpoint import Checkpoint, load_latest
 from agentrl_train.storage.journal import Journal
@@ -38,40 +49,54 @@ from agentrl_train.storage.run_dir import claim_run_dir, write_config
 from agentrl_train.telemetry.metrics import MetricsLog
 from agentrl_train.telemetry.progress import Progress
 from agentrl_train.telemetry.sinks import open_sinks, traced
-from agentrl_train.telemetry.throughput import Throughput, copy_bytes_per_s
-from agentrl_train.telemetry.watchdog import Watchdog, in_thread
+from agentrl_train.telemetry.watchdog import Watchdog, die_with_parent, in_thread
 from agentrl_train.training.admission import Mixer, WorkWindow
-from agentrl_train.training.curriculum import read_changes
-from agentrl_train.training.evaluation import Evaluation, SessionShare, evaluate
-from agentrl_train.training.factories import (
-    join_ranks,
+from agentrl_train.training.curriculum import Curriculum, read_changes
+from agentrl_train.training.engines import make_engine, make_publisher, make_threads, threads_each, tolerance
+from agentrl_train.training.evaluation import Evaluation, SessionShare, evaluate, held_out_samples
+from agentrl_train.training.learners import (
+    as_config_errors,
+    limit_memory,
     make_critic,
-    make_engine,
     make_learner,
-    make_publisher,
-    make_threads,
-    threads_each,
 )
-from agentrl_train.training.loop import Loop
-from agentrl_train.training.replay import read_replay
+from agentrl_train.training.loop import DynamicSampling, Loop
 from agentrl_train.training.run import (
     CheckpointEvaluator,
     Evaluator,
     FailureLog,
+    HeldOut,
     Outcome,
     Policy,
     Run,
     ServedPolicy,
+    resumption,
+    run_until_rank_lost,
 )
 from agentrl_train.training.step_trainer import StepTrainer, engine_asleep
 from agentrl_train.training.template_check import check_sessions
-from agentrl_train.types import UNTRACED, SamplingParams, TaskSource, Threads, Trace
-from agentrl_train.weights import FLOAT32, Drift
+from agentrl_train.types import UNTRACED, Sampling, SamplingParams, Threads, Trace
+from agentrl_train.weights import DriftCheck
 
-SHUTDOWN_TIMEOUT_S = 30.0
-"""Time for a run to end after a rank is lost."""
 EVALUATION_SEED = 1_000_003
 """Seed of held-out draws, independent of the run's seed, so that runs are comparable."""
+
+
+def processes(config: RunConfig) -> Processes:
+    """Return the processes of a run."""
+    return Processes(
+        placement=config.placement, engine=config.engine, train=config.train, replicas=config.replicas
+    )
+
+
+def open_launcher(config: RunConfig) -> AbstractContextManager[Launcher]:
+    """Return the context of the launcher of a run; raises ``ConfigError``."""
+    follower = Follower(
+        command=(sys.executable, "-m", "agentrl_train", "run"),
+        config=config.to_toml(),
+        run=partial(run_follower, config),
+    )
+    return make_launcher(processes(config), follower)
 
 
 def served_environments(config: RunConfig) -> AbstractAsyncContextManager[Served]:
@@ -82,8 +107,14 @@ def served_environments(config: RunConfig) -> AbstractAsyncContextManager[Served
         timeout_s=config.rollout.environment_timeout_s,
         idle_s=config.engine.completion_deadline_s,
         levels=config.curriculum.levels,
-        stated=config.engine,
+        stated=config.engine.sampling,
     )
+
+
+def threads_of(config: RunConfig, launcher: Launcher) -> tuple[Threads, Threads]:
+    """Return the CPU threads of engine and learner."""
+    apart = config.engine.kind == "vllm" or launcher.separate_engines
+    return make_threads(config.run, config.rollout, apart=apart)
 
 
 @asynccontextmanager
@@ -95,10 +126,14 @@ async def policy(
     served: Served,
     trace: Trace = UNTRACED,
     ranks: Ranks | None = None,
+    inherited: Collection[int] = (),
 ) -> AsyncIterator[Policy]:
-    """Load the policy in ``path`` and start its engine and learner; stop the engine on leaving."""
+    """Load the policy in ``path`` and start its engine and learner; stop the engine on leaving.
+
+    ``inherited`` are the groups that were finished before a resume.
+    """
     device = config.engine.device if ranks is None else None  # ranks read their own shards
-    serving, training = make_threads(config, launcher=launcher)
+    serving, training = threads_of(config, launcher)
     loading = _loaded(
         config, path=path, device=device, launcher=launcher, served=served, threads=serving, trace=trace
     )
@@ -108,16 +143,34 @@ async def policy(
             first = SamplingParams(max_new_tokens=1)
             await asyncio.to_thread(ready.engine.probe, [0], sampling=first, policies=config.policies)
         # Before the policy has adapters.
-        critic = make_critic(config, model=model, tokenizer=ready.tokenizer, ranks=ranks, threads=training)
-        with make_learner(
-            config, model=model, stored=stored, ranks=ranks, threads=training, trace=trace
-        ) as learner:
+        critic = make_critic(
+            config.critic,
+            credit=config.algorithm.credit,
+            train=config.train,
+            source=config.model,
+            temperature=config.engine.temperature,
+            device=config.engine.device,
+            model=model,
+            tokenizer=ready.tokenizer,
+            ranks=ranks,
+            threads=training,
+        )
+        limit_memory(config.learner_memory_fraction)
+        options = learner_options(config, model=model) | {
+            "stored": stored,
+            "threads": training,
+            "trace": trace,
+        }
+        accepted = tolerance(config.engine, model_dtype=config.model.dtype, precision=config.train.precision)
+        with make_learner(model, ranks=ranks, device=config.engine.device, **options) as learner:
             publisher = make_publisher(
-                config,
                 ready.engine,
+                config.rollout,
+                dtype=config.model.dtype,
+                temperature=config.engine.temperature,
                 logprobs=learner.logprobs,
                 tokenizer=ready.tokenizer,
-                tolerance=tolerance(config),
+                tolerance=accepted,
             )
             yield Policy(
                 tokenizer=ready.tokenizer,
@@ -125,6 +178,12 @@ async def policy(
                 engine=ready.engine,
                 learner=learner,
                 publisher=publisher,
+                check=DriftCheck(
+                    learner.logprobs,
+                    tolerance=accepted,
+                    truncated=config.engine.truncates,
+                    inherited=() if config.engine.deterministic else inherited,
+                ),
                 critic=critic,
             )
 
@@ -134,7 +193,7 @@ async def served_policy(
     config: RunConfig, *, path: str, launcher: Launcher, served: Served
 ) -> AsyncIterator[ServedPolicy]:
     """Load the policy in ``path`` and start its engine, without a learner; stop the engine on leaving."""
-    threads, _ = make_threads(config, launcher=launcher)
+    threads, _ = threads_of(config, launcher)
     loading = _loaded(config, path=path, device=None, launcher=launcher, served=served, threads=threads)
     async with loading as (model, _, ready):
         if adapter_base(Path(path)) is not None:
@@ -159,7 +218,7 @@ async def _loaded(
 
     Without a device, the weights stay in their files, if they can be read from there.
     """
-    torch.set_num_threads(threads_each(config))
+    torch.set_num_threads(threads_each(config.run, config.rollout))
     place: dict[str, Any] = {"dtype": config.model.dtype, "revision": config.model.revision}
     if device is None:
         model, tokenizer, stored = open_policy(path, **place)
@@ -170,14 +229,17 @@ async def _loaded(
         chat,
         served.clients,
         sources=[source for source in served.sources if source.task not in served.programs],
-        sampling=config.engine,
+        sampling=config.engine.sampling,
         sub_agent=config.rollout.sub_agent,
     )
     engine = make_engine(
-        config,
+        processes(config),
+        config.model,
         model=model,
         path=path,
         stop_token_ids=chat.stop_token_ids,
+        sessions=config.sessions,
+        process_threads=threads_each(config.run, config.rollout),
         threads=threads,
         trace=trace,
         launcher=launcher,
@@ -188,20 +250,6 @@ async def _loaded(
         await engine.close()
 
 
-async def run_until_rank_lost(run: Coroutine[Any, Any, Outcome], lost: Coroutine[Any, Any, None]) -> Outcome:
-    """Return the outcome of a run; raises if a rank of the learner is lost before it ends."""
-    running, losing = asyncio.create_task(run), asyncio.create_task(lost)
-    try:
-        await asyncio.wait((running, losing), return_when=asyncio.FIRST_COMPLETED)
-        if not running.done():
-            running.cancel()
-            await asyncio.wait((running,), timeout=SHUTDOWN_TIMEOUT_S)
-            losing.result()
-        return await running
-    finally:
-        losing.cancel()
-
-
 async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
     """Train a policy from a configuration to the end, or until it is interrupted.
 
@@ -210,22 +258,30 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
     """
     folder = config.run_folder
     async with AsyncExitStack() as stack:
-        changed = stack.enter_context(claim_run_dir(folder, config, resume=resume))
+        changed = stack.enter_context(claim_run_dir(folder, config.changes_since, resume=resume))
         checkpoint = load_latest(folder / "checkpoints") if resume else None
-        launcher = stack.enter_context(make_launcher(config))
+        launcher = stack.enter_context(open_launcher(config))
         stack.enter_context(launcher.ranks())
         ranks = stack.enter_context(join_ranks(config))
         served = await stack.enter_async_context(served_environments(config))
-        recorded = stack.enter_context(traced(config))
+        recorded = stack.enter_context(traced(config.metrics, folder))
         trace = stack.enter_context(Watchdog(quiet_s=config.run.idle_report_timeout_s, trace=recorded))
-        ready = await stack.enter_async_context(
-            policy(config, path=config.model.path, launcher=launcher, served=served, trace=trace, ranks=ranks)
-        )
         step = checkpoint.step if checkpoint else 0
         journal = Journal(folder / "journal", step=step)
         stack.callback(journal.close)
         saved = {group.group_id: group for group in journal.read(step)}
         saved |= {group.group_id: group for group in (checkpoint.groups if checkpoint else ())}
+        ready = await stack.enter_async_context(
+            policy(
+                config,
+                path=config.model.path,
+                launcher=launcher,
+                served=served,
+                trace=trace,
+                ranks=ranks,
+                inherited=saved.keys(),
+            )
+        )
         log = make_log(config, checkpoint, recorded)
         stack.callback(log.close)
         if checkpoint:
@@ -240,92 +296,69 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
             actor=make_actor(config, served=served, policy=ready, slots=slots, trace=trace),
             window=window,
             journal=journal,
-            steps=config.run.steps,
             group_size=config.rollout.group_size,
             seed=config.run.seed,
             stall_timeout_s=config.stall_timeout_s,
             run_timeout_s=config.run.run_timeout_s,
-            policy_version=int(checkpoint.loop["policy_version"]) if checkpoint else 0,
             finished=[saved[group_id] for group_id in window.finished],
-            **replacement(config),
+            dynamic_sampling=dynamic_sampling(config),
             on_failure=failures,
             describe_slots=trace.table,
             trace=trace,
         )
         run = Run(
-            config,
+            config.run,
             loop=loop,
             policy=ready,
-            trainer=make_trainer(
-                config, policy=ready, checkpoint=checkpoint, inherited=saved.keys(), trace=trace
-            ),
+            trainer=make_trainer(config, policy=ready, trace=trace),
+            curriculum=Curriculum(config.curriculum, mixer=window.mixer, folder=folder),
             log=log,
             failures=failures,
-            evaluate=make_evaluator(config, served=served, policy=ready, slots=slots, trace=trace),
-            evaluate_saved=saved_evaluator(config, served=served, policy=ready, slots=slots, trace=trace),
-            tolerance=tolerance(config),
-            checkpoint=checkpoint,
-            throughput=Throughput(
-                ready.engine.statistics, copy_bytes_per_s=copy_bytes_per_s(config.engine.device)
+            held_out=HeldOut(
+                current=make_evaluator(config, served=served, policy=ready, slots=slots, trace=trace),
+                saved=saved_evaluator(config, served=served, policy=ready, slots=slots, trace=trace),
+                every=config.eval.every,
             ),
+            checkpoints=config.checkpoint,
+            resumed=checkpoint,
             trace=trace,
         )
-        write_config(folder, config)
+        write_config(folder, config.to_toml())
         return await run_until_rank_lost(run.run(), launcher.wait_lost())
 
 
-def make_trainer(
-    config: RunConfig,
-    *,
-    policy: Policy,
-    checkpoint: Checkpoint | None,
-    inherited: Collection[int],
-    trace: Trace,
-) -> StepTrainer:
-    """Return the trainer of a run; ``inherited`` are the groups that were finished before a resume."""
-    critic = critic_trainer(
-        policy.critic,
-        settings=config.critic,
-        algorithm=config.algorithm,
-        train=config.train,
-        max_context=config.engine.max_context,
-        encode=partial(policy.tokenizer.encode, add_special_tokens=False),
-        seed=config.run.seed,
-    )
+def make_trainer(config: RunConfig, *, policy: Policy, trace: Trace) -> StepTrainer:
+    """Return the trainer of a run."""
     return StepTrainer(
-        learner=policy.learner,
-        publisher=policy.publisher,
+        policy.learner,
+        policy.publisher,
         algorithm=config.algorithm,
-        train=config.train,
-        critic=critic,
+        max_context=config.engine.max_context,
+        critic=critic_trainer(
+            policy.critic,
+            settings=config.critic,
+            algorithm=config.algorithm,
+            train=config.train,
+            max_context=config.engine.max_context,
+            encode=partial(policy.tokenizer.encode, add_special_tokens=False),
+            seed=config.run.seed,
+        ),
         replay=config.replay,
         distill=config.distill,
-        buffer=read_replay(checkpoint.folder) if checkpoint else None,
-        max_context=config.engine.max_context,
-        tolerance=tolerance(config),
-        truncated=config.engine.truncates,
+        check=policy.check,
         seed=config.run.seed,
         bad_batches=config.run_folder / "bad_batches",
-        inherited=() if config.engine.deterministic else inherited,
         turn=make_turn(config, policy=policy, trace=trace),
         trace=trace,
     )
 
 
-def resumption(checkpoint: Checkpoint, *, steps: int, finished: int, changed: Sequence[str]) -> str:
-    """Return the message printed when a run resumes."""
-    text = f"resuming after step {checkpoint.step}, with {finished} finished groups that are not trained yet"
-    if checkpoint.step >= steps:
-        text = f"{checkpoint.step} steps are trained already, and run.steps = {steps}: raise it to train more"
-    return "; ".join([text, *changed])
-
-
-def replacement(config: RunConfig) -> dict[str, Any]:
-    """Return the arguments of ``Loop`` that replace groups without signal."""
-    return {
-        "has_signal": signal_function(config.algorithm, max_context=config.engine.max_context),
-        "most_replaced": config.algorithm.dynamic_sampling * config.rollout.groups_per_step,
-    }
+def dynamic_sampling(config: RunConfig) -> DynamicSampling:
+    """Return the replacement of groups without signal."""
+    return DynamicSampling(
+        has_signal=signal_function(config.algorithm, max_context=config.engine.max_context),
+        most=config.algorithm.dynamic_sampling * config.rollout.groups_per_step,
+    )
 
 
 def make_log(config: RunConfig, checkpoint: Checkpoint | None, trace: Trace) -> MetricsLog:
@@ -337,7 +370,13 @@ def make_log(config: RunConfig, checkpoint: Checkpoint | None, trace: Trace) -> 
         config.run_folder,
         first_step=step,
         trajectories=config.metrics.trajectories,
-        sinks=open_sinks(config, trace, notify=progress.note),
+        sinks=open_sinks(
+            config.metrics,
+            config.run,
+            trace,
+            settings=config.model_dump(mode="json"),
+            notify=progress.note,
+        ),
         progress=progress,
     )
 
@@ -356,18 +395,18 @@ def make_evaluator(
         return None
     actor = partial(
         make_actor,
+        config,
         served=served,
         policy=policy,
         slots=slots,
         trace=trace,
-        evaluation=True,
         weights=weights,
     )
-    likeliest = config.model_copy(update={"eval": config.eval.model_copy(update={"temperature": 0.0})})
+    sampling = config.evaluation_sampling
     return partial(
         evaluate,
-        actor(config),
-        greedy=actor(likeliest) if config.eval.greedy else None,
+        actor(evaluation=sampling),
+        greedy=actor(evaluation=sampling.at(0.0)) if config.eval.greedy else None,
         samples=held_out_samples(served.held_out, config.eval.samples),
         split={task: source.split for task, source in served.held_out.items()},
         seed=EVALUATION_SEED,
@@ -439,6 +478,7 @@ def make_window(
             served.sources,
             seed=config.run.seed,
             harder=served.harder,
+            by_tokens=config.rollout.balance == "tokens",
             changes=read_changes(config.run_folder),
         ),
         groups_per_step=config.rollout.groups_per_step,
@@ -460,10 +500,10 @@ def make_actor(
     policy: ServedPolicy,
     slots: AbstractAsyncContextManager[None],
     trace: Trace = UNTRACED,
-    evaluation: bool = False,
+    evaluation: Sampling | None = None,
     weights: str = "current",
 ) -> Actor:
-    """Return the actor of a run; for evaluation it samples from one policy only."""
+    """Return the actor of a run, or of an ``evaluation``, which samples from one policy only."""
     alone = config.rollout.model_copy(update={"stale_fraction": 0.0, "alternatives": 0})
     made = partial(
         Actor,
@@ -475,29 +515,79 @@ def make_actor(
         policy=weights,
         trace=trace,
     )
-    if evaluation:
-        return made(sampling=config.evaluation_engine, rollout=alone)
+    if evaluation is not None:
+        return made(sampling=evaluation, rollout=alone)
     made = partial(made, rewards=reward_functions(config.reward))
     greedy = None
     if config.algorithm.baseline == "greedy":
-        greedy = made(sampling=config.engine_at(0.0), rollout=alone)
-    return made(sampling=config.engine, rollout=config.rollout, greedy=greedy)
+        greedy = made(sampling=config.engine.sampling.at(0.0), rollout=alone)
+    return made(sampling=config.engine.sampling, rollout=config.rollout, greedy=greedy)
 
 
-def tolerance(config: RunConfig) -> Drift:
-    """Return the tolerated difference in log-probability between engine and trainer.
+@contextmanager
+def join_ranks(config: RunConfig) -> Iterator[Ranks | None]:
+    """Join the learner processes, this one as rank 0; yields None for a single process.
 
-    Below float32, and between different GPU kernels, single tokens differ by up to half a nat; there only the
-    mean detects wrong weights.
+    Raises:
+        ConfigError: ``train.sequence_parallel`` does not divide the number of processes.
+        RanksLost: the rendezvous failed.
     """
-    dtypes = {config.model.dtype, config.engine.dtype, config.train.precision}
-    if dtypes != {"float32"}:
-        return Drift(worst=math.inf, mean=0.1)
-    if config.engine.device != "cpu":
-        return Drift(worst=math.inf, mean=0.01)
-    return FLOAT32 if config.engine.kind == "torch" else Drift(worst=1e-3, mean=1e-3)
+    if world_size() == 1:
+        yield None
+        return
+    with _process_group(config) as ranks:
+        yield ranks
 
 
-def held_out_samples(sources: Mapping[str, TaskSource], count: int) -> dict[str, list[int]]:
-    """Return the indices of the evaluation samples: the first ``count`` of each split."""
-    return {task: list(range(min(count, source.num_samples or count))) for task, source in sources.items()}
+def run_follower(config: RunConfig) -> None:
+    """Run a rank other than 0 until rank 0 finishes.
+
+    Raises:
+        RanksLost: rank 0 or another rank failed or exited.
+    """
+    die_with_parent()
+    torch.set_num_threads(config.run.threads or 1)
+    with _process_group(config) as ranks:
+        limit_memory(config.learner_memory_fraction)
+        model, _, stored = open_policy(
+            config.model.path, dtype=config.model.dtype, revision=config.model.revision
+        )
+        options = learner_options(config, model=model) | {"stored": stored}
+        with as_config_errors():
+            learner = Learner(model, place=ranks, **options)
+        execute_commands(learner, ranks)
+
+
+def learner_options(config: RunConfig, *, model: PreTrainedModel) -> dict[str, Any]:
+    """Return the arguments of ``Learner`` that are equal on every rank."""
+    algorithm, train = config.algorithm, config.train
+    teacher = partial(
+        open_teacher,
+        policy=config.model.path,
+        revision=config.model.revision,
+        dtype=config.model.dtype,
+    )
+    loss = Loss(
+        objective=objective_function(algorithm),
+        recompute=algorithm.anchor == "old" or ":" in algorithm.anchor,
+        entropy_coefficient=algorithm.entropy_coefficient,
+        kl_coefficient=algorithm.kl_coef,
+        kl_estimator=algorithm.kl_estimator,
+    )
+    return {
+        "train": train,
+        "total_steps": config.run.steps,
+        "loss": loss,
+        "temperature": config.engine.temperature,
+        "attention": config.model.attention,
+        "reference": copy_of(model) if algorithm.kl_coef and train.lora is None else None,
+        "teachers": {path: teacher(path) for path in sorted(set(config.distill.teachers.values()))},
+    }
+
+
+def _process_group(config: RunConfig) -> AbstractContextManager[Ranks]:
+    return process_group(
+        device=config.engine.device,
+        sequence_parallel=config.train.sequence_parallel,
+        timeout_s=config.train.rank_timeout_s,
+    )

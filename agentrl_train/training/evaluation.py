@@ -12,7 +12,7 @@ from agentrl_env.evaluation.statistics import pass_at_k, wilson_interval
 from agentrl_train.actor import Actor
 from agentrl_train.errors import EnvironmentUnavailable
 from agentrl_train.training.admission import sample_seed
-from agentrl_train.types import Episode, Trajectory
+from agentrl_train.types import Episode, TaskSource, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,3 +152,8 @@ async def _evaluate_task(
             f"the last with: {failed[-1].error}"
         )
     return Evaluation(task=task, trajectories=trajectories, attempts=attempts)
+
+
+def held_out_samples(sources: Mapping[str, TaskSource], count: int) -> dict[str, list[int]]:
+    """Return the indices of the evaluation samples: the first ``count`` of each split."""
+    return {task: list(range(min(count, source.num_samples or count))) for task, source in sources.items()}

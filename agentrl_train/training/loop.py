@@ -4,7 +4,7 @@
 
     admit -> play (many groups at a time) -> finished -> take -> advantages -> pack -> learn -> publish
       ^                                                                                            |
-      +--------------------- slots of trained groups, policy_version + 1 --------------------------+
+      +----------------------- slots of trained groups, next version ------------------------------+
 
 | part     | consumes          | waits for                          | is unblocked by                 |
 |----------|-------------------|------------------------------------|---------------------------------|
@@ -36,7 +36,7 @@ from agentrl_train.errors import (
 )
 from agentrl_train.storage.journal import Journal
 from agentrl_train.training.admission import AdmittedGroup, WorkWindow
-from agentrl_train.types import UNTRACED, Episode, EpisodeEnd, Trace, Trajectory, TrajectoryGroup
+from agentrl_train.types import UNTRACED, Episode, EpisodeEnd, Step, Trace, Trajectory, TrajectoryGroup
 
 MAX_FAILED_GROUPS = 8
 """Consecutive failed groups of one task after which the run ends."""
@@ -48,16 +48,12 @@ FAILURES: dict[EpisodeEnd, type[TrainError]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """The groups of one training step, and the state of the loop when they were taken."""
+class DynamicSampling:
+    """Replacement of groups without a learning signal by groups of other samples."""
 
-    number: int
-    """Steps trained once this one is, from 1."""
-    groups: Sequence[TrajectoryGroup]
-    policy_version: int
-    """Version of the weights in force before the step."""
-    waited_s: float
-    """Time the trainer was idle waiting for these groups."""
+    has_signal: Callable[[TrajectoryGroup], bool]
+    most: int
+    """Groups replaced in a row, at most; the next one is trained on whatever it is."""
 
 
 class Loop:
@@ -70,15 +66,12 @@ class Loop:
         actor: plays groups.
         window: decides which sample may start and which groups may be trained.
         journal: keeps every finished group until a checkpoint holds it.
-        steps: steps of the whole run.
         group_size: siblings per group.
         seed: seed of the run.
         stall_timeout_s: longest time without a finished group.
         run_timeout_s: time after which the loop ends cleanly, even if steps remain.
-        policy_version: version of the weights in force.
         finished: finished, untrained groups of a resumed run.
-        has_signal: returns whether a group is worth training on; others are replaced by other samples.
-        most_replaced: groups replaced in a row, at most; the next one is trained on whatever it is.
+        dynamic_sampling: replaces groups without a learning signal; None keeps them.
         on_failure: called with a group, its failed episodes, and whether the group was dropped.
         describe_slots: returns the state of every slot, for the error about a stall.
         trace: records how long the trainer waits.
@@ -90,42 +83,41 @@ class Loop:
         actor: Actor,
         window: WorkWindow,
         journal: Journal,
-        steps: int,
         group_size: int,
-        seed: int,
-        stall_timeout_s: float,
+        seed: int = 0,
+        stall_timeout_s: float = 3600.0,
         run_timeout_s: float | None = None,
-        policy_version: int = 0,
         finished: Sequence[TrajectoryGroup] = (),
-        has_signal: Callable[[TrajectoryGroup], bool] = lambda group: True,
-        most_replaced: int = 0,
+        dynamic_sampling: DynamicSampling | None = None,
         on_failure: Callable[[AdmittedGroup, Sequence[Trajectory], bool], None] = lambda *failure: None,
         describe_slots: Callable[[], str] = lambda: "",
         trace: Trace = UNTRACED,
     ) -> None:
         self.window = window
-        self.policy_version = policy_version
         self._actor = actor
         self._journal = journal
-        self._steps = steps
         self._group_size = group_size
         self._seed = seed
         self._stall_timeout_s = stall_timeout_s
         self._run_timeout_s = run_timeout_s
-        self._has_signal = has_signal
-        self._most_replaced = most_replaced
+        self._dynamic_sampling = dynamic_sampling
         self._replaced_in_a_row = 0
         self._on_failure = on_failure
         self._describe_slots = describe_slots
         self._trace = trace
         self._finished = {group.group_id: group for group in finished}
-        self._playing: dict[asyncio.Task[None], AdmittedGroup] = {}
+        self._playing: list[asyncio.Task[None]] = []
         self._deadline = math.inf
         self._changed = asyncio.Event()
         self._journaling = asyncio.Lock()
         self._stopping = asyncio.Event()
         self._failed_in_a_row: Counter[str] = Counter()
         self._dropped_tokens = 0
+
+    @property
+    def trained_version(self) -> int:
+        """Version of the weights of all trained steps, which is their number."""
+        return self.window.steps
 
     @property
     def untrained(self) -> list[TrajectoryGroup]:
@@ -149,9 +141,9 @@ class Loop:
         """
         if self._over():
             return
-        while (admitted := self.window.admit(self.policy_version)) is not None:
+        while (admitted := self.window.admit(self.trained_version)) is not None:
             task = asyncio.create_task(self._play(admitted), name=f"group {admitted.group_id}")
-            self._playing[task] = admitted
+            self._playing.append(task)
             task.add_done_callback(self._played)
 
     async def cut_journal(self, step: int) -> tuple[dict[str, Any], list[TrajectoryGroup]]:
@@ -170,13 +162,13 @@ class Loop:
     async def steps(self) -> AsyncGenerator[Step]:
         """Yield each step once its groups are finished; close the iterator to cancel what is playing.
 
-        A step counts as trained, with ``policy_version`` raised by one, from the moment it is yielded, so
-        that a checkpoint taken while it is processed includes it.
+        A step counts as trained from the moment it is yielded, so that a checkpoint taken while it is
+        processed includes it.
 
         Raises:
             EnvironmentUnavailable: too many groups of a task failed in a row.
             EngineBroken: they failed because of the engine.
-        RewardUnavailable: they failed because of a reward function.
+            RewardUnavailable: they failed because of a reward function.
             Stalled: no group finished within ``stall_timeout_s``.
         """
         if self._run_timeout_s is not None:
@@ -193,21 +185,14 @@ class Loop:
             await self._cancel_playing()
 
     def _over(self) -> bool:
-        return (
-            time.monotonic() >= self._deadline or self._stopping.is_set() or self.window.steps >= self._steps
-        )
+        return time.monotonic() >= self._deadline or self._stopping.is_set() or self.window.complete
 
     def _begin_step(self, groups: Sequence[TrajectoryGroup], *, waited_s: float) -> Step:
         for group in groups:
             self._finished.pop(group.group_id)
-        before, self.policy_version = self.policy_version, self.policy_version + 1
+        step = Step(groups=groups, trained_version=self.trained_version, waited_s=waited_s)
         self.window.trained()
-        return Step(
-            number=self.window.steps,
-            groups=groups,
-            policy_version=before,
-            waited_s=waited_s,
-        )
+        return step
 
     async def _next_groups(self) -> list[TrajectoryGroup] | None:
         """Admit groups until a full step is finished; None if the run is over first."""
@@ -232,14 +217,14 @@ class Loop:
                 raise Stalled(self._stall_report()) from None
 
     def _played(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled() or task.exception() is None:
-            self._playing.pop(task, None)
+        if task in self._playing and (task.cancelled() or task.exception() is None):
+            self._playing.remove(task)
         self._changed.set()
 
     def _raise_broken(self) -> None:
         for task in list(self._playing):
             if task.done():
-                del self._playing[task]
+                self._playing.remove(task)
                 task.result()
 
     async def _play(self, admitted: AdmittedGroup) -> None:
@@ -263,7 +248,12 @@ class Loop:
             self._dropped_tokens += sum(t.num_sampled_tokens for t in group.trajectories)
             self._drop(admitted, failures)
             return
-        if self._replaced_in_a_row < self._most_replaced and not self._has_signal(group):
+        replacing = self._dynamic_sampling
+        if (
+            replacing is not None
+            and self._replaced_in_a_row < replacing.most
+            and not replacing.has_signal(group)
+        ):
             self._replaced_in_a_row += 1
             self._dropped_tokens += sum(t.num_sampled_tokens for t in group.trajectories)
             self.window.drop(admitted.group_id)
@@ -304,7 +294,7 @@ class Loop:
     def _stall_report(self) -> str:
         slots = ", ".join(
             f"{a.group_id} ({a.task} {a.index}, admitted at version {a.admitted_version})"
-            for a in self._playing.values()
+            for a in self.window.in_flight
         )
         return (
             f"no group finished for {self._stall_timeout_s:.0f} s at step {self.window.steps}; "

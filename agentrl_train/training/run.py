@@ -7,7 +7,7 @@ import json
 import logging
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agentrl_env.types import Message
 from agentrl_train.chat import ChatFormat
-from agentrl_train.config import RunConfig
+from agentrl_train.config.sections import CheckpointSection, RunSection
 from agentrl_train.critics.networks import Critic
 from agentrl_train.errors import EngineError, WeightMismatch
 from agentrl_train.learner import Learner
@@ -34,27 +34,22 @@ from agentrl_train.storage.checkpoint import (
 )
 from agentrl_train.storage.checkpoint import steps as checkpoint_steps
 from agentrl_train.telemetry.metrics import MetricsLog
-from agentrl_train.telemetry.throughput import Throughput
+from agentrl_train.telemetry.throughput import Throughput, copy_bytes_per_s
 from agentrl_train.telemetry.watchdog import in_thread
 from agentrl_train.training.admission import AdmittedGroup
 from agentrl_train.training.curriculum import Curriculum
+from agentrl_train.training.diagnosis import Diagnosis
 from agentrl_train.training.evaluation import Evaluation
-from agentrl_train.training.loop import Loop, Step
-from agentrl_train.training.step_trainer import (
-    TRACK,
-    StepTrainer,
-    by_task,
-    large_step_warning,
-    no_calls_warning,
-    no_signal_warning,
-    turn_rewards_warning,
-)
-from agentrl_train.types import UNTRACED, Completion, RunningEngine, SamplingParams, Trace, Trajectory
-from agentrl_train.weights import Drift, Publisher, drift, probe_sequence, require_agreement
+from agentrl_train.training.loop import Loop
+from agentrl_train.training.step_trainer import TRACK, StepTrainer, by_task
+from agentrl_train.types import UNTRACED, Completion, RunningEngine, SamplingParams, Step, Trace, Trajectory
+from agentrl_train.weights import DriftCheck, Publisher
 
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SHUTDOWN_TIMEOUT_S = 30.0
+"""Time for a run to end after a rank is lost."""
 PROBES = 3
 """Attempts to get the first completion of the engine."""
 
@@ -78,6 +73,7 @@ class Policy(ServedPolicy):
 
     learner: Learner
     publisher: Publisher
+    check: DriftCheck
     critic: Critic | None = None
 
 
@@ -123,56 +119,66 @@ class FailureLog:
             file.write(json.dumps(line) + "\n")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """Evaluations on held-out samples during a run."""
+
+    current: Evaluator | None = None
+    """Evaluates the current policy while training waits; None is off."""
+    saved: CheckpointEvaluator | None = None
+    """Evaluates checkpoints beside training, in place of ``current`` but for the end of the run."""
+    every: int = 0
+    """Steps between two evaluations; 0 is only at the start and the end."""
+
+
 class Run:
     """Consumes the steps of a loop: trains, evaluates, and writes checkpoints, metrics and the report."""
 
     def __init__(
         self,
-        config: RunConfig,
+        run: RunSection,
         *,
         loop: Loop,
         policy: Policy,
         trainer: StepTrainer,
+        curriculum: Curriculum,
         log: MetricsLog,
         failures: FailureLog,
-        evaluate: Evaluator | None,
-        evaluate_saved: CheckpointEvaluator | None,
-        tolerance: Drift,
-        checkpoint: Checkpoint | None,
-        throughput: Throughput,
+        held_out: HeldOut,
+        checkpoints: CheckpointSection,
+        resumed: Checkpoint | None,
         trace: Trace = UNTRACED,
     ) -> None:
-        self._config = config
-        self._folder = config.run_folder
+        self._run_section = run
+        self._folder = run.path
         self._loop = loop
         self._trace = trace
         self._policy = policy
         self._trainer = trainer
+        self._step_timeout_s = policy.learner.settings.step_timeout_s
         self._log = log
         self._failures = failures
-        self._curriculum = Curriculum(config.curriculum, mixer=loop.window.mixer, folder=self._folder)
-        self._evaluate_held_out = evaluate
-        self._evaluate_saved = evaluate_saved
+        self._curriculum = curriculum
+        self._held_out = held_out
+        self._checkpoints = checkpoints
         self._evaluating: asyncio.Task[None] | None = None
         self._unevaluated: set[int] = set()
         """Steps of checkpoints whose evaluation is not recorded yet."""
-        self._tolerance = tolerance
-        self._fresh = checkpoint is None
-        self._saved_step = checkpoint.step if checkpoint else -1
-        self._best = best_success(self._folder) if checkpoint else -1.0
+        self._fresh = resumed is None
+        self._saved_step = resumed.step if resumed else -1
+        self._best = best_success(self._folder) if resumed else -1.0
         self._signal: int | None = None
         self._interrupted = asyncio.Event()
         self._writing: asyncio.Task[None] | None = None
-        state = checkpoint.loop if checkpoint else {}
+        state = resumed.loop if resumed else {}
         self._seconds_before = float(state.get("seconds", 0.0))
         self._trained_tokens = int(state.get("trained_tokens", 0))
-        self._idle_steps = 0
-        self._steps_without_calls = 0
-        self._large_steps = 0
+        self._diagnosis = Diagnosis(policy.chat, by_turn=trainer.algorithm.credit == "turn")
         self._started = time.monotonic()
-        self._throughput = throughput
-        if checkpoint:
-            trainer.load(checkpoint.folder)
+        device = str(policy.learner.device)
+        self._throughput = Throughput(policy.engine.statistics, copy_bytes_per_s=copy_bytes_per_s(device))
+        if resumed:
+            trainer.load(resumed.folder)
             if "curriculum" in state:
                 self._curriculum.restore(state["curriculum"])
 
@@ -200,16 +206,14 @@ class Run:
 
     async def _run(self) -> Outcome:
         """Verify the weights, evaluate, train, evaluate again, and write summary and report."""
-        version = self._loop.policy_version
+        version = self._loop.trained_version
         publish = partial(
             self._policy.publisher.publish,
             self._policy.learner.weights(),
             policy_version=version,
             everywhere=True,
         )
-        await in_thread(
-            publish, within_s=self._config.train.step_timeout_s, doing="publishing the first weights"
-        )
+        await in_thread(publish, within_s=self._step_timeout_s, doing="publishing the first weights")
         await self._probe(version)
         if self._fresh:
             if not await self._evaluate_step(0):
@@ -219,14 +223,14 @@ class Run:
             await self._repeat_evaluations(self._loop.window.steps)
         self._throughput.begin()
         async with aclosing(self._loop.steps()) as steps:
-            async for one in steps:
-                await self._train_step(one)
+            async for taken in steps:
+                await self._train_step(taken)
         step = self._loop.window.steps
         await self._checkpoint(step=step)
         await self._wait_for_checkpoint()
         summary = None if self._signal else await self._summarize()
         report = partial(write_report, self._folder)
-        await in_thread(report, within_s=self._config.checkpoint.write_timeout_s, doing="writing the report")
+        await in_thread(report, within_s=self._checkpoints.write_timeout_s, doing="writing the report")
         return Outcome(folder=self._folder, step=step, summary=summary, signal=self._signal)
 
     async def _summarize(self) -> Mapping[str, Any] | None:
@@ -235,32 +239,23 @@ class Run:
         return self._log.write_summary(
             seconds=self._elapsed(),
             trained_tokens=self._trained_tokens,
-            policy_version=self._loop.policy_version,
-            seed=self._config.run.seed,
+            policy_version=self._loop.trained_version,
+            seed=self._run_section.seed,
         )
 
     async def _train_step(self, step: Step) -> None:
         """Train one step, log it, and run a checkpoint or evaluation if due."""
-        number, started = step.number, time.monotonic()
+        number, started = step.next_version, time.monotonic()
         if self._evaluating is not None and self._evaluating.done():
             self._evaluating.result()
         with self._trace.span(TRACK, f"step {number}", groups=[group.group_id for group in step.groups]):
-            train = partial(self._trainer.step, step.groups, policy_version=step.policy_version + 1)
-            trained = await in_thread(
-                train, within_s=self._config.train.step_timeout_s, doing=f"training step {number}"
-            )
+            train = partial(self._trainer.step, step)
+            trained = await in_thread(train, within_s=self._step_timeout_s, doing=f"training step {number}")
         for raised in self._curriculum.trained(number, step.groups):
             self._log.note(raised)
         self._loop.admit()
         self._trained_tokens += int(trained.get("loss_tokens", 0))
-        self._idle_steps = 0 if trained.get("loss_tokens") else self._idle_steps + 1
-        if self._idle_steps.bit_count() == 1:  # 1, 2, 4, 8 ... in a row
-            logger.warning("%s", no_signal_warning(step.groups, steps=self._idle_steps))
-        self._warn_of_no_calls(step)
-        self._warn_of_large_steps(trained)
-        by_turn = self._config.algorithm.credit == "turn"
-        if number == 1 and by_turn and (warning := turn_rewards_warning(step.groups)):
-            logger.warning("%s", warning)
+        self._diagnosis.examine(step, trained)
         discarded = self._loop.discarded_tokens
         throughput = self._throughput.step(trained, waited_s=step.waited_s, discarded_tokens=discarded)
         metrics = {**trained, **throughput}
@@ -270,7 +265,7 @@ class Run:
         metrics["train_seconds"] = time.monotonic() - started
         self._log.log_step(
             number,
-            policy_version=step.policy_version + 1,
+            policy_version=step.next_version,
             elapsed_s=self._elapsed(),
             metrics=metrics,
             tasks={task: {**values, **levels.get(task, {})} for task, values in by_task(step.groups).items()},
@@ -279,33 +274,17 @@ class Run:
         mixer = self._loop.window.mixer
         for group in step.groups:
             mixer.count(group.task, sum(t.num_sampled_tokens for t in group.trajectories))
-        if self._due(number, self._config.checkpoint.every):
-            if self._config.rollout.balance == "tokens":
-                # The state must be on disk before the draws that depend on it. That is the case once the next
-                # checkpoint begins, and at most two intervals of groups are drawn until then.
-                interval = self._config.checkpoint.every * self._config.rollout.groups_per_step
-                mixer.rebalance(after=2 * interval)
+        if self._due(number, self._checkpoints.every):
+            # The state must be on disk before the draws that depend on it. That is the case once the next
+            # checkpoint begins, and at most two intervals of groups are drawn until then.
+            mixer.rebalance(after=2 * self._checkpoints.every * len(step.groups))
             await self._checkpoint(step=number)
-        if self._due(number, self._config.eval.every):
+        if self._due(number, self._held_out.every):
             await self._evaluate_step(number)
             self._throughput.begin()
 
-    def _warn_of_no_calls(self, step: Step) -> None:
-        """Log a warning after 1, 2, 4, 8 ... consecutive steps in which no completion was a tool call."""
-        warning = no_calls_warning(step.groups, chat=self._policy.chat)
-        self._steps_without_calls = self._steps_without_calls + 1 if warning else 0
-        if self._steps_without_calls.bit_count() == 1:
-            logger.warning("%s", warning)
-
-    def _warn_of_large_steps(self, metrics: Mapping[str, float]) -> None:
-        """Log a warning at the 1st, 2nd, 4th, 8th ... step that is large."""
-        warning = large_step_warning(metrics)
-        self._large_steps += warning is not None
-        if warning is not None and self._large_steps.bit_count() == 1:
-            logger.warning("%s", warning)
-
     def _due(self, step: int, every: int) -> bool:
-        return every > 0 and step % every == 0 and step < self._config.run.steps
+        return every > 0 and step % every == 0 and step < self._run_section.steps
 
     async def _checkpoint(self, *, step: int) -> None:
         """Save the run at a step boundary; everything but the copy happens in the background.
@@ -318,7 +297,7 @@ class Run:
         await self._wait_for_checkpoint()
         self._saved_step = step
         copy, doing = self._trainer.snapshots, f"copying the parameters of step {step}"
-        snapshots = await in_thread(copy, within_s=self._config.checkpoint.write_timeout_s, doing=doing)
+        snapshots = await in_thread(copy, within_s=self._checkpoints.write_timeout_s, doing=doing)
         window, untrained = await self._loop.cut_journal(step)
         write = partial(
             save_checkpoint,
@@ -327,7 +306,7 @@ class Run:
             parts=(*snapshots, InModelFolder(pretrained=self._policy.tokenizer)),
             loop={
                 "step": step,
-                "policy_version": self._loop.policy_version,
+                "policy_version": self._loop.trained_version,
                 "window": window,
                 "seconds": self._elapsed(),
                 "trained_tokens": self._trained_tokens,
@@ -335,7 +314,7 @@ class Run:
                 "curriculum": self._curriculum.state(),
             },
             groups=untrained,
-            keep=self._config.checkpoint.keep,
+            keep=self._checkpoints.keep,
             pinned=frozenset(self._unevaluated),
         )
         self._writing = asyncio.create_task(self._write(write, step=step))
@@ -344,7 +323,7 @@ class Run:
         with self._trace.span("trainer/checkpoints", f"checkpoint {step}"):
             doing = f"writing the checkpoint of step {step}"
             self._loop.prune_journal(
-                await in_thread(write, within_s=self._config.checkpoint.write_timeout_s, doing=doing)
+                await in_thread(write, within_s=self._checkpoints.write_timeout_s, doing=doing)
             )
 
     async def _wait_for_checkpoint(self) -> None:
@@ -355,13 +334,13 @@ class Run:
 
     async def _evaluate_step(self, step: int) -> bool:
         """Evaluate at a step boundary, or begin to beside training; return False if interrupted."""
-        if self._evaluate_saved is None:
+        if self._held_out.saved is None:
             return await self._evaluate(_evaluation_name(step))
         self._unevaluated.add(step)
         await self._checkpoint(step=step)
         if not await self._evaluated():  # one at a time
             return False
-        self._begin_evaluating(self._evaluate_saved)
+        self._begin_evaluating(self._held_out.saved)
         return True
 
     def _begin_evaluating(self, evaluate: CheckpointEvaluator) -> None:
@@ -386,26 +365,26 @@ class Run:
 
     async def _repeat_evaluations(self, step: int) -> None:
         """Evaluate what a resumed run has not: its step, or all checkpoints where that is done beside."""
-        folder, every = self._folder / "checkpoints", self._config.eval.every
+        folder, every = self._folder / "checkpoints", self._held_out.every
         missing = [
             one
-            for one in ([step] if self._evaluate_saved is None else checkpoint_steps(folder))
+            for one in ([step] if self._held_out.saved is None else checkpoint_steps(folder))
             if one <= step
             and (one == 0 or self._due(one, every))
             and not self._log.has_evaluation(_evaluation_name(one))
         ]
-        if self._evaluate_saved is not None:
+        if self._held_out.saved is not None:
             self._unevaluated = {one for one in missing if is_intact(folder, one)}
-            self._begin_evaluating(self._evaluate_saved)
+            self._begin_evaluating(self._held_out.saved)
         elif missing:
             await self._evaluate(_evaluation_name(step))
 
     async def _evaluate(self, name: str) -> bool:
         """Evaluate the current policy while training waits; return False if interrupted."""
-        if self._evaluate_held_out is None:
+        if self._held_out.current is None:
             return True
         with self._trace.span(TRACK, f"evaluation {name}"):
-            evaluation = asyncio.ensure_future(self._evaluate_held_out())
+            evaluation = asyncio.ensure_future(self._held_out.current())
             if not await self._unless_interrupted(evaluation):
                 return False
         await self._record_evaluation(name, evaluation.result(), step=self._loop.window.steps)
@@ -443,26 +422,22 @@ class Run:
 
     async def _keep_best(self, success: float, *, step: int) -> None:
         """Keep the model of a step, with a checkpoint if there is none, where its success is the best."""
-        if not self._config.checkpoint.best or success <= self._best:
+        if not self._checkpoints.best or success <= self._best:
             return
         self._best = success
         if step not in self._unevaluated:
             await self._checkpoint(step=step)
             await self._wait_for_checkpoint()
         keep = partial(keep_best, self._folder, step=step, success=success)
-        await in_thread(
-            keep, within_s=self._config.checkpoint.write_timeout_s, doing="keeping the best model"
-        )
+        await in_thread(keep, within_s=self._checkpoints.write_timeout_s, doing="keeping the best model")
 
     async def _probe(self, version: int) -> None:
         """Compare one short completion of the engine with the trainer before the first episode."""
         context = self._policy.chat.opening([Message(role="user", content="probe")], ())
         completion = await self._complete(
-            context, sampling=SamplingParams(max_new_tokens=8, temperature=self._config.engine.temperature)
+            context, sampling=SamplingParams(max_new_tokens=8, temperature=self._policy.learner.temperature)
         )
-        sequence = probe_sequence(context, completion)
-        found = drift(self._policy.learner.logprobs([sequence]), [sequence], version=version)
-        require_agreement(found, tolerance=self._tolerance, version=version)
+        self._policy.check.check_probe(context, completion, version=version)
 
     async def _complete(self, context: Sequence[int], *, sampling: SamplingParams) -> Completion:
         """Request the first completion, with retries after engine failures."""
@@ -489,3 +464,25 @@ def _evaluation_name(step: int) -> str:
 def _remove_signal_handlers() -> None:
     for number in STOP_SIGNALS:
         asyncio.get_running_loop().remove_signal_handler(number)
+
+
+async def run_until_rank_lost(run: Coroutine[Any, Any, Outcome], lost: Coroutine[Any, Any, None]) -> Outcome:
+    """Return the outcome of a run; raises if a rank of the learner is lost before it ends."""
+    running, losing = asyncio.create_task(run), asyncio.create_task(lost)
+    try:
+        await asyncio.wait((running, losing), return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            running.cancel()
+            await asyncio.wait((running,), timeout=SHUTDOWN_TIMEOUT_S)
+            losing.result()
+        return await running
+    finally:
+        losing.cancel()
+
+
+def resumption(checkpoint: Checkpoint, *, steps: int, finished: int, changed: Sequence[str]) -> str:
+    """Return the message printed when a run resumes."""
+    text = f"resuming after step {checkpoint.step}, with {finished} finished groups that are not trained yet"
+    if checkpoint.step >= steps:
+        text = f"{checkpoint.step} steps are trained already, and run.steps = {steps}: raise it to train more"
+    return "; ".join([text, *changed])

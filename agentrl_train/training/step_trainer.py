@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,8 +18,7 @@ import numpy as np
 from agentrl_train.advantage import Values
 from agentrl_train.algorithm import advantage_function, shaping_function
 from agentrl_train.batch import pack, sequences, towards_teacher, without_high_covariance
-from agentrl_train.chat import ChatFormat
-from agentrl_train.config import AlgorithmSection, DistillSection, ReplaySection, TrainSection
+from agentrl_train.config import AlgorithmSection, DistillSection, ReplaySection
 from agentrl_train.critics.trainer import CriticTrainer
 from agentrl_train.errors import BadUpdate, LearnerOutOfMemory, ran_out_of_memory
 from agentrl_train.learner import Learner
@@ -27,20 +26,14 @@ from agentrl_train.reward.scoring import cosine_rise
 from agentrl_train.storage.atomic_io import run_folder_errors, write_file
 from agentrl_train.storage.checkpoint import CRITIC, InFolder, Part
 from agentrl_train.storage.journal import encode_group, frame
-from agentrl_train.training.replay import Replay, joined
-from agentrl_train.types import UNTRACED, EpisodeEnd, Sleeper, TokenSequence, Trace, TrajectoryGroup
-from agentrl_train.weights import FLOAT32, FOREIGN, Drift, Publisher, drift, require_agreement
+from agentrl_train.training.replay import Replay, joined, read_replay
+from agentrl_train.types import UNTRACED, Sleeper, Step, TokenSequence, Trace, TrajectoryGroup
+from agentrl_train.weights import FOREIGN, Drift, DriftCheck, Publisher
 
 logger = logging.getLogger(__name__)
 
-FEW_VALID_CALLS = 0.1
-"""Share of turns with valid calls below which the warning of a run that learns nothing names it."""
 TRACK = "trainer/steps"
 """Trace track of the parts of a step."""
-LARGE_KL = 0.1
-"""KL divergence from the sampling policy, in nats a token, above which a step is said to be large."""
-QUOTED = 300
-"""Characters of a completion quoted in a warning, at most."""
 OLDEST = 8
 """Largest age in the staleness histogram; older tokens count as this age."""
 
@@ -50,56 +43,46 @@ class StepTrainer:
 
     def __init__(
         self,
-        *,
         learner: Learner,
         publisher: Publisher,
-        algorithm: AlgorithmSection,
-        train: TrainSection,
+        *,
+        algorithm: AlgorithmSection | None = None,
+        max_context: int = 2048,
         critic: CriticTrainer | None = None,
-        max_context: int,
         replay: ReplaySection | None = None,
-        buffer: Replay | None = None,
         distill: DistillSection | None = None,
-        tolerance: Drift = FLOAT32,
-        truncated: bool = False,
+        check: DriftCheck | None = None,
         seed: int = 0,
-        bad_batches: Path,
-        inherited: Collection[int] = frozenset(),
+        bad_batches: Path = Path("bad_batches"),
         turn: Callable[[], AbstractContextManager[None]] = nullcontext,
         trace: Trace = UNTRACED,
     ) -> None:
         """Initialize the trainer.
 
-        ``critic`` gives the advantages in place of ``algorithm``'s comparisons, if there is one. ``buffer``
-        has the episodes that a resumed run may replay. ``bad_batches`` is the folder for the groups of
-        rejected updates. ``inherited`` are the groups of a resumed run: their versions may refer to lost
-        weights, so their log-probabilities cannot be compared. ``truncated`` tells that improbable tokens
-        were never sampled.
-        ``turn`` is the context in which the learner owns devices that it may share with the engine.
+        ``critic`` gives the advantages in place of ``algorithm``'s comparisons, if there is one. ``check``
+        compares the engine with the learner before each update. ``bad_batches`` is the folder for the groups
+        of rejected updates. ``turn`` is the context in which the learner owns devices that it may share with
+        the engine.
         """
         self.learner = learner
+        self.algorithm = algorithm or AlgorithmSection()
+        self.replay = Replay()
+        """Episodes that may be replayed; a checkpoint must keep them."""
         self._publisher = publisher
-        self._algorithm = algorithm
         self._critic = critic
-        self._advantages = None if critic else advantage_function(algorithm, max_context=max_context)
-        self._shaped = shaping_function(algorithm, max_context=max_context)
-        self._train = train
+        self._advantages = None if critic else advantage_function(self.algorithm, max_context=max_context)
+        self._shaped = shaping_function(self.algorithm, max_context=max_context)
         self._distill = distill or DistillSection()
         self._replay = replay or ReplaySection()
-        self.replay = buffer or Replay()
-        """Episodes that may be replayed."""
         self._max_context = max_context
-        self._tolerance = tolerance
-        self._truncated = truncated
+        self._check = check or DriftCheck(learner.logprobs)
         self._seed = seed
         self._bad_batches = bad_batches
-        self._inherited = inherited
         self._turn = turn
         self._trace = trace
-        self._checked_all = False
 
-    def step(self, groups: Sequence[TrajectoryGroup], *, policy_version: int) -> dict[str, float]:
-        """Apply the update that leads to ``policy_version``, and publish the weights.
+    def step(self, step: Step) -> dict[str, float]:
+        """Apply the update of a step, publish the weights as its ``next_version``, and return metrics.
 
         Raises:
             WeightMismatch: the engine holds other weights.
@@ -107,17 +90,13 @@ class StepTrainer:
             LearnerOutOfMemory: a micro-batch does not fit beside the model.
             EngineError: the new weights could not be loaded.
         """
-        span = partial(self._trace.span, TRACK)
+        span, number = partial(self._trace.span, TRACK), step.next_version
         with self._turn():
-            with span("advantages"), self._memory(policy_version):
-                rows, replayed, weight = self._rows(groups, step=policy_version)
-            rows, taught = self._taught(rows, step=policy_version)
+            with span("advantages"), self._memory(number):
+                rows, replayed, weight = self._rows(step.groups, step=number)
+            rows, taught = self._taught(rows, step=number)
             found, metrics = self._learn_from(
-                self._bounded(rows, policy_version, 0),
-                groups,
-                policy_version=policy_version,
-                replayed=replayed,
-                weight=weight,
+                self._bounded(rows, number, 0), step, replayed=replayed, weight=weight
             )
         metrics |= taught
         if self._replay.weight:
@@ -127,11 +106,11 @@ class StepTrainer:
                 "replay_size": float(len(self.replay.episodes)),
             }
         started, weights = time.perf_counter(), self.learner.weights()
-        with span("publish", version=policy_version):
-            self._publisher.publish(weights, policy_version=policy_version)
+        with span("publish", version=number):
+            self._publisher.publish(weights, policy_version=number)
         return {
             **metrics,
-            **staleness(groups, rows, version=policy_version - 1),
+            **staleness(step.groups, rows, version=step.trained_version),
             "logprob_drift": found.worst,
             "logprob_drift_mean": found.mean,
             "canary_drift": self._publisher.drift.worst,
@@ -145,8 +124,9 @@ class StepTrainer:
         return [self.learner.snapshot(), *(InFolder(part=part, name=CRITIC) for part in parts), self.replay]
 
     def load(self, folder: Path) -> None:
-        """Restore the learner and the critic from a checkpoint."""
+        """Restore the learner, the critic and the episodes to replay from a checkpoint."""
         self.learner.load(folder)
+        self.replay = read_replay(folder)
         if self._critic is not None:
             self._critic.load(folder / CRITIC)
 
@@ -184,7 +164,7 @@ class StepTrainer:
 
     def _bounded(self, rows: list[TokenSequence], *seed: int) -> list[TokenSequence]:
         """Return rows without the tokens that Clip-Cov draws."""
-        algorithm = self._algorithm
+        algorithm = self.algorithm
         if not algorithm.covariance_share:
             return rows
         return without_high_covariance(
@@ -222,18 +202,13 @@ class StepTrainer:
         return float(sum(one.numel() * one.element_size() for one in self.learner.weights().values()))
 
     def _learn_from(
-        self,
-        rows: Sequence[TokenSequence],
-        groups: Sequence[TrajectoryGroup],
-        *,
-        policy_version: int,
-        replayed: Sequence[TokenSequence],
-        weight: float,
+        self, rows: Sequence[TokenSequence], step: Step, *, replayed: Sequence[TokenSequence], weight: float
     ) -> tuple[Drift, dict[str, float]]:
         """Apply the update; return the drift measured before it, and its metrics."""
-        algorithm, train, span = self._algorithm, self._train, partial(self._trace.span, TRACK)
-        with span("check") as facts, self._memory(policy_version):
-            found = self._check(rows, version=policy_version - 1)
+        algorithm, train, span = self.algorithm, self.learner.settings, partial(self._trace.span, TRACK)
+        number = step.next_version
+        with span("check") as facts, self._memory(number):
+            found = self._check.check(rows, version=step.trained_version)
             facts["drift"] = found.worst
         with span("pack"):
             packed = partial(
@@ -241,12 +216,12 @@ class StepTrainer:
                 aggregation=algorithm.aggregation,
                 max_tokens=train.micro_batch_tokens,
                 num_minibatches=train.minibatches,
-                seed=self._seed + policy_version,
+                seed=self._seed + number,
                 packed=self.learner.packs_rows,
                 shared=self.learner.shares_prefixes,
                 constant_tokens=algorithm.constant_tokens or self._max_context,
                 skip_zero_advantages=algorithm.kl_coef == 0 and algorithm.entropy_coefficient == 0,
-                version=policy_version - 1,
+                version=step.trained_version,
             )
             batches = packed(rows)
             if replayed:
@@ -255,28 +230,25 @@ class StepTrainer:
         due = self.learner.num_updates + train.minibatches
         metrics: dict[str, float] = {}
         if (critic := self._critic) is not None:
-            with span("learn values"), self._memory(policy_version):
-                metrics |= self._learn(
-                    partial(critic.learn, step=policy_version), groups, step=policy_version
-                )
-            if critic.alone(policy_version):
+            with span("learn values"), self._memory(number):
+                metrics |= self._learn(partial(critic.learn, step=number), step)
+            if critic.alone(number):
                 batches = []
                 metrics["loss_tokens"] = metrics.get("critic_tokens", 0.0)
-        with span("learn"), self._memory(policy_version):
+        with span("learn"), self._memory(number):
             if batches:
-                metrics |= self._learn(partial(self.learner.step, batches), groups, step=policy_version)
+                metrics |= self._learn(partial(self.learner.step, batches), step)
         self.learner.num_updates = due
         return found, metrics
 
-    def _learn(
-        self, learn: Callable[[], dict[str, float]], groups: Sequence[TrajectoryGroup], *, step: int
-    ) -> dict[str, float]:
+    def _learn(self, learn: Callable[[], dict[str, float]], step: Step) -> dict[str, float]:
         try:
             return learn()
         except BadUpdate as error:
-            path = self._write_out(groups, step=step)
-            if self._train.on_bad_update == "stop":
-                raise type(error)(f"{error} The groups of step {step} are in {path}.") from error
+            path = self._write_out(step)
+            if self.learner.settings.on_bad_update == "stop":
+                sentence = f"The groups of step {step.next_version} are in {path}."
+                raise type(error)(f"{error} {sentence}") from error
             logger.warning("%s The step is skipped; its groups are in %s.", error, path)
             return {"skipped_steps": 1.0}
 
@@ -290,36 +262,16 @@ class StepTrainer:
                 raise
             raise LearnerOutOfMemory(
                 f"step {step} does not fit into memory beside the model: lower train.micro_batch_tokens, "
-                f"now {self._train.micro_batch_tokens}, then continue with --resume"
+                f"now {self.learner.settings.micro_batch_tokens}, then continue with --resume"
             ) from error
 
-    def _write_out(self, groups: Sequence[TrajectoryGroup], *, step: int) -> Path:
+    def _write_out(self, step: Step) -> Path:
         """Write the groups of a bad update to disk; ``journal.read_groups`` reads them."""
-        path = self._bad_batches / f"step_{step:06d}.bin"
+        path = self._bad_batches / f"step_{step.next_version:06d}.bin"
         with run_folder_errors(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, b"".join(frame(encode_group(group)) for group in groups))
+            write_file(path, b"".join(frame(encode_group(group)) for group in step.groups))
         return path
-
-    def _check(self, rows: Sequence[TokenSequence], *, version: int) -> Drift:
-        """Compare log-probabilities, of all sequences in the first step; return the drift of the freshest."""
-        own = [row for row in rows if row.group_id not in self._inherited]
-        fresh = [(int((row.versions == version).sum()), row) for row in own]
-        fresh = [(count, row) for count, row in fresh if count]
-        if not fresh:
-            return Drift()
-        freshest, *others = [row for _, row in sorted(fresh, key=lambda pair: -pair[0])]
-        if not self._checked_all and others:
-            self._compare([freshest, *others], version=version)
-        self._checked_all = True
-        # Alone, so that the last bits are the same in a run that was resumed.
-        return self._compare([freshest], version=version)
-
-    def _compare(self, rows: Sequence[TokenSequence], *, version: int) -> Drift:
-        ours = self.learner.logprobs(rows)
-        found = drift(ours, rows, version=version, truncated=self._truncated)
-        require_agreement(found, tolerance=self._tolerance, version=version)
-        return found
 
 
 def staleness(
@@ -369,67 +321,6 @@ def by_task(groups: Sequence[TrajectoryGroup]) -> dict[str, Mapping[str, float]]
             },
         }
     return tasks
-
-
-def no_signal_warning(groups: Sequence[TrajectoryGroup], *, steps: int) -> str:
-    """Return a warning about consecutive steps without a learning signal, with likely causes."""
-    episodes = [episode for group in groups for episode in group.trajectories]
-    rewards = {round(episode.reward, 6) for episode in episodes}
-    values = f"all are {min(rewards):g}" if len(rewards) == 1 else f"{len(rewards)} different values"
-    when = "this step" if steps == 1 else f"{steps} consecutive steps"
-    sentences = [
-        f"no learning signal in {when}: within each group all episodes have the same reward ({values})",
-    ]
-    full = sum(episode.end is EpisodeEnd.TRUNCATED_LENGTH for episode in episodes) / max(1, len(episodes))
-    if full:
-        sentences.append(f"{full:.0%} of the episodes were cut off by engine.max_context: raise it")
-    turns = [turn for episode in episodes for turn in episode.turns]
-    valid = sum(turn.invalid_calls == 0 for turn in turns) / max(1, len(turns))
-    if valid < FEW_VALID_CALLS:
-        sentences.append(
-            f"valid_calls is {valid:g}, the share of turns whose calls the environment accepted: look into "
-            "trajectories/ for how the model writes its calls"
-        )
-    sentences.append(
-        "try easier or harder samples, a larger rollout.group_size, or a warm start with `agentrl-train sft`"
-    )
-    return "; ".join(sentences)
-
-
-def large_step_warning(metrics: Mapping[str, float]) -> str | None:
-    """Return a warning if the policy that is trained is far from the one that was sampled."""
-    kl = metrics.get("kl", 0.0)
-    if kl <= LARGE_KL:
-        return None
-    return (
-        f"the policy is {kl:.2g} nats a token from the one that sampled these episodes (kl): such large "
-        "steps can unlearn what it knew; lower train.learning_rate, or raise train.warmup_steps"
-    )
-
-
-def turn_rewards_warning(groups: Sequence[TrajectoryGroup]) -> str | None:
-    """Return a warning about credit by turn if no turn before the last has a reward."""
-    turns = [turn for group in groups for one in group.trajectories for turn in one.turns[:-1]]
-    if not turns or any(turn.reward for turn in turns):
-        return None
-    return (
-        f"algorithm.credit = 'turn' uses the rewards of turns, but none of {len(turns)} turns before the "
-        "last of an episode has one: unless algorithm.gamma is below 1, use 'trajectory'"
-    )
-
-
-def no_calls_warning(groups: Sequence[TrajectoryGroup], *, chat: ChatFormat) -> str | None:
-    """Return a warning if no completion of a step was read as a tool call; it quotes one of them."""
-    turns = [(group.task, turn) for group in groups for one in group.trajectories for turn in one.turns]
-    calls = (call for _, turn in turns for call in turn.message.tool_calls or ())
-    if not turns or any(call.function.name for call in calls):
-        return None
-    task, turn = turns[0]
-    text = chat.text(turn.completion.token_ids)[:QUOTED]
-    return (
-        f"none of {len(turns)} completions was read as a tool call in the syntax {chat.parser.name!r}, so "
-        f"tasks that need one teach nothing; see model.tool_parser. The first, of task {task}: {text!r}"
-    )
 
 
 @contextmanager

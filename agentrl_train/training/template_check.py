@@ -18,11 +18,11 @@ from agentrl_env.errors import AgentRLError
 from agentrl_env.types import FunctionCall, Message, ToolCall, ToolSpec
 from agentrl_train.actor import require_room
 from agentrl_train.chat import REFUSALS, ChatFormat
-from agentrl_train.config import EngineSection, SubAgentSection
+from agentrl_train.config import SubAgentSection
 from agentrl_train.errors import ConfigError
 from agentrl_train.sub_agent import views
 from agentrl_train.tool_calls import THOUGHT_BEGINS
-from agentrl_train.types import TaskSource
+from agentrl_train.types import Sampling, TaskSource
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ async def check_sessions(
     clients: Mapping[str, EnvClient],
     *,
     sources: Iterable[TaskSource],
-    sampling: EngineSection | None = None,
+    sampling: Sampling | None = None,
     sub_agent: SubAgentSection | None = None,
 ) -> None:
     """Open one session of every task and check the format with its opening and its tools.

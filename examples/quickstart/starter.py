@@ -27,8 +27,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from agentrl_env import EnvClient, Environment
 from agentrl_env.hosting.loader import load_target
 from agentrl_train.chat import ChatFormat
+from agentrl_train.config import TrainSection
 from agentrl_train.learner import Learner
-from agentrl_train.loss import sft_loss
+from agentrl_train.loss import Loss, sft_loss
 from agentrl_train.training.sft import expert_sequences, train_sft
 from agentrl_train.types import TaskSource
 
@@ -183,14 +184,16 @@ async def make(arguments: argparse.Namespace) -> None:
     train_sft(
         Learner(
             model,
-            objective=sft_loss,
-            learning_rate=3e-3,
-            betas=(0.9, 0.98),
-            weight_decay=0.01,
-            warmup_steps=20,
+            TrainSection(
+                learning_rate=3e-3,
+                betas=(0.9, 0.98),
+                weight_decay=0.01,
+                warmup_steps=20,
+                final_lr_fraction=0.05,
+                decay_fraction=0.4,
+            ),
             total_steps=arguments.steps,
-            final_lr_fraction=0.05,
-            decay_fraction=0.4,
+            loss=Loss(objective=sft_loss),
         ),
         sequences,
         steps=arguments.steps,

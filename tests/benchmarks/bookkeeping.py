@@ -18,7 +18,7 @@ from rich.table import Table
 from agentrl_env.types import Message, TaskSample
 from agentrl_train.algorithm import advantage_function, objective_function
 from agentrl_train.batch import pack, sequences
-from agentrl_train.config import AlgorithmSection
+from agentrl_train.config import AlgorithmSection, TrainSection
 from agentrl_train.learner import Learner
 from agentrl_train.loss import Tokens
 from agentrl_train.types import Completion, EpisodeEnd, Trajectory, TrajectoryGroup, Turn
@@ -105,7 +105,7 @@ def run(*, quick: bool = False) -> None:
     torch.set_num_threads(1)
     repeats = 1 if quick else 3
     made, tokens = groups(GROUPS), loss_tokens()
-    learner = Learner(make_model("tiny", device="cpu"), learning_rate=1e-6)
+    learner = Learner(make_model("tiny", device="cpu"), TrainSection(learning_rate=1e-6))
     default = advantage_function(CHOICES["default"], max_context=512)
     few = made[::SHARE]
     part = pack(sequences(few, default(few)))

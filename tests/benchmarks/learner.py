@@ -22,7 +22,8 @@ from rich.table import Table
 from transformers import Qwen3ForCausalLM
 
 from agentrl_train.batch import pack
-from agentrl_train.learner import Learner, Lora
+from agentrl_train.config import LoraSection, TrainSection
+from agentrl_train.learner import Learner
 from agentrl_train.types import Batch, TokenSequence
 from tests.benchmarks.shapes import make_model, sizes
 
@@ -31,7 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "activation checkpointing": {"activation_checkpointing": True},
     "optimizer on the host": {"offload_optimizer": True},
-    "LoRA, rank 16": {"lora": Lora(rank=16, alpha=32.0)},
+    "LoRA, rank 16": {"lora": LoraSection(rank=16, alpha=32.0)},
     SIBLINGS: {},
 }
 GROUP_SIZE = 8
@@ -101,10 +102,7 @@ def measure(size: str, variant: str, *, device: str, quick: bool) -> dict[str, f
     made = sequences(count, longest=longest, vocabulary=model.config.vocab_size, siblings=variant == SIBLINGS)
     learner = Learner(
         model,
-        learning_rate=1e-6,
-        precision="bfloat16" if on_gpu else "float32",
-        device=device,
-        **VARIANTS[variant],
+        TrainSection(learning_rate=1e-6, precision="bfloat16" if on_gpu else "float32", **VARIANTS[variant]),
     )
     (batch,) = pack(made, max_tokens=4 * longest, row_tokens=longest, shared=learner.shares_prefixes)
     work = 0.0 if variant == SIBLINGS else operations(model, batch, [len(one) for one in made])

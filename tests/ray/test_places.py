@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ from ray.util.placement_group import placement_group_table
 from agentrl_train.config import RunConfig, load_config
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.errors import ConfigError, RanksLost
+from agentrl_train.placement.launcher import Follower
 from agentrl_train.placement.ray import RayLauncher, cluster
+from agentrl_train.training.compose import processes, run_follower
 from tests.train.runs.processes import finish, steps, write_config
 
 pytestmark = pytest.mark.ray
@@ -69,6 +73,12 @@ def configured(config_file: Path, address: str) -> Any:
     return configured
 
 
+def reserved(config: RunConfig) -> AbstractContextManager[RayLauncher]:
+    """Return the cluster with the resources of a run."""
+    follower = Follower(command=(), config="", run=partial(run_follower, config))
+    return cluster(processes(config), follower)
+
+
 def books(launcher: RayLauncher) -> tuple[str, list[dict[str, float]]]:
     """Return strategy and bundles of a launcher's placement group as Ray reports them, without node names."""
     table = placement_group_table(launcher._group)
@@ -80,7 +90,7 @@ def books(launcher: RayLauncher) -> tuple[str, list[dict[str, float]]]:
 
 
 async def test_separated_engines_have_their_own_bundles_and_gpus(configured: Any) -> None:
-    with cluster(configured(*VLLM)) as launcher:
+    with reserved(configured(*VLLM)) as launcher:
         assert books(launcher) == ("PACK", [{"CPU": 1.0, "GPU": 1.0}] * 4)
         with launcher.ranks():
             assert os.environ["CUDA_VISIBLE_DEVICES"] == launcher._gpus[0][0]
@@ -90,7 +100,7 @@ async def test_separated_engines_have_their_own_bundles_and_gpus(configured: Any
 
 
 async def test_colocated_engines_share_node_and_gpus_with_ranks(configured: Any) -> None:
-    with cluster(configured(*VLLM, COLOCATED)) as launcher:
+    with reserved(configured(*VLLM, COLOCATED)) as launcher:
         assert books(launcher) == ("STRICT_PACK", [{"CPU": 1.0, "GPU": 1.0}] * 2)
         with launcher.ranks():
             engines = [launcher.spawn(OPTIONS, python="", liveness_s=1.0) for _ in range(2)]
@@ -100,21 +110,21 @@ async def test_colocated_engines_share_node_and_gpus_with_ranks(configured: Any)
 
 async def test_failed_rank_is_reported_with_number_and_reason(configured: Any) -> None:
     why = r"rank 1 of the learner is lost \(.*(?i:cuda|nvidia).*--resume"
-    with cluster(configured(*VLLM)) as launcher, launcher.ranks(), pytest.raises(RanksLost, match=why):
+    with reserved(configured(*VLLM)) as launcher, launcher.ranks(), pytest.raises(RanksLost, match=why):
         await launcher.wait_lost()  # there is no such GPU on this machine
 
 
 def test_cluster_without_room_reports_needed_resources(configured: Any) -> None:
     config = configured("train.processes=9", "placement.ray_timeout_s=2")
     why = r"it needs 10 CPUs and 0 GPUs \(PACK\), and 8 and 4 are free"
-    with pytest.raises(ConfigError, match=why), cluster(config):
+    with pytest.raises(ConfigError, match=why), reserved(config):
         pass
 
 
 def test_more_engines_than_learner_gpus_is_rejected(configured: Any) -> None:
     config = configured(*VLLM, COLOCATED, "engine.vllm.replicas=3")
     why = "the engine needs 3 GPUs, but shares the 2 of the learner"
-    with pytest.raises(ConfigError, match=why), cluster(config):
+    with pytest.raises(ConfigError, match=why), reserved(config):
         pass
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from agentrl_env import Done, EnvClient, Environment, ToolCall, tool
 from agentrl_env.types import Message
 from agentrl_train.actor import Actor, Episode
 from agentrl_train.chat import ChatFormat
-from agentrl_train.config import EngineSection, RolloutSection
+from agentrl_train.config import RolloutSection
 from agentrl_train.errors import EngineError
 from agentrl_train.reward import Rewards
-from agentrl_train.types import Completion, SamplingParams
+from agentrl_train.types import Completion, Sampling, SamplingParams
 from tests.tiny_models import make_tokenizer
 
 CHAT = ChatFormat(make_tokenizer())
@@ -100,7 +101,7 @@ def always(message: Message) -> Script:
 DOWN = Message.assistant("down we go", ToolCall.of("down"))
 
 
-SAMPLING = EngineSection.model_fields
+SAMPLING = {one.name for one in fields(Sampling)}
 
 
 def make_actor(
@@ -117,7 +118,7 @@ def make_actor(
         engine=engine,
         chat=CHAT,
         clients={"countdown": client, "vault": client},
-        sampling=EngineSection(**sampling),  # type: ignore[arg-type]
+        sampling=Sampling(**sampling),  # type: ignore[arg-type]
         rollout=RolloutSection(**rollout),  # type: ignore[arg-type]
         slots=asyncio.Semaphore(4),
         greedy=greedy,

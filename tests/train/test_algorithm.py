@@ -21,8 +21,8 @@ from agentrl_train.critics.networks import ValueCritic
 from agentrl_train.critics.trainer import critic_trainer
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner
-from agentrl_train.training.factories import learner_options
-from agentrl_train.training.step_trainer import turn_rewards_warning
+from agentrl_train.training.compose import learner_options
+from agentrl_train.training.diagnosis import turn_rewards_warning
 from tests.train.learner.test_learner import made, qwen
 from tests.train.test_credit import rewarded
 from tests.train.test_regions import six
@@ -175,7 +175,7 @@ def test_nonsense_is_rejected_with_the_reason(overrides: list[str], reason: str)
 
 def test_recomputed_anchor_is_accepted_in_a_synchronous_run() -> None:
     config = plain_config("algorithm.anchor=old", "rollout.max_staleness=0")
-    assert learner_options(config, model=qwen())["recompute"]
+    assert learner_options(config, model=qwen())["loss"].recompute
 
 
 def test_function_that_cannot_be_imported_is_named(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl_env.types import Message, TaskSample
-from agentrl_train.batch import pack, sequence, sequences, token_weights
-from agentrl_train.packing import pack_rows
+from agentrl_train.batch import pack, pack_rows, sequence, sequences, token_weights
 from agentrl_train.types import (
     Batch,
     Completion,

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from agentrl_env.types import Message, TaskSample
 from agentrl_train.batch import towards_teacher
-from agentrl_train.config import DistillSection, TrainSection
+from agentrl_train.config import DistillSection
 from agentrl_train.learner import Learner
 from agentrl_train.loss import Tokens, policy_loss, unbounded
 from agentrl_train.training.step_trainer import StepTrainer
-from agentrl_train.types import Completion, EpisodeEnd, TokenSequence, Trajectory, TrajectoryGroup, Turn
+from agentrl_train.types import Completion, EpisodeEnd, Step, TokenSequence, Trajectory, TrajectoryGroup, Turn
 from tests.train.learner.test_learner import VOCABULARY, learner, made, qwen
 from tests.train.test_algorithm import NEEDED, plain_config, refusal
 from tests.train.training.test_replay import NoEngine
@@ -157,10 +157,9 @@ def test_policy_approaches_the_teacher_of_each_task_without_any_reward(tmp_path:
     teachers = {"first": (specialist(1), None), "second": (specialist(2), None)}
     one = learner(teachers=teachers, learning_rate=3e-3)
     trainer = StepTrainer(
-        learner=one,
-        publisher=NoEngine(),
+        one,
+        NoEngine(),
         algorithm=plain_config("algorithm.preset=distill", *NEEDED["distill"]).algorithm,
-        train=TrainSection(),
         max_context=64,
         bad_batches=tmp_path,
         distill=DistillSection(weight=1.0, teachers={"a": "first", "*": "second"}),
@@ -171,7 +170,7 @@ def test_policy_approaches_the_teacher_of_each_task_without_any_reward(tmp_path:
     metrics = []
     for version in range(40):
         groups = [played(one, task, rng=rng, version=version) for task in PROMPTS]
-        metrics.append(trainer.step(groups, policy_version=version + 1))
+        metrics.append(trainer.step(Step(groups=groups, trained_version=version)))
     after = [divergence(one, *pair) for pair in pairs]
     assert all(late < 0.25 * early for early, late in zip(before, after, strict=True)), (before, after)
     assert metrics[0]["teacher_kl"] == pytest.approx(np.mean(before), rel=0.5)

@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl_train.batch import MOST_COPIES, families
+from agentrl_train.batch import SHORTEST_BEGINNING as SHORTEST
 from agentrl_train.learner.logprobs import prefix_tree
-from agentrl_train.packing import MOST_COPIES, families
-from agentrl_train.packing import SHORTEST_BEGINNING as SHORTEST
 
 HEAD = st.integers(0, 3 * SHORTEST)
 

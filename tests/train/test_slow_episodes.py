@@ -18,7 +18,7 @@ from agentrl_train.storage.journal import Journal
 from agentrl_train.training.admission import Mixer, WorkWindow
 from agentrl_train.training.evaluation import evaluate
 from agentrl_train.training.loop import Loop
-from agentrl_train.types import Completion, EpisodeEnd, SamplingParams, TaskSource
+from agentrl_train.types import Completion, EpisodeEnd, Sampling, SamplingParams, TaskSource
 from tests.train.fakes import CHAT, DOWN, EPISODE, Countdown, ScriptedEngine, always, make_actor
 
 LIMIT_S = 9.0
@@ -84,7 +84,7 @@ def virtual_actor(engine: VirtualTime, client: EnvClient) -> Actor:
         engine=engine,
         chat=CHAT,
         clients={"walk": client},
-        sampling=EngineSection(max_new_tokens=100, max_context=100_000),
+        sampling=Sampling(max_new_tokens=100, max_context=100_000),
         rollout=RolloutSection(episode_timeout_s=LIMIT_S),
         slots=asyncio.Semaphore(1),  # one at a time: an episode's time is its own
         clock=lambda: engine.now,
@@ -104,7 +104,6 @@ async def test_length_of_trained_episodes_is_that_of_played_ones(tmp_path: Path)
                     total_steps=10,
                 ),
                 journal=journal,
-                steps=10,
                 group_size=group_size,
                 seed=0,
                 stall_timeout_s=60.0,
@@ -160,7 +159,7 @@ async def client() -> AsyncIterator[EnvClient]:
 
 async def test_engine_that_does_not_answer_is_a_failure(client: EnvClient) -> None:
     engine = Silent(CHAT, always(DOWN))
-    actor = make_actor(engine, client, completion_timeout_s=0.05, environment_retries=1)
+    actor = make_actor(engine, client, deadline_s=0.05, environment_retries=1)
     trajectory = await actor.sibling(EPISODE)
     assert trajectory.end is EpisodeEnd.FAILED_ENGINE
     assert trajectory.error == "the engine returned no completion within 0.05 s"

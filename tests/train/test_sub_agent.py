@@ -14,14 +14,14 @@ from agentrl_env.types import FunctionCall, Message, ToolCall
 from agentrl_train.actor import Episode
 from agentrl_train.advantage import advantages
 from agentrl_train.batch import sequences
-from agentrl_train.config import EngineSection, SubAgentSection
+from agentrl_train.config import SubAgentSection
 from agentrl_train.errors import ConfigError, EngineError
 from agentrl_train.report.episodes import episode_html
 from agentrl_train.storage.journal import decode_group, encode_group
 from agentrl_train.sub_agent import LAST_TURN, NO_REPORT, divided, merged, planner_tools
 from agentrl_train.telemetry.metrics import readable
 from agentrl_train.training.template_check import check_sessions
-from agentrl_train.types import EpisodeEnd, TaskSource, Trajectory, TrajectoryGroup
+from agentrl_train.types import EpisodeEnd, Sampling, TaskSource, Trajectory, TrajectoryGroup
 from tests.train.fakes import CHAT, ScriptedEngine, make_actor
 from tests.train.test_algorithm import plain_config, refusal
 
@@ -355,7 +355,7 @@ async def test_sub_agent_that_does_not_fit_the_tools_is_rejected_at_the_start(
 async def test_format_is_checked_for_planner_and_workers(client: EnvClient) -> None:
     sources = [TaskSource(task="vault", split="train", num_samples=None)]
     section = SubAgentSection(system_prompt="Look around. " * 300)
-    sampling = EngineSection(max_context=3000, max_new_tokens=100)
+    sampling = Sampling(max_context=3000, max_new_tokens=100)
     with pytest.raises(EngineError, match=r"raise engine.max_context from 3000"):
         await check_sessions(CHAT, {"vault": client}, sources=sources, sampling=sampling, sub_agent=section)
 

@@ -12,8 +12,7 @@ from agentrl_train.batch import pack
 from agentrl_train.config import load_config
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.learner import Learner
-from agentrl_train.placement.launcher import make_launcher
-from agentrl_train.training.factories import make_threads
+from agentrl_train.training.compose import open_launcher, threads_of
 from agentrl_train.types import SamplingParams, Threads
 from tests.tiny_models import make_model
 from tests.train.models.test_architectures import made
@@ -57,7 +56,7 @@ async def test_engine_shares_threads_with_others_that_compute(others: int, expec
 @pytest.mark.parametrize(("others", "expected"), [(0, 4), (1, 2)])
 async def test_learner_shares_threads_with_others_that_compute(others: int, expected: int) -> None:
     threads, model = Threads(4), make_model()
-    learner, counted = Learner(model, learning_rate=1e-3, threads=threads), Counted(model.base_model)
+    learner, counted = Learner(model, threads=threads), Counted(model.base_model)
     with threads.working() if others else nullcontext():
         await asyncio.to_thread(learner.step, pack(made()))
         await asyncio.to_thread(learner.logprobs, made())
@@ -66,7 +65,7 @@ async def test_learner_shares_threads_with_others_that_compute(others: int, expe
 
 def test_learner_takes_the_threads_of_others_within_a_step() -> None:
     threads, seen, others = Threads(4), list[int](), ExitStack()
-    learner = Learner(make_model(), learning_rate=1e-3, threads=threads)
+    learner = Learner(make_model(), threads=threads)
 
     def record(*_: Any) -> None:
         seen.append(torch.get_num_threads())
@@ -91,8 +90,8 @@ def test_engine_and_learner_of_an_asynchronous_run_share_threads(
     overrides: list[str], is_shared: bool
 ) -> None:
     config = load_config(CONFIG, ["run.threads=4", *overrides])
-    with make_launcher(config) as launcher:
-        engine, learner = make_threads(config, launcher=launcher)
+    with open_launcher(config) as launcher:
+        engine, learner = threads_of(config, launcher)
     assert (engine is learner) == is_shared
 
 

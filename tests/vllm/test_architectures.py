@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agentrl_train.batch import pack
+from agentrl_train.config import TrainSection
 from agentrl_train.engine.pool import EnginePool
 from agentrl_train.learner import Learner
 from agentrl_train.models.architecture import CheckpointNames
@@ -65,7 +66,7 @@ def test_vllm_agrees_with_learner_before_and_after_pushes(
 ) -> None:
     model: PreTrainedModel = tiny(name, **SERVABLE)
     names = CheckpointNames(model)
-    learner = Learner(model, learning_rate=0.02)
+    learner = Learner(model, TrainSection(learning_rate=0.02))
     learner.snapshot().write(tmp_path)
     engine = start_engine(model=tmp_path / "model", max_context=96, names=names)
     try:

@@ -30,6 +30,7 @@ from tests.engine_contract import (
     sampled,
     version_seed,
 )
+from tests.processes import process_ids
 
 pytestmark = pytest.mark.vllm
 
@@ -72,7 +73,7 @@ async def test_killed_engine_is_restarted_and_loses_no_completion(subject: Subje
 
     running = [asyncio.create_task(session(n)) for n in range(16)]
     await sampled(engine, before + 16)
-    leader = engine.process_ids[0]
+    leader = process_ids(engine)[0]
     os.kill(core_of(leader), signal.SIGSTOP if victim == "hangs" else signal.SIGKILL)
     assert max(await asyncio.gather(*running)) < subject.tolerance
     assert engine.restarts == restarts + 1
@@ -83,7 +84,7 @@ async def test_restarted_engine_has_weights_published_meanwhile(
     subject: Subject,
 ) -> None:
     assert isinstance(subject.engine, EnginePool)
-    leader = subject.engine.process_ids[0]
+    leader = process_ids(subject.engine)[0]
     os.kill(leader, signal.SIGKILL)
     version = await subject.publish(version_seed(subject))
     done = await subject.generate(prompt(1), key="after", seed=1)
@@ -132,7 +133,7 @@ async def test_engine_with_mismatched_weights_stays_paused(
     try:
         sampling = SamplingParams(max_new_tokens=3)
         await engine.generate(prompt(1), sampling=sampling, session_key="a")
-        leader = engine.process_ids[0]
+        leader = process_ids(engine)[0]
         await refuses_lacking(engine)
         await refuses_stale(engine, monkeypatch)
         waiting = asyncio.create_task(engine.generate(prompt(1), sampling=sampling, session_key="b"))

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from agentrl_env.types import Message, ToolCall, ToolSpec
 from agentrl_train.chat import ChatFormat
-from agentrl_train.config import SubAgentSection
+from agentrl_train.config import SubAgentSection, TrainSection
 from agentrl_train.learner import Learner
-from agentrl_train.loss import sft_loss
+from agentrl_train.loss import Loss, sft_loss
 from agentrl_train.sub_agent import planner_tools, worker_opening, worker_tools
 from agentrl_train.sweep.plan import load_sweep
 from agentrl_train.sweep.results import interval
@@ -54,14 +54,16 @@ def write_reader(folder: Path) -> None:
     model = new_model(tokenizer, width=64, seed=0)
     learner = Learner(
         model,
-        objective=sft_loss,
-        learning_rate=3e-3,
-        betas=(0.9, 0.98),
-        weight_decay=0.01,
-        warmup_steps=20,
+        TrainSection(
+            learning_rate=3e-3,
+            betas=(0.9, 0.98),
+            weight_decay=0.01,
+            warmup_steps=20,
+            final_lr_fraction=0.05,
+            decay_fraction=0.4,
+        ),
         total_steps=STEPS,
-        final_lr_fraction=0.05,
-        decay_fraction=0.4,
+        loss=Loss(objective=sft_loss),
     )
     train_sft(
         learner,

@@ -24,8 +24,8 @@ from tests.train.test_credit import episode, group, turn
 ARCHER = {"credit": "archer", "baseline": "value", "scale": "none", "normalization": "none", "gamma": 0.9}
 
 
-def twins(**options) -> TwinCritic:
-    return TwinCritic(qwen(), **{"learning_rate": 3e-3, **options})
+def twins(*, target_rate: float = 0.1) -> TwinCritic:
+    return TwinCritic(qwen(), train=TrainSection(learning_rate=3e-3), target_rate=target_rate)
 
 
 def trainer(one: TwinCritic, *, replay: int = 0, passes: int = 1, **algorithm) -> CriticTrainer:

@@ -34,7 +34,7 @@ scores = st.lists(st.floats(-20, 20), min_size=2, max_size=5).map(np.array)
 
 def trainer(*, encode=lambda text: [3, 4], learning_rate: float = 1e-2, **settings) -> CriticTrainer:
     return critic_trainer(
-        PrivilegedCritic(qwen(), learning_rate=learning_rate, max_grad_norm=1e9),
+        PrivilegedCritic(qwen(), train=TrainSection(learning_rate=learning_rate, max_grad_norm=1e9)),
         encode=encode,
         settings=CriticSection(**{"beta": 0.5} | settings),
         algorithm=AlgorithmSection(**SWEET),

@@ -16,6 +16,7 @@ from agentrl_train.critics.trainer import CriticTrainer, critic_trainer
 from agentrl_train.errors import CheckpointError
 from agentrl_train.loss import Tokens, value_loss
 from agentrl_train.types import EpisodeEnd, TokenSequence
+from tests.tiny_models import learner_arguments
 from tests.train.learner.test_learner import llama, made, qwen
 from tests.train.test_credit import episode, group
 
@@ -24,8 +25,10 @@ GAE = {"credit": "gae_token", "baseline": "value", "scale": "none", "normalizati
 
 def critic(model=None, *, head: bool = True, clip: float | None = None, **options) -> ValueCritic:
     """Return a critic whose head is random rather than 0."""
-    options = {"learning_rate": 1e-2, "objective": partial(value_loss, clip=clip)} | options
-    one = ValueCritic(model or qwen(), **options)
+    options = {"learning_rate": 1e-2} | options
+    one = ValueCritic(
+        model or qwen(), objective=partial(value_loss, clip=clip), **learner_arguments(**options)
+    )
     if head:
         with torch.no_grad():
             torch.nn.init.normal_(one.model.get_output_embeddings().weight)

@@ -13,6 +13,7 @@ from agentrl_train.engine.pool import EnginePool
 from agentrl_train.errors import EngineError
 from agentrl_train.types import SamplingParams
 from tests.engine_contract import MAX_CONTEXT, STOP, Subject, contract_model, prompt, sampled, version_seed
+from tests.processes import process_ids
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +85,7 @@ async def test_dead_or_hung_engine_is_restarted_with_last_weights_and_loses_no_c
     assert isinstance(engine, EnginePool)
     version = await pool.publish(version_seed(pool), "current")
     restarts = engine.restarts
-    before, victim = engine.statistics()["sampled_tokens"], engine.process_ids[0]
+    before, victim = engine.statistics()["sampled_tokens"], process_ids(engine)[0]
 
     async def session(n: int) -> float:
         context, worst = prompt(n), 0.0

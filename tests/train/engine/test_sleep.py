@@ -13,9 +13,10 @@ import pytest
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.pool import EnginePool
 from agentrl_train.engine.torch import TorchEngine
-from agentrl_train.training.factories import TORCH_SERVING
+from agentrl_train.training.engines import TORCH_SERVING
 from agentrl_train.types import SamplingParams
 from tests.engine_contract import MAX_CONTEXT, STOP, contract_model, prompt, sampled
+from tests.processes import process_ids
 
 SHORT = SamplingParams(max_new_tokens=6, seed=1)
 
@@ -97,16 +98,16 @@ async def test_engine_process_samples_same_tokens_and_sleeps_and_restarts(
             assert set(theirs.versions) == {version}
             assert theirs.logprobs == pytest.approx(ours.logprobs, abs=1e-5)
         await asyncio.to_thread(apart.sleep)
-        (process,) = apart.process_ids
+        (process,) = process_ids(apart)
         os.kill(process, signal.SIGKILL)
         async with asyncio.timeout(60):
-            while apart.process_ids:  # noqa: ASYNC110 (its death is noticed elsewhere)
+            while process_ids(apart):  # noqa: ASYNC110 (its death is noticed elsewhere)
                 await asyncio.sleep(0.01)
         await asyncio.to_thread(apart.wake)
         again = await apart.generate(prompt(4), sampling=SHORT, session_key="a")
         assert list(again.token_ids) == list(ours.token_ids)
         assert set(again.versions) == {2}
-        assert apart.process_ids != [process]
+        assert process_ids(apart) != [process]
         assert apart.restarts == 1
     finally:
         await asyncio.gather(here.close(), apart.close())

@@ -11,8 +11,9 @@ import torch
 from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from agentrl_train.config import LoraSection, TrainSection
 from agentrl_train.engine.transfer import DeviceWeights, Fingerprint, SharedWeights, fingerprint, lost_push
-from agentrl_train.learner import Learner, Lora
+from agentrl_train.learner import Learner
 from agentrl_train.learner.sharding import buckets
 from agentrl_train.models.architecture import CheckpointNames
 from tests.architectures import tiny
@@ -54,7 +55,7 @@ def test_tensors_that_are_not_trained_keep_their_dtype() -> None:
 def test_push_of_gathered_weights_holds_one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = 20_000
     monkeypatch.setattr("agentrl_train.learner.learner.buckets", partial(buckets, limit=limit))
-    learner = Learner(tiny("Qwen3", num_hidden_layers=8), learning_rate=1e-3, lora=Lora(rank=2, alpha=4.0))
+    learner = Learner(tiny("Qwen3", num_hidden_layers=8), TrainSection(lora=LoraSection(rank=2, alpha=4.0)))
     gathered: list[weakref.ref[torch.Tensor]] = []
     held: list[int] = []
     gather = learner.gather

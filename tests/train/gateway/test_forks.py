@@ -16,11 +16,11 @@ from agentrl_env.types import Message, TaskSample
 from agentrl_train.actor import Actor
 from agentrl_train.batch import pack, sequences, token_weights
 from agentrl_train.chat import ChatFormat
-from agentrl_train.config import EngineSection, RolloutSection
+from agentrl_train.config import RolloutSection
 from agentrl_train.gateway.chat_completions import ChatRequest
 from agentrl_train.gateway.programs import AgentProgram
 from agentrl_train.gateway.server import Gateway
-from agentrl_train.types import Completion, Episode, SamplingParams, TrajectoryGroup
+from agentrl_train.types import Completion, Episode, Sampling, SamplingParams, TrajectoryGroup
 from tests.train.families import FAMILIES, make_tokenizer
 
 QWEN3 = ChatFormat(make_tokenizer(FAMILIES["Qwen3"]))
@@ -31,7 +31,7 @@ TOOL = {
 }
 SYSTEM = {"role": "system", "content": "Look around."}
 EPISODE = Episode(task="rooms", split="train", index=0, seed=0, draw_seed=(0, 0))
-SAMPLING = EngineSection(max_new_tokens=200, max_context=4000)
+SAMPLING = Sampling(max_new_tokens=200, max_context=4000)
 
 
 class ThinkingEngine:

@@ -14,10 +14,10 @@ import pytest
 from agentrl_env import ToolCall
 from agentrl_env.types import Message, TaskSample
 from agentrl_train.actor import Actor
-from agentrl_train.config import EngineSection, RolloutSection
+from agentrl_train.config import RolloutSection
 from agentrl_train.gateway.programs import AgentProgram
 from agentrl_train.gateway.server import Gateway
-from agentrl_train.types import Episode, EpisodeEnd, Trajectory
+from agentrl_train.types import Episode, EpisodeEnd, Sampling, Trajectory
 from tests.train.fakes import CHAT, Countdown, ScriptedEngine, always
 
 EPISODE = Episode(task="questions", split="train", index=1, seed=3, draw_seed=(0, 1))
@@ -42,7 +42,7 @@ async def actor_of(
 ) -> AsyncIterator[Actor]:
     """Yield an actor whose task ``questions`` a program plays."""
     options.setdefault("samples", SAMPLES)
-    sampling = EngineSection(max_new_tokens=60, max_context=400)
+    sampling = Sampling(max_new_tokens=60, max_context=400)
     async with Gateway() as gateway:
         program = AgentProgram(run, gateway=gateway, stated=sampling, **options)
         yield Actor(

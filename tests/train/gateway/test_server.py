@@ -10,9 +10,8 @@ import httpx
 import pytest
 
 from agentrl_env.types import Message, ToolCall
-from agentrl_train.config import EngineSection
 from agentrl_train.gateway.server import Gateway, Session
-from agentrl_train.types import Completion, SamplingParams
+from agentrl_train.types import Completion, Sampling, SamplingParams
 from tests.train.fakes import CHAT, Script, ScriptedEngine, always
 
 TOOL = {"type": "function", "function": {"name": "down", "parameters": {"type": "object", "properties": {}}}}
@@ -37,7 +36,7 @@ class DirectSampler:
     """Samples with an engine alone."""
 
     def __init__(self, engine: ScriptedEngine, *, max_context: int = 2000) -> None:
-        self.sampling = EngineSection(max_new_tokens=min(400, max_context - 1), max_context=max_context)
+        self.sampling = Sampling(max_new_tokens=min(400, max_context - 1), max_context=max_context)
         self._engine = engine
 
     async def complete(

@@ -28,8 +28,9 @@ from agentrl_train.errors import LossNotFinite
 from agentrl_train.learner import Learner, lr_fraction, sampled_logprobs, select_sampled
 from agentrl_train.learner.logprobs import ROW_TOKENS, padding_free, sampled_units, set_attention, shared_rows
 from agentrl_train.loss import clip, importance_weights, old, policy_loss, sequence_ratio, sft_loss
-from agentrl_train.training.factories import learner_options
+from agentrl_train.training.compose import learner_options
 from agentrl_train.types import FloatArray, TokenSequence
+from tests.tiny_models import learner_arguments
 
 QUICKSTART = Path(__file__).parents[3] / "examples/quickstart/train.toml"
 
@@ -64,7 +65,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 def learner(model: PreTrainedModel | None = None, **options) -> Learner:
     options = {"learning_rate": 1e-2} | options
-    return Learner(model or qwen(), **options)
+    return Learner(model or qwen(), **learner_arguments(**options))
 
 
 def made(count: int = 9, seed: int = 0, advantage: float | None = None) -> list[TokenSequence]:

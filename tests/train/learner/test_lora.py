@@ -10,17 +10,20 @@ from typer.testing import CliRunner
 
 from agentrl_train.__main__ import app
 from agentrl_train.batch import pack
-from agentrl_train.learner import Learner, Lora
+from agentrl_train.config import LoraSection, TrainSection
+from agentrl_train.learner import Learner
+from agentrl_train.loss import Loss
 from agentrl_train.models.loading import load_policy
 from agentrl_train.storage.checkpoint import InModelFolder, save_checkpoint
 from tests.train.learner.test_learner import llama, made, on_policy, qwen, snapshot
 
-LORA = Lora(rank=4, alpha=8.0, targets=("q_proj", "mlp.down_proj"))
+LORA = LoraSection(rank=4, alpha=8.0, targets=("q_proj", "mlp.down_proj"))
+TRAIN = TrainSection(learning_rate=1e-2, lora=LORA)
 IDS = torch.arange(1, 20)[None]
 
 
-def trained(model: PreTrainedModel, lora: Lora = LORA, steps: int = 4) -> Learner:
-    learner = Learner(model, learning_rate=1e-2, lora=lora)
+def trained(model: PreTrainedModel, lora: LoraSection = LORA, steps: int = 4) -> Learner:
+    learner = Learner(model, TrainSection(learning_rate=1e-2, lora=lora))
     for number in range(steps):
         learner.step(pack(made(seed=number)))
     return learner
@@ -34,7 +37,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("make", [qwen, llama])
 def test_adapter_starts_as_identity_and_learns(make):
     before = logits(make())
-    learner = Learner(make(), learning_rate=1e-2, lora=LORA)
+    learner = Learner(make(), TRAIN)
     assert torch.equal(logits(learner.model), before)
     sequences = on_policy(learner, made(advantage=1.0))
     likely = sum(row.sum() for row in learner.logprobs(sequences))
@@ -56,7 +59,7 @@ def test_only_adapters_are_trained():
 
 
 def test_default_targets_are_all_linear_layers_but_head():
-    learner = trained(llama(), Lora(rank=2, alpha=4.0), steps=1)
+    learner = trained(llama(), LoraSection(rank=2, alpha=4.0), steps=1)
     names = [name for name, value in learner.model.named_parameters() if value.requires_grad]
     assert len(names) == 2 * 2 * 7
     assert not any("lm_head" in name for name in names)
@@ -64,7 +67,7 @@ def test_default_targets_are_all_linear_layers_but_head():
 
 def test_kl_penalty_needs_no_copy_of_the_model():
     def learned(**options) -> tuple[list[float], Learner]:
-        one = Learner(qwen(), learning_rate=1e-2, lora=LORA, kl_coefficient=0.5, **options)
+        one = Learner(qwen(), TRAIN, loss=Loss(kl_coefficient=0.5), **options)
         return [one.step(pack(made(seed=number)))["kl_reference"] for number in range(4)], one
 
     penalties, without = learned()
@@ -76,11 +79,11 @@ def test_kl_penalty_needs_no_copy_of_the_model():
 
 def test_kl_penalty_without_reference_or_adapters_is_rejected():
     with pytest.raises(ValueError, match="needs a reference model"):
-        Learner(qwen(), learning_rate=1e-2, kl_coefficient=0.5)
+        Learner(qwen(), loss=Loss(kl_coefficient=0.5))
 
 
 def test_adapters_stay_in_float32_on_bfloat16_weights():
-    one = Learner(qwen().bfloat16(), learning_rate=1e-2, lora=LORA)
+    one = Learner(qwen().bfloat16(), TRAIN)
     sequences = on_policy(one, made(advantage=1.0))
     likely = sum(row.sum() for row in one.logprobs(sequences))
     metrics = one.step(pack(sequences))
@@ -92,7 +95,7 @@ def test_adapters_stay_in_float32_on_bfloat16_weights():
 
 def test_unknown_target_is_rejected():
     with pytest.raises(ValueError, match="matches no linear layer of Qwen3ForCausalLM; it has down_proj,"):
-        Learner(qwen(), learning_rate=1e-2, lora=Lora(rank=2, alpha=4.0, targets=("query",)))
+        Learner(qwen(), TrainSection(lora=LoraSection(rank=2, alpha=4.0, targets=("query",))))
 
 
 @pytest.mark.parametrize("make", [qwen, llama])
@@ -153,7 +156,7 @@ def test_merge_writes_model_folder(tmp_path: Path, checkpoint, named: str, dtype
 def test_resumed_adapter_continues_bit_for_bit(tmp_path: Path):
     straight = trained(qwen())
     straight.snapshot().write(tmp_path)
-    resumed = Learner(qwen(), learning_rate=1e-2, lora=LORA)
+    resumed = Learner(qwen(), TRAIN)
     resumed.load(tmp_path)
     for one in (straight, resumed):
         one.step(pack(made(seed=9)))
@@ -164,6 +167,6 @@ def test_resumed_adapter_continues_bit_for_bit(tmp_path: Path):
 def test_activation_checkpointing_gives_adapters_the_same_updates():
     norms = []
     for checkpointing in (False, True):
-        learner = Learner(qwen(), learning_rate=1e-2, lora=LORA, activation_checkpointing=checkpointing)
+        learner = Learner(qwen(), TRAIN.model_copy(update={"activation_checkpointing": checkpointing}))
         norms.append([learner.step(pack(made(seed=seed)))["grad_norm"] for seed in range(3)])
     assert norms[1] == pytest.approx(norms[0])

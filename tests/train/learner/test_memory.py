@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from agentrl_train.learner import Lora
+from agentrl_train.config import LoraSection
 from agentrl_train.learner.learner import _enable_checkpointing
 from agentrl_train.learner.lora import add_adapters, is_adapter
 
@@ -94,7 +94,7 @@ def activation_bytes(model: Qwen2ForCausalLM, *, rows: int, length: int) -> int:
 
 def test_adapters_of_seven_billion_parameters_fit_a_gpu_of_24_gib() -> None:
     model = qwen_7b(torch.bfloat16)
-    add_adapters(model, Lora(rank=16, alpha=32.0))
+    add_adapters(model, LoraSection(rank=16, alpha=32.0))
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     assert all(is_adapter(name) and value.dtype == torch.float32 for name, value in trained.items())
     assert sum(value.numel() for value in trained.values()) == 40_370_176

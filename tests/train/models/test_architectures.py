@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl_train.batch import pack
+from agentrl_train.config import LoraSection, TrainSection
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.errors import EngineError, WeightMismatch
-from agentrl_train.learner import Learner, Lora, logprobs
+from agentrl_train.learner import Learner, logprobs
 from agentrl_train.learner.logprobs import one_row, sampled_logprobs, set_attention, shares_prefixes
 from agentrl_train.models import architecture
 from agentrl_train.models.architecture import CheckpointNames, check_head
@@ -27,6 +28,7 @@ from agentrl_train.models.stored import StoredModel, allocate, auto_class, safet
 from agentrl_train.types import SamplingParams, TokenSequence
 from agentrl_train.weights import FLOAT32, drift, probe_sequence, require_agreement
 from tests.architectures import ALL, HYBRID, REFUSED, VOCABULARY, WINDOW, WINDOWED, tiny
+from tests.tiny_models import learner_arguments
 
 IDS = torch.randint(1, VOCABULARY, (1, 3 * WINDOW), generator=torch.Generator().manual_seed(1))
 MASKED = [name for name in ALL if name not in HYBRID]
@@ -72,8 +74,11 @@ def made(lengths: tuple[int, ...] = (3 * WINDOW, 5, 2 * WINDOW, 9), seed: int = 
     return found
 
 
+LORA = LoraSection(rank=4, alpha=8.0)
+
+
 def trained(model: PreTrainedModel, **options: object) -> Learner:
-    learner = Learner(model, learning_rate=1e-2, **options)  # type: ignore[arg-type]
+    learner = Learner(model, **learner_arguments(learning_rate=1e-2, **options))
     for seed in (0, 1):
         learner.step(pack(made(seed=seed), max_tokens=300, packed=learner.packs_rows))
     return learner
@@ -101,7 +106,7 @@ async def played(engine: TorchEngine, *, version: int) -> list[TokenSequence]:
 
 @pytest.mark.parametrize("name", MASKED)
 async def test_torch_engine_agrees_with_learner_before_and_after_push(name: str) -> None:
-    learner = Learner(tiny(name), learning_rate=1e-2)
+    learner = Learner(tiny(name), TrainSection(learning_rate=1e-2))
     engine = TorchEngine({"current": tiny(name)}, stop_token_ids=[], max_sequences=4, max_context=96)
     try:
         for version in (0, 1):
@@ -195,7 +200,7 @@ def test_attention_of_a_packed_row_costs_that_of_its_sequences(
 
 @each(HYBRID)
 def test_layers_without_attention_are_trained_one_sequence_per_row(name: str) -> None:
-    learner = Learner(tiny(name), learning_rate=1e-2)
+    learner = Learner(tiny(name), TrainSection(learning_rate=1e-2))
     assert not learner.packs_rows
     with pytest.raises(ValueError, match="pack with packed=False"):
         learner.step(pack(made()))
@@ -204,7 +209,7 @@ def test_layers_without_attention_are_trained_one_sequence_per_row(name: str) ->
 
 def test_model_with_an_attention_of_its_own_is_trained_one_sequence_per_row() -> None:
     config = AutoConfig.for_model("gptj", vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=4, rotary_dim=8)
-    learner = Learner(auto_class(config).from_config(config), learning_rate=1e-2)
+    learner = Learner(auto_class(config).from_config(config), TrainSection(learning_rate=1e-2))
     together = learner.logprobs(made())
     apart = [learner.logprobs([one])[0] for one in made()]
     assert all(np.allclose(ours, theirs, atol=1e-5) for ours, theirs in zip(together, apart, strict=True))
@@ -219,7 +224,7 @@ def test_checkpoint_is_complete(name: str, tmp_path: Path, tokenizer: PreTrained
     tokenizer.save_pretrained(tmp_path / "model")
     loaded, _ = load_policy(str(tmp_path / "model"))
     assert torch.allclose(logits(loaded), expected, atol=1e-5)
-    resumed = Learner(tiny(name, seed=1), learning_rate=1e-2)
+    resumed = Learner(tiny(name, seed=1), TrainSection(learning_rate=1e-2))
     resumed.load(tmp_path)
     assert torch.equal(logits(resumed.model), expected)
 
@@ -289,7 +294,7 @@ def test_peft_reproduces_adapter(name: str, tmp_path: Path, tokenizer: PreTraine
     tiny(name).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     model, _ = load_policy(str(tmp_path / "base"))
-    learner = trained(model, lora=Lora(rank=4, alpha=8.0))
+    learner = trained(model, lora=LORA)
     expected = logits(learner.model)
     assert not torch.allclose(expected, logits(tiny(name)), atol=1e-2)
     learner.snapshot().write(tmp_path / "run")
@@ -299,7 +304,7 @@ def test_peft_reproduces_adapter(name: str, tmp_path: Path, tokenizer: PreTraine
     base, _ = load_policy(str(tmp_path / "base"))
     peft = PeftModel.from_pretrained(base, str(tmp_path / "run" / "model"))
     assert torch.allclose(logits(peft), expected, atol=1e-5)
-    resumed = Learner(copy.deepcopy(tiny(name)), learning_rate=1e-2, lora=Lora(rank=4, alpha=8.0))
+    resumed = Learner(copy.deepcopy(tiny(name)), TrainSection(learning_rate=1e-2, lora=LORA))
     resumed.load(tmp_path / "run")
     assert torch.equal(logits(resumed.model), expected)
 
@@ -321,7 +326,7 @@ def test_unsupported_architecture_is_refused(
     tokenizer.save_pretrained(tmp_path)
     model, _ = load_policy(str(tmp_path))
     with pytest.raises(ValueError, match=r"Llama4ForCausalLM does not say .* use a model of another"):
-        Learner(model, learning_rate=1e-2)
+        Learner(model, TrainSection(learning_rate=1e-2))
 
 
 def test_capped_logits_are_noticed_while_they_are_small() -> None:
@@ -337,13 +342,13 @@ def test_capped_logits_are_noticed_while_they_are_small() -> None:
 
     model.forward = capped  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="changes hidden states or logits around its head"):
-        Learner(model, learning_rate=1e-2)
+        Learner(model, TrainSection(learning_rate=1e-2))
 
 
 @pytest.mark.parametrize("name", WINDOWED)
 def test_drift_check_covers_packed_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A learner that ignores windows in packed rows differs from the engine in the drift check."""
-    learner, sequences = Learner(tiny(name), learning_rate=1e-2), made()
+    learner, sequences = Learner(tiny(name), TrainSection(learning_rate=1e-2)), made()
     alone = [learner.logprobs([one])[0] for one in sequences]
     for one, row in zip(sequences, alone, strict=True):
         one.logprobs[:] = row

@@ -12,16 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AddedToken, AutoTokenizer
 
-from agentrl_train.config import ModelSection, load_config
+from agentrl_train.config import LoraSection, ModelSection, load_config
 from agentrl_train.errors import ConfigError
-from agentrl_train.learner import Lora
 from agentrl_train.learner.lora import add_adapters, is_adapter, save_adapter
 from agentrl_train.models import stored
 from agentrl_train.models.loading import chat_format, copy_of, load_policy, open_policy
 from agentrl_train.placement.environments import Served
-from agentrl_train.placement.launcher import Local, make_launcher
-from agentrl_train.training import compose, factories
-from agentrl_train.training.compose import served_policy
+from agentrl_train.placement.launcher import Local
+from agentrl_train.training import compose, engines
+from agentrl_train.training.compose import open_launcher, processes, served_policy
 from agentrl_train.types import UNTRACED, SamplingParams, Threads
 from tests.tiny_models import make_model, make_tokenizer
 
@@ -250,7 +249,7 @@ def adapter(tmp_path: Path) -> Path:
     make_model().save_pretrained(tmp_path / "base")
     make_tokenizer().save_pretrained(tmp_path / "base")
     model = load_policy(str(tmp_path / "base"))[0]
-    lora = Lora(rank=2, alpha=16.0)
+    lora = LoraSection(rank=2, alpha=16.0)
     add_adapters(model, lora)
     tensors = {name: torch.randn_like(p) for name, p in model.named_parameters() if is_adapter(name)}
     save_adapter(tmp_path / "adapter", model, lora, tensors)
@@ -265,7 +264,7 @@ async def test_engine_in_another_process_evaluates_adapter_without_a_learner(
     monkeypatch.setattr(Local, "separate_engines", True)
     monkeypatch.setattr(compose, "make_learner", None)
     context, sampling = [5, 6, 7, 8], SamplingParams(max_new_tokens=8, seed=1)
-    with make_launcher(config) as launcher:
+    with open_launcher(config) as launcher:
         tasks = Served(clients={}, sources=(), harder={}, held_out={})
         async with served_policy(config, path=str(adapter), launcher=launcher, served=tasks) as ready:
             completion = await ready.engine.generate(context, sampling=sampling, session_key="one")
@@ -279,16 +278,19 @@ async def test_engine_in_another_process_evaluates_adapter_without_a_learner(
 
 def test_engine_process_starts_with_base_of_adapter(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
-    monkeypatch.setattr(factories, "require_vllm", lambda python: None)
-    monkeypatch.setattr(factories, "EnginePool", lambda options, **others: started.append(options))
+    monkeypatch.setattr(engines, "require_vllm", lambda python: None)
+    monkeypatch.setattr(engines, "EnginePool", lambda options, **others: started.append(options))
     config = load_config(CONFIG, ["engine.kind=vllm"])
-    with make_launcher(config) as launcher:
-        factories.make_engine(
-            config,
+    with open_launcher(config) as launcher:
+        engines.make_engine(
+            processes(config),
+            config.model,
             model=make_model(),
             path=str(adapter),
             stop_token_ids=[2],
+            sessions=config.sessions,
             threads=Threads(1),
+            process_threads=1,
             trace=UNTRACED,
             launcher=launcher,
         )

@@ -9,7 +9,7 @@ import gc
 import pickle
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from agentrl_train.batch import pack
+from agentrl_train.config import LoraSection, TrainSection
 from agentrl_train.errors import LossNotFinite
-from agentrl_train.learner import Learner, Lora
+from agentrl_train.learner import Learner, Place
 from agentrl_train.learner.sharding import local
 from agentrl_train.loss import importance_weights, old, policy_loss, sequence_ratio, sft_loss
 from agentrl_train.models.stored import StoredModel, safetensors_files
 from agentrl_train.placement.ranks import LeadLearner, Ranks, execute_commands, process_group
 from agentrl_train.types import Batch
 from tests.architectures import tiny
+from tests.tiny_models import learner_arguments
 from tests.train.learner.test_learner import llama, made, moved, qwen, with_
 
 Facts = dict[str, Any]
@@ -54,8 +56,13 @@ class Case:
     stored: bool = False
     """Whether each rank reads its shards from the folder of the model."""
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return the options as arguments of ``Learner``."""
+        return learner_arguments(learning_rate=1e-3, **self.options)
 
-LORA = Lora(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
+
+LORA = LoraSection(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
 EVERYTHING = {
     "recompute": True,
     "objective": partial(policy_loss, anchor=old, correction=importance_weights),
@@ -145,13 +152,13 @@ def held_bytes() -> int:
     return sum({one.data_ptr(): one.nbytes() for one in memory}.values())
 
 
-def learner_of(case: Case, **place: Any) -> Learner:
+def learner_of(case: Case, place: Place | None = None) -> Learner:
     """Return the learner of a case."""
     reference = case.reference() if case.reference is not None else None
-    return Learner(case.model(), learning_rate=1e-3, reference=reference, **case.options, **place)
+    return Learner(case.model(), place=place, reference=reference, **case.arguments)
 
 
-def read_learner(case: Case, folder: Path, **place: Any) -> tuple[Learner, Facts]:
+def read_learner(case: Case, folder: Path, place: Place | None = None) -> tuple[Learner, Facts]:
     """Return the learner of a case whose weights are read from a file, and what was held meanwhile."""
     if dist.get_rank() == 0:
         case.model().save_pretrained(folder, max_shard_size="50KB")
@@ -162,7 +169,7 @@ def read_learner(case: Case, folder: Path, **place: Any) -> tuple[Learner, Facts
     empty = stored.model()
     whole = sum(value.nbytes for value in empty.parameters())
     reference = stored.model() if case.reference is not None else None
-    learner = Learner(empty, learning_rate=1e-3, reference=reference, stored=stored, **case.options, **place)
+    learner = Learner(empty, place=place, reference=reference, stored=stored, **case.arguments)
     return learner, {"whole": whole, "largest": stored.largest, "peak": stored.peak - before}
 
 
@@ -185,7 +192,7 @@ def refused(learner: Learner) -> str:
 
 def led(ranks: Ranks, folder: Path) -> Facts:
     """Train as rank 0 while the other rank executes its commands; return the results."""
-    learner = LeadLearner(qwen(), ranks=ranks, learning_rate=1e-3)
+    learner = LeadLearner(qwen(), ranks=ranks, train=TrainSection(learning_rate=1e-3))
     facts: Facts = {"refused": refused(learner)}
     case = CASES["every option"]
     learner.step(batches(case, 0))
@@ -210,23 +217,21 @@ def main(folder: Path) -> None:
     facts: dict[str, Facts] = {}
     with process_group(device="cpu", sequence_parallel=1, timeout_s=60.0) as ranks:
         for name, case in CASES.items():
-            place: dict[str, Any] = {"mesh": mesh_of(case, ranks), "storage_group": ranks.storage}
+            place = replace(ranks, mesh=mesh_of(case, ranks))
             held: Facts = {}
             if case.stored:
-                learner, held = read_learner(case, folder / f"{name} before", **place)
+                learner, held = read_learner(case, folder / f"{name} before", place)
             else:
-                learner = learner_of(case, **place)
+                learner = learner_of(case, place)
             facts[name] = train(learner, case, folder) | held
             if case.saves:
                 learner.snapshot().write(folder / name)
-        facts["refused"] = {"sentence": refused(learner_of(Case(), mesh=ranks.mesh))}
+        facts["refused"] = {"sentence": refused(learner_of(Case(), ranks))}
         if dist.get_rank() == 0:
             facts["led"] = led(ranks, folder)
             (folder / "facts.pickle").write_bytes(pickle.dumps(facts))
         else:
-            execute_commands(
-                Learner(qwen(), mesh=ranks.mesh, storage_group=ranks.storage, learning_rate=1e-3), ranks
-            )
+            execute_commands(Learner(qwen(), TrainSection(learning_rate=1e-3), place=ranks), ranks)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ import torch
 from agentrl_train.config import load_config
 from agentrl_train.errors import ConfigError
 from agentrl_train.placement.devices import Devices, assign, visible_gpus
-from agentrl_train.placement.launcher import make_launcher
-from agentrl_train.training.factories import limit_memory
+from agentrl_train.training.compose import open_launcher, processes
+from agentrl_train.training.learners import limit_memory
 from tests.train.runs.processes import finish, steps, write_config
 from tests.train.runs.test_repeats import reproducible, weights
 
@@ -34,7 +34,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def devices(config_file: Path, *overrides: str, gpus: int, ranks: int = 1, **options: bool) -> Devices:
     config = load_config(config_file, overrides)
-    return assign(config, gpus=[f"g{n}" for n in range(gpus)], ranks=ranks, **options)
+    return assign(processes(config), gpus=[f"g{n}" for n in range(gpus)], ranks=ranks, **options)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_contradictory_placement_is_rejected_on_load(
 def test_torchrun_launcher_requires_torchrun(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     config = load_config(config_file, ["placement.launcher=torchrun"])
-    with pytest.raises(ConfigError, match="torchrun --nproc-per-node"), make_launcher(config):
+    with pytest.raises(ConfigError, match="torchrun --nproc-per-node"), open_launcher(config):
         pass
 
 
@@ -161,7 +161,7 @@ def test_memory_of_a_shared_gpu_is_split(config_file: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_learner_stays_within_its_share_of_a_gpu(config_file: Path) -> None:
-    limit_memory(load_config(config_file, [CUDA, VLLM, SHARED, HALF]))
+    limit_memory(load_config(config_file, [CUDA, VLLM, SHARED, HALF]).learner_memory_fraction)
     whole = torch.cuda.get_device_properties(0).total_memory
     try:
         torch.empty(int(0.4 * whole), dtype=torch.uint8, device="cuda")
@@ -238,7 +238,7 @@ def test_gpu_examples_fit_their_machines(
     name: str, gpus: int, ranks: int, with_engine: bool, learner: str, engine: str
 ) -> None:
     config = load_config(EXAMPLES / "gpu" / f"{name}.toml")
-    given = assign(config, gpus=list("01234567"[:gpus]), ranks=ranks, with_engine=with_engine)
+    given = assign(processes(config), gpus=list("01234567"[:gpus]), ranks=ranks, with_engine=with_engine)
     assert given == Devices(learner=tuple(learner), engine=tuple(engine))
 
 
@@ -247,7 +247,7 @@ def test_two_nodes_leave_no_gpu_idle() -> None:
     commands = re.findall(r"--node-rank (\d) --nproc-per-node (\d+)", path.read_text())
     config, used = load_config(path), []
     for node, ranks in commands:
-        given = assign(config, gpus=list("01234567"), ranks=int(ranks), with_engine=node == "0")
+        given = assign(processes(config), gpus=list("01234567"), ranks=int(ranks), with_engine=node == "0")
         used.append(len({*given.learner, *given.engine}))
     assert used == [8, 8]
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from agentrl_train.config import TrainSection
 from agentrl_train.errors import RanksLost
 from agentrl_train.learner import Learner
 from agentrl_train.learner.sharding import GatheredWeights, buckets, deal
@@ -162,7 +163,7 @@ def test_other_ranks_execute_commands_of_rank_0(ranked: Mapping[str, Facts]) -> 
     facts = ranked["led"]
     assert "the parameters were not changed" in facts["refused"]
     assert (facts["updates"], facts["updates after loading"]) == (8, 1)
-    one = Learner(qwen(), learning_rate=1e-3)
+    one = Learner(qwen(), TrainSection(learning_rate=1e-3))
     one.step(batches(CASES["every option"], 0))
     assert facts["names"] == list(one.weights())
     assert torch.allclose(facts["first"], next(iter(one.weights().values())), atol=1e-5)

@@ -51,7 +51,7 @@ def test_equal_requests_are_answered_once_and_from_disk_afterwards(tmp_path: Pat
         file.write_text("{broken")
         assert score_of(server, "a", "b", cache=tmp_path) == [0.4, 0.4]
         assert len(server.requests) == 3
-        score_of(server, "a", cache=tmp_path, temperature=0.5)
+        score_of(server, "a", cache=tmp_path, body={"temperature": 0.5})
         assert len(server.requests) == 4, "another request is another content"
 
 

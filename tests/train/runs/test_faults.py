@@ -17,7 +17,7 @@ from agentrl_env.errors import SessionExpired
 from agentrl_env.launch.process import ServerProcess
 from agentrl_env.types import TaskSample
 from agentrl_train.actor import Actor, Episode
-from agentrl_train.config import AlgorithmSection, EngineSection, RolloutSection, TrainSection
+from agentrl_train.config import RolloutSection, TrainSection
 from agentrl_train.engine.scheduler import Scheduler
 from agentrl_train.engine.torch import MAX_REBUILDS, TorchEngine
 from agentrl_train.errors import EngineBroken, GradientSpike, LearnerOutOfMemory, LossNotFinite, Stalled
@@ -27,7 +27,16 @@ from agentrl_train.placement.environments import supervised_server
 from agentrl_train.storage.journal import read_groups
 from agentrl_train.telemetry.watchdog import Watchdog, in_thread
 from agentrl_train.training.step_trainer import StepTrainer
-from agentrl_train.types import Completion, EpisodeEnd, SamplingParams, Trajectory, TrajectoryGroup, Turn
+from agentrl_train.types import (
+    Completion,
+    EpisodeEnd,
+    Sampling,
+    SamplingParams,
+    Step,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+)
 from agentrl_train.weights import Publisher
 from tests.tiny_models import make_model
 from tests.train.fakes import CHAT, DOWN, EPISODE, Countdown, ScriptedEngine, always, make_actor
@@ -101,7 +110,7 @@ async def test_killed_environment_server_is_restarted_and_episodes_are_retried(
             engine=engine,
             chat=CHAT,
             clients={"babble": client},
-            sampling=EngineSection(max_new_tokens=120, max_context=4000),
+            sampling=Sampling(max_new_tokens=120, max_context=4000),
             rollout=RolloutSection(environment_retries=1, environment_wait_timeout_s=60.0),
             slots=asyncio.Semaphore(4),
         )
@@ -198,15 +207,8 @@ def make_group(group_id: int, logprob: float = -1.0) -> TrajectoryGroup:
     return TrajectoryGroup(group_id=group_id, task="a", trajectories=trajectories, admitted_version=0)
 
 
-def make_trainer(folder: Path, learner: Learner, sync: Nowhere, **train: object) -> StepTrainer:
-    return StepTrainer(
-        learner=learner,
-        publisher=Publisher(sync),
-        algorithm=AlgorithmSection(),
-        train=TrainSection(**train),  # type: ignore[arg-type]
-        max_context=2048,
-        bad_batches=folder / "bad_batches",
-    )
+def make_trainer(folder: Path, learner: Learner, sync: Nowhere) -> StepTrainer:
+    return StepTrainer(learner, Publisher(sync), bad_batches=folder / "bad_batches")
 
 
 def parameters(learner: Learner) -> list[torch.Tensor]:
@@ -214,11 +216,11 @@ def parameters(learner: Learner) -> list[torch.Tensor]:
 
 
 def test_non_finite_loss_raises_and_writes_groups(tmp_path: Path) -> None:
-    learner, sync = Learner(make_model(), learning_rate=1e-2), Nowhere()
+    learner, sync = Learner(make_model(), TrainSection(learning_rate=1e-2)), Nowhere()
     trainer = make_trainer(tmp_path, learner, sync)
     before = parameters(learner)
     with pytest.raises(LossNotFinite, match=r"update 1: .*The groups of step 1 are in .*step_000001.bin"):
-        trainer.step([make_group(0), make_group(1, logprob=float("nan"))], policy_version=1)
+        trainer.step(Step(groups=[make_group(0), make_group(1, logprob=float("nan"))], trained_version=0))
     assert all(map(torch.equal, before, parameters(learner)))
     assert sync.versions == []
     kept_groups = read_groups(tmp_path / "bad_batches" / "step_000001.bin")
@@ -226,23 +228,24 @@ def test_non_finite_loss_raises_and_writes_groups(tmp_path: Path) -> None:
 
 
 def test_bad_update_can_be_skipped_and_schedule_continues(tmp_path: Path) -> None:
-    learner, sync = Learner(make_model(), learning_rate=1e-2), Nowhere()
-    trainer = make_trainer(tmp_path, learner, sync, on_bad_update="skip")
+    train = TrainSection(learning_rate=1e-2, on_bad_update="skip")
+    learner, sync = Learner(make_model(), train), Nowhere()
+    trainer = make_trainer(tmp_path, learner, sync)
     before = parameters(learner)
-    metrics = trainer.step([make_group(0, logprob=float("nan"))], policy_version=1)
+    metrics = trainer.step(Step(groups=[make_group(0, logprob=float("nan"))], trained_version=0))
     assert metrics["skipped_steps"] == 1.0
     assert all(map(torch.equal, before, parameters(learner)))
     assert (learner.num_updates, sync.versions) == (1, [1])
-    trainer.step([make_group(0)], policy_version=2)
+    trainer.step(Step(groups=[make_group(0)], trained_version=1))
     assert not all(map(torch.equal, before, parameters(learner)))
     assert (learner.num_updates, sync.versions) == (2, [1, 2])
 
 
 def test_gradient_spike_is_not_applied(tmp_path: Path) -> None:
-    learner = Learner(make_model(), learning_rate=1e-4, spike_factor=20.0)
+    learner = Learner(make_model(), TrainSection(learning_rate=1e-4, spike_factor=20.0))
     trainer = make_trainer(tmp_path, learner, Nowhere())
     for step in range(MIN_HISTORY):
-        trainer.step([make_group(step)], policy_version=step + 1)
+        trainer.step(Step(groups=[make_group(step)], trained_version=step))
     whole = learner.objective
 
     def steep(*inputs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -252,23 +255,23 @@ def test_gradient_spike_is_not_applied(tmp_path: Path) -> None:
     learner.objective = steep
     before = parameters(learner)
     with pytest.raises(GradientSpike, match=r"train\.spike_factor = 20 times the recent median"):
-        trainer.step([make_group(99)], policy_version=MIN_HISTORY + 1)
+        trainer.step(Step(groups=[make_group(99)], trained_version=MIN_HISTORY))
     assert all(map(torch.equal, before, parameters(learner)))
     assert all(value.grad is None for value in learner.model.parameters())
 
 
 @pytest.mark.parametrize(("where", "version"), [("logprobs", 0), ("objective", 1)])
 def test_learner_out_of_memory_names_setting(tmp_path: Path, where: str, version: int) -> None:
-    learner = Learner(make_model(), learning_rate=1e-2)
-    trainer = make_trainer(tmp_path, learner, Nowhere())
+    learner = Learner(make_model(), TrainSection(learning_rate=1e-2))
 
     def vast(*_inputs: object, **_options: object) -> None:
         torch.empty(1 << 60)
 
     setattr(learner, where, vast)
+    trainer = make_trainer(tmp_path, learner, Nowhere())
     message = rf"step {version} .* lower train\.micro_batch_tokens, now \d+, then continue with --resume"
     with pytest.raises(LearnerOutOfMemory, match=message):
-        trainer.step([make_group(0)], policy_version=version)
+        trainer.step(Step(groups=[make_group(0)], trained_version=version - 1))
 
 
 def test_lasting_change_of_gradient_norm_is_accepted() -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from agentrl_env.types import Message, ToolCall, ToolSpec
 from agentrl_train.chat import ChatFormat
-from agentrl_train.config import SubAgentSection
+from agentrl_train.config import SubAgentSection, TrainSection
 from agentrl_train.learner import Learner
-from agentrl_train.loss import sft_loss
+from agentrl_train.loss import Loss, sft_loss
 from agentrl_train.sub_agent import planner_tools, worker_opening, worker_tools
 from agentrl_train.training.sft import train_sft
 from agentrl_train.types import TokenSequence
@@ -122,7 +122,12 @@ async def taught(folder: Path) -> None:
     tokenizer = new_tokenizer(texts, vocab_size=400)
     rows = clumsy_rows(ChatFormat(tokenizer), tools, 400)
     model = new_model(tokenizer, width=128, seed=0)
-    learner = Learner(model, objective=sft_loss, learning_rate=3e-3, warmup_steps=20, total_steps=150)
+    learner = Learner(
+        model,
+        TrainSection(learning_rate=3e-3, warmup_steps=20, final_lr_fraction=0.1),
+        total_steps=150,
+        loss=Loss(objective=sft_loss),
+    )
     train_sft(learner, rows, steps=150, batch_size=8, micro_batch_tokens=4096, seed=0)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

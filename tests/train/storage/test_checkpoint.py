@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl_env.types import FunctionCall, Message, TaskSample, ToolCall
+from agentrl_train.config import TrainSection
 from agentrl_train.errors import CheckpointError, RunFolderError
 from agentrl_train.learner import Learner
 from agentrl_train.storage.atomic_io import is_disk_full, write_file
@@ -390,7 +391,7 @@ def test_checkpoint_round_trips(tmp_path: Path):
 
 
 def test_model_and_tokenizer_load_from_checkpoint(tmp_path: Path, model, tokenizer):
-    learner = Learner(model, learning_rate=1e-3)
+    learner = Learner(model, TrainSection(learning_rate=1e-3))
     save_checkpoint(
         tmp_path, step=1, parts=[learner.snapshot(), InModelFolder(pretrained=tokenizer)], loop={}
     )

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from agentrl_train.config import RunConfig
+from agentrl_train.config import RunConfig, TrainSection
 from agentrl_train.errors import CheckpointError, ConfigError
 from agentrl_train.learner import Learner
-from agentrl_train.storage.run_dir import changed_settings, claim_run_dir, write_config
+from agentrl_train.storage.run_dir import claim_run_dir, write_config
 from tests.tiny_models import make_model
 from tests.train.learner.test_learner import llama, qwen
 
@@ -26,13 +26,13 @@ def configured(**train: object) -> RunConfig:
 def begun(folder: Path) -> Path:
     """Write a checkpoint and its configuration to a run folder."""
     (folder / "checkpoints" / "step_000000").mkdir(parents=True)
-    write_config(folder, configured())
+    write_config(folder, configured().to_toml())
     return folder
 
 
 def claim(folder: Path, config: RunConfig, *, resume: bool = False) -> list[str]:
     """Claim and release a run folder; return the changed settings."""
-    with claim_run_dir(folder, config, resume=resume) as changed:
+    with claim_run_dir(folder, config.changes_since, resume=resume) as changed:
         return changed
 
 
@@ -50,7 +50,7 @@ def test_existing_run_requires_resume(tmp_path: Path) -> None:
 
 def test_run_folder_is_locked(tmp_path: Path) -> None:
     with (
-        claim_run_dir(tmp_path, configured(), resume=False),
+        claim_run_dir(tmp_path, configured().changes_since, resume=False),
         pytest.raises(ConfigError, match="another process"),
     ):
         claim(tmp_path, configured())
@@ -88,16 +88,16 @@ def test_steps_without_a_checkpoint_are_not_overwritten(resume: bool, tmp_path: 
 
 @pytest.mark.parametrize("other", [qwen, llama])
 def test_checkpoint_of_different_model_is_rejected(tmp_path: Path, other) -> None:  # type: ignore[no-untyped-def]
-    Learner(make_model(), learning_rate=1e-3).snapshot().write(tmp_path)
+    Learner(make_model(), TrainSection(learning_rate=1e-3)).snapshot().write(tmp_path)
     with pytest.raises(CheckpointError, match=r"contains a different model than model\.path"):
-        Learner(other(), learning_rate=1e-3).load(tmp_path)
+        Learner(other(), TrainSection(learning_rate=1e-3)).load(tmp_path)
 
 
 def test_setting_that_is_new_in_this_version_has_not_changed(tmp_path: Path) -> None:
-    write_config(tmp_path, configured())
+    write_config(tmp_path, configured().to_toml())
     path = tmp_path / "config.toml"
     text = path.read_text()
     begin = text.index("[curriculum]")
     path.write_text(text[:begin] + text[text.index("\n[", begin) + 1 :])
-    assert changed_settings(path, configured()) == {}
-    assert changed_settings(path, configured(learning_rate=0.5)) == {"train.learning_rate": (1e-5, 0.5)}
+    assert configured().changes_since(path) == {}
+    assert configured(learning_rate=0.5).changes_since(path) == {"train.learning_rate": (1e-5, 0.5)}

@@ -17,7 +17,7 @@ from agentrl_train.telemetry.metrics import (
 )
 from agentrl_train.telemetry.progress import Progress
 from agentrl_train.telemetry.sinks import ScalarWriter
-from agentrl_train.training.step_trainer import large_step_warning, no_signal_warning
+from agentrl_train.training.diagnosis import large_step_warning, no_signal_warning
 from agentrl_train.types import Completion, EpisodeEnd, Trajectory, TrajectoryGroup, Turn
 
 

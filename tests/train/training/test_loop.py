@@ -15,8 +15,9 @@ from agentrl_train.actor import Episode
 from agentrl_train.errors import EngineBroken, EnvironmentUnavailable, Stalled
 from agentrl_train.storage.journal import Journal
 from agentrl_train.training.admission import Mixer, WorkWindow
-from agentrl_train.training.loop import Loop, Step
-from agentrl_train.types import EpisodeEnd, TaskSource, Trajectory, TrajectoryGroup
+from agentrl_train.training.loop import DynamicSampling, Loop
+from agentrl_train.types import EpisodeEnd, Step, TaskSource, Trajectory, TrajectoryGroup
+from tests.train.training.test_admission import staleness_bound
 
 
 def episode(end: EpisodeEnd = EpisodeEnd.TERMINATED) -> Trajectory:
@@ -98,7 +99,6 @@ def make_loop(
             total_steps=steps,
         ),
         journal=Journal(folder),
-        steps=steps,
         group_size=4,
         seed=0,
         stall_timeout_s=stall_s,
@@ -118,7 +118,10 @@ async def play(loop: Loop, train: Callable[[Step], Awaitable[None]]) -> None:
 async def test_groups_without_signal_are_replaced_by_other_samples(tmp_path: Path) -> None:
     actor, recorder = FakeActor(), Recorder()
     loop = make_loop(
-        tmp_path, actor, steps=4, has_signal=lambda group: group.group_id % 3 > 0, most_replaced=100
+        tmp_path,
+        actor,
+        steps=4,
+        dynamic_sampling=DynamicSampling(has_signal=lambda group: group.group_id % 3 > 0, most=100),
     )
     await play(loop, recorder)
     assert len(recorder.group_ids) == 4 * 3
@@ -128,7 +131,8 @@ async def test_groups_without_signal_are_replaced_by_other_samples(tmp_path: Pat
 
 async def test_run_without_any_signal_ends(tmp_path: Path) -> None:
     actor, recorder = FakeActor(), Recorder()
-    loop = make_loop(tmp_path, actor, steps=4, has_signal=lambda group: False, most_replaced=5)
+    replacing = DynamicSampling(has_signal=lambda group: False, most=5)
+    loop = make_loop(tmp_path, actor, steps=4, dynamic_sampling=replacing)
     await play(loop, recorder)
     assert len(recorder.group_ids) == 4 * 3
     assert len(actor.played) <= (4 * 3 + 1) * 6
@@ -157,14 +161,14 @@ def test_every_group_is_trained_once_and_none_too_stale(
     assert sorted(recorder.group_ids) == list(range(10 * per_step))
     for step in recorder.steps:
         for group in step.groups:
-            assert step.policy_version - group.admitted_version <= loop.window.staleness_bound
+            assert step.trained_version - group.admitted_version <= staleness_bound(loop.window)
 
 
 async def test_zero_staleness_is_synchronous(tmp_path: Path) -> None:
     recorder = Recorder()
     await play(make_loop(tmp_path, FakeActor(), staleness=0), recorder)
     for step in recorder.steps:
-        assert {group.admitted_version for group in step.groups} == {step.policy_version}
+        assert {group.admitted_version for group in step.groups} == {step.trained_version}
 
 
 async def test_generation_continues_during_training(tmp_path: Path) -> None:

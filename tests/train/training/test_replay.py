@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from agentrl_train.advantage import advantages, shaped_rewards
 from agentrl_train.batch import pack, sequences, token_weights, without_high_covariance
-from agentrl_train.config import AlgorithmSection, ReplaySection, TrainSection
+from agentrl_train.config import AlgorithmSection, ReplaySection
 from agentrl_train.loss import Tokens, policy_loss
 from agentrl_train.reward.scoring import cosine_rise
 from agentrl_train.training.replay import Kept, Replay, joined, read_replay
 from agentrl_train.training.step_trainer import StepTrainer
-from agentrl_train.types import TrajectoryGroup
-from agentrl_train.weights import Drift
+from agentrl_train.types import Step, TrajectoryGroup
+from agentrl_train.weights import Drift, DriftCheck
 from tests.train.learner.test_learner import learner, made
 from tests.train.test_advantage import group
 from tests.train.test_algorithm import plain_config, refusal
@@ -154,17 +154,16 @@ def step_groups(step: int) -> list[TrajectoryGroup]:
 def trained(folder: Path, *, steps: range = range(3), buffer: Replay | None = None, **section):
     """Train some steps; return the trainer and their metrics."""
     trainer = StepTrainer(
-        learner=learner(),
-        publisher=NoEngine(),
+        one := learner(),
+        NoEngine(),
         algorithm=PLAIN,
-        train=TrainSection(),
         max_context=64,
         bad_batches=folder,
         replay=ReplaySection(**section),
-        buffer=buffer,
-        inherited=range(100),
+        check=DriftCheck(one.logprobs, inherited=range(100)),
     )
-    return trainer, [trainer.step(step_groups(step), policy_version=step + 1) for step in steps]
+    trainer.replay = buffer or Replay()
+    return trainer, [trainer.step(Step(groups=step_groups(step), trained_version=step)) for step in steps]
 
 
 def same_weights(one: StepTrainer, other: StepTrainer) -> bool:

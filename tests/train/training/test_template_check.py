@@ -11,13 +11,13 @@ from agentrl_env import Done, Environment, tool
 from agentrl_env.types import FunctionSpec, Message, ToolCall, ToolSpec
 from agentrl_train.actor import Actor
 from agentrl_train.chat import ChatFormat
-from agentrl_train.config import EngineSection, ModelSection, RolloutSection
+from agentrl_train.config import ModelSection, RolloutSection
 from agentrl_train.errors import ConfigError, EngineError
 from agentrl_train.models.loading import chat_format
 from agentrl_train.tool_calls import PARSERS
-from agentrl_train.training.step_trainer import no_calls_warning
+from agentrl_train.training.diagnosis import no_calls_warning
 from agentrl_train.training.template_check import check_format, check_sessions
-from agentrl_train.types import TaskSource, TrajectoryGroup
+from agentrl_train.types import Sampling, TaskSource, TrajectoryGroup
 from tests.tiny_models import CHAT_TEMPLATE, make_model, make_tokenizer
 from tests.train.fakes import EPISODE, Countdown, ScriptedEngine
 
@@ -52,7 +52,7 @@ async def played(chat: ChatFormat, task: type[Environment], said: Message | Sequ
             engine=ScriptedEngine(chat, lambda context, key: said),
             chat=chat,
             clients={"countdown": client},
-            sampling=EngineSection(max_new_tokens=200, max_context=4000),
+            sampling=Sampling(max_new_tokens=200, max_context=4000),
             rollout=RolloutSection(environment_wait_timeout_s=0.0),
             slots=asyncio.Semaphore(1),
         )
@@ -117,11 +117,11 @@ async def test_unreachable_task_is_left_to_the_run() -> None:
 
 
 async def test_context_without_room_for_a_turn_is_refused_before_the_run() -> None:
-    chat, sampling = format_of(CHAT_TEMPLATE), EngineSection(max_context=64, max_new_tokens=40)
+    chat, sampling = format_of(CHAT_TEMPLATE), Sampling(max_context=64, max_new_tokens=40)
     async with Countdown.local() as client:
         with pytest.raises(EngineError, match=r"raise engine\.max_context from 64 to at least \d+$"):
             await check_sessions(chat, {"countdown": client}, sources=SOURCES, sampling=sampling)
-        await check_sessions(chat, {"countdown": client}, sources=SOURCES, sampling=EngineSection())
+        await check_sessions(chat, {"countdown": client}, sources=SOURCES, sampling=Sampling())
 
 
 class Listening(Environment):

@@ -20,11 +20,11 @@ from agentrl_env.client import ClientSession
 from agentrl_env.types import Message
 from agentrl_train.actor import Actor, Episode
 from agentrl_train.chat import ChatFormat
-from agentrl_train.config import EngineSection, RolloutSection
+from agentrl_train.config import RolloutSection
 from agentrl_train.errors import ConfigError
 from agentrl_train.tool_calls import PARSERS
 from agentrl_train.training.template_check import check_format
-from agentrl_train.types import EpisodeEnd, Trajectory
+from agentrl_train.types import EpisodeEnd, Sampling, Trajectory
 from tests.train.fakes import ScriptedEngine
 from tests.train.families import (
     FAMILIES,
@@ -148,7 +148,7 @@ async def play(chat: ChatFormat, script: Callable[..., Any], client: EnvClient) 
         engine=ScriptedEngine(chat, script),
         chat=chat,
         clients={"ledger": client},
-        sampling=EngineSection(max_new_tokens=3000, max_context=60_000),
+        sampling=Sampling(max_new_tokens=3000, max_context=60_000),
         rollout=RolloutSection(environment_wait_timeout_s=0.0, environment_retries=0),
         slots=asyncio.Semaphore(1),
     )

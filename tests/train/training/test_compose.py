@@ -1,19 +1,23 @@
 """Factories: conflicting engine settings are rejected."""
 
 import sys
+from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from agentrl_train.config import load_config
-from agentrl_train.critics.networks import PrivilegedCritic, TwinCritic, ValueCritic
+from agentrl_train.config import RunConfig, load_config
+from agentrl_train.critics.networks import Critic, PrivilegedCritic, TwinCritic, ValueCritic
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner
 from agentrl_train.loss import policy_loss
 from agentrl_train.models.loading import load_policy, open_policy
-from agentrl_train.training.factories import learner_options, make_critic, require_vllm
+from agentrl_train.training.compose import learner_options, processes
+from agentrl_train.training.engines import require_vllm
+from agentrl_train.training.learners import make_critic
 from tests.tiny_models import make_model, make_tokenizer
 
 CONFIG = Path(__file__).parents[3] / "examples/quickstart/train.toml"
@@ -69,27 +73,26 @@ def test_stale_policy_has_engines_for_its_share_of_the_turns(
     chosen = ["engine.kind=vllm", "engine.vllm.replicas=4", "engine.vllm.tensor_parallel=2"]
     config = load_config(CONFIG, [*chosen, "engine.device=cuda", *overrides])
     assert config.replicas == engines
-    assert config.engine_gpus == 2 * sum(engines.values())
+    assert processes(config).engine_gpus == 2 * sum(engines.values())
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "argument"),
+    ("key", "value", "read"),
     [
-        ("train.decay_fraction", 0.5, "decay_fraction"),
-        ("train.max_logits", 1000, "max_logits"),
-        ("model.attention", "eager", "attention"),
+        ("train.decay_fraction", 0.5, lambda options: options["train"].decay_fraction),
+        ("algorithm.entropy_coefficient", 0.5, lambda options: options["loss"].entropy_coefficient),
+        ("model.attention", "eager", lambda options: options["attention"]),
     ],
 )
-def test_settings_reach_the_learner(key: str, value: object, argument: str) -> None:
-    options = learner_options(load_config(CONFIG, [f"{key}={value}"]), model=make_model())
-    assert options[argument] == value
+def test_settings_reach_the_learner(key: str, value: object, read: Callable[[Any], object]) -> None:
+    assert read(learner_options(load_config(CONFIG, [f"{key}={value}"]), model=make_model())) == value
 
 
 def test_every_option_of_learner_and_loss_has_a_setting() -> None:
     options = learner_options(load_config(CONFIG), model=make_model())
-    placement = {"model", "stored", "device", "threads", "mesh", "storage_group", "trace"}
+    placement = {"model", "stored", "place", "threads", "trace"}
     assert signature(Learner).parameters.keys() - options.keys() <= placement
-    assert signature(policy_loss).parameters.keys() - options["objective"].keywords.keys() == {"tokens"}
+    assert signature(policy_loss).parameters.keys() - options["loss"].objective.keywords.keys() == {"tokens"}
 
 
 def test_evaluation_by_itself_needs_the_current_policy_only() -> None:
@@ -113,6 +116,18 @@ def test_interpreter_without_vllm_is_rejected(tmp_path: Path) -> None:
         require_vllm(str(tmp_path / "python"))
 
 
+def critic_of(config: RunConfig, **policy: Any) -> Critic | None:
+    return make_critic(
+        config.critic,
+        credit=config.algorithm.credit,
+        train=config.train,
+        source=config.model,
+        temperature=config.engine.temperature,
+        device="cpu",
+        **policy,
+    )
+
+
 @pytest.mark.parametrize(
     ("credit", "kind"),
     [("gae_turn", ValueCritic), ("archer", TwinCritic), ("sweet", PrivilegedCritic)],
@@ -124,7 +139,7 @@ def test_credit_has_its_critic_of_the_policy_or_of_a_model(credit: str, kind: ty
     config = load_config(CONFIG, chosen)
     policy, tokenizer = load_policy(config.model.path)
     before = {name: value.clone() for name, value in policy.named_parameters()}
-    critic = make_critic(config, model=policy, tokenizer=tokenizer)
+    critic = critic_of(config, model=policy, tokenizer=tokenizer)
     assert type(critic) is kind
     assert critic._optimizer.param_groups[0]["lr"] == 0.25
     for name, value in critic.model.base_model.named_parameters():
@@ -136,14 +151,14 @@ def test_credit_has_its_critic_of_the_policy_or_of_a_model(credit: str, kind: ty
 def test_critic_with_another_vocabulary_is_rejected() -> None:
     chosen = ["algorithm.preset=ppo", f"critic.model={CONFIG.parent}/starter"]
     with pytest.raises(ConfigError, match="another vocabulary than the policy"):
-        make_critic(load_config(CONFIG, chosen), model=make_model(), tokenizer=make_tokenizer())
+        critic_of(load_config(CONFIG, chosen), model=make_model(), tokenizer=make_tokenizer())
 
 
 def test_critic_of_a_policy_whose_weights_are_in_their_files_is_a_copy_of_them() -> None:
     config = load_config(CONFIG, ["algorithm.preset=ppo"])
     model, tokenizer, _ = open_policy(config.model.path)
     assert all(value.is_meta for value in model.parameters())
-    critic = make_critic(config, model=model, tokenizer=tokenizer)
+    critic = critic_of(config, model=model, tokenizer=tokenizer)
     assert critic is not None
     whole, _ = load_policy(config.model.path)
     for name, value in critic.model.base_model.named_parameters():
@@ -151,4 +166,4 @@ def test_critic_of_a_policy_whose_weights_are_in_their_files_is_a_copy_of_them()
 
 
 def test_run_without_a_critic_has_none() -> None:
-    assert make_critic(load_config(CONFIG), model=make_model(), tokenizer=make_tokenizer()) is None
+    assert critic_of(load_config(CONFIG), model=make_model(), tokenizer=make_tokenizer()) is None

@@ -1,0 +1,239 @@
+"""Builds engines, their threads, and the publisher of weights."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from agentrl_train.config import EngineSection, ModelSection, RolloutSection
+from agentrl_train.config.sections import RunSection
+from agentrl_train.engine.options import ServingOptions
+from agentrl_train.engine.pool import EnginePool
+from agentrl_train.engine.torch import TorchEngine
+from agentrl_train.errors import ConfigError
+from agentrl_train.models.adapters import adapter_base
+from agentrl_train.models.architecture import CheckpointNames
+from agentrl_train.models.loading import copy_of, load_policy
+from agentrl_train.placement.devices import Processes
+from agentrl_train.placement.launcher import Launcher
+from agentrl_train.types import RunningEngine, Threads, Trace
+from agentrl_train.weights import FLOAT32, Canary, Drift, LogProbs, Publisher
+
+CPU_KV_GIB = 1.0
+TORCH_SERVING = "agentrl_train.placement.serving"
+
+
+def threads_each(run: RunSection, rollout: RolloutSection) -> int:
+    """Return the thread count of engine and learner each: half of all if both run concurrently."""
+    threads = run.threads or os.cpu_count() or 1
+    return threads if rollout.max_staleness == 0 else max(1, threads // 2)
+
+
+def make_threads(run: RunSection, rollout: RolloutSection, *, apart: bool) -> tuple[Threads, Threads]:
+    """Return the CPU threads of the engine and those of the learner.
+
+    They are the same, so that one takes all while the other waits, unless the engine is ``apart`` in other
+    processes.
+    In a synchronous run, which is reproducible, neither changes.
+    """
+    if apart or rollout.max_staleness == 0:
+        each = threads_each(run, rollout)
+        return Threads(each), Threads(each)
+    shared = Threads(run.threads or os.cpu_count() or 1)
+    return shared, shared
+
+
+def make_engine(
+    processes: Processes,
+    section: ModelSection,
+    *,
+    model: PreTrainedModel,
+    path: str,
+    stop_token_ids: Sequence[int],
+    sessions: Mapping[str, int],
+    threads: Threads,
+    process_threads: int,
+    trace: Trace,
+    launcher: Launcher,
+) -> TorchEngine | EnginePool:
+    """Start the engine of a run.
+
+    Args:
+        processes: the processes of the run.
+        section: settings of the model.
+        model: the initial policy, with or without weights.
+        path: source of ``model``: a folder or a hub name. Of a folder with an adapter, engines in other
+            processes start with the base model until weights are published.
+        stop_token_ids: tokens that end a completion.
+        sessions: sampling policy -> its concurrent episodes.
+        threads: CPU threads of an engine in this process.
+        process_threads: CPU threads of a torch engine in a process of its own.
+        trace: trace of the run.
+        launcher: starts the engine processes on its devices.
+
+    Raises:
+        ConfigError: vLLM is configured and not installed.
+    """
+    engine = processes.engine
+    if engine.kind == "vllm" or launcher.separate_engines:
+        options = _serving_options(processes, launcher=launcher, path=path, threads=process_threads)
+        options = replace(options, revision=section.revision, stop_token_ids=tuple(stop_token_ids))
+        return _engine_pool(processes, options, model=model, launcher=launcher)
+    device = launcher.devices.torch_engine_device or engine.device
+    if any(value.is_meta for value in model.parameters()):
+        model, _ = load_policy(path, dtype=section.dtype, revision=section.revision)
+    return TorchEngine(
+        {name: copy_of(model, dtype=engine.dtype, device=device) for name in processes.replicas},
+        stop_token_ids=stop_token_ids,
+        max_sequences=sessions,
+        max_context=engine.max_context,
+        deadline_s=engine.completion_deadline_s,
+        threads=threads,
+        deterministic=engine.deterministic,
+        trace=trace,
+    )
+
+
+def _serving_options(processes: Processes, *, launcher: Launcher, path: str, threads: int) -> ServingOptions:
+    """Return the options of an engine process, but for those of the model."""
+    engine, vllm = processes.engine, processes.engine.vllm
+    on_cpu = engine.device == "cpu"
+    options = ServingOptions(
+        model=adapter_base(Path(path)) or path,
+        stop_token_ids=(),
+        max_sessions=engine.max_sessions,
+        max_context=engine.max_context,
+        dtype=engine.dtype,
+        device="cpu" if on_cpu else "cuda",
+        kv_gib=vllm.kv_gib or (CPU_KV_GIB if on_cpu else None),
+        memory_fraction=vllm.memory_fraction,
+        tensor_parallel=vllm.tensor_parallel,
+        devices=launcher.devices.engine,
+        transfer=vllm.transfer,
+        sleeps=processes.placement.layout == "colocated" and not on_cpu,
+        deterministic=engine.deterministic,
+        deadline_s=engine.completion_deadline_s,
+    )
+    return options if engine.kind == "vllm" else replace(options, module=TORCH_SERVING, threads=threads)
+
+
+def _engine_pool(
+    processes: Processes, options: ServingOptions, *, model: PreTrainedModel, launcher: Launcher
+) -> EnginePool:
+    """Return engines in separate processes."""
+    engine, vllm = processes.engine, processes.engine.vllm
+    python = sys.executable
+    if engine.kind == "vllm":
+        python = vllm.python or python
+        require_vllm(python)
+        if vllm.transfer != "memory" and find_spec("vllm") is None:
+            raise ConfigError(
+                f"engine.vllm.transfer = {vllm.transfer!r} needs vLLM in the trainer's Python as well: "
+                "install agentrl-kit[vllm] there, or set it to 'memory'"
+            )
+    return EnginePool(
+        options,
+        policies=tuple(processes.replicas),
+        replicas=processes.replicas,
+        deadline_s=engine.completion_deadline_s,
+        start_s=vllm.start_timeout_s,
+        liveness_s=vllm.heartbeat_timeout_s,
+        push=vllm.push,
+        python=python,
+        spawn=launcher.spawn,
+        names=CheckpointNames(model) if engine.kind == "vllm" else None,
+    )
+
+
+def require_vllm(python: str) -> None:
+    """Check that an interpreter runs and can import vLLM and this package.
+
+    Raises:
+        ConfigError: the interpreter does not run, or lacks one of them.
+    """
+    code = "from importlib.util import find_spec as f; print(f('vllm') and f('agentrl_train') and 1)"
+    try:
+        output = subprocess.run(
+            [python, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"engine.vllm.python = {python!r} cannot be run: {error}") from error
+    if output != "1":
+        raise ConfigError(
+            f"engine.kind = 'vllm' needs vLLM and agentrl-kit in {python}: install agentrl-kit[vllm] there, "
+            "or run `make vllm` and set engine.vllm.python to .venv-vllm/bin/python"
+        )
+
+
+def make_publisher(
+    engine: RunningEngine,
+    rollout: RolloutSection,
+    *,
+    dtype: str,
+    temperature: float,
+    logprobs: LogProbs,
+    tokenizer: PreTrainedTokenizerBase,
+    tolerance: Drift,
+) -> Publisher:
+    """Return the publisher; for engines in other processes it verifies each push with a canary.
+
+    Args:
+        engine: receives the weights.
+        rollout: settings of the stale policy.
+        dtype: dtype of the weights.
+        temperature: sampling temperature of the run.
+        logprobs: computes log-probabilities with the trainer's weights.
+        tokenizer: that of the policy.
+        tolerance: accepted differences in log-probability, due to rounding.
+    """
+    canary = None
+    if isinstance(engine, EnginePool):
+        canary = Canary(
+            engine.probe,
+            logprobs=logprobs,
+            vocabulary=len(tokenizer),
+            temperature=temperature,
+            tolerance=tolerance,
+        )
+    if rollout.stale_model is not None:
+        stale = partial(_stale_weights, rollout.stale_model, dtype=dtype, tokenizer=tokenizer)
+        return Publisher(engine, stale=stale, canary=canary)
+    interval = rollout.stale_interval if rollout.stale_fraction > 0 else 0
+    return Publisher(engine, stale_interval=interval, canary=canary)
+
+
+def _stale_weights(
+    path: str, *, dtype: str, tokenizer: PreTrainedTokenizerBase
+) -> Mapping[str, torch.Tensor]:
+    """Return the weights of ``rollout.stale_model``. Raises ConfigError where its vocabulary is another."""
+    model, own = load_policy(path, dtype=dtype)
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(
+            f"rollout.stale_model = {path!r} has another vocabulary than the policy, whose contexts it "
+            "continues: use a model of the same family"
+        )
+    return dict(model.named_parameters())
+
+
+def tolerance(engine: EngineSection, *, model_dtype: str, precision: str) -> Drift:
+    """Return the tolerated difference in log-probability between engine and trainer.
+
+    Below float32, and between different GPU kernels, single tokens differ by up to half a nat; there only the
+    mean detects wrong weights.
+    """
+    dtypes = {model_dtype, engine.dtype, precision}
+    if dtypes != {"float32"}:
+        return Drift(worst=math.inf, mean=0.1)
+    if engine.device != "cpu":
+        return Drift(worst=math.inf, mean=0.01)
+    return FLOAT32 if engine.kind == "torch" else Drift(worst=1e-3, mean=1e-3)
