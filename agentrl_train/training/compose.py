@@ -14,9 +14,11 @@ from contextlib import (
 )
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from rich.console import Console
 from transformers import PreTrainedModel
 
 from agentrl_train.actor import Actor
@@ -31,7 +33,7 @@ from agentrl_train.errors import ConfigError
 from agentrl_train.models.adapters import adapter_base
 from agentrl_train.models.loading import chat_format, load_policy, open_policy
 from agentrl_train.models.stored import StoredModel
-from agentrl_train.placement.environments import Served, environments
+from agentrl_train.placement.environments import Given, Served, environments
 from agentrl_train.placement.launcher import Launcher, make_launcher
 from agentrl_train.placement.ranks import LeadLearner, Ranks, release_memory
 from agentrl_train.reward import close_judges
@@ -56,6 +58,7 @@ from agentrl_train.training.factories import (
     threads_each,
 )
 from agentrl_train.training.loop import Loop
+from agentrl_train.training.observer import Observer
 from agentrl_train.training.run import (
     CheckpointEvaluator,
     Evaluator,
@@ -64,6 +67,7 @@ from agentrl_train.training.run import (
     Policy,
     Run,
     ServedPolicy,
+    require_evaluator,
 )
 from agentrl_train.training.step_trainer import StepTrainer, engine_asleep
 from agentrl_train.training.template_check import check_sessions
@@ -76,8 +80,13 @@ EVALUATION_SEED = 1_000_003
 """Seed of held-out draws, independent of the run's seed, so that runs are comparable."""
 
 
-def served_environments(config: RunConfig) -> AbstractAsyncContextManager[Served]:
-    """Return the context in which the environments of a run are served."""
+def served_environments(
+    config: RunConfig, given: Mapping[str, Given] = MappingProxyType({})
+) -> AbstractAsyncContextManager[Served]:
+    """Return the context in which the environments of a run are served.
+
+    ``given`` are environment classes and clients of this process, by the name that ``serve`` has for them.
+    """
     return environments(
         config.environments,
         max_sessions=config.engine.max_sessions,
@@ -85,6 +94,7 @@ def served_environments(config: RunConfig) -> AbstractAsyncContextManager[Served
         idle_s=config.engine.completion_deadline_s,
         levels=config.curriculum.levels,
         stated=config.engine,
+        given=given,
     )
 
 
@@ -204,8 +214,14 @@ async def run_until_rank_lost(run: Coroutine[Any, Any, Outcome], lost: Coroutine
         losing.cancel()
 
 
-async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
-    """Train a policy from a configuration to the end, or until it is interrupted.
+async def train(
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    given: Mapping[str, Given] = MappingProxyType({}),
+    observer: Observer,
+) -> Outcome:
+    """Train a policy from a configuration to the end, or until it is stopped.
 
     Raises:
         TrainError: the run failed; the message says how to fix the problem.
@@ -217,7 +233,7 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
         launcher = stack.enter_context(make_launcher(config))
         stack.enter_context(launcher.ranks())
         ranks = stack.enter_context(join_ranks(config))
-        served = await stack.enter_async_context(served_environments(config))
+        served = await stack.enter_async_context(served_environments(config, given))
         recorded = stack.enter_context(traced(config))
         trace = stack.enter_context(Watchdog(quiet_s=config.run.idle_report_timeout_s, trace=recorded))
         ready = await stack.enter_async_context(
@@ -228,7 +244,7 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
         stack.callback(journal.close)
         saved = {group.group_id: group for group in journal.read(step)}
         saved |= {group.group_id: group for group in (checkpoint.groups if checkpoint else ())}
-        log = make_log(config, checkpoint, recorded)
+        log = make_log(config, checkpoint, recorded, silent=observer.silent)
         stack.callback(log.close)
         if checkpoint:
             log.note(resumption(checkpoint, steps=config.run.steps, finished=len(saved), changed=changed))
@@ -254,6 +270,7 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
             describe_slots=trace.table,
             trace=trace,
         )
+        evaluator = partial(make_evaluator, served=served, policy=ready, slots=slots, trace=trace)
         run = Run(
             config,
             loop=loop,
@@ -263,17 +280,42 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
             ),
             log=log,
             failures=failures,
-            evaluate=make_evaluator(config, served=served, policy=ready, slots=slots, trace=trace),
+            evaluate=evaluator(config),
             evaluate_saved=saved_evaluator(config, served=served, policy=ready, slots=slots, trace=trace),
             tolerance=tolerance(config),
             checkpoint=checkpoint,
             throughput=Throughput(
                 ready.engine.statistics, copy_bytes_per_s=copy_bytes_per_s(config.engine.device)
             ),
+            evaluator=evaluator,
+            observer=observer,
             trace=trace,
         )
         write_config(folder, config)
         return await run_until_rank_lost(run.run(), launcher.wait_lost())
+
+
+async def evaluate_alone(
+    config: RunConfig,
+    *,
+    path: str,
+    samples: int | None = None,
+    given: Mapping[str, Given] = MappingProxyType({}),
+) -> dict[str, Evaluation]:
+    """Evaluate the policy in ``path`` on the held-out samples, without a run.
+
+    Raises:
+        ConfigError: there are no samples to evaluate.
+    """
+    config = config.without_training
+    with make_launcher(config) as launcher, launcher.single():
+        async with (
+            served_environments(config, given) as served,
+            served_policy(config, path=path, launcher=launcher, served=served) as ready,
+        ):
+            slots = asyncio.Semaphore(config.engine.max_sessions)
+            evaluator = partial(make_evaluator, served=served, policy=ready, slots=slots)
+            return await require_evaluator(evaluator, config, samples=samples)()
 
 
 def make_trainer(
@@ -337,11 +379,12 @@ def replacement(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def make_log(config: RunConfig, checkpoint: Checkpoint | None, trace: Trace) -> MetricsLog:
+def make_log(config: RunConfig, checkpoint: Checkpoint | None, trace: Trace, *, silent: bool) -> MetricsLog:
     """Return the metrics log, continued from the checkpoint if there is one."""
     step = checkpoint.step if checkpoint else 0
     elapsed_s = float(checkpoint.loop["seconds"]) if checkpoint else 0.0
-    progress = Progress(total_steps=config.run.steps, first_step=step, elapsed_s=elapsed_s)
+    console = Console(quiet=silent)
+    progress = Progress(total_steps=config.run.steps, console=console, first_step=step, elapsed_s=elapsed_s)
     return MetricsLog(
         config.run_folder,
         first_step=step,

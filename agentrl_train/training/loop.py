@@ -22,8 +22,8 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl_train.actor import Actor
@@ -58,6 +58,10 @@ class Step:
     """Version of the weights in force before the step."""
     waited_s: float
     """Time the trainer was idle waiting for these groups."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics once the step is trained, with ``reward`` and ``success`` as means over its episodes."""
+    tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Task -> its metrics once the step is trained."""
 
 
 class Loop:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -20,7 +20,7 @@ from agentrl_env.types import Message
 from agentrl_train.chat import ChatFormat
 from agentrl_train.config import RunConfig
 from agentrl_train.critics.networks import Critic
-from agentrl_train.errors import EngineError, WeightMismatch
+from agentrl_train.errors import ConfigError, EngineError, WeightMismatch
 from agentrl_train.learner import Learner
 from agentrl_train.report.page import write_report
 from agentrl_train.storage.atomic_io import run_folder_errors
@@ -39,8 +39,9 @@ from agentrl_train.telemetry.throughput import Throughput
 from agentrl_train.telemetry.watchdog import in_thread
 from agentrl_train.training.admission import AdmittedGroup
 from agentrl_train.training.curriculum import Curriculum
-from agentrl_train.training.evaluation import Evaluation
+from agentrl_train.training.evaluation import Evaluation, Evaluations
 from agentrl_train.training.loop import Loop, Step
+from agentrl_train.training.observer import Observer
 from agentrl_train.training.step_trainer import (
     TRACK,
     StepTrainer,
@@ -55,7 +56,6 @@ from agentrl_train.weights import Drift, Publisher, drift, probe_sequence, requi
 
 logger = logging.getLogger(__name__)
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PROBES = 3
 """Attempts to get the first completion of the engine."""
 
@@ -84,12 +84,11 @@ class Policy(ServedPolicy):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Result of a run; ``summary`` is None if ``signal`` interrupted it."""
+    """Result of a run; ``summary`` is None if the run was stopped before its last step."""
 
     folder: Path
     step: int
     summary: Mapping[str, Any] | None
-    signal: int | None = None
 
 
 class FailureLog:
@@ -141,9 +140,13 @@ class Run:
         tolerance: Drift,
         checkpoint: Checkpoint | None,
         throughput: Throughput,
+        evaluator: Callable[[RunConfig], Evaluator | None],
+        observer: Observer,
         trace: Trace = UNTRACED,
     ) -> None:
         self._config = config
+        self._evaluator = evaluator
+        self._observer = observer
         self._folder = config.run_folder
         self._loop = loop
         self._trace = trace
@@ -161,7 +164,6 @@ class Run:
         self._fresh = checkpoint is None
         self._saved_step = checkpoint.step if checkpoint else -1
         self._best = best_success(self._folder) if checkpoint else -1.0
-        self._signal: int | None = None
         self._interrupted = asyncio.Event()
         self._writing: asyncio.Task[None] | None = None
         state = checkpoint.loop if checkpoint else {}
@@ -177,17 +179,35 @@ class Run:
             if "curriculum" in state:
                 self._curriculum.restore(state["curriculum"])
 
-    def interrupt(self, number: int) -> None:
-        """End the run after the step in progress, with a checkpoint; a second signal ends it at once."""
-        self._signal = number
+    def stop(self) -> None:
+        """End the run after the step in progress, with a checkpoint and without a final evaluation."""
         self._interrupted.set()
         self._loop.stop()
-        _remove_signal_handlers()
+
+    async def evaluate(self, samples: int | None = None) -> Evaluations:
+        """Evaluate the current policy between two steps; by default on ``eval.samples`` samples per task.
+
+        Raises:
+            ConfigError: ``eval.samples`` is 0.
+        """
+        evaluator = require_evaluator(self._evaluator, self._config, samples=samples)
+        return Evaluations(step=self._loop.window.steps, tasks=await evaluator())
+
+    async def save(self, folder: Path) -> None:
+        """Write the current policy between two steps, as the folder ``model`` of a checkpoint."""
+        await self._wait_for_checkpoint()
+        learner, tokenizer = self._policy.learner, self._policy.tokenizer
+
+        def write() -> None:
+            learner.snapshot().write(folder)
+            InModelFolder(pretrained=tokenizer).write(folder)
+
+        within_s = self._config.checkpoint.write_timeout_s
+        await in_thread(write, within_s=within_s, doing=f"writing the policy to {folder}")
 
     async def run(self) -> Outcome:
-        """Run to the end, or until a stop signal."""
-        for number in STOP_SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self.interrupt, number)
+        """Run to the end, or until ``stop`` is called."""
+        self._observer.started(self)
         try:
             return await self._run()
         finally:
@@ -196,7 +216,6 @@ class Run:
                 await asyncio.gather(self._evaluating, return_exceptions=True)
             # A checkpoint in progress is finished in any case.
             await asyncio.gather(self._wait_for_checkpoint(), return_exceptions=True)
-            _remove_signal_handlers()
             await self._wait_for_checkpoint()
 
     async def _run(self) -> Outcome:
@@ -214,7 +233,7 @@ class Run:
         await self._probe(version)
         if self._fresh:
             if not await self._evaluate_step(0):
-                return Outcome(folder=self._folder, step=0, summary=None, signal=self._signal)
+                return Outcome(folder=self._folder, step=0, summary=None)
             await self._checkpoint(step=0)
         else:
             await self._repeat_evaluations(self._loop.window.steps)
@@ -225,10 +244,10 @@ class Run:
         step = self._loop.window.steps
         await self._checkpoint(step=step)
         await self._wait_for_checkpoint()
-        summary = None if self._signal else await self._summarize()
+        summary = None if self._interrupted.is_set() else await self._summarize()
         report = partial(write_report, self._folder)
         await in_thread(report, within_s=self._config.checkpoint.write_timeout_s, doing="writing the report")
-        return Outcome(folder=self._folder, step=step, summary=summary, signal=self._signal)
+        return Outcome(folder=self._folder, step=step, summary=summary)
 
     async def _summarize(self) -> Mapping[str, Any] | None:
         if not (await self._evaluated() and await self._evaluate("after")):
@@ -269,12 +288,16 @@ class Run:
         metrics["dropped_groups"] = float(self._loop.window.dropped)
         levels = self._curriculum.metrics()
         metrics["train_seconds"] = time.monotonic() - started
+        tasks = {task: {**values, **levels.get(task, {})} for task, values in by_task(step.groups).items()}
+        step = _with_metrics(step, metrics, tasks)
+        more = await self._observer.trained(step)
+        step = replace(step, metrics={**step.metrics, **more})
         self._log.log_step(
             number,
             policy_version=step.policy_version + 1,
             elapsed_s=self._elapsed(),
-            metrics=metrics,
-            tasks={task: {**values, **levels.get(task, {})} for task, values in by_task(step.groups).items()},
+            metrics={**metrics, **more},
+            tasks=tasks,
             groups=step.groups,
         )
         mixer = self._loop.window.mixer
@@ -290,6 +313,7 @@ class Run:
         if self._due(number, self._config.eval.every):
             await self._evaluate_step(number)
             self._throughput.begin()
+        await self._observer.finished(step)
 
     def _warn_of_no_calls(self, step: Step) -> None:
         """Log a warning after 1, 2, 4, 8 ... consecutive steps in which no completion was a tool call."""
@@ -445,6 +469,7 @@ class Run:
             results={task: result.trajectories for task, result in results.items()},
             greedy={task: result.greedy for task, result in results.items()},
         )
+        await self._observer.evaluated(Evaluations(step=step, tasks=results))
 
     async def _keep_best(self, success: float, *, step: int) -> None:
         """Keep the model of a step, with a checkpoint if there is none, where its success is the best."""
@@ -491,6 +516,27 @@ def _evaluation_name(step: int) -> str:
     return f"step {step}" if step else "before"
 
 
-def _remove_signal_handlers() -> None:
-    for number in STOP_SIGNALS:
-        asyncio.get_running_loop().remove_signal_handler(number)
+def _with_metrics(step: Step, metrics: Mapping[str, float], tasks: Mapping[str, Mapping[str, float]]) -> Step:
+    """Return a trained step with its metrics."""
+    episodes = [episode for group in step.groups for episode in group.trajectories]
+    means = {
+        "reward": fmean(episode.reward for episode in episodes),
+        "success": fmean(episode.success for episode in episodes),
+    }
+    return replace(step, metrics={**metrics, **means}, tasks=tasks)
+
+
+def require_evaluator(
+    evaluator: Callable[[RunConfig], Evaluator | None], config: RunConfig, *, samples: int | None
+) -> Evaluator:
+    """Return the evaluator of a configuration, on another number of samples if one is given.
+
+    Raises:
+        ConfigError: the number is 0.
+    """
+    if samples is not None:
+        config = config.model_copy(update={"eval": config.eval.model_copy(update={"samples": samples})})
+    made = evaluator(config)
+    if made is None:
+        raise ConfigError("eval.samples is 0, so there is nothing to evaluate: raise it")
+    return made
