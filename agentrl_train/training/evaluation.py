@@ -99,6 +99,8 @@ class Evaluations:
 
     def __repr__(self) -> str:
         """Return a line per task."""
+        if not self.tasks:
+            return "no results: rank 0 evaluates"
         policy = "another policy" if self.step is None else f"policy of step {self.step}"
         lines = [
             f"{task}: success {result.success:.1%} (95 % interval {low:.1%} to {high:.1%}), "

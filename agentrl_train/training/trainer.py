@@ -59,8 +59,8 @@ class Trainer:
         environments: ``Environment`` classes, targets, URLs, ``EnvClient`` objects, or tables as in a file.
         algorithm: name of a preset, or the table ``[algorithm]``, in which a function can be given as such.
         steps: steps of the whole run.
-        reward: function of an episode, or several; its scores take the place of the environment's reward, or
-            add to it, as the table ``[reward]`` describes, which can be given as well.
+        reward: function of a ``Trajectory``, or several, whose scores are added to the environment's reward;
+            or the table ``[reward]`` with functions, for other weights.
         settings: any other setting by its dotted key, such as ``{"train.learning_rate": 1e-4}``.
         on_step: called with each ``Step``; returns further metrics to log, or None.
         on_episode: called with each episode of a step before ``on_step``; returns metrics, which are averaged
