@@ -17,6 +17,7 @@ import typer
 from agentrl_env.errors import AgentRLError, install_extra
 from agentrl_train.config import RunConfig, gateway_config, load_config
 from agentrl_train.errors import TrainError
+from agentrl_train.training.trainer import Trainer, keep_idle_threads_quiet
 
 EXTRA_MODULES = ("torch", "transformers", "safetensors", "tokenizers", "jinja2", "tensorboardX")
 """Modules that the extra ``[train]`` installs."""
@@ -41,11 +42,10 @@ def run_command(
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint.")] = False,
 ) -> None:
     """Train a policy by reinforcement learning."""
-    loaded = _load(config, overrides)
-    _quiet_threads(loaded)
+    trainer = Trainer(_load(config, overrides), resume=resume)
     from agentrl_train.cli.commands import run
 
-    raise typer.Exit(run(loaded, resume=resume))
+    raise typer.Exit(run(trainer))
 
 
 @app.command("sweep")
@@ -98,10 +98,10 @@ def eval_command(
     overrides: Overrides = None,
 ) -> None:
     """Evaluate a policy on held-out samples: success rate with its interval, and pass@k."""
-    loaded = _load(config, overrides)
+    trainer = Trainer(_load(config, overrides))
     from agentrl_train.cli.commands import evaluate_policy
 
-    raise typer.Exit(evaluate_policy(loaded, model=model))
+    raise typer.Exit(evaluate_policy(trainer, model=model))
 
 
 @app.command("gateway")
@@ -122,7 +122,7 @@ def gateway_command(
 ) -> None:
     """Serve a model to agent programs by OpenAI's API, and record their rollouts as JSON lines."""
     config = gateway_config(model, overrides or [])
-    _quiet_threads(config)
+    keep_idle_threads_quiet(config)
     from agentrl_train.cli.commands import record_rollouts
 
     options = {"host": host, "port": port, "idle_timeout_s": idle_timeout, "ignore_sampling": ignore_sampling}
@@ -190,12 +190,6 @@ def settings_command() -> None:
 
 def _load(path: Path, overrides: list[str] | None) -> RunConfig:
     return load_config(path, overrides or [])
-
-
-def _quiet_threads(config: RunConfig) -> None:
-    """Keep idle OpenMP threads from spinning while the engine or the environments need the core."""
-    if config.run.threads != 1:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _run(command: Callable[[], Any]) -> int:

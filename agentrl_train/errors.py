@@ -15,6 +15,7 @@ TrainError
 │   └── GradientSpike         a gradient norm far above the recent median
 ├── LearnerOutOfMemory        a batch does not fit beside the model
 ├── RanksLost                 a learner process failed or disappeared
+├── CallbackFailed            a callback of the user raised an exception
 ├── CheckpointError           a checkpoint cannot be written or read
 └── RunFolderError            the run folder cannot be used (disk full, not writable)
 
@@ -97,6 +98,10 @@ class LearnerOutOfMemory(TrainError):
 
 class RanksLost(TrainError):
     """A learner process failed or disappeared, and the others cannot continue without it."""
+
+
+class CallbackFailed(TrainError):
+    """A callback raised an exception."""
 
 
 class CheckpointError(TrainError):

@@ -292,10 +292,19 @@ class Step:
     """``policy_version`` of the weights before the step, which is the number of trained steps."""
     waited_s: float = 0.0
     """Time the trainer was idle waiting for these groups."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics once the step is trained, with ``reward`` and ``success`` as means over its episodes."""
+    tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Task -> its metrics once the step is trained."""
+
+    @property
+    def number(self) -> int:
+        """Steps that are trained once this one is, from 1."""
+        return self.next_version
 
     @property
     def next_version(self) -> int:
-        """``policy_version`` of the weights that the step makes; also the number of the step, from 1."""
+        """``policy_version`` of the weights that the step makes."""
         return self.trained_version + 1
 
 

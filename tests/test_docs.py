@@ -86,9 +86,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     "page", [p for p in PAGES if any(b.language == "python" for b in blocks(p))], ids=name
 )
 def test_python_blocks_of_a_page_run_in_order(
-    page: Path, server: str, monkeypatch: pytest.MonkeyPatch
+    page: Path, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(ROOT)
+    for folder in ("environments", "examples"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AGENTRL_TOKEN", TOKEN)
     monkeypatch.setenv("AGENTRL_ALLOW_UNSAFE_SANDBOX", "1")  # only without another sandbox
     module = ModuleType("documented")

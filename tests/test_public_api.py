@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -45,22 +46,28 @@ def test_environment_sdk_exports_the_author_api() -> None:
     assert set(agentrl_env.__all__) <= set(dir(agentrl_env))
 
 
-def test_trainer_exports_its_configuration_and_error() -> None:
-    assert list(agentrl_train.__all__) == ["RunConfig", "TrainError", "load_config"]
+def test_trainer_exports_itself_and_the_steps_beneath() -> None:
+    promised = {"Actor", "ChatFormat", "Learner", "Publisher", "RunConfig", "TorchEngine", "TrainError"}
+    promised |= {"Trainer", "advantages", "load_config", "load_policy", "pack", "policy_loss", "sequences"}
+    assert promised <= set(agentrl_train.__all__)
+    assert sorted(agentrl_train.__all__) == list(agentrl_train.__all__)
     assert all(hasattr(agentrl_train, name) for name in agentrl_train.__all__)
+    assert set(agentrl_train.__all__) <= set(dir(agentrl_train))
 
 
-def test_type_checkers_see_the_same_names() -> None:
-    tree = ast.parse(Path(agentrl_env.__file__).read_text())
+@pytest.mark.parametrize("package", [agentrl_env, agentrl_train], ids=lambda package: package.__name__)
+def test_type_checkers_see_the_same_names(package: ModuleType) -> None:
+    tree = ast.parse(Path(str(package.__file__)).read_text())
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     typed = {alias.asname: node.module for node in imports for alias in node.names}
-    assert typed == agentrl_env._MODULES
+    assert typed == package._MODULES
 
 
-def test_unknown_name_raises_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'agentrl_env' has no attribute 'Chess'"):
-        _ = agentrl_env.Chess
+@pytest.mark.parametrize("package", [agentrl_env, agentrl_train], ids=lambda package: package.__name__)
+def test_unknown_name_raises_attribute_error(package: ModuleType) -> None:
+    with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'Chess'"):
+        _ = package.Chess
 
 
 def test_submodules_can_be_imported_from_the_root() -> None:
@@ -97,6 +104,10 @@ def test_import_of_the_author_api_loads_no_framework() -> None:
 
 def test_import_of_the_client_loads_no_server_and_no_gymnasium() -> None:
     assert not loaded_by("from agentrl_env import EnvClient") & {"fastapi", "uvicorn", "gymnasium"}
+
+
+def test_import_of_the_trainer_loads_no_torch() -> None:
+    assert not {"torch", "transformers"} & loaded_by("from agentrl_train import Trainer")
 
 
 def test_import_of_the_trainers_command_line_loads_no_torch() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -22,48 +23,64 @@ from agentrl_train.config import RunConfig, TrainSection
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner
 from agentrl_train.loss import Loss, sft_loss
-from agentrl_train.models.loading import DTYPES, chat_format, load_policy
+from agentrl_train.models.loading import chat_format, load_policy, save_policy
 from agentrl_train.models.merging import MergeOptions, Method, merge_models
 from agentrl_train.placement.environments import environments
-from agentrl_train.placement.launcher import Launcher, follower_devices
 from agentrl_train.placement.ranks import rank
 from agentrl_train.storage.atomic_io import run_folder_errors
 from agentrl_train.storage.checkpoint import load_checkpoint, load_latest
-from agentrl_train.training.compose import (
-    make_evaluator,
-    open_launcher,
-    processes,
-    run_follower,
-    served_environments,
-    served_policy,
-    train,
-)
 from agentrl_train.training.engines import threads_each
 from agentrl_train.training.evaluation import Evaluation
 from agentrl_train.training.sft import expert_sequences, train_sft
 from agentrl_train.training.template_check import check_sessions
+from agentrl_train.training.trainer import Trainer
 
 SIGNAL_EXIT = 128
 """Exit status of a run that a signal stopped cleanly, plus the number of the signal (SIGTERM: 143)."""
 
 
-def run(config: RunConfig, *, resume: bool) -> int:
+def run(trainer: Trainer) -> int:
     """Train a policy and print the results; a rank other than 0 executes the commands of rank 0."""
     if rank() > 0:
-        with follower_devices(processes(config)):
-            run_follower(config)
+        trainer.train()
         return 0
     console = Console()
-    outcome = asyncio.run(train(config, resume=resume))
+    with _stopped_by_signals(trainer) as received:
+        outcome = trainer.train()
+    number = received[0] if received else signal.SIGINT
+    if outcome is None:
+        console.print("Stopped before the first step")
+        return SIGNAL_EXIT + number
     if outcome.summary is None:
         command = f"agentrl-train run {outcome.folder / 'config.toml'} --resume"
         console.print(f"Stopped after step {outcome.step}; continue with: {command}", soft_wrap=True)
-        return SIGNAL_EXIT + (outcome.signal or signal.SIGINT)
+        return SIGNAL_EXIT + number
     measured = [row[name] for row in outcome.summary["tasks"].values() for name in ("before", "after")]
     if any(share is not None for share in measured):
         console.print(summary_table(outcome.summary))
     console.print(f"report: {outcome.folder / 'report.html'}", soft_wrap=True)
     return 0
+
+
+@contextmanager
+def _stopped_by_signals(trainer: Trainer) -> Iterator[list[int]]:
+    """Stop the run on a signal and yield the list that receives it; a second signal ends the process."""
+    received: list[int] = []
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def stop(number: int, frame: object) -> None:
+        received.append(number)
+        restore()
+        trainer.stop()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        restore()
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
@@ -97,43 +114,25 @@ def _mean(shares: Sequence[float | None]) -> float | None:
     return fmean(known) if len(known) == len(shares) else None
 
 
-def evaluate_policy(config: RunConfig, *, model: str | None) -> int:
+def evaluate_policy(trainer: Trainer, *, model: str | None) -> int:
     """Evaluate a policy on the held-out samples and print success, its 95 % interval and pass@k.
 
     Args:
-        config: configuration of a run.
+        trainer: trainer of the run.
         model: a model on the hub, a model folder, a checkpoint, or a run folder for its newest checkpoint;
             None for the newest checkpoint of this run, or ``model.path`` without one.
     """
-    newest = load_latest(config.run_folder / "checkpoints") if model is None else None
+    newest = load_latest(trainer.folder / "checkpoints") if model is None else None
     if newest is not None:
         path, choice = str(newest.model_folder), "the newest checkpoint; --model evaluates another"
     elif model is not None:
         path, choice = str(_model_folder(Path(model))) if Path(model).exists() else model, "--model"
     else:
-        path, choice = config.model.path, "model.path; the run has no checkpoint"
+        path, choice = trainer.config.model.path, "model.path; the run has no checkpoint"
     console = Console()
     console.print(f"evaluating {path} ({choice})", soft_wrap=True)
-    console.print(evaluation_table(asyncio.run(_evaluate(config, path=path))))
+    console.print(evaluation_table(trainer.evaluate(model=path).tasks))
     return 0
-
-
-async def _evaluate(config: RunConfig, *, path: str) -> dict[str, Evaluation]:
-    alone = config.without_training
-    with open_launcher(alone) as launcher, launcher.single():
-        return await _evaluate_on(alone, path=path, launcher=launcher)
-
-
-async def _evaluate_on(config: RunConfig, *, path: str, launcher: Launcher) -> dict[str, Evaluation]:
-    async with (
-        served_environments(config) as served,
-        served_policy(config, path=path, launcher=launcher, served=served) as ready,
-    ):
-        slots = asyncio.Semaphore(config.engine.max_sessions)
-        evaluator = make_evaluator(config, served=served, policy=ready, slots=slots)
-        if evaluator is None:
-            raise ConfigError("eval.samples is 0, so there is nothing to evaluate: raise it")
-        return await evaluator()
 
 
 def evaluation_table(results: Mapping[str, Evaluation]) -> Table:
@@ -176,13 +175,7 @@ def record_rollouts(config: RunConfig, **options: Any) -> int:
 def merge(source: Path, *, output: Path, dtype: str) -> int:
     """Write the policy of a checkpoint as a model folder, with adapters merged."""
     _claim_model_folder(output)
-    model, tokenizer = load_policy(str(_model_folder(source)))
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(DTYPES[dtype])
-    model.config.dtype = DTYPES[dtype]
-    with run_folder_errors(output):
-        model.save_pretrained(output)
-        tokenizer.save_pretrained(output)
+    save_policy(str(_model_folder(source)), output, dtype=dtype)
     Console().print(f"model: {output}", soft_wrap=True)
     return 0
 

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 from agentrl_train.errors import ConfigError
+
+_GIVEN: dict[str, Any] = {}
+"""Functions given as objects, by target: those of a notebook or a closure cannot be imported."""
+
+
+def target_of(function: Callable[..., Any]) -> str:
+    """Return the target of a function given as an object, which ``imported`` finds in this process."""
+    target = f"{function.__module__}:{getattr(function, '__name__', type(function).__name__)}"
+    _GIVEN[target] = function
+    return target
 
 
 def function(module: Any, name: str) -> Any:
@@ -18,6 +29,8 @@ def function(module: Any, name: str) -> Any:
 
 def imported(target: str) -> Any:
     """Return the function that ``file.py:function`` or ``module:function`` names; raises ``ConfigError``."""
+    if target in _GIVEN:
+        return _GIVEN[target]
     source, _, name = target.rpartition(":")
     try:
         module = _module(Path(source)) if source.endswith(".py") else importlib.import_module(source)

@@ -32,12 +32,19 @@ def load_config(
         merge(table, change)
     for override in overrides:
         apply_override(table, override)
-    missing = _resolve_paths(table, path.resolve().parent)
+    return validated(table, base=path.resolve().parent, problem=f"{path} is invalid")
+
+
+def validated(table: dict[str, Any], *, base: Path, problem: str) -> RunConfig:
+    """Return the configuration of a raw table, with paths relative to ``base``.
+
+    Raises ``ConfigError`` with all problems in one message, which opens with ``problem``.
+    """
+    missing = _resolve_paths(table, base)
     table, unknown = _with_preset(table)
-    missing += unknown
-    if found := [*problems(table, RunConfig), *missing]:
-        lines = "\n".join(f"  - {problem}" for problem in found)
-        raise ConfigError(f"{path} is invalid; please correct:\n{lines}")
+    if found := [*problems(table, RunConfig), *missing, *unknown]:
+        lines = "\n".join(f"  - {sentence}" for sentence in found)
+        raise ConfigError(f"{problem}; please correct:\n{lines}")
     return RunConfig.model_validate(table)
 
 
@@ -56,11 +63,7 @@ def gateway_config(model: str, overrides: Sequence[str] = ()) -> RunConfig:
     }
     for override in overrides:
         apply_override(table, override)
-    missing = _resolve_paths(table, Path.cwd())
-    if found := [*problems(table, RunConfig), *missing]:
-        lines = "\n".join(f"  - {problem}" for problem in found)
-        raise ConfigError(f"the gateway cannot be started; please correct:\n{lines}")
-    return RunConfig.model_validate(table)
+    return validated(table, base=Path.cwd(), problem="the gateway cannot be started")
 
 
 def _resolve_paths(table: dict[str, Any], base: Path) -> list[str]:

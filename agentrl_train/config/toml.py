@@ -52,30 +52,35 @@ def apply_override(table: Table, override: str) -> None:
     Elements of an array of tables are indexed: ``environments.0.url=...``. Raises ``ConfigError``.
     """
     key, equals, text = override.partition("=")
-    path = key.strip().split(".")
-    if not equals or not all(path):
+    if not equals or not all(key.strip().split(".")):
         raise ConfigError(f"--set {override} is not of the form section.key=value.")
+    set_value(table, key.strip(), _value(text.strip()), given=f"--set {override}")
+
+
+def set_value(table: Table, key: str, value: Any, *, given: str) -> None:
+    """Set the value of a dotted key. Raises ``ConfigError``, which names the setting as ``given``."""
+    *sections, last = key.split(".")
     here: Any = table
-    for part in path[:-1]:
-        here = _descend(here, part, override)
-    _assign(here, path[-1], _value(text.strip()), override)
+    for part in sections:
+        here = _descend(here, part, given)
+    _assign(here, last, value, given)
 
 
-def _descend(here: Any, part: str, override: str) -> Any:
+def _descend(here: Any, part: str, given: str) -> Any:
     if isinstance(here, dict):
         return here.setdefault(part, {})
     if isinstance(here, list) and part.isdecimal() and int(part) < len(here):
         return here[int(part)]
-    raise ConfigError(f"--set {override}: there is no {part!r} to set a value in.")
+    raise ConfigError(f"{given}: there is no {part!r} to set a value in.")
 
 
-def _assign(here: Any, part: str, value: Any, override: str) -> None:
+def _assign(here: Any, part: str, value: Any, given: str) -> None:
     if isinstance(here, dict):
         here[part] = value
     elif isinstance(here, list) and part.isdecimal() and int(part) < len(here):
         here[int(part)] = value
     else:
-        raise ConfigError(f"--set {override}: there is no {part!r} to set.")
+        raise ConfigError(f"{given}: there is no {part!r} to set.")
 
 
 def _value(text: str) -> Any:

@@ -31,6 +31,7 @@ from agentrl_train.models.stored import (
     require_whole_weights,
     safetensors_files,
 )
+from agentrl_train.storage.atomic_io import run_folder_errors
 
 transformers.utils.logging.disable_progress_bar()
 logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry twice
@@ -71,6 +72,22 @@ def load_policy(
             merge_adapter(model, Path(path))
     model.to(device)  # type: ignore[arg-type]  # the library types this by its first parameter
     return model, tokenizer
+
+
+def save_policy(path: str, output: Path, *, dtype: str = "float32") -> None:
+    """Write the model and the tokenizer in ``path`` to a folder, with an adapter merged.
+
+    Raises:
+        ConfigError: the model cannot be loaded.
+        RunFolderError: the folder cannot be written.
+    """
+    model, tokenizer = load_policy(path)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[dtype])
+    model.config.dtype = DTYPES[dtype]
+    with run_folder_errors(output):
+        model.save_pretrained(output)
+        tokenizer.save_pretrained(output)
 
 
 def open_policy(

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from agentrl_env.client import EnvClient
+from agentrl_env.client.http import HttpBackend
 from agentrl_env.errors import AgentRLError, Unauthorized
 from agentrl_env.launch.process import ServerProcess
 from agentrl_env.types import TaskInfo
@@ -30,6 +31,8 @@ from agentrl_train.types import Sampling, TaskSource
 
 logger = logging.getLogger(__name__)
 
+Given = EnvClient | type
+"""A client of a server that runs already, or an ``Environment`` to serve in this process."""
 MAX_SAMPLES = 2**62
 LEASE_S = 900.0
 """Seconds that a session of a started server may be idle between two completions."""
@@ -63,8 +66,11 @@ async def environments(
     idle_s: float = 0.0,
     levels: Mapping[str, Sequence[str]] = MappingProxyType({}),
     stated: Sampling | None = None,
+    given: Mapping[str, Given] = MappingProxyType({}),
 ) -> AsyncIterator[Served]:
     """Start or connect to every environment server of a run; stop started ones on exit.
+
+    A target of ``serve`` that ``given`` has is served in this process, or reached by that client.
 
     Agent programs get a gateway, and state the sampling parameters ``stated`` in their requests, or none.
 
@@ -104,7 +110,10 @@ async def environments(
                 "lease": LEASE_S + idle_s,
                 "start_timeout": section.start_timeout_s,
             }
-            url, client = await _client(section, stack, timeout_s=timeout_s, options=options)
+            if section.serve and section.serve[0] in given:
+                url, client = "", await _given(given[section.serve[0]], stack, options=options)
+            else:
+                url, client = await _client(section, stack, timeout_s=timeout_s, options=options)
             tasks = await _tasks(client, section)
             for name in section.tasks or tasks:
                 _require_new(name, sources)
@@ -173,6 +182,20 @@ async def _client(
         url = await stack.enter_async_context(supervised_server(make))
     client = EnvClient.connect(url, token=_token(section), timeout=timeout_s)
     return url, await stack.enter_async_context(client)
+
+
+async def _given(source: Given, stack: AsyncExitStack, *, options: Mapping[str, Any]) -> EnvClient:
+    """Return a client of a given environment. Clients of others stay open, except for their connections."""
+    if isinstance(source, EnvClient):
+        if isinstance(source.backend, HttpBackend):
+            stack.push_async_callback(source.aclose)  # connections of this event loop
+        return source
+    limits = {"max_sessions": options["max_sessions"], "lease_s": options["lease"]}
+    try:
+        client = EnvClient.local(source, oracle=options["oracle"], **limits)
+    except AgentRLError as error:
+        raise ConfigError(f"{source.__qualname__} cannot be served: {error}") from error
+    return await stack.enter_async_context(client)
 
 
 def _token(section: EnvironmentSection) -> str:

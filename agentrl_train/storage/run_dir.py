@@ -41,8 +41,8 @@ def claim_run_dir(
     started = bool(steps(folder / "checkpoints"))
     if started and not resume:
         raise ConfigError(
-            f"{folder} already contains a run: continue it with --resume, or start another with "
-            "--set run.name=NAME"
+            f"{folder} already contains a run: continue it with --resume (in Python, resume=True), or start "
+            "another with --set run.name=NAME"
         )
     metrics = folder / "metrics.jsonl"
     if not started and metrics.exists() and metrics.stat().st_size:

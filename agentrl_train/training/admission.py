@@ -29,6 +29,11 @@ from typing import Any
 
 import numpy as np
 
+from agentrl_train.config import DistillSection, RolloutSection
+from agentrl_train.config.sections import RunSection
+from agentrl_train.errors import ConfigError
+from agentrl_train.placement.environments import Served
+from agentrl_train.storage.checkpoint import Checkpoint
 from agentrl_train.types import IntArray, TaskSource
 
 
@@ -463,3 +468,50 @@ class WorkWindow:
         past = {group_id for group_id in self._trained_ahead if group_id < head}
         self._trained_ahead -= past
         self._behind += len(past)
+
+
+def make_window(
+    run: RunSection,
+    rollout: RolloutSection,
+    *,
+    distill: DistillSection,
+    served: Served,
+    changes: Sequence[Change],
+    checkpoint: Checkpoint | None,
+    finished: Collection[int],
+) -> WorkWindow:
+    """Return the work window, restored from checkpoint and journal if the run is resumed.
+
+    Raises:
+        ConfigError: the configuration does not fit the run that is resumed.
+    """
+    sub_agent, tasks = rollout.sub_agent, {source.task for source in served.sources}
+    named = {
+        "rollout.max_turns": rollout.max_turns.keys(),
+        "rollout.sub_agent.tasks": sub_agent.tasks if sub_agent else (),
+        "distill.teachers": distill.teachers.keys() - {"*"},
+    }
+    for key, names in named.items():
+        if unknown := set(names) - tasks:
+            raise ConfigError(f"{key} names {sorted(unknown)[0]!r}, which is not a task of this run")
+    untaught = [one.task for one in served.sources if distill.teacher_of(one.task) is None]
+    if distill.weight and untaught:
+        raise ConfigError(f"distill.teachers has no teacher of {untaught[0]!r}: name one, or one of '*'")
+    window = WorkWindow(
+        Mixer(
+            served.sources,
+            seed=run.seed,
+            harder=served.harder,
+            by_tokens=rollout.balance == "tokens",
+            changes=changes,
+        ),
+        groups_per_step=rollout.groups_per_step,
+        max_staleness=rollout.max_staleness,
+        window=rollout.window,
+        total_steps=run.steps,
+    )
+    try:
+        window.restore(checkpoint.loop["window"] if checkpoint else None, finished=finished)
+    except ValueError as error:
+        raise ConfigError(f"the run cannot be resumed: {error}") from error
+    return window

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
@@ -15,6 +15,7 @@ from contextlib import (
 )
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,15 +26,14 @@ from agentrl_train.algorithm import objective_function, reward_functions, signal
 from agentrl_train.config import RunConfig
 from agentrl_train.critics.trainer import critic_trainer
 from agentrl_train.engine.pool import EnginePool
-from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner
 from agentrl_train.loss import Loss
 from agentrl_train.models.adapters import adapter_base
 from agentrl_train.models.loading import chat_format, copy_of, load_policy, open_policy, open_teacher
 from agentrl_train.models.stored import StoredModel
 from agentrl_train.placement.devices import Processes
-from agentrl_train.placement.environments import Served, environments
-from agentrl_train.placement.launcher import Follower, Launcher, make_launcher
+from agentrl_train.placement.environments import Given, Served, environments
+from agentrl_train.placement.launcher import Follower, Launcher, follower_devices, make_launcher
 from agentrl_train.placement.ranks import (
     LeadLearner,
     Ranks,
@@ -43,14 +43,12 @@ from agentrl_train.placement.ranks import (
     world_size,
 )
 from agentrl_train.reward import close_judges
-from agentrl_train.storage.checkpoint import Checkpoint, load_latest
+from agentrl_train.storage.checkpoint import load_latest
 from agentrl_train.storage.journal import Journal
 from agentrl_train.storage.run_dir import claim_run_dir, write_config
-from agentrl_train.telemetry.metrics import MetricsLog
-from agentrl_train.telemetry.progress import Progress
-from agentrl_train.telemetry.sinks import open_sinks, traced
+from agentrl_train.telemetry.sinks import traced
 from agentrl_train.telemetry.watchdog import Watchdog, die_with_parent, in_thread
-from agentrl_train.training.admission import Mixer, WorkWindow
+from agentrl_train.training.admission import make_window
 from agentrl_train.training.curriculum import Curriculum, read_changes
 from agentrl_train.training.engines import make_engine, make_publisher, make_threads, threads_each, tolerance
 from agentrl_train.training.evaluation import Evaluation, SessionShare, evaluate, held_out_samples
@@ -61,6 +59,7 @@ from agentrl_train.training.learners import (
     make_learner,
 )
 from agentrl_train.training.loop import DynamicSampling, Loop
+from agentrl_train.training.observer import Observer
 from agentrl_train.training.run import (
     CheckpointEvaluator,
     Evaluator,
@@ -70,6 +69,8 @@ from agentrl_train.training.run import (
     Policy,
     Run,
     ServedPolicy,
+    make_log,
+    require_evaluator,
     resumption,
     run_until_rank_lost,
 )
@@ -99,8 +100,13 @@ def open_launcher(config: RunConfig) -> AbstractContextManager[Launcher]:
     return make_launcher(processes(config), follower)
 
 
-def served_environments(config: RunConfig) -> AbstractAsyncContextManager[Served]:
-    """Return the context in which the environments of a run are served."""
+def served_environments(
+    config: RunConfig, given: Mapping[str, Given] = MappingProxyType({})
+) -> AbstractAsyncContextManager[Served]:
+    """Return the context in which the environments of a run are served.
+
+    ``given`` are environment classes and clients of this process, by the name that ``serve`` has for them.
+    """
     return environments(
         config.environments,
         max_sessions=config.engine.max_sessions,
@@ -108,6 +114,7 @@ def served_environments(config: RunConfig) -> AbstractAsyncContextManager[Served
         idle_s=config.engine.completion_deadline_s,
         levels=config.curriculum.levels,
         stated=config.engine.sampling,
+        given=given,
     )
 
 
@@ -250,8 +257,14 @@ async def _loaded(
         await engine.close()
 
 
-async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
-    """Train a policy from a configuration to the end, or until it is interrupted.
+async def train(
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    given: Mapping[str, Given] = MappingProxyType({}),
+    observer: Observer,
+) -> Outcome:
+    """Train a policy from a configuration to the end, or until it is stopped.
 
     Raises:
         TrainError: the run failed; the message says how to fix the problem.
@@ -263,7 +276,7 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
         launcher = stack.enter_context(open_launcher(config))
         stack.enter_context(launcher.ranks())
         ranks = stack.enter_context(join_ranks(config))
-        served = await stack.enter_async_context(served_environments(config))
+        served = await stack.enter_async_context(served_environments(config, given))
         recorded = stack.enter_context(traced(config.metrics, folder))
         trace = stack.enter_context(Watchdog(quiet_s=config.run.idle_report_timeout_s, trace=recorded))
         step = checkpoint.step if checkpoint else 0
@@ -282,7 +295,14 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
                 inherited=saved.keys(),
             )
         )
-        log = make_log(config, checkpoint, recorded)
+        log = make_log(
+            config.run,
+            config.metrics,
+            settings=config.model_dump(mode="json"),
+            checkpoint=checkpoint,
+            trace=recorded,
+            silent=observer.silent,
+        )
         stack.callback(log.close)
         if checkpoint:
             log.note(resumption(checkpoint, steps=config.run.steps, finished=len(saved), changed=changed))
@@ -291,7 +311,15 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
         failures = FailureLog(
             folder, episodes=int(checkpoint.loop.get("failed_episodes", 0)) if checkpoint else 0
         )
-        window = make_window(config, served, checkpoint, saved.keys())
+        window = make_window(
+            config.run,
+            config.rollout,
+            distill=config.distill,
+            served=served,
+            changes=read_changes(folder),
+            checkpoint=checkpoint,
+            finished=saved.keys(),
+        )
         loop = Loop(
             actor=make_actor(config, served=served, policy=ready, slots=slots, trace=trace),
             window=window,
@@ -306,6 +334,7 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
             describe_slots=trace.table,
             trace=trace,
         )
+        evaluator = partial(make_evaluator, config, served=served, policy=ready, slots=slots, trace=trace)
         run = Run(
             config.run,
             loop=loop,
@@ -315,16 +344,47 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
             log=log,
             failures=failures,
             held_out=HeldOut(
-                current=make_evaluator(config, served=served, policy=ready, slots=slots, trace=trace),
+                current=evaluator(),
                 saved=saved_evaluator(config, served=served, policy=ready, slots=slots, trace=trace),
                 every=config.eval.every,
+                on=evaluator,
             ),
             checkpoints=config.checkpoint,
             resumed=checkpoint,
+            observer=observer,
             trace=trace,
         )
         write_config(folder, config.to_toml())
         return await run_until_rank_lost(run.run(), launcher.wait_lost())
+
+
+async def evaluate_alone(
+    config: RunConfig,
+    *,
+    path: str,
+    samples: int | None = None,
+    given: Mapping[str, Given] = MappingProxyType({}),
+) -> dict[str, Evaluation]:
+    """Evaluate the policy in ``path`` on the held-out samples, without a run.
+
+    Raises:
+        ConfigError: there are no samples to evaluate.
+    """
+    config = config.without_training
+    with open_launcher(config) as launcher, launcher.single():
+        async with (
+            served_environments(config, given) as served,
+            served_policy(config, path=path, launcher=launcher, served=served) as ready,
+        ):
+            slots = asyncio.Semaphore(config.engine.max_sessions)
+            evaluator = make_evaluator(config, served=served, policy=ready, slots=slots, samples=samples)
+            return await require_evaluator(evaluator)()
+
+
+def follow(config: RunConfig) -> None:
+    """Train along with rank 0 until it finishes, as another rank."""
+    with follower_devices(processes(config)):
+        run_follower(config)
 
 
 def make_trainer(config: RunConfig, *, policy: Policy, trace: Trace) -> StepTrainer:
@@ -361,26 +421,6 @@ def dynamic_sampling(config: RunConfig) -> DynamicSampling:
     )
 
 
-def make_log(config: RunConfig, checkpoint: Checkpoint | None, trace: Trace) -> MetricsLog:
-    """Return the metrics log, continued from the checkpoint if there is one."""
-    step = checkpoint.step if checkpoint else 0
-    elapsed_s = float(checkpoint.loop["seconds"]) if checkpoint else 0.0
-    progress = Progress(total_steps=config.run.steps, first_step=step, elapsed_s=elapsed_s)
-    return MetricsLog(
-        config.run_folder,
-        first_step=step,
-        trajectories=config.metrics.trajectories,
-        sinks=open_sinks(
-            config.metrics,
-            config.run,
-            trace,
-            settings=config.model_dump(mode="json"),
-            notify=progress.note,
-        ),
-        progress=progress,
-    )
-
-
 def make_evaluator(
     config: RunConfig,
     *,
@@ -388,10 +428,15 @@ def make_evaluator(
     policy: ServedPolicy,
     slots: AbstractAsyncContextManager[None],
     weights: str = "current",
+    samples: int | None = None,
     trace: Trace = UNTRACED,
 ) -> Evaluator | None:
-    """Return the held-out evaluation of a policy of the engine, or None if it is disabled."""
-    if not config.eval.samples:
+    """Return the held-out evaluation of a policy of the engine, or None if it is disabled.
+
+    ``samples`` is another number of samples per task than ``eval.samples``.
+    """
+    count = config.eval.samples if samples is None else samples
+    if not count:
         return None
     actor = partial(
         make_actor,
@@ -407,7 +452,7 @@ def make_evaluator(
         evaluate,
         actor(evaluation=sampling),
         greedy=actor(evaluation=sampling.at(0.0)) if config.eval.greedy else None,
-        samples=held_out_samples(served.held_out, config.eval.samples),
+        samples=held_out_samples(served.held_out, count),
         split={task: source.split for task, source in served.held_out.items()},
         seed=EVALUATION_SEED,
         attempts=config.eval.attempts,
@@ -448,49 +493,6 @@ def make_turn(
     learner = policy.learner
     release = learner.release if isinstance(learner, LeadLearner) else release_memory
     return partial(engine_asleep, policy.engine, release=release, trace=trace)
-
-
-def make_window(
-    config: RunConfig,
-    served: Served,
-    checkpoint: Checkpoint | None,
-    saved: Collection[int],
-) -> WorkWindow:
-    """Return the work window, restored from checkpoint and journal if the run is resumed.
-
-    Raises:
-        ConfigError: the configuration does not fit the run that is resumed.
-    """
-    sub_agent, tasks = config.rollout.sub_agent, {source.task for source in served.sources}
-    named = {
-        "rollout.max_turns": config.rollout.max_turns.keys(),
-        "rollout.sub_agent.tasks": sub_agent.tasks if sub_agent else (),
-        "distill.teachers": config.distill.teachers.keys() - {"*"},
-    }
-    for key, names in named.items():
-        if unknown := set(names) - tasks:
-            raise ConfigError(f"{key} names {sorted(unknown)[0]!r}, which is not a task of this run")
-    untaught = [one.task for one in served.sources if config.distill.teacher_of(one.task) is None]
-    if config.distill.weight and untaught:
-        raise ConfigError(f"distill.teachers has no teacher of {untaught[0]!r}: name one, or one of '*'")
-    window = WorkWindow(
-        Mixer(
-            served.sources,
-            seed=config.run.seed,
-            harder=served.harder,
-            by_tokens=config.rollout.balance == "tokens",
-            changes=read_changes(config.run_folder),
-        ),
-        groups_per_step=config.rollout.groups_per_step,
-        max_staleness=config.rollout.max_staleness,
-        window=config.rollout.window,
-        total_steps=config.run.steps,
-    )
-    try:
-        window.restore(checkpoint.loop["window"] if checkpoint else None, finished=saved)
-    except ValueError as error:
-        raise ConfigError(f"the run cannot be resumed: {error}") from error
-    return window
 
 
 def make_actor(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -71,6 +72,46 @@ class Evaluation:
         """Share of turns whose calls the environment accepted."""
         turns = [turn for t in self.counted for turn in t.turns]
         return sum(turn.invalid_calls == 0 for turn in turns) / max(1, len(turns))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluations:
+    """Held-out results of a policy, by task."""
+
+    step: int | None
+    """Steps that the policy was trained, None for another model than the run's."""
+    tasks: Mapping[str, Evaluation]
+
+    @property
+    def success(self) -> float:
+        """Mean success rate of the tasks."""
+        return fmean(result.success for result in self.tasks.values()) if self.tasks else math.nan
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % Wilson interval of the success of all episodes."""
+        counted = [episode for result in self.tasks.values() for episode in result.counted]
+        return wilson_interval(sum(episode.success for episode in counted), len(counted))
+
+    def __getitem__(self, task: str) -> Evaluation:
+        """Return the result of a task."""
+        return self.tasks[task]
+
+    def __repr__(self) -> str:
+        """Return a line per task."""
+        if not self.tasks:
+            return "no results: rank 0 evaluates"
+        policy = "another policy" if self.step is None else f"policy of step {self.step}"
+        lines = [
+            f"{task}: success {result.success:.1%} (95 % interval {low:.1%} to {high:.1%}), "
+            f"{len(result.counted)} episodes"
+            for task, result in self.tasks.items()
+            for low, high in [result.interval]
+        ]
+        if len(lines) > 1:
+            low, high = self.interval
+            lines.append(f"mean: success {self.success:.1%} (95 % interval {low:.1%} to {high:.1%})")
+        return "\n".join([f"{policy} on held-out samples", *(f"  {line}" for line in lines)])
 
 
 class SessionShare:

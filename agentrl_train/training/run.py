@@ -5,22 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from agentrl_env.types import Message
 from agentrl_train.chat import ChatFormat
-from agentrl_train.config.sections import CheckpointSection, RunSection
+from agentrl_train.config.sections import CheckpointSection, MetricsSection, RunSection
 from agentrl_train.critics.networks import Critic
-from agentrl_train.errors import EngineError, WeightMismatch
+from agentrl_train.errors import ConfigError, EngineError, WeightMismatch
 from agentrl_train.learner import Learner
 from agentrl_train.report.page import write_report
 from agentrl_train.storage.atomic_io import run_folder_errors
@@ -34,20 +35,22 @@ from agentrl_train.storage.checkpoint import (
 )
 from agentrl_train.storage.checkpoint import steps as checkpoint_steps
 from agentrl_train.telemetry.metrics import MetricsLog
+from agentrl_train.telemetry.progress import Progress
+from agentrl_train.telemetry.sinks import open_sinks
 from agentrl_train.telemetry.throughput import Throughput, copy_bytes_per_s
 from agentrl_train.telemetry.watchdog import in_thread
 from agentrl_train.training.admission import AdmittedGroup
 from agentrl_train.training.curriculum import Curriculum
 from agentrl_train.training.diagnosis import Diagnosis
-from agentrl_train.training.evaluation import Evaluation
+from agentrl_train.training.evaluation import Evaluation, Evaluations
 from agentrl_train.training.loop import Loop
+from agentrl_train.training.observer import Observer
 from agentrl_train.training.step_trainer import TRACK, StepTrainer, by_task
 from agentrl_train.types import UNTRACED, Completion, RunningEngine, SamplingParams, Step, Trace, Trajectory
 from agentrl_train.weights import DriftCheck, Publisher
 
 logger = logging.getLogger(__name__)
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SHUTDOWN_TIMEOUT_S = 30.0
 """Time for a run to end after a rank is lost."""
 PROBES = 3
@@ -79,12 +82,11 @@ class Policy(ServedPolicy):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Result of a run; ``summary`` is None if ``signal`` interrupted it."""
+    """Result of a run; ``summary`` is None if the run was stopped before its last step."""
 
     folder: Path
     step: int
     summary: Mapping[str, Any] | None
-    signal: int | None = None
 
 
 class FailureLog:
@@ -129,6 +131,8 @@ class HeldOut:
     """Evaluates checkpoints beside training, in place of ``current`` but for the end of the run."""
     every: int = 0
     """Steps between two evaluations; 0 is only at the start and the end."""
+    on: Callable[..., Evaluator | None]
+    """Returns the evaluation on another number of ``samples`` per task."""
 
 
 class Run:
@@ -147,9 +151,11 @@ class Run:
         held_out: HeldOut,
         checkpoints: CheckpointSection,
         resumed: Checkpoint | None,
+        observer: Observer,
         trace: Trace = UNTRACED,
     ) -> None:
         self._run_section = run
+        self._observer = observer
         self._folder = run.path
         self._loop = loop
         self._trace = trace
@@ -167,7 +173,6 @@ class Run:
         self._fresh = resumed is None
         self._saved_step = resumed.step if resumed else -1
         self._best = best_success(self._folder) if resumed else -1.0
-        self._signal: int | None = None
         self._interrupted = asyncio.Event()
         self._writing: asyncio.Task[None] | None = None
         state = resumed.loop if resumed else {}
@@ -182,17 +187,35 @@ class Run:
             if "curriculum" in state:
                 self._curriculum.restore(state["curriculum"])
 
-    def interrupt(self, number: int) -> None:
-        """End the run after the step in progress, with a checkpoint; a second signal ends it at once."""
-        self._signal = number
+    def stop(self) -> None:
+        """End the run after the step in progress, with a checkpoint and without a final evaluation."""
         self._interrupted.set()
         self._loop.stop()
-        _remove_signal_handlers()
+
+    async def evaluate(self, samples: int | None = None) -> Evaluations:
+        """Evaluate the current policy between two steps; by default on ``eval.samples`` samples per task.
+
+        Raises:
+            ConfigError: ``eval.samples`` is 0.
+        """
+        evaluator = require_evaluator(self._held_out.on(samples=samples))
+        return Evaluations(step=self._loop.window.steps, tasks=await evaluator())
+
+    async def save(self, folder: Path) -> None:
+        """Write the current policy between two steps, as the folder ``model`` of a checkpoint."""
+        await self._wait_for_checkpoint()
+        learner, tokenizer = self._policy.learner, self._policy.tokenizer
+
+        def write() -> None:
+            learner.snapshot().write(folder)
+            InModelFolder(pretrained=tokenizer).write(folder)
+
+        within_s = self._checkpoints.write_timeout_s
+        await in_thread(write, within_s=within_s, doing=f"writing the policy to {folder}")
 
     async def run(self) -> Outcome:
-        """Run to the end, or until a stop signal."""
-        for number in STOP_SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self.interrupt, number)
+        """Run to the end, or until ``stop`` is called."""
+        self._observer.started(self)
         try:
             return await self._run()
         finally:
@@ -201,7 +224,6 @@ class Run:
                 await asyncio.gather(self._evaluating, return_exceptions=True)
             # A checkpoint in progress is finished in any case.
             await asyncio.gather(self._wait_for_checkpoint(), return_exceptions=True)
-            _remove_signal_handlers()
             await self._wait_for_checkpoint()
 
     async def _run(self) -> Outcome:
@@ -217,7 +239,7 @@ class Run:
         await self._probe(version)
         if self._fresh:
             if not await self._evaluate_step(0):
-                return Outcome(folder=self._folder, step=0, summary=None, signal=self._signal)
+                return Outcome(folder=self._folder, step=0, summary=None)
             await self._checkpoint(step=0)
         else:
             await self._repeat_evaluations(self._loop.window.steps)
@@ -228,10 +250,10 @@ class Run:
         step = self._loop.window.steps
         await self._checkpoint(step=step)
         await self._wait_for_checkpoint()
-        summary = None if self._signal else await self._summarize()
+        summary = None if self._interrupted.is_set() else await self._summarize()
         report = partial(write_report, self._folder)
         await in_thread(report, within_s=self._checkpoints.write_timeout_s, doing="writing the report")
-        return Outcome(folder=self._folder, step=step, summary=summary, signal=self._signal)
+        return Outcome(folder=self._folder, step=step, summary=summary)
 
     async def _summarize(self) -> Mapping[str, Any] | None:
         if not (await self._evaluated() and await self._evaluate("after")):
@@ -263,12 +285,16 @@ class Run:
         metrics["dropped_groups"] = float(self._loop.window.dropped)
         levels = self._curriculum.metrics()
         metrics["train_seconds"] = time.monotonic() - started
+        tasks = {task: {**values, **levels.get(task, {})} for task, values in by_task(step.groups).items()}
+        step = _with_metrics(step, metrics, tasks)
+        more = await self._observer.trained(step)
+        step = replace(step, metrics={**step.metrics, **more})
         self._log.log_step(
             number,
             policy_version=step.next_version,
             elapsed_s=self._elapsed(),
-            metrics=metrics,
-            tasks={task: {**values, **levels.get(task, {})} for task, values in by_task(step.groups).items()},
+            metrics={**metrics, **more},
+            tasks=tasks,
             groups=step.groups,
         )
         mixer = self._loop.window.mixer
@@ -282,6 +308,7 @@ class Run:
         if self._due(number, self._held_out.every):
             await self._evaluate_step(number)
             self._throughput.begin()
+        await self._observer.finished(step)
 
     def _due(self, step: int, every: int) -> bool:
         return every > 0 and step % every == 0 and step < self._run_section.steps
@@ -419,6 +446,7 @@ class Run:
             results={task: result.trajectories for task, result in results.items()},
             greedy={task: result.greedy for task, result in results.items()},
         )
+        await self._observer.evaluated(Evaluations(step=step, tasks=results))
 
     async def _keep_best(self, success: float, *, step: int) -> None:
         """Keep the model of a step, with a checkpoint if there is none, where its success is the best."""
@@ -461,11 +489,6 @@ def _evaluation_name(step: int) -> str:
     return f"step {step}" if step else "before"
 
 
-def _remove_signal_handlers() -> None:
-    for number in STOP_SIGNALS:
-        asyncio.get_running_loop().remove_signal_handler(number)
-
-
 async def run_until_rank_lost(run: Coroutine[Any, Any, Outcome], lost: Coroutine[Any, Any, None]) -> Outcome:
     """Return the outcome of a run; raises if a rank of the learner is lost before it ends."""
     running, losing = asyncio.create_task(run), asyncio.create_task(lost)
@@ -486,3 +509,53 @@ def resumption(checkpoint: Checkpoint, *, steps: int, finished: int, changed: Se
     if checkpoint.step >= steps:
         text = f"{checkpoint.step} steps are trained already, and run.steps = {steps}: raise it to train more"
     return "; ".join([text, *changed])
+
+
+def _with_metrics(step: Step, metrics: Mapping[str, float], tasks: Mapping[str, Mapping[str, float]]) -> Step:
+    """Return a trained step with its metrics."""
+    episodes = [episode for group in step.groups for episode in group.trajectories]
+    means = {
+        "reward": fmean(episode.reward for episode in episodes),
+        "success": fmean(episode.success for episode in episodes),
+    }
+    return replace(step, metrics={**metrics, **means}, tasks=tasks)
+
+
+def require_evaluator(evaluator: Evaluator | None) -> Evaluator:
+    """Return an evaluator.
+
+    Raises:
+        ConfigError: there is none, because the number of samples is 0.
+    """
+    if evaluator is None:
+        raise ConfigError("eval.samples is 0, so there is nothing to evaluate: raise it")
+    return evaluator
+
+
+def make_log(
+    run: RunSection,
+    metrics: MetricsSection,
+    *,
+    settings: Mapping[str, Any],
+    checkpoint: Checkpoint | None,
+    trace: Trace,
+    silent: bool,
+) -> MetricsLog:
+    """Return the metrics log, continued from the checkpoint if there is one."""
+    step = checkpoint.step if checkpoint else 0
+    elapsed_s = float(checkpoint.loop["seconds"]) if checkpoint else 0.0
+    console = Console(quiet=silent)
+    progress = Progress(total_steps=run.steps, console=console, first_step=step, elapsed_s=elapsed_s)
+    return MetricsLog(
+        run.path,
+        first_step=step,
+        trajectories=metrics.trajectories,
+        sinks=open_sinks(
+            metrics,
+            run,
+            trace,
+            settings=settings,
+            notify=progress.note,
+        ),
+        progress=progress,
+    )

@@ -9,6 +9,7 @@ from agentrl_train.cli import commands
 from agentrl_train.config import RunConfig
 from agentrl_train.errors import ConfigError
 from agentrl_train.storage.checkpoint import InModelFolder, save_checkpoint
+from agentrl_train.training.trainer import Trainer
 from tests.tiny_models import make_model, make_tokenizer
 
 
@@ -43,18 +44,18 @@ def test_evaluation_names_the_model_that_it_evaluates(
     config = configured(tmp_path)
     evaluated: list[str] = []
 
-    async def evaluate(config: RunConfig, *, path: str) -> dict[str, Any]:
-        evaluated.append(path)
+    def evaluate(trainer: Trainer, *, model: str) -> Any:
+        evaluated.append(model)
         raise ConfigError("enough")
 
-    monkeypatch.setattr(commands, "_evaluate", evaluate)
+    monkeypatch.setattr(Trainer, "evaluate", evaluate)
     saved = config.run_folder / "checkpoints" / "step_000003" / "model"
     if choice != "nothing":
         parts = [InModelFolder(pretrained=make_model()), InModelFolder(pretrained=make_tokenizer())]
         save_checkpoint(saved.parents[1], step=3, parts=parts, loop={})
     model = {"run": str(config.run_folder), "name": "org/model"}.get(choice)
     with pytest.raises(ConfigError, match="enough"):
-        commands.evaluate_policy(config, model=model)
+        commands.evaluate_policy(Trainer(config), model=model)
     expected, reason = {
         "nothing": ("policy", "model.path; the run has no checkpoint"),
         "checkpoint": (str(saved), "the newest checkpoint; --model evaluates another"),

@@ -1,0 +1,317 @@
+"""``Trainer``: runs from Python, with tiny steps of a random model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM
+
+from agentrl_env import EnvClient, Environment, Reply
+from agentrl_env.launch.process import ServerThread
+from agentrl_train import Evaluations, Step, Trainer, Trajectory
+from agentrl_train.errors import CallbackFailed, ConfigError, TrainError
+from tests.tiny_models import make_model, make_tokenizer
+from tests.train.runs.babble import Babble
+
+ROOT = Path(__file__).parents[3]
+TINY = {
+    "run.threads": 1,
+    "engine.max_sessions": 8,
+    "engine.max_context": 256,
+    "engine.max_new_tokens": 8,
+    "rollout.groups_per_step": 2,
+    "rollout.group_size": 2,
+    "checkpoint.every": 100,
+    "eval.samples": 0,
+    "metrics.tensorboard": False,
+    "metrics.trace": False,
+}
+Make = Callable[..., Trainer]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy")
+    make_model().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def make(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Return a function that makes trainers of one run, ``runs/run-1`` of an empty working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def trainer(*, settings: dict[str, Any] | None = None, **options: Any) -> Trainer:
+        options = {"model": policy, "environments": [Babble], "steps": 3} | options
+        return Trainer(settings=TINY | (settings or {}), **options)
+
+    return trainer
+
+
+def logged(trainer: Trainer) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def own_threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith(("agentrl", "torch"))}
+
+
+def test_loop_yields_trained_steps_and_closes_everything(make: Make) -> None:
+    trainer = make()
+    steps = list(trainer)
+    assert [step.number for step in steps] == [1, 2, 3]
+    assert all({"reward", "success", "loss_tokens"} <= step.metrics.keys() for step in steps)
+    assert all(step.tasks["babble"]["reward"] == step.metrics["reward"] for step in steps)
+    assert [line["step"] for line in logged(trainer)] == [1, 2, 3]
+    assert own_threads() == set()
+
+
+async def test_trains_inside_a_running_event_loop(make: Make) -> None:
+    assert [step.number for step in make(steps=1)] == [1]
+
+
+def test_evaluates_and_saves_before_between_and_after_steps(make: Make, policy: Path) -> None:
+    trainer = make(steps=1)
+    found = [trainer.evaluate(samples=3)]
+    trainer.save("before")
+    for _ in trainer:
+        found.append(trainer.evaluate(samples=3))
+        trainer.save("between")
+    found.append(trainer.evaluate(samples=3))
+    trainer.save("after")
+    assert [result.step for result in found] == [0, 1, 1]
+    assert all(len(result["babble"].counted) == 3 for result in found)
+    assert found[0]["babble"].versions == {0}
+    assert found[1]["babble"].versions == {1}
+    assert "babble: success " in repr(found[0])
+    assert "95 % interval" in repr(found[0])
+    first, between, after = (
+        AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in ("before", "between", "after")
+    )
+    name = next(iter(first))
+    assert bool((between[name] == after[name]).all())
+    assert not bool((first[name] == after[name]).all())
+    assert not (trainer.folder / ".saving").exists()
+
+
+def test_loop_that_is_left_early_continues(make: Make) -> None:
+    trainer = make()
+    for step in trainer:
+        assert step.number == 1
+        break
+    assert own_threads() == set()
+    with pytest.raises(ZeroDivisionError):
+        print([1 / (2 - step.number) for step in trainer])
+    assert own_threads() == set()
+    assert [step.number for step in make(resume=True)] == [3]
+    assert [line["step"] for line in logged(trainer)] == [1, 2, 3]
+
+
+def test_new_trainer_starts_another_run(make: Make) -> None:
+    first = make(steps=1)
+    assert first.train() is not None
+    assert make().folder != first.folder
+    with pytest.raises(ConfigError, match="resume=True"):
+        make(settings={"run.name": first.folder.name}).train()
+
+
+def test_ctrl_c_leaves_a_resumable_run(make: Make) -> None:
+    def interrupt(step: Step) -> None:
+        if step.number == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make(on_step=interrupt).train()
+    assert own_threads() == set()
+    outcome = make(resume=True).train()
+    assert outcome is not None
+    assert outcome.step == 3
+
+
+def test_callbacks_add_metrics_and_stop_the_run(make: Make) -> None:
+    episodes: list[Trajectory] = []
+    evaluations: list[Evaluations] = []
+
+    def on_episode(episode: Trajectory) -> dict[str, float]:
+        episodes.append(episode)
+        return {"turns_twice": 2.0 * len(episode.turns)}
+
+    def on_step(step: Step) -> dict[str, float]:
+        trainer.stop()
+        return {"number": step.number}
+
+    trainer = make(
+        on_episode=on_episode, on_step=on_step, on_evaluation=evaluations.append, settings={"eval.samples": 2}
+    )
+    outcome = trainer.train()
+    assert outcome is not None
+    assert (outcome.step, outcome.summary) == (1, None)
+    (line,) = logged(trainer)
+    assert len(episodes) == 4
+    assert line["turns_twice"] == 2 * sum(len(episode.turns) for episode in episodes) / 4
+    assert line["number"] == 1
+    assert [evaluation.step for evaluation in evaluations] == [0]
+
+
+def test_failing_callback_ends_the_run_resumable_and_is_named(make: Make) -> None:
+    def divide(step: Step) -> None:
+        if step.number == 2:
+            raise ZeroDivisionError("nothing to divide")
+
+    with pytest.raises(CallbackFailed, match=r"on_step \(.*divide\) failed: ZeroDivisionError: nothing"):
+        make(on_step=divide).train()
+    assert [step.number for step in make(resume=True)] == [3]
+
+
+def test_own_functions_of_reward_and_algorithm_are_used(make: Make) -> None:
+    seen: list[float] = []
+
+    def length(trajectory: Trajectory) -> float:
+        return float(len(trajectory.turns))
+
+    def median(siblings: Any) -> float:
+        seen.extend(siblings.returns)
+        return float(np.median(siblings.returns))
+
+    trainer = make(
+        steps=1,
+        reward={"functions": length, "weights": {"environment": 0.0}},
+        algorithm={"preset": "grpo", "baseline": median},
+    )
+    (step,) = trainer
+    rewards = [episode.reward for group in step.groups for episode in group.trajectories]
+    assert rewards == [len(episode.turns) for group in step.groups for episode in group.trajectories]
+    assert sorted(seen[:4]) == sorted(rewards)
+
+
+def test_clients_and_servers_are_environments_too(make: Make) -> None:
+    with ServerThread(Babble) as server:
+        clients = [server.url, EnvClient.connect(server.url), EnvClient.local(Babble)]
+        for source in clients:
+            trainer = make(environments=[source], steps=1)
+            assert trainer.evaluate(samples=1).tasks.keys() == {"babble"}
+            assert [step.number for step in trainer] == [1]
+            assert trainer.evaluate(samples=1).step == 1
+
+
+class Meeting(Environment):
+    """Two episodes meet, each on a thread of its own."""
+
+    max_turns = 1
+    barrier = threading.Barrier(2)
+
+    def reset(self, sample, rng):  # type: ignore[no-untyped-def]
+        return "Speak."
+
+    def respond(self, text: str) -> Reply:
+        """Wait for the other episode."""
+        self.barrier.wait(60)
+        return Reply("met", reward=1.0)
+
+    tool_specs = Babble.tool_specs
+
+
+def test_blocking_tools_of_a_class_do_not_stall_other_episodes(make: Make) -> None:
+    (step,) = make(environments=[Meeting], steps=1, settings={"rollout.max_staleness": 0})
+    assert step.metrics["reward"] == 1.0
+    assert not Meeting.barrier.broken
+
+
+def test_model_and_tokenizer_can_be_given_as_objects(make: Make) -> None:
+    trainer = make(model=(make_model(), make_tokenizer()), steps=1)
+    assert [step.number for step in trainer] == [1]
+    assert (trainer.folder / "initial" / "config.json").exists()
+
+
+def test_file_and_overrides_make_a_trainer(policy: Path, tmp_path: Path) -> None:
+    file = tmp_path / "train.toml"
+    file.write_text(
+        f'[run]\nname = "file"\nsteps = 4\n[model]\npath = "{policy}"\n[engine]\nmax_sessions = 2\n'
+    )
+    from_file = partial(Trainer.from_config, file, environments=[Babble])
+    assert from_file(["run.steps=5"]).config.run.steps == 5
+    assert from_file({"run.steps": 6}, algorithm="rloo").config.algorithm.preset == "rloo"
+    assert from_file(steps=7).config.engine.max_sessions == 2
+
+
+def test_wrong_arguments_are_reported_at_once(make: Make) -> None:
+    with pytest.raises(ConfigError, match="environments holds 3: give Environment classes"):
+        make(environments=[3])
+    with pytest.raises(ConfigError, match=r"unknown key train\.learning_rat; did you mean learning_rate"):
+        make(settings={"train.learning_rat": 1.0})
+    with pytest.raises(ConfigError, match=r"settings\['run.name.first'\]: there is no 'first'"):
+        make(settings={"run.name": "one", "run.name.first": 1})
+
+
+def test_running_trainer_refuses_another_loop(make: Make) -> None:
+    trainer = make()
+    for _ in trainer:
+        with pytest.raises(TrainError, match="running already"):
+            trainer.train()
+        break
+
+
+SCRIPT = """
+import sys
+from agentrl_env import Environment, Reply, tool
+from agentrl_train import Trainer
+
+class Speak(Environment):
+    max_turns = 1
+
+    def reset(self, sample, rng):
+        return "Speak."
+
+    @tool
+    def stop(self) -> str:
+        "Do nothing."
+        return "fine"
+
+    def respond(self, text: str) -> Reply:
+        return Reply("thanks", reward=float(len(text) % 3))
+
+trainer = Trainer(model=sys.argv[1], environments=[Speak], steps=2, settings={settings})
+for step in trainer:
+    print("step", step.number, "reward", step.metrics["reward"])
+print(trainer.evaluate(samples=2))
+trainer.save("policy")
+"""
+
+
+def run_script(policy: Path, folder: Path, *launcher: str, **settings: Any) -> str:
+    """Run the script in a folder and return its output."""
+    (folder / "script.py").write_text(SCRIPT.replace("{settings}", repr(TINY | settings)))
+    command = [sys.executable, *launcher, "script.py", str(policy)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=500)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_script_trains_a_class_of_its_own(policy: Path, tmp_path: Path) -> None:
+    output = run_script(policy, tmp_path)
+    assert [line.split()[:2] for line in output.splitlines()[:2]] == [["step", "1"], ["step", "2"]]
+    assert "policy of step 2 on held-out samples\n  speak: success" in output
+    assert (tmp_path / "policy" / "config.json").exists()
+
+
+@pytest.mark.slow
+def test_torchrun_runs_the_same_script_on_two_ranks(policy: Path, tmp_path: Path) -> None:
+    output = run_script(
+        policy, tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    )
+    assert sorted(line.split()[1] for line in output.splitlines() if line.startswith("step")) == ["1", "2"]
+    assert output.count("policy of step 2 on held-out samples") == 1
+    assert output.count("no results: rank 0 evaluates") == 1
+    assert (tmp_path / "policy" / "config.json").exists()
