@@ -25,8 +25,7 @@ from agentrl_env.server.auth import is_link_token
 from agentrl_env.server.controller_link import ControllerLinks
 from agentrl_env.server.limits import Limits
 from agentrl_env.server.sockets import Listener
-from agentrl_env.server.telemetry.metrics import Metrics
-from agentrl_env.server.telemetry.session_metrics import SLOW_STEP_S, SessionMetrics
+from agentrl_env.server.telemetry.metrics import SLOW_STEP_S, Metrics, SessionMetrics
 from agentrl_env.server.telemetry.tracing import Tracing
 from agentrl_env.server.watchdog import Watchdog
 from agentrl_env.session.loop_watch import warn_of_blocks

@@ -33,8 +33,7 @@ from agentrl_env.server.api import Api, read
 from agentrl_env.server.auth import as_bearer
 from agentrl_env.server.controller_link import ControllerLinks
 from agentrl_env.server.middleware import AGENTRL_PATH
-from agentrl_env.server.telemetry.metrics import Metrics
-from agentrl_env.server.telemetry.session_metrics import SessionMetrics
+from agentrl_env.server.telemetry.metrics import Metrics, SessionMetrics
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.tools import Done, Reply
 from agentrl_env.types import Message, TaskSample, ToolSpec
