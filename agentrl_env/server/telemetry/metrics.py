@@ -25,6 +25,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from agentrl_env.server.telemetry.tracing import annotate, spanned
+from agentrl_env.session.observer import Observer
 from agentrl_env.types import Counts, Durations, SessionStatus, TaskCounts
 
 if TYPE_CHECKING:
@@ -238,8 +239,8 @@ class Metrics(Collector):
         yield _histograms("agentrl_event_loop_lag_seconds", lag, [], {(): self.loop_lag_seconds})
 
 
-class SessionMetrics:
-    """Counts, logs and traces the sessions of a pool; an ``Observer``.
+class SessionMetrics(Observer):
+    """Counts, logs and traces the sessions of a pool.
 
     Args:
         metrics: counters of the process.
