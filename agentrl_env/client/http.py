@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary, WeakSet
 
 from pydantic import BaseModel, Field, ValidationError
-from pydantic_core import PydanticSerializationError, from_json, to_json
+from pydantic_core import PydanticSerializationError, to_json
 
 from agentrl_env.client.transport import (
     FailoverTransport,
@@ -188,7 +188,7 @@ class HttpBackend:
     def _body(self, response: Response, call: Call) -> bytes:
         if response.status < 300:
             return response.body
-        error = _error_of(response)
+        error = response.error()
         if error is None:
             words = f"it answered {call.method} {call.path} with {response.status}"
             raise ProtocolError(f"{self.url} is no environment server: {words}")
@@ -384,16 +384,9 @@ def _known_error(body: object) -> WireError:
     return error
 
 
-def _error_of(response: Response) -> WireError | None:
-    try:
-        return from_wire(from_json(response.body))
-    except ValueError:
-        return None
-
-
 def _retry_after(response: Response) -> float:
     """Return the seconds to wait after a RateLimited answer."""
-    error = _error_of(response) if response.status == RateLimited.status else None
+    error = response.error() if response.status == RateLimited.status else None
     if error is None:
         return 0.0
     seconds = error.details.get("retry_after")
@@ -406,7 +399,7 @@ def _is_temporary(response: Response) -> bool:
     """Return whether a proxy answered for an absent server, or a controller lacks its shared state."""
     if response.status not in RETRIED:
         return False
-    error = _error_of(response)
+    error = response.error()
     return error is None or isinstance(error, StateUnavailable)
 
 

@@ -26,6 +26,7 @@ from agentrl_env.errors import (
     ServerDraining,
     ServerUnreachable,
     StateUnavailable,
+    WireError,
     from_wire,
 )
 from agentrl_env.wire import (
@@ -55,6 +56,13 @@ class Response(NamedTuple):
 
     status: int
     body: bytes
+
+    def error(self) -> WireError | None:
+        """Return the error in the body; None where there is none of a known form."""
+        try:
+            return from_wire(from_json(self.body))
+        except ValueError:
+            return None
 
 
 class Transport(Protocol):
@@ -410,8 +418,5 @@ def _is_local_refusal(response: Response) -> bool:
     """Return whether another controller may accept the call: this one drains, or lacks the shared state."""
     if response.status not in (502, 503, 504):
         return False
-    try:
-        error = from_wire(from_json(response.body))
-    except ValueError:
-        return True  # the answer of a proxy
+    error = response.error()  # None in the answer of a proxy
     return error is None or isinstance(error, ServerDraining | StateUnavailable)
