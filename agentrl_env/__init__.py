@@ -27,7 +27,7 @@ _MODULES = {
     "Message": "agentrl_env.types",
     "Reply": "agentrl_env.tools",
     "Session": "agentrl_env.session",
-    "SessionBackend": "agentrl_env.client.backend",
+    "SessionBackend": "agentrl_env.client.client",
     "SessionInfo": "agentrl_env.types",
     "SessionStatus": "agentrl_env.types",
     "SplitInfo": "agentrl_env.types",
@@ -48,9 +48,9 @@ _MODULES = {
 __all__ = sorted([*_MODULES, "__version__"])
 
 if TYPE_CHECKING:
-    from agentrl_env.client.backend import SessionBackend as SessionBackend
     from agentrl_env.client.client import ClientSession as ClientSession
     from agentrl_env.client.client import EnvClient as EnvClient
+    from agentrl_env.client.client import SessionBackend as SessionBackend
     from agentrl_env.client.sync import SyncClientSession as SyncClientSession
     from agentrl_env.client.sync import SyncEnvClient as SyncEnvClient
     from agentrl_env.dataset import read_jsonl as read_jsonl

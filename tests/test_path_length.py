@@ -57,7 +57,7 @@ async def entered_by_a_step(url: str) -> set[str]:
     return set.intersection(*entered)
 
 
-async def test_step_over_the_network_enters_at_most_21_files() -> None:
+async def test_step_over_the_network_enters_at_most_18_files() -> None:
     server = EnvServer([Guess], port=0, drain_s=0.0)
     await server.start()
     try:
@@ -66,7 +66,7 @@ async def test_step_over_the_network_enters_at_most_21_files() -> None:
         await server.stop()
     print(f"{len(files)} files: {', '.join(sorted(files))}")
     assert "agentrl_env/session/session.py" in files
-    assert len(files) <= 21, sorted(files)
+    assert len(files) <= 18, sorted(files)
 
 
 class Echo(Environment):

@@ -1,6 +1,5 @@
 """Clients: one async face (``EnvClient``) over backends that open and step sessions."""
 
-from agentrl_env.client.backend import SessionBackend
-from agentrl_env.client.client import ClientSession, EnvClient
+from agentrl_env.client.client import ClientSession, EnvClient, SessionBackend
 
 __all__ = ["ClientSession", "EnvClient", "SessionBackend"]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from agentrl_env.client.backend import SessionBackend
 from agentrl_env.client.http import HttpBackend
 from agentrl_env.errors import ClientClosed, InvalidRequest, WireError, explain, from_wire
 from agentrl_env.types import (
@@ -32,6 +31,7 @@ from agentrl_env.wire import (
     OPEN,
     OPEN_MANY,
     TASKS,
+    Call,
     ExpertAnswer,
     ForkAnswer,
     ForkRequest,
@@ -46,6 +46,23 @@ from agentrl_env.wire import (
 if TYPE_CHECKING:
     from agentrl_env.client.sync import SyncEnvClient
     from agentrl_env.environment import Environment
+
+
+class SessionBackend(Protocol):
+    """Makes the calls of the protocol.
+
+    Methods raise the WireError that is answered; those over a network also ServerUnreachable, CallTimeout
+    and ProtocolError.
+    """
+
+    async def call(self, call: Call, request: BaseModel) -> Any:
+        """Make a call; return its answer, a ``call.answer``."""
+
+    async def step(self, session_id: str, seq: int, message: Message) -> StepResult:
+        """Play one assistant message; repeating a ``seq`` returns the same result."""
+
+    async def aclose(self) -> None:
+        """Close connections, or the sessions themselves where they live in this process."""
 
 
 class EnvClient:
@@ -182,18 +199,11 @@ class EnvClient:
         )
 
 
-class ClientSession:
-    """One session. It numbers the steps, so that a retry never steps twice."""
+class OpenedSession:
+    """The facts of a session that its steps do not change."""
 
-    def __init__(self, backend: SessionBackend, info: SessionInfo) -> None:
-        self._backend = backend
-        self.info = info
-        self.turn = info.turn
-        self.status = info.status
-        self.last = info.last
-
-    def __repr__(self) -> str:
-        return f"<ClientSession {self.session_id} of {self.info.task!r}: {self.status}, turn {self.turn}>"
+    info: SessionInfo
+    """The session as it was opened or resumed."""
 
     @property
     def session_id(self) -> str:
@@ -222,6 +232,20 @@ class ClientSession:
     def tools(self) -> tuple[ToolSpec, ...]:
         """The tools that the model can call."""
         return self.info.tools
+
+
+class ClientSession(OpenedSession):
+    """One session. It numbers the steps, so that a retry never steps twice."""
+
+    def __init__(self, backend: SessionBackend, info: SessionInfo) -> None:
+        self._backend = backend
+        self.info = info
+        self.turn = info.turn
+        self.status = info.status
+        self.last = info.last
+
+    def __repr__(self) -> str:
+        return f"<ClientSession {self.session_id} of {self.info.task!r}: {self.status}, turn {self.turn}>"
 
     async def __aenter__(self) -> Self:
         return self

@@ -7,34 +7,39 @@ import math
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary, WeakSet
 
 from pydantic import BaseModel, Field, ValidationError
-from pydantic_core import from_json
+from pydantic_core import PydanticSerializationError, to_json
 
-from agentrl_env.client.batching import EARLY_ANSWER_S, Batcher, QueuedStep
 from agentrl_env.client.transport import (
     FailoverTransport,
     HttpTransport,
     Response,
     ServerTransport,
     Transport,
+    WebSocketTransport,
 )
-from agentrl_env.client.websocket import WebSocketTransport
 from agentrl_env.errors import (
+    BodyTooLarge,
     CallTimeout,
     ClientClosed,
+    InvalidRequest,
     ProtocolError,
     RateLimited,
     ServerUnreachable,
     StateUnavailable,
+    StepPending,
     Unauthorized,
     WireError,
     from_wire,
 )
+from agentrl_env.fast_wire import message_to_json
 from agentrl_env.types import Message, StepResult
 from agentrl_env.wire import PROTOCOL_VERSION, STEP, STEP_MANY, Call, Error, OpenBatch, OpenRequest, TaskList
 
@@ -42,6 +47,18 @@ M = TypeVar("M", bound=BaseModel)
 
 MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 RETRIED = (502, 503, 504)
+MIN_STEPS = 32
+"""Steps that a batch may always hold; smaller batches cost more requests than they save time."""
+MAX_STEPS = 128
+MAX_BYTES = 1024 * 1024
+MAX_UNDER_WAY = 4
+"""Batches under way at once; further steps wait and fill the next ones."""
+EARLY_ANSWER_S = 0.25
+"""Seconds until a batch is answered; steps that are not ready are requested again one by one."""
+MAX_SLOW = 4096
+
+SendBatch = Callable[[Sequence["QueuedStep"]], Awaitable[list[StepResult | WireError]]]
+SendAlone = Callable[["QueuedStep"], Awaitable[StepResult]]
 
 
 class _BatchAnswer(BaseModel):
@@ -171,7 +188,7 @@ class HttpBackend:
     def _body(self, response: Response, call: Call) -> bytes:
         if response.status < 300:
             return response.body
-        error = _error_of(response)
+        error = response.error()
         if error is None:
             words = f"it answered {call.method} {call.path} with {response.status}"
             raise ProtocolError(f"{self.url} is no environment server: {words}")
@@ -209,6 +226,143 @@ class HttpBackend:
         return ServerTransport(http, socket)
 
 
+@dataclass(slots=True)
+class QueuedStep:
+    """A step that waits to be sent."""
+
+    session_id: str
+    seq: int
+    body: bytes
+    answer: asyncio.Future[StepResult] = field(repr=False)
+
+
+class Batcher:
+    """Queue of the steps of one event loop.
+
+    Steps of one tick share two requests, so that the server plays one half while the client reads the other.
+    While ``MAX_UNDER_WAY`` batches are under way, further steps queue; a single step is sent alone. A batch
+    is answered early: slower steps are requested again one by one (the same ``seq`` waits for the first), and
+    their sessions stay out of batches until they are fast again, so that a slow tool delays no other session.
+    """
+
+    def __init__(
+        self,
+        send_batch: SendBatch,
+        send_alone: SendAlone,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._send_batch = send_batch
+        self._send_alone = send_alone
+        self._clock = clock
+        self._queue: deque[QueuedStep] = deque()
+        self._under_way = 0
+        self._scheduled = False
+        self._slow: dict[str, None] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def step(self, session_id: str, seq: int, message: Message) -> StepResult:
+        """Send one step, in a batch where there are others.
+
+        Raises what the senders raise, and InvalidRequest where the message cannot be sent as JSON.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            text = message_to_json(message)
+        except PydanticSerializationError as error:
+            raise InvalidRequest(f"the message cannot be sent as JSON: {error}") from error
+        body = b'{"session_id":%b,"seq":%d,"message":%b}' % (to_json(session_id), seq, text)
+        item = QueuedStep(session_id, seq, body, loop.create_future())
+        if session_id in self._slow:
+            return await self._step_alone(item)
+        self._queue.append(item)
+        if not self._scheduled:
+            self._scheduled = True
+            loop.call_soon(self._flush)
+        return await item.answer
+
+    def _flush(self) -> None:
+        self._scheduled = False
+        number = min(max(MIN_STEPS, (len(self._queue) + 1) // 2), MAX_STEPS)
+        while self._queue and self._under_way < MAX_UNDER_WAY:
+            items = self._take(number)
+            if items:
+                self._under_way += 1
+                self._spawn(self._deliver(items) if len(items) > 1 else self._deliver_single(items[0]))
+
+    def _take(self, number: int) -> list[QueuedStep]:
+        items: list[QueuedStep] = []
+        size = 0
+        while self._queue and len(items) < number and size < MAX_BYTES:
+            item = self._queue.popleft()
+            if not item.answer.done():
+                items.append(item)
+                size += len(item.body)
+        return items
+
+    async def _deliver(self, items: list[QueuedStep]) -> None:
+        try:
+            results = await self._send_batch(items)
+            pending = [isinstance(result, StepPending) for result in results]
+            # Where most are late, the server is busy rather than a session slow.
+            some_are_slow = 2 * sum(pending) < len(items)
+            for item, result, late in zip(items, results, pending, strict=True):
+                if late:
+                    self._spawn(self._deliver_alone(item, some_are_slow))
+                else:
+                    _settle(item, result)
+        except BodyTooLarge:  # nothing was played; one of the steps is too large by itself
+            for item in items:
+                self._spawn(self._deliver_alone(item, False))
+        except Exception as error:
+            for item in items:
+                _settle(item, error)
+        finally:
+            self._under_way -= 1
+            self._flush()
+
+    async def _deliver_single(self, item: QueuedStep) -> None:
+        """Send a single step; once late, it no longer counts as a batch under way."""
+        counted = [True]
+
+        def end() -> None:
+            if counted:
+                counted.clear()
+                self._under_way -= 1
+                self._flush()
+
+        late = asyncio.get_running_loop().call_later(EARLY_ANSWER_S, end)
+        try:
+            _settle(item, await self._send_alone(item))
+        except Exception as error:
+            _settle(item, error)
+        finally:
+            late.cancel()
+            end()
+
+    async def _deliver_alone(self, item: QueuedStep, slow: bool) -> None:
+        if slow:
+            self._slow[item.session_id] = None
+            if len(self._slow) > MAX_SLOW:
+                del self._slow[next(iter(self._slow))]
+        try:
+            _settle(item, await self._send_alone(item))
+        except Exception as error:
+            _settle(item, error)
+
+    async def _step_alone(self, item: QueuedStep) -> StepResult:
+        begin = self._clock()
+        result = await self._send_alone(item)
+        if result.final or self._clock() - begin < EARLY_ANSWER_S:
+            self._slow.pop(item.session_id, None)
+        return result
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
 class _Lane(NamedTuple):
     """Connections and queued steps of one event loop."""
 
@@ -230,16 +384,9 @@ def _known_error(body: object) -> WireError:
     return error
 
 
-def _error_of(response: Response) -> WireError | None:
-    try:
-        return from_wire(from_json(response.body))
-    except ValueError:
-        return None
-
-
 def _retry_after(response: Response) -> float:
     """Return the seconds to wait after a RateLimited answer."""
-    error = _error_of(response) if response.status == RateLimited.status else None
+    error = response.error() if response.status == RateLimited.status else None
     if error is None:
         return 0.0
     seconds = error.details.get("retry_after")
@@ -252,5 +399,14 @@ def _is_temporary(response: Response) -> bool:
     """Return whether a proxy answered for an absent server, or a controller lacks its shared state."""
     if response.status not in RETRIED:
         return False
-    error = _error_of(response)
+    error = response.error()
     return error is None or isinstance(error, StateUnavailable)
+
+
+def _settle(item: QueuedStep, result: StepResult | Exception) -> None:
+    if item.answer.done():
+        return
+    if isinstance(result, StepResult):
+        item.answer.set_result(result)
+    else:
+        item.answer.set_exception(result)

@@ -16,18 +16,15 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any, Self
 
-from agentrl_env.client.client import ClientSession, EnvClient
+from agentrl_env.client.client import ClientSession, EnvClient, OpenedSession
 from agentrl_env.client.loop_thread import LoopThread
 from agentrl_env.errors import ClientClosed
 from agentrl_env.types import (
     Message,
-    SessionInfo,
     SessionStatus,
     StepResult,
     TaskInfo,
-    TaskSample,
     ToolCall,
-    ToolSpec,
 )
 
 
@@ -97,7 +94,7 @@ class SyncEnvClient:
         return SyncClientSession(self._loop.run(self._client.resume(session_id)), self._loop)
 
 
-class SyncClientSession:
+class SyncClientSession(OpenedSession):
     """The methods of ``ClientSession`` as blocking calls; returned by ``SyncEnvClient.open``.
 
     Args:
@@ -107,6 +104,7 @@ class SyncClientSession:
     """
 
     def __init__(self, session: ClientSession, loop: LoopThread, client: SyncEnvClient | None = None) -> None:
+        self.info = session.info
         self._session = session
         self._loop = loop
         self._client = client
@@ -135,36 +133,6 @@ class SyncClientSession:
 
     def __repr__(self) -> str:
         return repr(self._session).replace("<ClientSession", "<SyncClientSession")
-
-    @property
-    def info(self) -> SessionInfo:
-        """The session as it was opened or resumed."""
-        return self._session.info
-
-    @property
-    def session_id(self) -> str:
-        """The session's id."""
-        return self._session.session_id
-
-    @property
-    def agent_token(self) -> str | None:
-        """A token that is only good for stepping and reading this session, if the server issues one."""
-        return self._session.agent_token
-
-    @property
-    def sample(self) -> TaskSample:
-        """The problem of this session."""
-        return self._session.sample
-
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        """The opening messages of the episode."""
-        return self._session.messages
-
-    @property
-    def tools(self) -> tuple[ToolSpec, ...]:
-        """The tools that the model can call."""
-        return self._session.tools
 
     @property
     def turn(self) -> int:

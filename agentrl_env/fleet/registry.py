@@ -13,11 +13,10 @@ from typing import TypeVar
 
 from agentrl_env.errors import SessionLost, StateUnavailable, UnknownSession, WireError
 from agentrl_env.fast_wire import UNREADABLE
-from agentrl_env.fleet.counts import FleetCounts
 from agentrl_env.fleet.remote_server import Outbox, RemoteServer
 from agentrl_env.fleet.store import FleetStore
 from agentrl_env.server.telemetry.metrics import Metrics
-from agentrl_env.types import TaskInfo
+from agentrl_env.types import Counts, Durations, SessionStatus, TaskCounts, TaskInfo
 from agentrl_env.wire import Beat, Hello, LostServer, SessionRequest, Welcome
 
 T = TypeVar("T")
@@ -33,12 +32,50 @@ MAX_REMEMBERED = 10_000
 """Names in each set that would grow as long as the controller runs."""
 LOST_SHOWN, LOST_SHOWN_S = 100, 600.0
 """Lost servers that are listed, and seconds for which they are."""
+MAX_SOURCES = 4096
+"""Number of serving processes whose last report is kept, to know what the next one adds."""
+_NO_TASK, _NO_DURATIONS = TaskCounts(), Durations()
+_STATUSES = frozenset(status.value for status in SessionStatus)
 LOST = "the server that held the session is gone; open a new one"
 
 
 def home(session_id: str) -> str:
     """Return the id of the server that opened a session."""
     return session_id.partition(".")[0]
+
+
+class FleetCounts:
+    """Adds what servers count to the metrics of a controller.
+
+    Reports are sums since the start of a process, so that a lost or repeated one does no harm, and only
+    what a report adds to the one before it is counted, so that no sum falls where a server is replaced.
+
+    Args:
+        metrics: of the controller.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._last: OrderedDict[str, Counts] = OrderedDict()
+
+    def add(self, server: RemoteServer, counts: Counts) -> None:
+        """Add a report; what it says of other tasks and tools than the server's is left out."""
+        before = self._last.pop(counts.source, None) or Counts(source=counts.source)
+        self._last[counts.source] = counts
+        if len(self._last) > MAX_SOURCES:
+            self._last.popitem(last=False)
+        server.steps = sum(task.steps for task in counts.tasks.values())
+        self._metrics.step_seconds.add(counts.step_seconds, before.step_seconds)
+        for name, task in server.tasks.items():
+            now = counts.tasks.get(name)
+            if now is not None:
+                known = {status: count for status, count in now.ended.items() if status in _STATUSES}
+                now = now.model_copy(update={"ended": known})
+                self._metrics.add_task(name, now, before.tasks.get(name, _NO_TASK))
+            earlier = before.tools.get(name, {})
+            for tool, durations in counts.tools.get(name, {}).items():
+                if tool in _tools(task):
+                    self._metrics.add_tool(name, tool, durations, earlier.get(tool, _NO_DURATIONS))
 
 
 class RecentNames:
@@ -418,3 +455,7 @@ class Routing:
 async def close_session(server: RemoteServer, session_id: str) -> None:
     """End a session on the server that holds it."""
     await server.call("close", SessionRequest(session_id=session_id).model_dump_json().encode())
+
+
+def _tools(task: TaskInfo) -> set[str]:
+    return {"respond", *(spec.function.name for spec in task.tools)}

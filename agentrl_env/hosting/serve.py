@@ -9,7 +9,7 @@ import os
 import secrets
 import signal
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, Unpack
 
 import uvicorn
 
@@ -25,12 +25,11 @@ from agentrl_env.server.auth import is_link_token
 from agentrl_env.server.controller_link import ControllerLinks
 from agentrl_env.server.limits import Limits
 from agentrl_env.server.sockets import Listener
-from agentrl_env.server.telemetry.metrics import Metrics
-from agentrl_env.server.telemetry.session_metrics import SLOW_STEP_S, SessionMetrics
+from agentrl_env.server.telemetry.metrics import SLOW_STEP_S, Metrics, SessionMetrics
 from agentrl_env.server.telemetry.tracing import Tracing
 from agentrl_env.server.watchdog import Watchdog
 from agentrl_env.session.loop_watch import warn_of_blocks
-from agentrl_env.session.pool import SessionPool
+from agentrl_env.session.pool import PoolOptions, SessionPool
 from agentrl_env.session.threads import RunningCalls
 
 logger = logging.getLogger("agentrl_env")
@@ -54,19 +53,15 @@ class EnvServer:
         targets: folders, ``file.py:Class``, ``module:Class``, or Environment classes.
         host: address to bind, ``unix:PATH`` for a socket in the file system, or ``none``.
         port: port to bind; 0 picks a free one.
-        max_sessions: number of sessions that may be open at once.
         token: operator token, required beyond loopback. With the link token of a fleet the server joins
             its controllers, and nobody may call it directly.
         insecure: permit an address beyond loopback without a token.
-        oracle: answer ``expert`` calls.
-        lease_s: seconds that a session may be idle.
         drain_s: seconds that open sessions get to end when the server stops.
-        threads: as for ``SessionPool``.
         controllers: addresses of the controllers to connect to.
         slow_step_s: steps that take longer are logged as warnings.
         limits: of one caller.
         tracing: makes OpenTelemetry spans.
-        calls: shows the calls that run.
+        sessions: options of ``SessionPool``, such as ``max_sessions``.
 
     Raises TargetError, ServeError.
     """
@@ -77,18 +72,14 @@ class EnvServer:
         *,
         host: str = "127.0.0.1",
         port: int = 8000,
-        max_sessions: int = 1024,
         token: str | None = None,
         insecure: bool = False,
-        oracle: bool = False,
-        lease_s: float = 900.0,
         drain_s: float = 30.0,
-        threads: int | None = None,
         controllers: Sequence[str] = (),
         slow_step_s: float = SLOW_STEP_S,
         limits: Limits | None = None,
         tracing: Tracing | None = None,
-        calls: RunningCalls | None = None,
+        **sessions: Unpack[PoolOptions],
     ) -> None:
         own = token
         if token and is_link_token(token):
@@ -104,14 +95,10 @@ class EnvServer:
         self._limits = limits or Limits()
         self.pool = SessionPool(
             environments,
-            max_sessions=max_sessions,
-            lease_s=lease_s,
-            oracle=oracle,
-            threads=threads,
             observer=SessionMetrics(self.metrics, slow_step_s, tracing=tracing is not None),
             message_loop_s=self._limits.message_loop_s,
             history_bytes=self._limits.max_history_bytes,
-            calls=calls,
+            **sessions,
         )
         self._app = create_app(
             self.pool, self.metrics, token=own, limits=self._limits, tracing=tracing, bridges=BRIDGES

@@ -102,6 +102,21 @@ def create_app(
     return app
 
 
+def call_at_end(app: FastAPI, close: Callable[[], Awaitable[None]]) -> None:
+    """Call ``close`` when an application ends, before its service is closed."""
+    outer = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
+        async with outer(app) as state:
+            try:
+                yield state
+            finally:
+                await close()
+
+    app.router.lifespan_context = lifespan
+
+
 def _add_call(app: FastAPI, api: Api, call: Call, *, secured: bool) -> None:
     async def endpoint(request: Request, id: str | None = None, query: Any = None) -> Response:
         if query is not None:

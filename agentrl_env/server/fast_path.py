@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
-from typing import Any
 
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentrl_env.errors import WireError
@@ -46,7 +45,7 @@ class StepFastPath:
         self, call: Call, session_id: str | None, scope: Scope, receive: Receive, send: Send
     ) -> None:
         try:
-            answer = await self._api.answer_json(call, await _body(receive), session_id)
+            answer = await self._api.answer_json(call, await Request(scope, receive).body(), session_id)
         except WireError as error:
             await self._on_error(error)(scope, receive, send)
             return
@@ -64,18 +63,3 @@ def _route(scope: Scope) -> tuple[Call | None, str | None]:
         return STEP_MANY, None
     match = _STEP.fullmatch(scope["path"])
     return (STEP, match[1]) if match else (None, None)
-
-
-async def _body(receive: Receive) -> bytes:
-    """Return the whole body. Raises ClientDisconnect."""
-    message: Any = await receive()
-    if not message.get("more_body") and message["type"] == "http.request":
-        whole: bytes = message.get("body", b"")
-        return whole
-    parts: list[bytes] = []
-    while message["type"] == "http.request":
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(parts)
-        message = await receive()
-    raise ClientDisconnect

@@ -8,14 +8,16 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from types import coroutine
-from typing import Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentrl_env.errors import InvalidRequest, RateLimited, ServeError
 from agentrl_env.fast_wire import AnyToolCall, AssistantMessage
-from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.session.session import MESSAGE_LOOP_S
+
+if TYPE_CHECKING:
+    from agentrl_env.server.telemetry.metrics import Metrics
 
 T = TypeVar("T")
 MAX_BUCKETS = 10_000

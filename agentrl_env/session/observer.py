@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl_env.author_code import author_frames
 
@@ -17,8 +17,8 @@ T = TypeVar("T")
 logger = logging.getLogger("agentrl_env")
 
 
-class Observer(Protocol):
-    """Counts, logs and traces sessions."""
+class Observer:
+    """Observes nothing; a server's subclass counts, logs and traces sessions."""
 
     def opened(self, session: Session, client: str) -> None:
         """Observe a session that has opened."""
@@ -37,6 +37,7 @@ class Observer(Protocol):
             session: its session, where it has one.
             tool: the tool that it calls, if any.
         """
+        return work
 
     def tool_ran(self, task: str, name: str, seconds: float) -> None:
         """Observe a call of a tool, or of ``respond``."""
@@ -46,31 +47,10 @@ class Observer(Protocol):
 
     def counts(self) -> Mapping[str, TaskCounts]:
         """Return what was counted so far, by task."""
-
-
-class _NoObserver:
-    def opened(self, session: Session, client: str) -> None:
-        return
-
-    def ended(self, session: Session, client: str, seconds: float) -> None:
-        return
-
-    def traced(
-        self, name: str, work: Coroutine[Any, Any, T], session: Session | None, tool: str = ""
-    ) -> Coroutine[Any, Any, T]:
-        return work
-
-    def tool_ran(self, task: str, name: str, seconds: float) -> None:
-        return
-
-    def stepped(self, session: Session, result: StepBuilder, seconds: float) -> None:
-        return
-
-    def counts(self) -> Mapping[str, TaskCounts]:
         return {}
 
 
-NO_OBSERVER: Observer = _NoObserver()
+NO_OBSERVER = Observer()
 
 
 def log_failure(session: Session, what: str, error: BaseException) -> None:

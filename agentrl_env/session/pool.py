@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from agentrl_env.errors import NotSupported, ServerDraining, ServerFull, StepPending, WireError
 from agentrl_env.fast_wire import FastBatch, Step
@@ -57,6 +57,16 @@ CHUNK = 128
 """Steps of a batch that start before their threads get a moment; more at once only evict the caches."""
 CHUNK_TIMEOUT_S = 0.002
 STEP_PENDING = "the step is still under way; ask again with the same seq"
+
+
+class PoolOptions(TypedDict, total=False):
+    """Options of ``SessionPool`` that a server passes on."""
+
+    max_sessions: int
+    lease_s: float
+    oracle: bool
+    threads: int | None
+    calls: RunningCalls | None
 
 
 class SessionPool:

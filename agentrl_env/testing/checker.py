@@ -20,10 +20,9 @@ from agentrl_env.evaluation.chat_model import ChatModel
 from agentrl_env.hosting.loader import load_target
 from agentrl_env.session.loop_watch import ADVICE, Block, LoopWatch
 from agentrl_env.testing.checks import BLOCKED_S, CHECKS, LAST, RECORDS
-from agentrl_env.testing.context import CLOSE_TIMEOUT, CheckContext
+from agentrl_env.testing.context import CLOSE_TIMEOUT, CheckContext, SharedState
 from agentrl_env.testing.quality import START_S, TaskQuality, measure_quality, time_limit
 from agentrl_env.testing.report import CheckOutcome, CheckResult, Report, failed, skipped, warned
-from agentrl_env.testing.shared_state import SharedState
 from agentrl_env.types import TaskInfo
 from agentrl_env.wire import choose_task
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,7 +26,6 @@ from agentrl_env.session.executor import Executor
 from agentrl_env.session.loop_watch import Block
 from agentrl_env.session.state_codec import MAX_BYTES, encode
 from agentrl_env.testing.report import CheckOutcome, failed, same_reason, shorten, skipped
-from agentrl_env.testing.shared_state import SharedState
 from agentrl_env.types import Message, SessionStatus, StepResult, TaskInfo, TaskSample
 
 T = TypeVar("T")
@@ -34,6 +35,24 @@ WAIT = 5.0
 """Seconds to wait for a free session on a full server."""
 ENDLESS = 1_000
 """Indices of an endless split are drawn below this."""
+
+
+class SharedState:
+    """A record of a class's shared values, to be compared with what they are later.
+
+    Args:
+        environment: The class, after its ``startup``.
+    """
+
+    def __init__(self, environment: type[Environment]) -> None:
+        self._environment = environment
+        self._before = {where: _content(value) for where, value in _shared(environment)}
+
+    def changed(self) -> list[str]:
+        """Return a name and a place for each value that has changed, such as ``Guess.seen (task.py:9)``."""
+        now = {where: _content(value) for where, value in _shared(self._environment)}
+        changed = [where for where, content in now.items() if content != self._before.get(where, b"")]
+        return [_text(owner, name) for owner, name in changed]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -471,3 +490,28 @@ def _wire(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _quote(messages: Sequence[Message]) -> str:
     text = " / ".join(message_text(message) for message in messages)
     return repr(text if len(text) <= 80 else f"{text[:77]}...")
+
+
+def _shared(environment: type[Environment]) -> Iterator[tuple[tuple[type | ModuleType, str], Any]]:
+    """Yield the values of an author's classes and their modules that are no code."""
+    bases = environment.__mro__[: environment.__mro__.index(Environment)]
+    owners: list[type | ModuleType] = [*bases]
+    owners += dict.fromkeys(sys.modules[base.__module__] for base in bases if base.__module__ in sys.modules)
+    for owner in owners:
+        for name, value in list(vars(owner).items()):
+            if not name.startswith(("__", "_abc_")) and not callable(value) and not hasattr(value, "__get__"):
+                yield (owner, name), value
+
+
+def _content(value: Any) -> bytes | None:
+    """Return what is compared of a value; None where it cannot be."""
+    try:
+        return encode(value)
+    except (StateError, ValueError):  # not plain data, too large, or not a finite number
+        return None
+
+
+def _text(owner: type | ModuleType, name: str) -> str:
+    where = place(owner, name) if isinstance(owner, type) else ""
+    own = owner.__name__.rpartition(".")[2]
+    return f"{own}.{name} has changed{where and f' ({where})'}"

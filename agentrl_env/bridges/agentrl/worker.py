@@ -12,8 +12,8 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Protocol
@@ -30,11 +30,11 @@ from agentrl_env.environment import Environment, check_class
 from agentrl_env.errors import AgentRLError, DefinitionError, InvalidRequest, ServerFull
 from agentrl_env.schema import echo
 from agentrl_env.server.api import Api, read
+from agentrl_env.server.app import call_at_end
 from agentrl_env.server.auth import as_bearer
 from agentrl_env.server.controller_link import ControllerLinks
 from agentrl_env.server.middleware import AGENTRL_PATH
-from agentrl_env.server.telemetry.metrics import Metrics
-from agentrl_env.server.telemetry.session_metrics import SessionMetrics
+from agentrl_env.server.telemetry.metrics import Metrics, SessionMetrics
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.tools import Done, Reply
 from agentrl_env.types import Message, TaskSample, ToolSpec
@@ -429,17 +429,7 @@ def mount(app: FastAPI, api: Api) -> None:
     calls = {"receive_heartbeat": receive_heartbeat, "cancel_notice": cancel_notice}
     for name, call in calls.items():
         app.router.routes.append(Route(f"{AGENTRL_PATH}{name}", endpoint_of(api, call), methods=["POST"]))
-    serving = app.router.lifespan_context
-
-    @asynccontextmanager
-    async def lifespan(served: FastAPI) -> AsyncIterator[Any]:
-        async with serving(served) as state:
-            try:
-                yield state
-            finally:
-                await workers.aclose()
-
-    app.router.lifespan_context = lifespan
+    call_at_end(app, workers.aclose)
     if not api.secured and find_spec("grpc") is not None:  # the stream carries no token
         from agentrl_env.bridges.agentrl import grpc
 

@@ -11,8 +11,7 @@ import asyncio
 import base64
 import importlib.util
 import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -30,6 +29,7 @@ from agentrl_env.bridges.episode import CHOICE, Episode
 from agentrl_env.errors import InvalidRequest, NotSupported, WireError
 from agentrl_env.schema import echo
 from agentrl_env.server.api import Api
+from agentrl_env.server.app import call_at_end
 from agentrl_env.server.auth import caller
 from agentrl_env.session.pool import VERSION
 from agentrl_env.types import Message, StepResult
@@ -51,17 +51,7 @@ def mount(app: FastAPI, api: Api) -> None:
     """Add the route of all tasks of ``api``; its connections end with the application."""
     endpoint = McpEndpoint(api)
     app.router.routes.append(Route("/mcp/{task}", endpoint))
-    outer = app.router.lifespan_context
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
-        async with outer(app) as state:
-            try:
-                yield state
-            finally:
-                await endpoint.aclose()
-
-    app.router.lifespan_context = lifespan
+    call_at_end(app, endpoint.aclose)
 
 
 class McpEndpoint:

@@ -56,8 +56,8 @@ def configure_logs(form: LogFormat = "text", *, level: str | None = None, messag
     sys.unraisablehook = threading.excepthook = _log_uncaught
 
 
-class JsonLines(logging.Formatter):
-    """One JSON object per record: time, level, event, facts, client, and the traceback of an exception.
+class _Lines(logging.Formatter):
+    """One line per record.
 
     Args:
         messages: show the texts of exceptions, and of libraries that quote what they carry.
@@ -66,6 +66,10 @@ class JsonLines(logging.Formatter):
     def __init__(self, *, messages: bool = False) -> None:
         super().__init__()
         self._messages = messages
+
+
+class JsonLines(_Lines):
+    """One JSON object per record: time, level, event, facts, client, and the traceback of an exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line."""
@@ -82,16 +86,8 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str).replace("\x7f", "\\u007f")
 
 
-class TextLines(logging.Formatter):
-    """Time, level and event, then each fact as ``name=value``; a traceback follows on indented lines.
-
-    Args:
-        messages: as for ``JsonLines``.
-    """
-
-    def __init__(self, *, messages: bool = False) -> None:
-        super().__init__()
-        self._messages = messages
+class TextLines(_Lines):
+    """Time, level and event, then each fact as ``name=value``; a traceback follows on indented lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as a line."""
@@ -172,11 +168,8 @@ def _facts(record: logging.LogRecord) -> dict[str, object]:
     """Return the structured fields of a record, with the client it was logged for."""
     facts = getattr(record, "facts", None)
     facts = facts if isinstance(facts, dict) else {}
-    return facts if facts.get("client") else {**facts, **({"client": name} if (name := _client()) else {})}
-
-
-def _client() -> str:
-    return caller.get().name
+    name = caller.get().name
+    return {**facts, "client": name} if name and not facts.get("client") else facts
 
 
 def _time(record: logging.LogRecord) -> str:

@@ -4,8 +4,8 @@ import json
 import pytest
 
 from agentrl_env import Message, SessionStatus, StepResult
-from agentrl_env.client import batching
-from agentrl_env.client.batching import MAX_STEPS, MAX_UNDER_WAY, MIN_STEPS, Batcher
+from agentrl_env.client import http
+from agentrl_env.client.http import MAX_STEPS, MAX_UNDER_WAY, MIN_STEPS, Batcher
 from agentrl_env.errors import BodyTooLarge, ServerUnreachable, StepPending, UnknownSession
 from tests.env.tasks import Clock, until
 
@@ -101,7 +101,7 @@ async def test_batch_size_and_concurrent_batches_are_limited(server, batcher):
 
 
 async def test_large_steps_are_sent_in_smaller_batches(server, batcher):
-    big = Message.assistant("x" * (batching.MAX_BYTES // 2))
+    big = Message.assistant("x" * (http.MAX_BYTES // 2))
     await asyncio.gather(*(batcher.step(name, 1, big) for name in "abcdef"))
     assert server.batches == [["a", "b"], ["c", "d"], ["e", "f"]]
 
@@ -112,7 +112,7 @@ async def test_single_step_is_sent_without_a_batch(server, batcher):
 
 
 async def test_single_steps_count_as_pending_until_they_are_late(server, batcher, monkeypatch):
-    monkeypatch.setattr(batching, "EARLY_ANSWER_S", 0.15)
+    monkeypatch.setattr(http, "EARLY_ANSWER_S", 0.15)
     answer = asyncio.Event()
     send_alone = batcher._send_alone
 

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from agentrl_env import EnvClient, Message, ToolCall
-from agentrl_env.client import websocket as socket_module
-from agentrl_env.client.websocket import _parse
+from agentrl_env.client import transport as socket_module
+from agentrl_env.client.transport import _parse
 from agentrl_env.errors import (
     BodyTooLarge,
     CallTimeout,

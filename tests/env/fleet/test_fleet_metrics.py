@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agentrl_env import EnvClient, ToolCall
 from agentrl_env.fleet.controller import FleetService
-from agentrl_env.fleet.counts import MAX_SOURCES, FleetCounts
+from agentrl_env.fleet.registry import MAX_SOURCES, FleetCounts
 from agentrl_env.fleet.remote_server import RemoteServer
 from agentrl_env.fleet.serve import ControllerServer
 from agentrl_env.hosting.serve import EnvServer

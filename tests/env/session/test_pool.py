@@ -16,8 +16,7 @@ from agentrl_env.errors import (
     UnknownSession,
     UnknownTask,
 )
-from agentrl_env.server.telemetry.metrics import Metrics
-from agentrl_env.server.telemetry.session_metrics import SessionMetrics
+from agentrl_env.server.telemetry.metrics import Metrics, SessionMetrics
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.session.session_table import SessionTable
 from agentrl_env.wire import OpenRequest, StepRequest
