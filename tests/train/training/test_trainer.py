@@ -17,9 +17,9 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from agentrl_env import EnvClient, Environment, Reply
-from agentrl_env.launch.process import ServerThread
 from agentrl_train import Evaluations, Step, Trainer, Trajectory
 from agentrl_train.errors import CallbackFailed, ConfigError, TrainError
+from tests.env.thread_server import server_on_thread
 from tests.tiny_models import make_model, make_tokenizer
 from tests.train.runs.babble import Babble
 
@@ -196,8 +196,8 @@ def test_own_functions_of_reward_and_algorithm_are_used(make: Make) -> None:
 
 
 def test_clients_and_servers_are_environments_too(make: Make) -> None:
-    with ServerThread(Babble) as server:
-        clients = [server.url, EnvClient.connect(server.url), EnvClient.local(Babble)]
+    with server_on_thread(Babble) as url:
+        clients = [url, EnvClient.connect(url), EnvClient.local(Babble)]
         for source in clients:
             trainer = make(environments=[source], steps=1)
             assert trainer.evaluate(samples=1).tasks.keys() == {"babble"}
