@@ -54,10 +54,10 @@ RESPOND = ToolSpec(
 
 async def own_session(api: Api) -> SessionInfo | None:
     """Return the session that the caller's agent token permits; None for the operator. Raises WireError."""
-    session_id = caller.get().session_id
-    if session_id is None:
+    who = caller.get()
+    if who.session_id is None:
         return None
-    answer = await api.answer(INFO, SessionRequest(session_id=session_id))
+    answer = await api.answer(INFO, SessionRequest(session_id=who.session_id), who)
     return SessionInfo.model_validate_json(answer)
 
 
@@ -65,7 +65,7 @@ async def task_info(api: Api, task: str) -> TaskInfo:
     """Return the description of a task. Raises UnknownTask; Forbidden for an agent of another task."""
     own = await own_session(api)
     if own is None:
-        served = read(TaskList, await api.answer(TASKS, EMPTY))
+        served = read(TaskList, await api.answer(TASKS, EMPTY, caller.get()))
     elif own.task != task:
         raise Forbidden(f"this agent token is that of a session of the task {own.task}")
     else:
@@ -126,7 +126,7 @@ class Episode:
                 )
             return cls(api, own, offered_tools(described, own.tools))
         request = validate(OpenRequest, {**choice, "task": task})
-        info = SessionInfo.model_validate_json(await api.answer(OPEN, request))
+        info = SessionInfo.model_validate_json(await api.answer(OPEN, request, caller.get()))
         return cls(api, info, offered_tools(described, info.tools))
 
     @property
@@ -154,7 +154,7 @@ class Episode:
             seq, self.turn = self.turn + 1, None
             try:
                 request = StepRequest(session_id=self.session_id, seq=seq, message=message)
-                result = StepResult.model_validate_json(await self._api.answer(STEP, request))
+                result = StepResult.model_validate_json(await self._api.answer(STEP, request, caller.get()))
             except asyncio.CancelledError:
                 raise
             except Exception:
@@ -169,8 +169,8 @@ class Episode:
     async def close(self) -> None:
         """End the session; idempotent. Where that is refused, it ends with its lease."""
         with suppress(WireError):
-            await self._api.answer(CLOSE, SessionRequest(session_id=self.session_id))
+            await self._api.answer(CLOSE, SessionRequest(session_id=self.session_id), caller.get())
 
     async def _recorded_turn(self) -> int:
-        answer = await self._api.answer(INFO, SessionRequest(session_id=self.session_id))
+        answer = await self._api.answer(INFO, SessionRequest(session_id=self.session_id), caller.get())
         return SessionInfo.model_validate_json(answer).turn

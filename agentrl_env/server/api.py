@@ -26,7 +26,7 @@ from agentrl_env.fast_wire import (
     decode_step_body,
     encode_items,
 )
-from agentrl_env.server.auth import AgentTokens, Caller, caller
+from agentrl_env.server.auth import AgentTokens, Caller
 from agentrl_env.server.limits import SMALL_BYTES, Limits
 from agentrl_env.server.service import Service
 from agentrl_env.server.telemetry.metrics import Metrics
@@ -111,64 +111,67 @@ class Api:
         """True if callers need a token."""
         return self._tokens is not None
 
-    def answer(self, call: Call, request: Any) -> Coroutine[Any, Any, bytes]:
-        """Make a call for the caller of the running task; return its answer as JSON. Raises WireError."""
-        who = caller.get()
+    def answer(self, call: Call, request: Any, who: Caller) -> Coroutine[Any, Any, bytes]:
+        """Make a call; return its answer as JSON. Raises WireError."""
         self._admit(call, who, getattr(request, "session_id", None))
         return self._handlers[call.name](request, who)
 
-    async def answer_json(self, call: Call, text: bytes | str, session_id: str | None = None) -> bytes:
+    async def answer_json(
+        self, call: Call, text: bytes | str, who: Caller, session_id: str | None = None
+    ) -> bytes:
         """Make a call whose arguments are JSON text; unknown fields are ignored. Raises WireError.
 
         Args:
             call: row of the table.
             text: HTTP body.
+            who: the caller.
             session_id: session of the HTTP path; None where the text names it.
         """
-        self.check_values(text)
-        return await self.answer_checked(call, text, session_id)
+        self.check_values(text, who)
+        return await self.answer_checked(call, text, who, session_id)
 
-    async def answer_checked(self, call: Call, text: bytes | str, session_id: str | None = None) -> bytes:
+    async def answer_checked(
+        self, call: Call, text: bytes | str, who: Caller, session_id: str | None = None
+    ) -> bytes:
         """Make a call as ``answer_json`` does, where the text has passed ``check_values``."""
         if call is STEP:
-            return await self.answer(call, read_step(text, session_id))
+            return await self.answer(call, read_step(text, session_id), who)
         if call is STEP_MANY:
-            return await self._answer_batch(text)
+            return await self._answer_batch(text, who)
         if call is OPEN and (number := _batch_size(text)) is not None:
             self._check_openings(number)
             call = OPEN_MANY
         if session_id is None:
-            return await self.answer(call, read(call.request, text))
+            return await self.answer(call, read(call.request, text), who)
         fields = dict(read(call.body, text)) if call.body is not None else {}
-        return await self.answer(call, call.request.model_construct(**fields, session_id=session_id))
+        return await self.answer(call, call.request.model_construct(**fields, session_id=session_id), who)
 
-    def check_values(self, text: bytes | str) -> None:
+    def check_values(self, text: bytes | str, who: Caller) -> None:
         """Raise InvalidRequest where a call's JSON holds too many values to be parsed."""
         if self._limits is None:
             return
         try:
-            self._limits.check_values(text, agent=caller.get().session_id is not None)
+            self._limits.check_values(text, agent=who.session_id is not None)
         except InvalidRequest:
             self.metrics.refusals["max_values"] += 1
             raise
 
     @asynccontextmanager
-    async def receiving(self, text: str) -> AsyncIterator[None]:
+    async def receiving(self, text: str, who: Caller) -> AsyncIterator[None]:
         """Check a WebSocket message of another protocol, and count it towards the budget of its caller.
 
         Raises BodyTooLarge, RateLimited, InvalidRequest.
         """
-        who = caller.get()
         if self._limits is not None:
             limit = self._limits.max_bytes(agent=who.session_id is not None)
             if len(text) > limit:
                 raise BodyTooLarge(f"the message is over the limit of {limit} bytes")
         if who.budget is None or len(text) <= SMALL_BYTES:
-            self.check_values(text)
+            self.check_values(text, who)
             yield
             return
         async with who.budget.large(len(text)):
-            self.check_values(text)
+            self.check_values(text, who)
             yield
 
     def count(self, error: WireError) -> None:
@@ -209,15 +212,15 @@ class Api:
         await self._new_token(request)
         return _to_json(None)
 
-    async def _answer_batch(self, text: bytes | str) -> bytes:
+    async def _answer_batch(self, text: bytes | str, who: Caller) -> bytes:
         """Step a batch; malformed items are answered with their error, the others are played."""
         try:
             batch = decode_batch(text)
         except UNREADABLE:
-            return await self._answer_malformed_batch(_json(text))
-        return await self.answer(STEP_MANY, batch)
+            return await self._answer_malformed_batch(_json(text), who)
+        return await self.answer(STEP_MANY, batch, who)
 
-    async def _answer_malformed_batch(self, raw: Any) -> bytes:
+    async def _answer_malformed_batch(self, raw: Any, who: Caller) -> bytes:
         items = raw.get("steps") if isinstance(raw, dict) else None
         if not isinstance(items, list):
             raise InvalidRequest('the body must be {"steps": [...]}')
@@ -232,7 +235,6 @@ class Api:
                 malformed += 1
                 if malformed > MAX_MALFORMED:
                     raise InvalidRequest(f"over {MAX_MALFORMED} malformed steps: {error.message}") from error
-        who = caller.get()
         self._admit(STEP_MANY, who, None)
         good = StepBatch.model_construct(
             steps=[step for step in steps if not isinstance(step, WireError)], wait_s=wait_s

@@ -21,7 +21,7 @@ from starlette.routing import WebSocketRoute
 from agentrl_env import errors as e
 from agentrl_env.server import dashboard
 from agentrl_env.server.api import Api
-from agentrl_env.server.auth import AgentTokens
+from agentrl_env.server.auth import AgentTokens, caller
 from agentrl_env.server.embedded import unless_disconnected
 from agentrl_env.server.fast_path import StepFastPath
 from agentrl_env.server.limits import Limits
@@ -119,14 +119,16 @@ def call_at_end(app: FastAPI, close: Callable[[], Awaitable[None]]) -> None:
 
 def _add_call(app: FastAPI, api: Api, call: Call, *, secured: bool) -> None:
     async def endpoint(request: Request, id: str | None = None, query: Any = None) -> Response:
+        who = caller.get()
         if query is not None:
             fields = dict(query) if id is None else {**dict(query), "session_id": id}
-            return _json(await api.answer(call, call.request.model_construct(**fields)), headers=_NO_STORE)
+            answer = await api.answer(call, call.request.model_construct(**fields), who)
+            return _json(answer, headers=_NO_STORE)
         if call is OPEN:
-            opened = await unless_disconnected(request, api.answer_json(call, await request.body()))
-            return _json(opened, 201)
+            opening = api.answer_json(call, await request.body(), who)
+            return _json(await unless_disconnected(request, opening), 201)
         text = await request.body() if call.body is not None else b"{}"
-        answer = await api.answer_json(call, text, id)
+        answer = await api.answer_json(call, text, who, id)
         return Response(status_code=204) if call.status == 204 else _json(answer, call.status)
 
     parameters: list[tuple[str, Any]] = [("request", Request)]

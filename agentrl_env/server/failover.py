@@ -25,6 +25,7 @@ from agentrl_env.author_code import describe
 from agentrl_env.errors import AUTHOR_ERRORS, EnvironmentFailed, InvalidRequest, StateError, WireError
 from agentrl_env.fast_wire import FastBatch, Step
 from agentrl_env.server.api import Api
+from agentrl_env.server.auth import Caller
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.server.websocket import CallSocket
 from agentrl_env.session.executor import Executor
@@ -132,9 +133,9 @@ class FailoverApi(Api):
         self._sent: WeakKeyDictionary[Session, int] = WeakKeyDictionary()
         """Last turn of each session that the controller has a checkpoint of."""
 
-    async def answer(self, call: Call, request: Any) -> bytes:
+    async def answer(self, call: Call, request: Any, who: Caller) -> bytes:
         """Make a call; return its answer as JSON. Raises WireError."""
-        answer = await super().answer(call, request)
+        answer = await super().answer(call, request, who)
         if call in (STEP, OPEN, FORK):
             answered = msgspec.json.decode(answer, type=_Answer)
             await self._send_checkpoints(one.session_id for one in answered.sessions or (answered,))

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentrl_env.errors import WireError
 from agentrl_env.server.api import Api
+from agentrl_env.server.auth import caller
 from agentrl_env.wire import STEP, STEP_MANY, Call
 
 _STEP = re.compile(re.escape(STEP.path).replace(r"\{id\}", "([^/]+)"))
@@ -45,7 +46,8 @@ class StepFastPath:
         self, call: Call, session_id: str | None, scope: Scope, receive: Receive, send: Send
     ) -> None:
         try:
-            answer = await self._api.answer_json(call, await Request(scope, receive).body(), session_id)
+            text = await Request(scope, receive).body()
+            answer = await self._api.answer_json(call, text, caller.get(), session_id)
         except WireError as error:
             await self._on_error(error)(scope, receive, send)
             return

@@ -30,7 +30,7 @@ from agentrl_env.errors import (
 )
 from agentrl_env.fast_wire import UNREADABLE, FastFrame, decode_frame
 from agentrl_env.server.api import Api, call_named, read
-from agentrl_env.server.auth import caller
+from agentrl_env.server.auth import OPERATOR, Caller, caller
 from agentrl_env.server.limits import PAUSE_S, RECEIVE_S, SMALL_BYTES, Budget, Limits
 from agentrl_env.server.telemetry.tracing import under_caller
 from agentrl_env.wire import CANCEL, SOCKET_PROTOCOL, Frame
@@ -190,7 +190,7 @@ def websocket_endpoint(api: Api, limits: Limits) -> Callable[[WebSocket], Awaita
         agent = who.session_id is not None
         calls = MAX_AGENT_CALLS if agent else None
         connection = websocket.scope.get(CONNECTION)
-        await CallSocket(api, websocket, limits.max_bytes(agent=agent), calls, connection).serve()
+        await CallSocket(api, websocket, limits.max_bytes(agent=agent), calls, connection, who).serve()
 
     return endpoint
 
@@ -204,6 +204,7 @@ class CallSocket:
         max_bytes: limit of a message.
         max_calls: limit of the calls under way; ``MAX_CALLS`` by default.
         connection: of the WebSocket; None for a controller's link.
+        who: the caller.
     """
 
     def __init__(
@@ -213,12 +214,14 @@ class CallSocket:
         max_bytes: int,
         max_calls: int | None = None,
         connection: CountedWebSocket | None = None,
+        who: Caller = OPERATOR,
     ) -> None:
         self._api = api
         self._channel = channel
         self._max_bytes = max_bytes
         self._max_calls = max_calls or MAX_CALLS
         self._connection = connection
+        self._who = who
         self._budget = connection.budget if connection is not None else None
         self._calls: dict[asyncio.Task[None], int | str] = {}
         self._sending = asyncio.Lock()
@@ -254,7 +257,7 @@ class CallSocket:
 
     async def run(self, call: str, text: str | bytes) -> bytes:
         """Make the call of a name; return its result as JSON. Raises WireError."""
-        return await self._api.answer_checked(call_named(call), text)
+        return await self._api.answer_checked(call_named(call), text, self._who)
 
     async def _take_large(self, text: str | bytes, budget: Budget) -> None:
         """Begin the call of a large message, within the budget of its caller."""
@@ -284,7 +287,7 @@ class CallSocket:
             await self._send_error(_leading_id(text), too_large)
             return None
         try:
-            self._api.check_values(text)
+            self._api.check_values(text, self._who)
         except WireError as error:
             await self._send_error(_leading_id(text), error)
             return None

@@ -220,7 +220,7 @@ class AgentRLBridge:
         choice = _choice(start, task.splits[split])
         fields = {"task": task.name, "split": split, "wait_s": MAX_WAIT_S, **choice}
         opening = validate(OpenRequest, fields)
-        opened = await unless_disconnected(request, self._api.answer(OPEN, opening))
+        opened = await unless_disconnected(request, self._api.answer(OPEN, opening, caller.get()))
         return await self._started(_Session(SessionInfo.model_validate_json(opened), start))
 
     async def interact(self, request: Request) -> object:
@@ -249,7 +249,7 @@ class AgentRLBridge:
 
     async def list_workers(self, request: Request) -> object:
         """Return the servers by task."""
-        fleet = FleetInfo.model_validate_json(await self._api.answer(FLEET, EMPTY))
+        fleet = FleetInfo.model_validate_json(await self._api.answer(FLEET, EMPTY, caller.get()))
         listed: dict[str, Any] = {}
         for task in (await self._tasks()).tasks:
             servers = [server for server in fleet.servers if task.name in server.tasks]
@@ -292,7 +292,7 @@ class AgentRLBridge:
     async def mark_stale(self, request: Request) -> None:
         """Open no new sessions on a server, or open them again."""
         body = await self._read(_Stale, request)
-        fleet = FleetInfo.model_validate_json(await self._api.answer(FLEET, EMPTY))
+        fleet = FleetInfo.model_validate_json(await self._api.answer(FLEET, EMPTY, caller.get()))
         ids = [one.server_id for one in fleet.servers if self._worker(one.server_id) == body.worker_id]
         if not ids:
             raise InvalidRequest(f"no worker {body.worker_id}; list_workers has those that there are")
@@ -335,7 +335,7 @@ class AgentRLBridge:
 
     async def _play(self, session: _Session, message: Message, seq: int) -> dict[str, Any]:
         step = StepRequest(session_id=session.session_id, seq=seq, message=message)
-        result = StepResult.model_validate_json(await self._api.answer(STEP, step))
+        result = StepResult.model_validate_json(await self._api.answer(STEP, step, caller.get()))
         session.earn(result)
         return self._answer(session, result)
 
@@ -365,11 +365,11 @@ class AgentRLBridge:
         }
 
     async def _cancel(self, session: _Session) -> None:
-        await self._api.answer(CLOSE, SessionRequest(session_id=session.session_id))
+        await self._api.answer(CLOSE, SessionRequest(session_id=session.session_id), caller.get())
         session.ended = True
 
     async def _tasks(self) -> TaskList:
-        return TaskList.model_validate_json(await self._api.answer(TASKS, EMPTY))
+        return TaskList.model_validate_json(await self._api.answer(TASKS, EMPTY, caller.get()))
 
     async def _task(self, name: str) -> tuple[TaskInfo, str]:
         """Return the task and the split of a name: ``TASK``, or ``TASK-SPLIT``. Raises UnknownTask."""
@@ -401,7 +401,7 @@ class AgentRLBridge:
 
     async def _read(self, model: type[B], request: Request) -> B:
         body = await request.body()
-        self._api.check_values(body)
+        self._api.check_values(body, caller.get())
         return read(model, body)
 
 

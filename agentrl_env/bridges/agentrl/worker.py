@@ -31,7 +31,7 @@ from agentrl_env.errors import AgentRLError, DefinitionError, InvalidRequest, Se
 from agentrl_env.schema import echo
 from agentrl_env.server.api import Api, read
 from agentrl_env.server.app import call_at_end
-from agentrl_env.server.auth import as_bearer
+from agentrl_env.server.auth import as_bearer, caller
 from agentrl_env.server.controller_link import ControllerLinks
 from agentrl_env.server.middleware import AGENTRL_PATH
 from agentrl_env.server.telemetry.metrics import Metrics, SessionMetrics
@@ -413,7 +413,7 @@ def mount(app: FastAPI, api: Api) -> None:
 
     async def receive_heartbeat(request: Request) -> None:
         body = await request.body()
-        api.check_values(body)
+        api.check_values(body, caller.get())
         beat = read(Heartbeat, body)
         if urlsplit(beat.address).scheme not in ("http", "https"):
             raise InvalidRequest(f"address: {echo(beat.address)} is no http:// URL of a worker")

@@ -80,7 +80,7 @@ class McpEndpoint:
             await manager.handle_request(scope, receive, send)
             return
         body = await request.body()
-        self._api.check_values(body)
+        self._api.check_values(body, caller.get())
         call = _initialize(body)
         if call is None:
             refusal = {"code": INVALID_REQUEST, "message": "begin the connection with initialize"}

@@ -186,13 +186,13 @@ class OpenEnvFacade:
     async def mcp(self, request: Request) -> Response:
         """Answer a JSON-RPC request, always with status 200."""
         body = await request.body()
-        self._api.check_values(body)
+        self._api.check_values(body, caller.get())
         return JSONResponse(await self._rpc(_json(body), request.path_params["task"]))
 
     async def _answer_frame(self, player: Player, text: str) -> str | None:
         """Return the answer to a frame; None where it ends the socket."""
         try:
-            async with self._api.receiving(text):
+            async with self._api.receiving(text, caller.get()):
                 return await self._answer(player, _json(text.encode()))
         except WireError as error:
             self._api.count(error)
