@@ -27,6 +27,7 @@ from agentrl_env.wire import CALLS, Frame, OpenBatch, OpenRequest, StepBody
 from agentrl_train.__main__ import app as train_app
 from agentrl_train.config import RunConfig, load_config
 from agentrl_train.sweep.plan import load_sweep
+from docs.layers import PICTURE, picture
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -276,3 +277,7 @@ def test_extras_in_the_text_exist_and_have_names_that_every_pip_finds() -> None:
     assert len(asked) > 10
     assert asked <= extras.keys()
     assert [extra for extra in extras if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", extra)] == []
+
+
+def test_picture_of_the_layers_is_current() -> None:
+    assert PICTURE.read_text() == picture(), "python -m docs.layers draws it anew"
