@@ -79,7 +79,7 @@ _numbers = itertools.count()
 class Actor:
     """Plays episodes concurrently, one per slot, in the order of their requests.
 
-    ``rollout.stale_fraction`` is the probability that the stale policy samples a turn (cross-policy sampling,
+    ``rollout.stale.fraction`` is the probability that the stale policy samples a turn (cross-policy sampling,
     AgentRL section 3.1); it is drawn for every turn and recorded with the completion. With ``greedy``,
     another actor, every group has one more episode, played by that one. ``rewards`` score every episode once
     it is played, outside of its slot. ``programs`` play the tasks of their names in place of the actor's
@@ -496,7 +496,7 @@ class _Attempt:
         self, context: Sequence[int], *, max_new_tokens: int | None = None, segment: int = 0
     ) -> Completion:
         """Sample a turn; the last one may be shorter, with the tokens that a longer one would begin with."""
-        policy = "stale" if self._draws.random() < self._rollout.stale_fraction else self._policy
+        policy = "stale" if self._draws.random() < self._rollout.stale.fraction else self._policy
         own, limit_s = self.sampling, self._completion_s
         most = own.max_new_tokens
         sampling = SamplingParams(
@@ -528,7 +528,8 @@ def turn_limit(rollout: RolloutSection, task: str, *, version: int | None) -> in
     """
     limits = [rollout.max_turns[task]] if task in rollout.max_turns else []
     if rollout.horizon and version is not None:
-        limits.append(rollout.horizon[min(version // rollout.horizon_steps, len(rollout.horizon) - 1)])
+        stages = rollout.horizon.turns
+        limits.append(stages[min(version // rollout.horizon.steps, len(stages) - 1)])
     return min(limits, default=None)
 
 

@@ -235,7 +235,6 @@ def advantages(
     normalization: Normalization = "task",
     aggregation: str = "token_mean",
     keep_groups: float = 1.0,
-    mask_truncated: bool = False,
     leave_out: Sequence[Callable[[Trajectory], bool]] = (),
     invalid_call_penalty: float = 0.0,
     truncation_penalty: float = 0.0,
@@ -251,8 +250,8 @@ def advantages(
         normalization: scope of mean 0 and std 1 (``normalized``): every task, the batch, or none.
         aggregation: aggregation of the loss, whose weights the normalization uses.
         keep_groups: share of the groups of each task that is kept, those with the largest spread.
-        mask_truncated: leave out trajectories that a limit ended, after they have counted in the baseline.
-        leave_out: functions that tell which further trajectories are left out in the same way.
+        leave_out: functions that tell which trajectories are left out, after they have counted in the
+            baseline.
         invalid_call_penalty: subtracted once from a trajectory with invalid calls, at the first of them.
         truncation_penalty: subtracted at the end of a trajectory that a limit ended.
         overlong: arguments of ``overlong_penalty`` after the number of tokens: limit, buffer, most.
@@ -286,9 +285,7 @@ def advantages(
         _compare(group, comparisons, baseline=baseline, scale=scale, batch=batch, largest=own.largest)
         for group, own, comparisons in zip(groups, shaped, credited, strict=True)
     ]
-    trained = trained_on(
-        groups, shaped, keep_groups=keep_groups, mask_truncated=mask_truncated, leave_out=leave_out
-    )
+    trained = trained_on(groups, shaped, keep_groups=keep_groups, leave_out=leave_out)
     if normalization != "none":
         scopes: defaultdict[str, list[int]] = defaultdict(list)
         for g, group in enumerate(groups):
@@ -386,15 +383,11 @@ def trained_on(
     shaped: Sequence[Shaped],
     *,
     keep_groups: float,
-    mask_truncated: bool,
     leave_out: Sequence[Callable[[Trajectory], bool]],
 ) -> list[list[bool]]:
     """Return which trajectories of each group are trained on; the arguments are those of ``advantages``."""
     return [
-        [
-            on and not any(out(one) for out in (*leave_out, *[truncated] * mask_truncated))
-            for one in group.trajectories
-        ]
+        [on and not any(out(one) for out in leave_out) for one in group.trajectories]
         for group, on in zip(groups, most_varied(groups, shaped, share=keep_groups), strict=True)
     ]
 

@@ -12,7 +12,7 @@ import numpy as np
 from agentrl_train.advantage import Values
 from agentrl_train.batch import pack, sequences
 from agentrl_train.config import AlgorithmSection, TrainSection
-from agentrl_train.config.sections import CriticSection
+from agentrl_train.config.credit import CriticCredit
 from agentrl_train.critics.estimation import estimation_function
 from agentrl_train.critics.gae import explained_variance
 from agentrl_train.critics.networks import ValueCritic
@@ -60,7 +60,7 @@ class CriticTrainer:
         self,
         critic: ValueCritic,
         *,
-        settings: CriticSection,
+        settings: CriticCredit,
         algorithm: AlgorithmSection,
         train: TrainSection,
         max_context: int,

@@ -130,7 +130,6 @@ def advantages_and_returns(
     normalization: Normalization = "batch",
     aggregation: str = "token_mean",
     keep_groups: float = 1.0,
-    mask_truncated: bool = False,
     leave_out: Sequence[Callable[[Trajectory], bool]] = (),
     **penalties: Any,
 ) -> tuple[list[list[Values | None]], list[list[Values]]]:
@@ -146,8 +145,7 @@ def advantages_and_returns(
         normalization: scope of mean 0 and std 1, as in ``advantage.advantages``, for the advantages alone.
         aggregation: aggregation of the loss, whose weights the normalization uses.
         keep_groups: share of the groups of each task that is trained on.
-        mask_truncated: leave out trajectories that a limit ended.
-        leave_out: functions that tell which further trajectories are left out in the same way.
+        leave_out: functions that tell which trajectories are left out.
         **penalties: arguments of ``advantage.shaped_rewards``.
 
     Returns:
@@ -176,7 +174,6 @@ def advantages_and_returns(
         normalization=normalization,
         aggregation=aggregation,
         keep_groups=keep_groups,
-        mask_truncated=mask_truncated,
         leave_out=leave_out,
     )
     return advantages, targets
@@ -190,7 +187,6 @@ def selected(
     normalization: Normalization = "batch",
     aggregation: str = "token_mean",
     keep_groups: float = 1.0,
-    mask_truncated: bool = False,
     leave_out: Sequence[Callable[[Trajectory], bool]] = (),
 ) -> list[list[Values | None]]:
     """Return advantages of tokens, normalized, with None for trajectories that are not trained on.
@@ -198,9 +194,7 @@ def selected(
     The arguments are those of ``advantages_and_returns``; ``shaped`` are the rewards of the groups.
     """
     found = [list(per_group) for per_group in advantages]
-    trained = trained_on(
-        groups, shaped, keep_groups=keep_groups, mask_truncated=mask_truncated, leave_out=leave_out
-    )
+    trained = trained_on(groups, shaped, keep_groups=keep_groups, leave_out=leave_out)
     scopes: defaultdict[str, list[int]] = defaultdict(list)
     for g, group in enumerate(groups):
         scopes[group.task if normalization == "task" else ""].append(g)

@@ -13,7 +13,7 @@ from agentrl_train.advantage import Values
 from agentrl_train.algorithm import shaping_function
 from agentrl_train.batch import completions, pack
 from agentrl_train.config import AlgorithmSection, TrainSection
-from agentrl_train.config.sections import CriticSection
+from agentrl_train.config.credit import Sweet
 from agentrl_train.critics.critic_trainer import (
     REPORTED,
     all_rows,
@@ -43,7 +43,7 @@ class PreferenceTrainer:
         critic: PrivilegedCritic,
         *,
         encode: Callable[[str], Sequence[int]],
-        settings: CriticSection,
+        settings: Sweet,
         algorithm: AlgorithmSection,
         train: TrainSection,
         max_context: int,
@@ -70,7 +70,7 @@ class PreferenceTrainer:
     def rows(self, groups: Sequence[TrajectoryGroup]) -> list[TokenSequence]:
         """Return the rows of the trajectories that are trained on, each turn with its advantage.
 
-        With ``critic.pairs`` they are the completions of its pairs instead, whose policy gradient is that of
+        With ``pairs`` they are the completions of its pairs instead, whose policy gradient is that of
         DPO.
 
         Raises:

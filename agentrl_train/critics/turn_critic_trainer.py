@@ -13,7 +13,7 @@ from agentrl_train.advantage import TRUNCATED, Shaped, Values, rewards_to_go
 from agentrl_train.algorithm import shaping_function
 from agentrl_train.batch import pack
 from agentrl_train.config import AlgorithmSection, TrainSection
-from agentrl_train.config.sections import CriticSection
+from agentrl_train.config.credit import Archer
 from agentrl_train.critics.archer import twin_advantages, twin_targets
 from agentrl_train.critics.critic_trainer import all_rows, reported, rows_of_trajectories, trained_rows
 from agentrl_train.critics.estimation import selection_function
@@ -87,7 +87,7 @@ class TurnCriticTrainer:
         self,
         critic: TwinCritic,
         *,
-        settings: CriticSection,
+        settings: Archer,
         algorithm: AlgorithmSection,
         train: TrainSection,
         max_context: int,
@@ -95,7 +95,7 @@ class TurnCriticTrainer:
     ) -> None:
         self._critic = critic
         self._settings = settings
-        self._gamma = algorithm.gamma
+        self._gamma = settings.gamma
         self._select = selection_function(algorithm)
         self._train = train
         self._seed = seed

@@ -70,8 +70,11 @@ def assign(config: RunConfig, *, gpus: Sequence[str], ranks: int, with_engine: b
     if len(engine) != needed:
         raise ConfigError(
             f"the engine needs {_gpus(needed)}, but the placement gives it {len(engine)}: change "
-            "placement.engine, engine.vllm.replicas or engine.vllm.tensor_parallel"
-            + (", or set eval.concurrent = false, which has replicas of its own" * config.eval.concurrent)
+            "placement.engine, engine.vllm.replicas or engine.vllm.args.tensor_parallel_size"
+            + (
+                ", or set eval.concurrent = false, which has replicas of its own"
+                * bool(config.eval.concurrent)
+            )
         )
     if max(*learner, *engine) >= len(gpus):
         raise ConfigError(

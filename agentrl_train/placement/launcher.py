@@ -230,13 +230,13 @@ def make_launcher(config: RunConfig) -> Iterator[Launcher]:
     if world_size() == 1:
         require_whole_shares(config.train.processes, config.train.sequence_parallel)
     with ExitStack() as stack:
-        if config.placement.launcher == "ray":
+        if config.placement.launcher.name == "ray":
             if world_size() > 1:
                 raise ConfigError(
                     "placement.launcher = 'ray' starts the processes itself: start the run without torchrun"
                 )
             yield stack.enter_context(_ray(config))
-        elif config.placement.launcher == "torchrun" or world_size() > 1:
+        elif config.placement.launcher.name == "torchrun" or world_size() > 1:
             yield Torchrun(config)
         else:
             yield Local(config)

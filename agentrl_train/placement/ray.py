@@ -26,6 +26,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from agentrl_train.config import RunConfig
+from agentrl_train.config.sections import RayLauncher as RaySettings
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.errors import ConfigError, RanksLost
 from agentrl_train.placement.devices import Devices
@@ -189,7 +190,7 @@ def engine_bundles(config: RunConfig) -> list[int]:
     if (needed := config.engine_gpus) > ranks and config.engine.device == "cuda":
         raise ConfigError(
             f"the engine needs {needed} GPUs, but shares the {ranks} of the learner: raise train.processes, "
-            "or lower engine.vllm.replicas or engine.vllm.tensor_parallel"
+            "or lower engine.vllm.replicas or engine.vllm.args.tensor_parallel_size"
         )
     return [number * config.engine.vllm.tensor_parallel % ranks for number in range(count)]
 
@@ -205,14 +206,16 @@ def cluster(config: RunConfig) -> Iterator[RayLauncher]:
     Raises:
         ConfigError: the cluster does not answer, or lacks the resources.
     """
+    chosen = config.placement.launcher
+    assert isinstance(chosen, RaySettings)
     engine_bundles(config)
-    _connect(config)
+    _connect(config, address=chosen.address or os.environ.get("RAY_ADDRESS"))
     try:
         requested = bundles(config, node=ray.util.get_node_ip_address())
         group = placement_group(requested, strategy=strategy(config))
         try:
-            if not group.wait(config.placement.ray_timeout_s):
-                raise ConfigError(_lacking(requested, strategy(config), config.placement.ray_timeout_s))
+            if not group.wait(chosen.timeout_s):
+                raise ConfigError(_lacking(requested, strategy(config), chosen.timeout_s))
             yield RayLauncher(config, group)
         finally:
             remove_placement_group(group)
@@ -220,9 +223,8 @@ def cluster(config: RunConfig) -> Iterator[RayLauncher]:
         ray.shutdown()
 
 
-def _connect(config: RunConfig) -> None:
+def _connect(config: RunConfig, *, address: str | None) -> None:
     # The address is never detected: Ray remembers the last cluster of a machine, even a stopped one.
-    address = config.placement.ray_address or os.environ.get("RAY_ADDRESS")
     quiet: dict[str, Any] = {"logging_level": logging.WARNING, "configure_logging": False}
     if address is None:
         processes = len(bundles(config, node="here"))

@@ -77,11 +77,17 @@ def write_config(folder: Path, config: RunConfig) -> None:
 def changed_settings(path: Path, config: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Return setting -> (old, new) for settings that differ from the configuration in the run folder.
 
-    Settings that did not exist yet when the run began had their defaults.
+    Settings that did not exist yet when the run began had their defaults. If the folder has former spellings,
+    only settings that both have are compared, and those that must not change.
     """
     table = read_toml(path) if path.exists() else {}
-    if not problems(table, RunConfig):
+    former = problems(table, RunConfig)
+    if not former:
         table = RunConfig.model_validate(table).model_dump(mode="json", exclude_none=True)
     before, now = flat(table), flat(config.model_dump(mode="json", exclude_none=True))
-    differing = [name for name in before | now if before.get(name) != now.get(name)] if before else []
+    compared = before.keys() & now.keys() if former else before.keys() | now.keys()
+    compared |= {name for name in before.keys() | now.keys() if name.startswith(FIXED)}
+    differing = [name for name in before | now if name in compared and before.get(name) != now.get(name)]
+    if not before:
+        return {}
     return {name: (before.get(name, "not set"), now.get(name, "not set")) for name in differing}

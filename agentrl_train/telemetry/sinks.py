@@ -130,7 +130,7 @@ def traced(config: RunConfig) -> Iterator[Trace]:
         yield UNTRACED
         return
     path = config.run_folder / "trace.json"
-    trace = TraceFile(path, max_bytes=round(config.metrics.trace_megabytes * 1e6))
+    trace = TraceFile(path)
     try:
         yield trace
     finally:
@@ -156,8 +156,8 @@ def open_sinks(config: RunConfig, trace: Trace, *, notify: Callable[[str], None]
 
         if metrics.tensorboard:
             add(ScalarWriter(folder / "tensorboard"))
-        if metrics.prometheus_port is not None:
-            exporter = PrometheusExporter(host=metrics.prometheus_host, port=metrics.prometheus_port)
+        if metrics.prometheus is not None:
+            exporter = PrometheusExporter(host=metrics.prometheus.host, port=metrics.prometheus.port)
             add(exporter)
             notify(f"metrics are served at {exporter.url}")
         if metrics.wandb is not None:

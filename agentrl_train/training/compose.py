@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from agentrl_train.actor import Actor
 from agentrl_train.algorithm import reward_functions, signal_function
 from agentrl_train.config import RunConfig
+from agentrl_train.config.rollout import Stale
 from agentrl_train.critics.critic_trainer import ByCritic, CriticTrainer
 from agentrl_train.critics.networks import PrivilegedCritic, TwinCritic, ValueCritic
 from agentrl_train.critics.preference_trainer import PreferenceTrainer
@@ -83,7 +84,7 @@ def served_environments(config: RunConfig) -> AbstractAsyncContextManager[Served
         max_sessions=config.engine.max_sessions,
         timeout_s=config.rollout.environment_timeout_s,
         idle_s=config.engine.completion_deadline_s,
-        levels=config.curriculum.levels,
+        levels=config.rollout.curriculum.levels,
         stated=config.engine,
     )
 
@@ -219,7 +220,7 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
         ranks = stack.enter_context(join_ranks(config))
         served = await stack.enter_async_context(served_environments(config))
         recorded = stack.enter_context(traced(config))
-        trace = stack.enter_context(Watchdog(quiet_s=config.run.idle_report_timeout_s, trace=recorded))
+        trace = stack.enter_context(Watchdog(trace=recorded))
         ready = await stack.enter_async_context(
             policy(config, path=config.model.path, launcher=launcher, served=served, trace=trace, ranks=ranks)
         )
@@ -230,6 +231,8 @@ async def train(config: RunConfig, *, resume: bool = False) -> Outcome:
         saved |= {group.group_id: group for group in (checkpoint.groups if checkpoint else ())}
         log = make_log(config, checkpoint, recorded)
         stack.callback(log.close)
+        for note in config.notes:
+            log.note(note)
         if checkpoint:
             log.note(resumption(checkpoint, steps=config.run.steps, finished=len(saved), changed=changed))
         stack.push_async_callback(close_judges)
@@ -307,8 +310,8 @@ def make_trainer(
         algorithm=config.algorithm,
         train=config.train,
         critic=critic,
-        replay=config.replay,
-        distill=config.distill,
+        replay=config.algorithm.replay,
+        distill=config.algorithm.distill,
         buffer=read_replay(checkpoint.folder) if checkpoint else None,
         max_context=config.engine.max_context,
         tolerance=tolerance(config),
@@ -431,18 +434,21 @@ def make_window(
     Raises:
         ConfigError: the configuration does not fit the run that is resumed.
     """
+    distill = config.algorithm.distill
     sub_agent, tasks = config.rollout.sub_agent, {source.task for source in served.sources}
     named = {
         "rollout.max_turns": config.rollout.max_turns.keys(),
         "rollout.sub_agent.tasks": sub_agent.tasks if sub_agent else (),
-        "distill.teachers": config.distill.teachers.keys() - {"*"},
+        "algorithm.distill.teachers": distill.teachers.keys() - {"*"},
     }
     for key, names in named.items():
         if unknown := set(names) - tasks:
             raise ConfigError(f"{key} names {sorted(unknown)[0]!r}, which is not a task of this run")
-    untaught = [one.task for one in served.sources if config.distill.teacher_of(one.task) is None]
-    if config.distill.weight and untaught:
-        raise ConfigError(f"distill.teachers has no teacher of {untaught[0]!r}: name one, or one of '*'")
+    untaught = [one.task for one in served.sources if distill.teacher_of(one.task) is None]
+    if distill.weight and untaught:
+        raise ConfigError(
+            f"algorithm.distill.teachers has no teacher of {untaught[0]!r}: name one, or one of '*'"
+        )
     window = WorkWindow(
         Mixer(
             served.sources,
@@ -473,7 +479,7 @@ def make_actor(
     weights: str = "current",
 ) -> Actor:
     """Return the actor of a run; for evaluation it samples from one policy only."""
-    alone = config.rollout.model_copy(update={"stale_fraction": 0.0, "alternatives": 0})
+    alone = config.rollout.model_copy(update={"stale": Stale(), "alternatives": 0})
     made = partial(
         Actor,
         engine=policy.engine,
@@ -488,7 +494,7 @@ def make_actor(
         return made(sampling=config.evaluation_engine, rollout=alone)
     made = partial(made, rewards=reward_functions(config.reward))
     greedy = None
-    if config.algorithm.baseline == "greedy":
+    if config.algorithm.baseline.name == "greedy":
         greedy = made(sampling=config.engine_at(0.0), rollout=alone)
     return made(sampling=config.engine, rollout=config.rollout, greedy=greedy)
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl_train.algorithm import objective_function
 from agentrl_train.config import RunConfig
+from agentrl_train.config.credit import Archer, GaeCredit
 from agentrl_train.critics.networks import Critic, PrivilegedCritic, TwinCritic, ValueCritic
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.pool import EnginePool
@@ -41,7 +42,8 @@ from agentrl_train.telemetry.watchdog import die_with_parent
 from agentrl_train.types import UNTRACED, RunningEngine, Threads, Trace
 from agentrl_train.weights import Canary, Drift, LogProbs, Publisher
 
-CPU_KV_GIB = 1.0
+CPU_KV_BYTES = 2**30
+CRITIC_GRAD_NORM = 1.0
 TORCH_SERVING = "agentrl_train.placement.serving"
 
 
@@ -128,9 +130,7 @@ def _engine_pool(
         max_context=engine.max_context,
         dtype=engine.dtype,
         device="cpu" if on_cpu else "cuda",
-        kv_gib=vllm.kv_gib or (CPU_KV_GIB if on_cpu else None),
-        memory_fraction=vllm.memory_fraction,
-        tensor_parallel=vllm.tensor_parallel,
+        args=({"kv_cache_memory_bytes": CPU_KV_BYTES} if on_cpu else {}) | vllm.args,
         devices=launcher.devices.engine,
         transfer=vllm.transfer,
         sleeps=config.placement.layout == "colocated" and not on_cpu,
@@ -153,7 +153,6 @@ def _engine_pool(
         replicas=config.replicas,
         deadline_s=engine.completion_deadline_s,
         start_s=vllm.start_timeout_s,
-        liveness_s=vllm.heartbeat_timeout_s,
         push=vllm.push,
         python=python,
         spawn=launcher.spawn,
@@ -207,22 +206,22 @@ def make_publisher(
             temperature=config.engine.temperature,
             tolerance=tolerance,
         )
-    rollout = config.rollout
-    if rollout.stale_model is not None:
-        stale = partial(_stale_weights, rollout.stale_model, dtype=config.model.dtype, tokenizer=tokenizer)
+    chosen = config.rollout.stale
+    if chosen.model is not None:
+        stale = partial(_stale_weights, chosen.model, dtype=config.model.dtype, tokenizer=tokenizer)
         return Publisher(engine, stale=stale, canary=canary)
-    interval = rollout.stale_interval if rollout.stale_fraction > 0 else 0
+    interval = chosen.interval if chosen.fraction > 0 else 0
     return Publisher(engine, stale_interval=interval, canary=canary)
 
 
 def _stale_weights(
     path: str, *, dtype: str, tokenizer: PreTrainedTokenizerBase
 ) -> Mapping[str, torch.Tensor]:
-    """Return the weights of ``rollout.stale_model``. Raises ConfigError where its vocabulary is another."""
+    """Return the weights of ``rollout.stale.model``. Raises ConfigError where its vocabulary is another."""
     model, own = load_policy(path, dtype=dtype)
     if own.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
-            f"rollout.stale_model = {path!r} has another vocabulary than the policy, whose contexts it "
+            f"rollout.stale.model = {path!r} has another vocabulary than the policy, whose contexts it "
             "continues: use a model of the same family"
         )
     return dict(model.named_parameters())
@@ -281,7 +280,7 @@ def make_critic(
     ranks: Ranks | None = None,
     threads: Threads | None = None,
 ) -> Critic | None:
-    """Return the critic of a run, or None without ``[critic]``. It is on rank 0 alone.
+    """Return the critic of a run, or None without credit by a critic. It is on rank 0 alone.
 
     Args:
         config: configuration of the run.
@@ -303,23 +302,21 @@ def make_critic(
         model, own = load_policy(settings.model, device=device)
         if own.get_vocab() != tokenizer.get_vocab():
             raise ConfigError(
-                f"critic.model = {settings.model!r} has another vocabulary than the policy, whose tokens it "
-                "reads: use a model of the same family, or leave it out"
+                f"algorithm.credit.model = {settings.model!r} has another vocabulary than the policy, "
+                "whose tokens it reads: use a model of the same family, or leave it out"
             )
-    kind: Callable[..., Critic] = partial(
-        ValueCritic, objective=partial(value_loss, clip=settings.clip or None)
-    )
-    if config.algorithm.credit == "archer":
+    kind: Callable[..., Critic] = partial(PrivilegedCritic, temperature=config.engine.temperature)
+    if isinstance(settings, GaeCredit):
+        kind = partial(ValueCritic, objective=partial(value_loss, clip=settings.clip or None))
+    elif isinstance(settings, Archer):
         kind = partial(TwinCritic, target_rate=settings.target_rate)
-    if config.algorithm.credit == "sweet":
-        kind = partial(PrivilegedCritic, temperature=config.engine.temperature)
     with _as_config_errors():
         return kind(
             copy_of(model),
             learning_rate=settings.learning_rate,
             betas=train.betas,
             weight_decay=train.weight_decay,
-            max_grad_norm=settings.max_grad_norm,
+            max_grad_norm=CRITIC_GRAD_NORM,
             spike_factor=train.spike_factor,
             precision=train.precision,
             device=device,
@@ -376,30 +373,29 @@ def learner_options(config: RunConfig, *, model: PreTrainedModel) -> dict[str, A
         dtype=config.model.dtype,
     )
     return {
-        "teachers": {path: teacher(path) for path in sorted(set(config.distill.teachers.values()))},
+        "teachers": {path: teacher(path) for path in sorted(set(config.algorithm.distill.teachers.values()))},
         "objective": objective_function(algorithm),
-        "recompute": algorithm.anchor == "old" or ":" in algorithm.anchor,
+        "recompute": algorithm.recomputes,
         "learning_rate": train.learning_rate,
         "betas": train.betas,
         "weight_decay": train.weight_decay,
-        "warmup_steps": train.warmup_steps * train.minibatches,
+        "warmup_steps": config.warmup_steps * train.minibatches,
         "total_steps": config.run.steps * train.minibatches,
-        "final_lr_fraction": train.final_lr_fraction,
-        "decay_fraction": train.decay_fraction,
-        "lr_decay": train.lr_decay,
+        "final_lr_fraction": train.decay.to,
+        "decay_fraction": train.decay.over,
+        "lr_decay": train.decay.name,
         "max_grad_norm": train.max_grad_norm,
         "spike_factor": train.spike_factor,
         "temperature": config.engine.temperature,
         "precision": train.precision,
         "activation_checkpointing": train.activation_checkpointing,
         "attention": config.model.attention,
-        "max_logits": train.max_logits,
         "offload_optimizer": train.offload_optimizer,
         "lora": Lora(**train.lora.model_dump()) if train.lora else None,
         "entropy_coefficient": algorithm.entropy_coefficient,
-        "reference": copy_of(model) if algorithm.kl_coef and train.lora is None else None,
-        "kl_coefficient": algorithm.kl_coef,
-        "kl_estimator": algorithm.kl_estimator,
+        "reference": copy_of(model) if algorithm.kl.coefficient and train.lora is None else None,
+        "kl_coefficient": algorithm.kl.coefficient,
+        "kl_estimator": algorithm.kl.estimator,
     }
 
 

@@ -56,6 +56,8 @@ from agentrl_train.weights import Drift, Publisher, drift, probe_sequence, requi
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+WRITE_TIMEOUT_S = 1800.0
+"""Deadline for writing one checkpoint."""
 PROBES = 3
 """Attempts to get the first completion of the engine."""
 
@@ -151,7 +153,7 @@ class Run:
         self._trainer = trainer
         self._log = log
         self._failures = failures
-        self._curriculum = Curriculum(config.curriculum, mixer=loop.window.mixer, folder=self._folder)
+        self._curriculum = Curriculum(config.rollout.curriculum, mixer=loop.window.mixer, folder=self._folder)
         self._evaluate_held_out = evaluate
         self._evaluate_saved = evaluate_saved
         self._evaluating: asyncio.Task[None] | None = None
@@ -227,7 +229,7 @@ class Run:
         await self._wait_for_checkpoint()
         summary = None if self._signal else await self._summarize()
         report = partial(write_report, self._folder)
-        await in_thread(report, within_s=self._config.checkpoint.write_timeout_s, doing="writing the report")
+        await in_thread(report, within_s=WRITE_TIMEOUT_S, doing="writing the report")
         return Outcome(folder=self._folder, step=step, summary=summary, signal=self._signal)
 
     async def _summarize(self) -> Mapping[str, Any] | None:
@@ -259,7 +261,7 @@ class Run:
             logger.warning("%s", no_signal_warning(step.groups, steps=self._idle_steps))
         self._warn_of_no_calls(step)
         self._warn_of_large_steps(trained)
-        by_turn = self._config.algorithm.credit == "turn"
+        by_turn = self._config.algorithm.credit.name == "turn"
         if number == 1 and by_turn and (warning := turn_rewards_warning(step.groups)):
             logger.warning("%s", warning)
         discarded = self._loop.discarded_tokens
@@ -319,7 +321,7 @@ class Run:
         await self._wait_for_checkpoint()
         self._saved_step = step
         copy, doing = self._trainer.snapshots, f"copying the parameters of step {step}"
-        snapshots = await in_thread(copy, within_s=self._config.checkpoint.write_timeout_s, doing=doing)
+        snapshots = await in_thread(copy, within_s=WRITE_TIMEOUT_S, doing=doing)
         window, untrained = await self._loop.cut_journal(step)
         write = partial(
             save_checkpoint,
@@ -348,9 +350,7 @@ class Run:
     async def _write(self, write: Callable[[], int], *, step: int) -> None:
         with self._trace.span("trainer/checkpoints", f"checkpoint {step}"):
             doing = f"writing the checkpoint of step {step}"
-            self._loop.prune_journal(
-                await in_thread(write, within_s=self._config.checkpoint.write_timeout_s, doing=doing)
-            )
+            self._loop.prune_journal(await in_thread(write, within_s=WRITE_TIMEOUT_S, doing=doing))
 
     async def _wait_for_checkpoint(self) -> None:
         """Wait for the checkpoint in progress; raises its error."""
@@ -455,9 +455,7 @@ class Run:
             await self._checkpoint(step=step)
             await self._wait_for_checkpoint()
         keep = partial(keep_best, self._folder, step=step, success=success)
-        await in_thread(
-            keep, within_s=self._config.checkpoint.write_timeout_s, doing="keeping the best model"
-        )
+        await in_thread(keep, within_s=WRITE_TIMEOUT_S, doing="keeping the best model")
 
     async def _probe(self, version: int) -> None:
         """Compare one short completion of the engine with the trainer before the first episode."""

@@ -19,7 +19,7 @@ from agentrl_train.advantage import Values
 from agentrl_train.algorithm import advantage_function, shaping_function
 from agentrl_train.batch import pack, sequences, towards_teacher, without_high_covariance
 from agentrl_train.chat import ChatFormat
-from agentrl_train.config import AlgorithmSection, DistillSection, ReplaySection, TrainSection
+from agentrl_train.config import AlgorithmSection, DistillTable, ReplayTable, TrainSection
 from agentrl_train.critics.critic_trainer import ByCritic
 from agentrl_train.errors import BadUpdate, LearnerOutOfMemory, ran_out_of_memory
 from agentrl_train.learner import Learner
@@ -56,9 +56,9 @@ class StepTrainer:
         train: TrainSection,
         critic: ByCritic | None = None,
         max_context: int,
-        replay: ReplaySection | None = None,
+        replay: ReplayTable | None = None,
         buffer: Replay | None = None,
-        distill: DistillSection | None = None,
+        distill: DistillTable | None = None,
         tolerance: Drift = FLOAT32,
         truncated: bool = False,
         seed: int = 0,
@@ -83,11 +83,11 @@ class StepTrainer:
         self._advantages = None if critic else advantage_function(algorithm, max_context=max_context)
         self._shaped = shaping_function(algorithm, max_context=max_context)
         self._train = train
-        self._distill = distill or DistillSection()
-        self._replay = replay or ReplaySection()
+        self._distill = distill or DistillTable()
+        self._replay = replay or ReplayTable()
         self.replay = buffer or Replay()
         """Episodes that may be replayed; a checkpoint must keep them."""
-        self._max_context = max_context
+        self._constant_tokens = algorithm.constant_tokens or max_context
         self._tolerance = tolerance
         self._truncated = truncated
         self._seed = seed
@@ -183,15 +183,11 @@ class StepTrainer:
 
     def _bounded(self, rows: list[TokenSequence], *seed: int) -> list[TokenSequence]:
         """Return rows without the tokens that Clip-Cov draws."""
-        algorithm = self._algorithm
-        if not algorithm.covariance_share:
+        chosen = self._algorithm.clip_cov
+        if chosen is None:
             return rows
         return without_high_covariance(
-            rows,
-            share=algorithm.covariance_share,
-            low=algorithm.covariance_low,
-            high=algorithm.covariance_high,
-            seed=(self._seed, *seed),
+            rows, share=chosen.share, low=chosen.low, high=chosen.high, seed=(self._seed, *seed)
         )
 
     def _replayed(
@@ -237,14 +233,14 @@ class StepTrainer:
         with span("pack"):
             packed = partial(
                 pack,
-                aggregation=algorithm.aggregation,
+                aggregation=algorithm.aggregation.name,
                 max_tokens=train.micro_batch_tokens,
                 num_minibatches=train.minibatches,
                 seed=self._seed + policy_version,
                 packed=self.learner.packs_rows,
                 shared=self.learner.shares_prefixes,
-                constant_tokens=algorithm.constant_tokens or self._max_context,
-                skip_zero_advantages=algorithm.kl_coef == 0 and algorithm.entropy_coefficient == 0,
+                constant_tokens=self._constant_tokens,
+                skip_zero_advantages=algorithm.kl.coefficient == 0 and algorithm.entropy_coefficient == 0,
                 version=policy_version - 1,
             )
             batches = packed(rows)
@@ -326,7 +322,7 @@ def staleness(
 ) -> dict[str, float]:
     """Return the age of groups and tokens, in policy versions, when trained at ``version``.
 
-    ``tokens_of_age_0``, ``_1`` ... are a histogram: sampled tokens by age. Those of ``rollout.stale_model``
+    ``tokens_of_age_0``, ``_1`` ... are a histogram: sampled tokens by age. Those of ``rollout.stale.model``
     have none.
     """
     ages = [version - group.admitted_version for group in groups]
@@ -413,7 +409,7 @@ def turn_rewards_warning(groups: Sequence[TrajectoryGroup]) -> str | None:
         return None
     return (
         f"algorithm.credit = 'turn' uses the rewards of turns, but none of {len(turns)} turns before the "
-        "last of an episode has one: unless algorithm.gamma is below 1, use 'trajectory'"
+        "last of an episode has one: unless algorithm.credit.gamma is below 1, use 'trajectory'"
     )
 
 

@@ -508,13 +508,13 @@ def test_importance_floor_masks_tokens_outside_the_range():
     ("overrides", "reached"),
     [
         ([], -0.5),
-        (["algorithm.importance_cap=0.25"], -0.25),
-        (["algorithm.correction=mask", "algorithm.importance_floor=0.1"], 0.0),
+        (["algorithm.correction.cap=0.25"], -0.25),
+        (["algorithm.correction=mask", "algorithm.correction.floor=0.1"], 0.0),
         (["algorithm.entropy_coefficient=1.0"], -3.8),
     ],
 )
 def test_configuration_keys_reach_loss(overrides: list[str], reached: float) -> None:
-    decoupled = ["algorithm.anchor=old", "algorithm.correction=truncate", "algorithm.importance_cap=0.5"]
+    decoupled = ["algorithm.anchor=old", "algorithm.correction=truncate", "algorithm.correction.cap=0.5"]
     config = load_config(QUICKSTART, [*decoupled, *overrides])
     one = Learner(qwen(), **learner_options(config, model=qwen()))
     sampled_elsewhere = [with_(one, logprobs=one.logprobs - 2 * one.loss_mask) for one in made(advantage=1.0)]

@@ -97,7 +97,19 @@ def test_setting_that_is_new_in_this_version_has_not_changed(tmp_path: Path) -> 
     write_config(tmp_path, configured())
     path = tmp_path / "config.toml"
     text = path.read_text()
-    begin = text.index("[curriculum]")
+    begin = text.index("[reward]")
     path.write_text(text[:begin] + text[text.index("\n[", begin) + 1 :])
     assert changed_settings(path, configured()) == {}
     assert changed_settings(path, configured(learning_rate=0.5)) == {"train.learning_rate": (1e-5, 0.5)}
+
+
+def test_run_with_former_spellings_resumes_and_its_changes_are_those_of_common_settings(
+    tmp_path: Path,
+) -> None:
+    write_config(tmp_path, configured())
+    path = tmp_path / "config.toml"
+    path.write_text(path.read_text().replace("[algorithm]", "[algorithm]\nclip_low = 0.1", 1))
+    assert changed_settings(path, configured()) == {}
+    assert changed_settings(path, configured(learning_rate=0.5)) == {"train.learning_rate": (1e-5, 0.5)}
+    lora = configured(lora={"rank": 4, "alpha": 8})
+    assert "train.lora.rank" in changed_settings(path, lora)
