@@ -509,7 +509,7 @@ def test_importance_floor_masks_tokens_outside_the_range():
     [
         ([], -0.5),
         (["algorithm.correction.cap=0.25"], -0.25),
-        (["algorithm.correction=mask", "algorithm.correction.floor=0.1"], 0.0),
+        (["algorithm.correction={name = 'mask', cap = 0.5, floor = 0.1}"], 0.0),
         (["algorithm.entropy_coefficient=1.0"], -3.8),
     ],
 )

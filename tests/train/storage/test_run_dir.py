@@ -103,7 +103,7 @@ def test_setting_that_is_new_in_this_version_has_not_changed(tmp_path: Path) -> 
     assert changed_settings(path, configured(learning_rate=0.5)) == {"train.learning_rate": (1e-5, 0.5)}
 
 
-def test_run_with_former_spellings_resumes_and_its_changes_are_those_of_common_settings(
+def test_former_spellings_of_a_run_folder_are_not_changes(
     tmp_path: Path,
 ) -> None:
     write_config(tmp_path, configured())
