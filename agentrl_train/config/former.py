@@ -56,7 +56,7 @@ _FORMER_NAMES = {
     "algorithm.kl_coef": "algorithm.kl.coefficient",
     "algorithm.kl_estimator": "algorithm.kl.estimator",
 }
-_CREDIT = (
+_CREDIT = [
     "model",
     "learning_rate",
     "warmup_steps",
@@ -67,8 +67,8 @@ _CREDIT = (
     "beta",
     "pairs",
     "likelihood",
-)
-_REPLAY = ("weight", "warmup_steps", "size", "episodes", "max_age", "quantile", "history")
+]
+_REPLAY = ["weight", "warmup_steps", "size", "episodes", "max_age", "quantile", "history"]
 _PROGRAM = {
     "samples": "samples",
     "eval_samples": "eval_samples",
@@ -85,16 +85,26 @@ RENAMED = (
 )
 """Former key -> current key. Entries of ``environments`` are without their number."""
 
-_CONSTANT = "no run needs another value than the default"
 REMOVED = dict.fromkeys(
-    (
-        *("run.quiet_seconds", "run.idle_report_timeout_s", "critic.max_grad_norm", "train.max_logits"),
-        *("engine.vllm.silent_seconds", "engine.vllm.heartbeat_timeout_s"),
-        *("engine.vllm.stale_replicas", "engine.vllm.evaluation_replicas"),
-        *("checkpoint.seconds", "checkpoint.write_timeout_s"),
-        *("sft.weight_decay", "sft.warmup_steps", "sft.decay_fraction", "sft.final_lr_fraction"),
-        *("sft.betas", "sft.max_grad_norm", "metrics.trace_megabytes"),
-    ),
-    _CONSTANT,
+    [
+        "run.quiet_seconds",
+        "run.idle_report_timeout_s",
+        "critic.max_grad_norm",
+        "train.max_logits",
+        "metrics.trace_megabytes",
+        "engine.vllm.silent_seconds",
+        "engine.vllm.heartbeat_timeout_s",
+        "engine.vllm.stale_replicas",
+        "engine.vllm.evaluation_replicas",
+        "checkpoint.seconds",
+        "checkpoint.write_timeout_s",
+        "sft.weight_decay",
+        "sft.warmup_steps",
+        "sft.decay_fraction",
+        "sft.final_lr_fraction",
+        "sft.betas",
+        "sft.max_grad_norm",
+    ],
+    "no run needs another value than the default",
 )
 """Former keys without a current one, and the reason."""

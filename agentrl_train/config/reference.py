@@ -74,16 +74,19 @@ def _setting(full_name: str, key: str, field: FieldInfo) -> Iterator[str]:
         meaning = f"{meaning} ({', '.join(choices)}{own[0]})".strip()
     yield _line(key, value, meaning, commented=value is None)
     for kind in classes(field.annotation):
-        if issubclass(kind, Table) and not issubclass(kind, Own) and len(kind.model_fields) > _named(kind):
+        if (
+            issubclass(kind, Table)
+            and not issubclass(kind, Own)
+            and len(kind.model_fields) > issubclass(kind, Function)
+        ):
             yield from _parameters(key, kind)
 
 
 def _parameters(key: str, kind: type[Table]) -> Iterator[str]:
     """Yield the commented line of a table, and one for each of its parameters."""
     for name in names(kind) if issubclass(kind, Function) else [None]:
-        title = key if name is None else f"{key}.name"
         if name is not None:
-            yield _line(title, name, _plain(kind.__doc__), commented=True)
+            yield _line(f"{key}.name", name, _plain(kind.__doc__), commented=True)
         for parameter, field in kind.model_fields.items():
             if name is not None and parameter == "name":
                 continue
@@ -98,10 +101,6 @@ def _parameters(key: str, kind: type[Table]) -> Iterator[str]:
 def _line(key: str, value: Any, meaning: str, *, commented: bool) -> str:
     setting = f"{key} =" if value is None else f"{key} = {literal(value)}"
     return f"{'# ' * commented}{setting + '  ':<{44 - 2 * commented}}# {meaning}".rstrip(" #")
-
-
-def _named(kind: type[Table]) -> bool:
-    return issubclass(kind, Function)
 
 
 def _written(value: Any) -> Any:
