@@ -104,7 +104,7 @@ class Program(Protocol):
 class Actor:
     """Plays episodes concurrently, one per slot, in the order of their requests.
 
-    ``rollout.stale_fraction`` is the probability that the stale policy samples a turn (cross-policy sampling,
+    ``rollout.stale.fraction`` is the probability that the stale policy samples a turn (cross-policy sampling,
     AgentRL section 3.1); it is drawn for every turn and recorded with the completion. With ``greedy``,
     another actor, every group has one more episode, played by that one. ``rewards`` score every episode once
     it is played, outside of its slot. ``programs`` play the tasks of their names in place of the actor's
@@ -505,7 +505,7 @@ class _Attempt:
         self, context: Sequence[int], *, max_new_tokens: int | None = None, segment: int = 0
     ) -> Completion:
         """Sample a turn; the last one may be shorter, with the tokens that a longer one would begin with."""
-        policy = "stale" if self._draws.random() < self._rollout.stale_fraction else self._actor.policy
+        policy = "stale" if self._draws.random() < self._rollout.stale.fraction else self._actor.policy
         seed, limit_s = int(self._draws.integers(2**63)), self.sampling.deadline_s
         sampling = self.sampling.request(context, seed=seed, limit=max_new_tokens)
         self._contexts, key = max(self._contexts, segment + 1), self._segment_key(segment)
@@ -529,7 +529,8 @@ def turn_limit(rollout: RolloutSection, task: str, *, version: int | None) -> in
     """
     limits = [rollout.max_turns[task]] if task in rollout.max_turns else []
     if rollout.horizon and version is not None:
-        limits.append(rollout.horizon[min(version // rollout.horizon_steps, len(rollout.horizon) - 1)])
+        stages = rollout.horizon.turns
+        limits.append(stages[min(version // rollout.horizon.steps, len(stages) - 1)])
     return min(limits, default=None)
 
 

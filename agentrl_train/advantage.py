@@ -237,7 +237,6 @@ def advantages(
     normalization: Normalization = "task",
     aggregation: str = "token_mean",
     keep_groups: float = 1.0,
-    mask_truncated: bool = False,
     leave_out: Sequence[Callable[[Trajectory], bool]] = (),
     invalid_call_penalty: float = 0.0,
     truncation_penalty: float = 0.0,
@@ -253,8 +252,8 @@ def advantages(
         normalization: scope of mean 0 and std 1 (``normalized``): every task, the batch, or none.
         aggregation: aggregation of the loss, whose weights the normalization uses.
         keep_groups: share of the groups of each task that is kept, those with the largest spread.
-        mask_truncated: leave out trajectories that a limit ended, after they have counted in the baseline.
-        leave_out: functions that tell which further trajectories are left out in the same way.
+        leave_out: functions that tell which trajectories are left out, after they have counted in the
+            baseline.
         invalid_call_penalty: subtracted once from a trajectory with invalid calls, at the first of them.
         truncation_penalty: subtracted at the end of a trajectory that a limit ended.
         overlong: arguments of ``overlong_penalty`` after the number of tokens: limit, buffer, most.
@@ -296,7 +295,6 @@ def advantages(
         aggregation=aggregation,
         everything=baseline is none,
         keep_groups=keep_groups,
-        mask_truncated=mask_truncated,
         leave_out=leave_out,
     )
 
@@ -384,7 +382,6 @@ def normalize_and_mask(
     normalization: Normalization = "batch",
     aggregation: str = "token_mean",
     keep_groups: float = 1.0,
-    mask_truncated: bool = False,
     leave_out: Sequence[Callable[[Trajectory], bool]] = (),
 ) -> list[list[Values | None]]:
     """Normalize advantages, and replace those of trajectories that are not trained on by None.
@@ -394,10 +391,7 @@ def normalize_and_mask(
     ``normalized``, the others are arguments of ``advantages``.
     """
     trained = [
-        [
-            kept and not any(out(one) for out in (*leave_out, *[truncated] * mask_truncated))
-            for one in group.trajectories
-        ]
+        [kept and not any(out(one) for out in leave_out) for one in group.trajectories]
         for group, kept in zip(groups, most_varied(groups, shaped, share=keep_groups), strict=True)
     ]
     scaled, scopes = list(values), defaultdict[str, list[int]](list)

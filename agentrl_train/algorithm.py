@@ -1,42 +1,89 @@
-"""``[algorithm]`` and ``[reward]`` -> functions: each choice is a function, found by its name."""
+"""``[algorithm]`` and ``[reward]`` -> functions: each choice is a function with its parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from agentrl_train import advantage, loss, reward
 from agentrl_train.advantage import Values
 from agentrl_train.config import AlgorithmSection, RewardSection
-from agentrl_train.config.functions import function, imported
 from agentrl_train.loss import Objective
 from agentrl_train.reward import combining
-from agentrl_train.types import TrajectoryGroup
+from agentrl_train.types import Trajectory, TrajectoryGroup
 
 Advantages = Callable[[Sequence[TrajectoryGroup]], "list[list[Values | None]]"]
+Functions = Mapping[str, Callable[..., Any]]
+
+CREDITS: Functions = {
+    "trajectory": advantage.by_trajectory,
+    "turn": advantage.by_turn,
+    "state": advantage.by_state,
+}
+BASELINES: Functions = {
+    "mean": advantage.mean,
+    "leave_one_out": advantage.leave_one_out,
+    "length_weighted": advantage.length_weighted,
+    "greedy": advantage.greedy,
+    "batch_mean": advantage.batch_mean,
+    "none": advantage.none,
+}
+SCALES: Functions = {
+    "std": advantage.std,
+    "batch_std": advantage.batch_std,
+    "mean": advantage.mean_return,
+    "none": advantage.unscaled,
+}
+EXCLUSIONS: Functions = {
+    "truncated": advantage.truncated,
+    "void": reward.void,
+    "repetitive": reward.repetitive,
+}
+ANCHORS: Functions = {"behaviour": loss.behaviour, "old": loss.old, "interpolated": loss.interpolated}
+RATIOS: Functions = {
+    "token": loss.token_ratio,
+    "turn": loss.turn_ratio,
+    "sequence": loss.sequence_ratio,
+    "sequence_token": loss.sequence_token_ratio,
+    "geometric": loss.geometric_ratio,
+}
+REGIONS: Functions = {
+    "none": loss.unbounded,
+    "clip": loss.clip,
+    "cap": loss.cap,
+    "band": loss.band,
+    "soft": loss.soft,
+    "divergence": loss.divergence,
+}
+CORRECTIONS: Functions = {"truncate": loss.importance_weights, "mask": loss.importance_weights}
+COMBINATIONS: Functions = {
+    "weighted": combining.weighted,
+    "lowest": combining.lowest,
+    "highest": combining.highest,
+    "standardized": combining.standardized,
+    "adaptive": combining.adaptive,
+}
 
 
 def advantage_function(algorithm: AlgorithmSection, *, max_context: int) -> Advantages:
     """Return the function from groups to advantages; raises ``ConfigError`` for a function without a file."""
-    credits: dict[str, Any] = {
-        "trajectory": advantage.by_trajectory,
-        "turn": partial(advantage.by_turn, gamma=algorithm.gamma),
-        "state": partial(advantage.by_state, gamma=algorithm.gamma, weight=algorithm.state_weight),
-    }
-    scales: dict[str, Any] = {"none": advantage.unscaled, "mean": advantage.mean_return}
     return partial(
         advantage.advantages,
-        credit=credits.get(algorithm.credit) or imported(algorithm.credit),
-        baseline=function(advantage, algorithm.baseline),
-        scale=scales.get(algorithm.scale) or function(advantage, algorithm.scale),
+        credit=algorithm.credit.among(CREDITS),
+        baseline=algorithm.baseline.among(BASELINES),
+        scale=algorithm.scale.among(SCALES),
         normalization=algorithm.normalization,
-        aggregation=algorithm.aggregation,
+        aggregation=algorithm.aggregation.name,
         keep_groups=algorithm.keep_groups,
-        mask_truncated=algorithm.mask_truncated,
-        leave_out=[function(reward, name) for name in algorithm.leave_out],
+        leave_out=exclusions(algorithm),
         **penalties(algorithm, max_context=max_context),
     )
+
+
+def exclusions(algorithm: AlgorithmSection) -> list[Callable[[Trajectory], bool]]:
+    """Return the functions that are true for the episodes to omit from the loss."""
+    return [one.among(EXCLUSIONS) for one in algorithm.leave_out]
 
 
 def signal_function(algorithm: AlgorithmSection, *, max_context: int) -> Callable[[TrajectoryGroup], bool]:
@@ -59,44 +106,23 @@ def shaping_function(
 
 def penalties(algorithm: AlgorithmSection, *, max_context: int) -> dict[str, Any]:
     """Return the arguments of the penalties that shape rewards."""
-    buffer = algorithm.overlong_buffer
+    chosen = algorithm.penalties
+    long = chosen.overlong
     return {
-        "invalid_call_penalty": algorithm.invalid_call_penalty,
-        "truncation_penalty": algorithm.truncation_penalty,
-        "overlong": (max_context, buffer, algorithm.overlong_penalty) if buffer else None,
+        "invalid_call_penalty": chosen.invalid_call,
+        "truncation_penalty": chosen.truncation,
+        "overlong": (max_context, long.buffer, long.most) if long else None,
     }
 
 
 def objective_function(algorithm: AlgorithmSection) -> Objective:
     """Return the loss; raises ``ConfigError`` for a function without a file."""
-    low, high = algorithm.clip_low, algorithm.clip_high
-    regions: dict[str, Any] = {
-        "none": loss.unbounded,
-        "clip": partial(loss.clip, low=low, high=high, dual=algorithm.dual_clip or None),
-        "cap": partial(loss.cap, low=low, high=high),
-        "band": partial(loss.band, low=low, high=high),
-        "soft": partial(loss.soft, positive=algorithm.soft_positive, negative=algorithm.soft_negative),
-        "divergence": partial(loss.divergence, low=algorithm.divergence_low, high=algorithm.divergence_high),
-    }
-    ratios: dict[str, Any] = {
-        "token": loss.token_ratio,
-        "turn": loss.turn_ratio,
-        "sequence": loss.sequence_ratio,
-        "sequence_token": loss.sequence_token_ratio,
-        "geometric": partial(loss.geometric_ratio, low=low, high=high),
-    }
-    correction = partial(
-        loss.importance_weights,
-        cap=algorithm.importance_cap or None,
-        floor=algorithm.importance_floor if algorithm.correction == "mask" else None,
-        level=algorithm.correction_level,
-    )
     return partial(
         loss.policy_loss,
-        anchor=function(loss, algorithm.anchor),
-        ratio=ratios.get(algorithm.ratio) or imported(algorithm.ratio),
-        region=regions.get(algorithm.region) or imported(algorithm.region),
-        correction=correction if algorithm.corrects else None,
+        anchor=algorithm.anchor.among(ANCHORS),
+        ratio=algorithm.ratio.among(RATIOS),
+        region=algorithm.region.among(REGIONS),
+        correction=algorithm.correction.among(CORRECTIONS) if algorithm.corrects else None,
     )
 
 
@@ -105,9 +131,9 @@ def reward_functions(section: RewardSection) -> reward.Rewards | None:
     if not section.functions:
         return None
     return reward.Rewards(
-        {target.rpartition(":")[2]: imported(target) for target in section.functions},
+        {one.title: one.called for one in section.functions},
         weights=section.weights,
-        combine=function(combining, section.combine),
+        combine=section.combine.among(COMBINATIONS),
         fade_steps=section.fade_steps,
         timeout_s=section.timeout_s,
     )

@@ -122,19 +122,19 @@ def unbounded(ratios: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def clip(
-    ratios: Tensor, tokens: Tokens, *, low: float = 0.2, high: float = 0.28, dual: float | None = 3.0
+    ratios: Tensor, tokens: Tokens, *, low: float = 0.2, high: float = 0.28, dual: float = 3.0
 ) -> tuple[Tensor, Tensor]:
     """Return the pessimistic one of ``-r A`` and ``-clip(r, 1 - low, 1 + high) A``.
 
     For ``A < 0`` it is at most ``-dual A``. PPO (arXiv 1707.06347); unequal bounds: DAPO
-    (2503.14476); dual clip: 1912.09729, ``None`` disables it.
+    (2503.14476); dual clip: 1912.09729, 0 disables it.
     """
     advantages = tokens.advantages
     plain = -ratios * advantages
     bounded = -ratios.clamp(1.0 - low, 1.0 + high) * advantages
     losses = torch.maximum(plain, bounded)
     clipped = bounded > plain
-    if dual is not None:
+    if dual:
         ceiling = torch.where(advantages < 0, -dual * advantages, torch.inf)
         clipped = clipped | (losses > ceiling)
         losses = torch.minimum(losses, ceiling)
@@ -181,13 +181,13 @@ def importance_weights(
     anchor: Tensor,
     tokens: Tokens,
     *,
-    cap: float | None = 2.0,
+    cap: float = 2.0,
     floor: float | None = None,
     level: Literal["token", "sequence"] = "token",
 ) -> Tensor:
     """Return the importance weights of the anchor over the sampler, without gradient.
 
-    ``w = min(anchor / behaviour, cap)`` (truncated importance sampling, TIS; ``None`` is without a bound).
+    ``w = min(anchor / behaviour, cap)`` (truncated importance sampling, TIS; 0 is without a bound).
     With a ``floor``, tokens whose ratio lies outside ``[floor, cap]`` get 0 instead (masked importance
     sampling: MIS, IcePop). By sequence, the ratio is the geometric mean over the sequence.
     """
@@ -196,8 +196,8 @@ def importance_weights(
         log_ratios = _unit_mean(log_ratios, tokens, _sequences(tokens))
     ratios = log_ratios.exp()
     if floor is None:
-        return ratios.clamp(max=cap) if cap is not None else ratios
-    inside = (ratios >= floor) & (ratios <= (math.inf if cap is None else cap))
+        return ratios.clamp(max=cap) if cap else ratios
+    inside = (ratios >= floor) & (ratios <= (cap or math.inf))
     return torch.where(inside, ratios, 0.0)
 
 

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from agentrl_train.cli.recording import record
 from agentrl_train.config import RunConfig, TrainSection
+from agentrl_train.config.sections import Decay
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner
 from agentrl_train.loss import Loss, sft_loss
@@ -253,11 +254,19 @@ async def _sft(config: RunConfig, *, output: Path) -> None:
         )
     shares = ", ".join(f"{task} {share:.0%}" for task, share in success.items())
     console.print(f"{len(sequences)} expert episodes; success: {shares}", soft_wrap=True)
-    shared = settings.model_dump(include=set(TrainSection.model_fields))
-    alone = {"lora": None, "minibatches": 1, "spike_factor": 0.0, "lr_decay": "linear"}
+    kept = {"precision", "activation_checkpointing", "offload_optimizer"}
+    train = TrainSection(
+        learning_rate=settings.learning_rate,
+        betas=(0.9, 0.98),
+        weight_decay=0.01,
+        warmup_steps=20,
+        decay=Decay(to=0.05, over=0.4),
+        max_grad_norm=1.0,
+        **config.train.model_dump(include=kept),
+    )
     learner = Learner(
         model,
-        config.train.model_copy(update=shared | alone),
+        train,
         total_steps=settings.steps,
         loss=Loss(objective=sft_loss),
         attention=config.model.attention,

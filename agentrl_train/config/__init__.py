@@ -8,28 +8,27 @@ configuration holds absolute paths, so the ``to_toml()`` in a run folder can be 
 This package does not import torch.
 """
 
-from agentrl_train.config.algorithm import AlgorithmSection
+from agentrl_train.config.algorithm import AlgorithmSection, DistillTable, ReplayTable
 from agentrl_train.config.loading import gateway_config, load_config
-from agentrl_train.config.objectives import DistillSection, ReplaySection, RewardSection
+from agentrl_train.config.reward import RewardSection
+from agentrl_train.config.rollout import RolloutSection, SubAgentSection
 from agentrl_train.config.run_config import RunConfig
 from agentrl_train.config.sections import (
     EngineSection,
     EnvironmentSection,
     LoraSection,
     ModelSection,
-    RolloutSection,
-    SubAgentSection,
     TrainSection,
 )
 
 __all__ = [
     "AlgorithmSection",
-    "DistillSection",
+    "DistillTable",
     "EngineSection",
     "EnvironmentSection",
     "LoraSection",
     "ModelSection",
-    "ReplaySection",
+    "ReplayTable",
     "RewardSection",
     "RolloutSection",
     "RunConfig",

@@ -1,42 +1,153 @@
 """The section ``[algorithm]``: one key per choice, presets, and the combinations that make no sense.
 
 A preset is a TOML file with some keys of a run, in ``config/presets`` or anywhere else; the keys of the
-configuration override it. If a key takes the name of a function, it also takes ``file.py:function``.
+configuration override it. A key that chooses a function also takes a user's (``config.functions``).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field, model_validator
 
-from agentrl_train.config.section import Count, CountOrOff, Fraction, NonNegative, Positive, Section
+from agentrl_train.config.credit import Credit, CriticCredit, Sweet, Trajectory
+from agentrl_train.config.functions import Choice, Function, Own
+from agentrl_train.config.loss import (
+    Aggregation,
+    Clip,
+    Correction,
+    Mean,
+    NoCorrection,
+    PlainRatio,
+    Ratio,
+    Region,
+)
+from agentrl_train.config.paths import ModelPath
+from agentrl_train.config.section import (
+    Count,
+    CountOrOff,
+    Fraction,
+    NonNegative,
+    Positive,
+    Section,
+    Share,
+    Table,
+)
 
 if TYPE_CHECKING:
     from agentrl_train.config.run_config import RunConfig
 
 SIBLINGS = ("mean", "leave_one_out", "length_weighted")
 """Baselines that compare siblings."""
-GAE = ("gae_token", "gae_turn", "gae_bi_level")
-"""Credits by generalized advantage estimation, which need a critic."""
-BY_CRITIC = (*GAE, "archer", "sweet")
-"""Credits by a critic."""
-NO_UNIT = "say what an action is: 'gae_token', 'gae_turn' or 'gae_bi_level'"
 
 
-def one_of(*names: str, reasons: dict[str, str] | None = None) -> AfterValidator:
-    """Return a validator of a name, or of a function as ``file.py:function``."""
+class Baseline(Function):
+    """Mean of the group, of the others, weighted by tokens, of a greedy episode, of the batch, or none."""
 
-    def check(value: str) -> str:
-        if value in names or ":" in value:
-            return value
-        if reasons and value in reasons:
-            raise ValueError(f"{value!r}: {reasons[value]}")
-        raise ValueError(
-            f"{value!r} is none of {', '.join(names)}, and no function such as 'mine.py:function'"
-        )
+    name: Literal["mean", "leave_one_out", "length_weighted", "greedy", "batch_mean", "value", "none"]
 
-    return AfterValidator(check)
+
+class Scale(Function):
+    """Standard deviation of the group or of the batch, mean of the group, or none."""
+
+    name: Literal["std", "batch_std", "mean", "none"]
+
+
+class Anchor(Function):
+    """The sampler, the policy recomputed before the update, or one between sampler and current policy."""
+
+    name: Literal["behaviour", "old", "interpolated"]
+
+
+class Exclusion(Function):
+    """Episodes that a limit ended, with a turn that says nothing, or that repeat themselves."""
+
+    name: Literal["truncated", "void", "repetitive"]
+
+
+class Overlong(Table):
+    """Penalty of long episodes (DAPO)."""
+
+    buffer: Count
+    """Tokens before ``engine.max_context`` over which the penalty rises from 0."""
+    most: NonNegative = 1.0
+    """Subtracted from the reward of an episode as long as ``engine.max_context``."""
+
+
+class Penalties(Table):
+    """Subtracted from the reward of an episode."""
+
+    invalid_call: NonNegative = 0.0
+    """For any invalid tool call."""
+    truncation: NonNegative = 0.0
+    """For an end by a limit."""
+    overlong: Overlong | None = None
+    """For length: ``{buffer = 128, most = 1.0}``."""
+
+
+class ClipCov(Table):
+    """Omit tokens whose covariance of advantage and log-probability is large (Clip-Cov)."""
+
+    share: Fraction = 0.02
+    """Share of the tokens to omit."""
+    low: NonNegative = 1.0
+    """The covariance of these tokens lies between low and high."""
+    high: Positive = 40.0
+    """See low."""
+
+    def problems(self) -> list[str]:
+        """Return violated constraints between the fields of this table, one sentence each."""
+        return [f"low ({self.low:g}) must be below high ({self.high:g})"] * (self.low >= self.high)
+
+
+class Kl(Table):
+    """KL penalty towards the initial policy, which takes a copy of the model, or with adapters none."""
+
+    coefficient: NonNegative = 0.0
+    """Weight of the penalty; 0 is off."""
+    estimator: Literal["k2", "k3"] = "k3"
+    """Half the squared log-ratio, or q/p - 1 - log(q/p)."""
+
+
+class ReplayTable(Table):
+    """Self-imitation: a second loss on earlier episodes that did well (SPEAR)."""
+
+    weight: NonNegative = 0.0
+    """Weight of the loss of replayed episodes; 0 is off."""
+    warmup_steps: CountOrOff = 200
+    """Steps over which the weight rises from 0, along half a cosine."""
+    size: Count = 2048
+    """Episodes in the buffer; the oldest leave it."""
+    episodes: Count = 64
+    """Episodes replayed in a step, at most, drawn at random; each of them once."""
+    max_age: Count = 10
+    """Steps after which an episode leaves the buffer."""
+    quantile: Fraction = 0.5
+    """Baseline of a replayed episode: this quantile of the mean rewards of its task's recent groups."""
+    history: Count = 10_240
+    """Number of those groups."""
+
+
+class DistillTable(Table):
+    """On-policy distillation: frozen teachers score the tokens that the policy samples."""
+
+    weight: NonNegative = 0.0
+    """Weight of the teacher's log-probability less the policy's, as the advantage of a token; 0 is off."""
+    teachers: dict[str, ModelPath] = Field(default_factory=dict)
+    """Teacher of each task: a model folder, or the name of a model on the hub; "*" is for all others."""
+    keep_rewards: bool = False
+    """Add to the advantages of the rewards, instead of replacing them."""
+
+    def problems(self) -> list[str]:
+        """Return violated constraints between the fields of this table, one sentence each."""
+        if bool(self.weight) == bool(self.teachers):
+            return []
+        lacking = "teachers, such as {'*' = 'models/teacher'}" if self.weight else "a weight above 0"
+        return [f"distillation needs weight and teachers, or none of them: give {lacking}"]
+
+    def teacher_of(self, task: str) -> str | None:
+        """Return the teacher of a task, None if it has none."""
+        return self.teachers.get(task, self.teachers.get("*"))
 
 
 class AlgorithmSection(Section):
@@ -44,252 +155,201 @@ class AlgorithmSection(Section):
 
     preset: str | None = None
     """Name of a preset, or the path of a TOML file with keys of a run; the keys of this file override it."""
-    invalid_call_penalty: NonNegative = 0.0
-    """Subtracted from the reward of an episode with any invalid tool call."""
-    truncation_penalty: NonNegative = 0.0
-    """Subtracted from the reward of an episode that a limit ended."""
-    overlong_buffer: CountOrOff = 0
-    """Tokens before ``engine.max_context`` over which ``overlong_penalty`` rises from 0; 0 is off."""
-    overlong_penalty: NonNegative = 1.0
-    """Subtracted from the reward of an episode as long as ``engine.max_context``."""
+    penalties: Penalties = Penalties()
+    """Subtracted from the reward of an episode."""
     dynamic_sampling: CountOrOff = 0
     """Replace groups of equal rewards by other samples, at most this many in a row for each group of a step;
     0 is off."""
-    keep_groups: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    keep_groups: Share = 1.0
     """Share of the groups of each task that is trained on, those with the largest spread of rewards."""
-    mask_truncated: bool = False
-    """Leave episodes that a limit ended out of the loss; they count in the baseline."""
-    leave_out: tuple[Annotated[str, one_of("void", "repetitive")], ...] = ()
-    """Episodes that are left out of the loss likewise: with a turn that says nothing ("void"), or
-    that repeats itself ("repetitive"); or those for which a function of a trajectory is true."""
-    credit: Annotated[str, one_of("trajectory", "turn", "state", *BY_CRITIC, reasons={"gae": NO_UNIT})] = (
-        "trajectory"
-    )
-    """Return of a turn: that of its trajectory; the rewards from the turn on ("turn"); or the trajectory's
-    plus a comparison of turns that follow the same observation ("state", GiGPO). With a critic, generalized
-    advantage estimation by token, by turn, or by turn and then by token ("gae_bi_level", RAGEN); or the
-    difference of twin critics of turns ("archer"), or the log-ratio of one with privileged information
-    ("sweet")."""
-    gamma: Fraction = 1.0
-    """Discount per turn of credit by turn, by state, "gae_turn", "gae_bi_level" and "archer"."""
-    token_gamma: Fraction = 1.0
-    """Discount per token of "gae_token", and within the turns of "gae_bi_level"."""
-    gae_lambda: Fraction = 1.0
-    """Weight of longer returns in generalized advantage estimation; 0 trusts the critic alone."""
-    state_weight: NonNegative = 1.0
-    """Weight of the comparison at equal states."""
-    baseline: Annotated[
-        str, one_of("mean", "leave_one_out", "length_weighted", "greedy", "batch_mean", "value", "none")
-    ] = "mean"
+    leave_out: tuple[Annotated[Exclusion | Own, Choice()], ...] = ()
+    """Episodes to omit from the loss: ended by a limit ("truncated"), with a turn that says nothing ("void"),
+    or that repeat themselves ("repetitive"); or those for which a function of a trajectory is true. They
+    count in the baseline."""
+    credit: Credit = Trajectory()
+    """Return of a turn."""
+    baseline: Annotated[Baseline | Own, Choice("mean")] = Baseline(name="mean")
     """Subtracted from a return: the mean of its group ("mean"), of the others ("leave_one_out"), weighted by
-    tokens ("length_weighted"), the return of a greedy episode ("greedy"), the mean of the batch, the value of
-    the critic ("value", where credit is by a critic), or none."""
-    scale: Annotated[str, one_of("std", "batch_std", "mean", "none")] = "std"
-    """Divisor of advantages: standard deviation of the group or of the batch, mean of the group, or none."""
+    tokens ("length_weighted"), the return of a greedy episode ("greedy"), the mean of the batch, or none. If
+    credit is by a critic, it is the critic's "value"."""
+    scale: Annotated[Scale | Own, Choice("std")] = Scale(name="std")
+    """Divisor of advantages: standard deviation of the group or of the batch, mean of the group, or none. If
+    credit is by a critic, it is "none"."""
     normalization: Literal["task", "batch", "none"] = "task"
     """Normalize the advantages of each task (AgentRL), or of the batch, to mean 0 and std 1 under the weights
     of the loss."""
-    anchor: Annotated[str, one_of("behaviour", "old", "interpolated")] = "behaviour"
+    anchor: Annotated[Anchor | Own, Choice("behaviour")] = Anchor(name="behaviour")
     """Policy that the ratio is taken against: the sampler, the policy recomputed before the update ("old"),
     or one between the sampler and the current policy, by the age of the token ("interpolated")."""
-    ratio: Annotated[str, one_of("token", "turn", "sequence", "sequence_token", "geometric")] = "token"
+    ratio: Ratio = PlainRatio()
     """Ratio of a token: its own; the geometric mean of its turn or its sequence; the latter with the gradient
     of the token ("sequence_token"); or the mean of clipped ratios ("geometric")."""
-    region: Annotated[str, one_of("clip", "cap", "soft", "divergence", "band", "none")] = "clip"
-    """Bound of an update: clip the ratio, cap it without losing the gradient ("cap"), a soft gate, leave out
-    tokens whose probability moved too far ("divergence") or whose ratio lies outside ("band"), or none."""
-    clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
-    """The ratio is clipped at 1 - clip_low and 1 + clip_high."""
-    clip_high: Positive = 0.28
-    """See clip_low."""
-    dual_clip: NonNegative = 3.0
-    """Upper bound of the ratio for tokens with negative advantage; 0 is off."""
-    soft_positive: Positive = 1.0
-    """Steepness of the soft gate for positive advantages."""
-    soft_negative: Positive = 1.05
-    """Steepness of the soft gate for negative advantages."""
-    divergence_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
-    """Largest fall of a token's probability where its advantage is negative, for region "divergence"."""
-    divergence_high: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
-    """Largest rise of a token's probability where its advantage is positive, for region "divergence"."""
-    correction: Literal["none", "truncate", "mask"] = "none"
-    """Weigh tokens by the ratio of the anchor to the sampler, truncated at ``importance_cap``; or set those
-    outside [importance_floor, importance_cap] to 0."""
-    correction_level: Literal["token", "sequence"] = "token"
-    """Ratio of the correction: of the token, or the geometric mean of its sequence."""
-    importance_cap: NonNegative = 2.0
-    """Upper bound of the correction; 0 is without a bound."""
-    importance_floor: NonNegative = 0.5
-    """Lower bound of the correction "mask"."""
-    aggregation: Literal[
-        "token_mean",
-        "sequence_mean",
-        "rollout_mean",
-        "segment_mean",
-        "group_mean",
-        "task_mean",
-        "constant",
-    ] = "sequence_mean"
-    """Unit with equal weight in the loss: token, episode, group, task, or a constant number of tokens. Where
-    an episode has several segments, as with a sub-agent, these have equal weight within it ("sequence_mean"),
-    or its tokens have ("rollout_mean"), or each segment has that of an episode ("segment_mean")."""
-    constant_tokens: Count | None = None
-    """Denominator of each episode with ``aggregation = "constant"``; left out, ``engine.max_context``."""
-    covariance_share: Fraction = 0.0
-    """Share of the tokens that have no loss because their covariance of advantage and log-probability lies
-    between covariance_low and covariance_high (Clip-Cov); 0 is off."""
-    covariance_low: NonNegative = 1.0
-    """See covariance_share."""
-    covariance_high: Positive = 40.0
-    """See covariance_share."""
+    region: Region = Clip()
+    """Bound of an update."""
+    correction: Correction = NoCorrection()
+    """Weight of a token if anchor and sampler differ."""
+    aggregation: Aggregation = Mean()
+    """Unit with equal weight in the loss."""
+    clip_cov: ClipCov | None = None
+    """Tokens to omit by their covariance; left out, it is off."""
     entropy_coefficient: NonNegative = 0.0
     """Weight of the entropy bonus that is subtracted from the loss; 0 is off."""
-    kl_coef: NonNegative = 0.0
-    """Weight of the KL penalty towards the initial policy, which takes a copy of the model, or with adapters
-    none; 0 is off."""
-    kl_estimator: Literal["k2", "k3"] = "k3"
-    """Estimate of that KL: half the squared log-ratio, or q/p - 1 - log(q/p)."""
+    kl: Kl = Kl()
+    """KL penalty towards the initial policy."""
+    replay: ReplayTable = ReplayTable()
+    """Replay of earlier episodes."""
+    distill: DistillTable = DistillTable()
+    """Distillation of teachers."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _critics_baseline(cls, table: Any) -> Any:
+        """Set the baseline and the scale of credit by a critic, if they are left out."""
+        if not isinstance(table, dict):
+            return table
+        credit = table.get("credit")
+        name = credit.get("name") if isinstance(credit, dict) else getattr(credit, "name", credit)
+        return {"baseline": "value", "scale": "none", **table} if name in BY_CRITIC else table
 
     @property
-    def by_critic(self) -> bool:
-        """Return whether credit is by a critic."""
-        return self.credit in BY_CRITIC
+    def critic(self) -> CriticCredit | None:
+        """Return the credit if it is by a critic."""
+        return self.credit if isinstance(self.credit, CriticCredit) else None
 
     @property
     def corrects(self) -> bool:
         """Return whether tokens are weighed by the ratio of the anchor to the sampler."""
-        return self.correction != "none"
+        return self.correction.name != "none"
 
     @property
-    def by_sequence(self) -> list[str]:
-        """Return the keys whose values need whole sequences."""
-        return [key for key in ("ratio", "correction_level") if getattr(self, key) != "token"]
+    def recomputes(self) -> bool:
+        """Return whether the anchor needs log-probabilities recomputed before the update."""
+        return self.anchor.name == "old" or isinstance(self.anchor, Own)
+
+    @property
+    def constant_tokens(self) -> int | None:
+        """Return the denominator of each episode with the aggregation "constant", if it is set."""
+        return getattr(self.aggregation, "tokens", None)
+
+    @property
+    def by_sequence(self) -> str | None:
+        """Return a key whose value needs whole sequences, if there is one."""
+        if self.ratio.name != "token":
+            return "ratio"
+        return "correction.level" if getattr(self.correction, "level", "token") != "token" else None
 
     def problems(self) -> list[str]:
         """Return violated constraints between the fields of this section, one sentence each."""
-        return [*self._problems_of_advantages(), *self._problems_of_loss()]
-
-    def _problems_of_advantages(self) -> list[str]:
+        credit, baseline, ratio, region = (
+            one.name for one in (self.credit, self.baseline, self.ratio, self.region)
+        )
         found = []
-        if self.baseline == "greedy" and self.credit != "trajectory":
+        if baseline == "greedy" and credit != "trajectory":
             found.append(
                 "baseline 'greedy' is the return of a whole episode, which no single turn can be compared "
                 "with: use credit = 'trajectory'"
             )
-        if self.baseline == "batch_mean" and self.normalization == "batch":
+        if baseline == "batch_mean" and self.normalization == "batch":
             found.append(
                 "baseline 'batch_mean' and normalization 'batch' both centre the batch: use baseline = 'none'"
             )
-        if self.by_critic != (self.baseline == "value") or (self.by_critic and self.scale != "none"):
+        critic = self.critic is not None
+        if critic != (baseline == "value") or (critic and self.scale.name != "none"):
             found.append(
-                "credit by a critic has the critic's values as its baseline, and no scale: set "
-                f"credit to one of {', '.join(BY_CRITIC)} with baseline = 'value' and scale = 'none', not "
-                f"{self.credit!r} with baseline = {self.baseline!r} and scale = {self.scale!r}"
+                "credit by a critic has the critic's values as its baseline, and no scale: set credit to "
+                f"one of {', '.join(BY_CRITIC)} with baseline = 'value' and scale = 'none', not {credit!r} "
+                f"with baseline = {baseline!r} and scale = {self.scale.name!r}"
             )
-        if self.dynamic_sampling and self.baseline in ("none", "batch_mean", "value"):
+        if self.dynamic_sampling and baseline in ("none", "batch_mean", "value"):
             found.append(
                 f"dynamic_sampling drops groups of equal rewards, which have a signal with baseline "
-                f"{self.baseline!r}: use a baseline of the group, or set it to 0"
+                f"{baseline!r}: use a baseline of the group, or set it to 0"
             )
-        return found
-
-    def _problems_of_loss(self) -> list[str]:
-        found = []
-        if self.region == "clip" and 0.0 < self.dual_clip <= 1.0 + self.clip_high:
+        if self.corrects and self.anchor.name == "behaviour":
             found.append(
-                f"dual_clip ({self.dual_clip}) must be above 1 + clip_high "
-                f"({1.0 + self.clip_high:g}), or 0 to disable it"
-            )
-        if self.correction == "mask" and 0.0 < self.importance_cap <= self.importance_floor:
-            found.append(
-                f"importance_floor ({self.importance_floor}) must be below importance_cap "
-                f"({self.importance_cap})"
-            )
-        if self.corrects and self.anchor == "behaviour":
-            found.append(
-                f"correction = {self.correction!r} weighs the anchor against the sampler, which is the "
+                f"correction = {self.correction.name!r} weighs the anchor against the sampler, which is the "
                 "anchor: set anchor = 'old' or 'interpolated', or correction = 'none'"
             )
-        if self.anchor == "interpolated" and not self.corrects:
+        if self.anchor.name == "interpolated" and not self.corrects:
             found.append(
                 "anchor 'interpolated' moves the ratio away from the sampler, and nothing weighs the "
                 "difference: set correction = 'truncate'"
             )
-        if self.ratio == "geometric" and self.region != "none":
+        if ratio == "geometric" and region != "none":
             found.append(
-                f"ratio 'geometric' clips each token before the mean, and region = {self.region!r} would "
+                f"ratio 'geometric' clips each token before the mean, and region = {region!r} would "
                 "bound it twice: set region = 'none'"
             )
-        if self.ratio in ("sequence", "geometric") and self.credit in ("turn", "state", *BY_CRITIC):
+        if ratio in ("sequence", "geometric") and credit in ("turn", "state", *BY_CRITIC):
             found.append(
-                f"ratio = {self.ratio!r} gives a sequence one update, but credit = {self.credit!r} gives its "
+                f"ratio = {ratio!r} gives a sequence one update, but credit = {credit!r} gives its "
                 "turns different advantages: use ratio = 'sequence_token' or 'turn'"
             )
-        if self.region == "divergence" and self.ratio != "token":
+        if region == "divergence" and ratio != "token":
             found.append(
-                f"region 'divergence' compares the probabilities of tokens: set ratio = 'token', not "
-                f"{self.ratio!r}"
+                "region 'divergence' compares the probabilities of tokens: set ratio = 'token', not "
+                f"{ratio!r}"
             )
-        if self.covariance_low >= self.covariance_high:
+        if isinstance(self.credit, Sweet) and self.credit.pairs and self.aggregation.name != "token_mean":
             found.append(
-                f"covariance_low ({self.covariance_low:g}) must be below covariance_high "
-                f"({self.covariance_high:g})"
+                "credit.pairs weighs all pairs equally, which needs aggregation = 'token_mean', not "
+                f"{self.aggregation.name!r}"
             )
-        if self.constant_tokens is not None and self.aggregation != "constant":
-            found.append("constant_tokens needs aggregation = 'constant': set it, or leave it out")
+        if critic and self.replay.weight:
+            found.append(
+                "replay.weight weighs episodes by their advantages among siblings, which a critic replaces: "
+                "set it to 0, or use a credit without a critic"
+            )
+        selects = self.keep_groups < 1.0 or self.dynamic_sampling or self.replay.weight
+        if self.distill.weight and selects and not self.distill.keep_rewards:
+            found.append(
+                "keep_groups, dynamic_sampling and replay.weight select episodes by rewards, which "
+                "distillation replaces: leave them out, or set distill.keep_rewards = true"
+            )
         return found
+
+
+BY_CRITIC = ("gae_token", "gae_turn", "gae_bi_level", "archer", "sweet")
+"""Credits by a critic."""
 
 
 def algorithm_problems(config: RunConfig) -> list[str]:
     """Return violated constraints between ``[algorithm]`` and other sections, one sentence each."""
     algorithm, rollout, engine = config.algorithm, config.rollout, config.engine
-    found = []
+    found = _problems_of_critic(config)
     if rollout.group_size == 1:
         found += _problems_of_single_episodes(algorithm)
-    found += _problems_of_critic(config)
-    stale = rollout.max_staleness > 0 or rollout.stale_fraction > 0
-    if algorithm.anchor == "old" and not algorithm.corrects and (stale or engine.truncates):
+    stale = rollout.max_staleness > 0 or rollout.stale.fraction > 0
+    if algorithm.anchor.name == "old" and not algorithm.corrects and (stale or engine.truncates):
         found.append(
             "algorithm.anchor = 'old' takes the recomputed policy for the sampler, but tokens are sampled by "
-            "others (rollout.max_staleness, rollout.stale_fraction, engine.top_p, top_k, min_p): set "
+            "others (rollout.max_staleness, rollout.stale.fraction, engine.top_p, top_k, min_p): set "
             "algorithm.correction = 'truncate', or algorithm.anchor = 'behaviour'"
         )
-    if engine.truncates and not (algorithm.anchor == "old" and algorithm.corrects):
+    if engine.truncates and not (algorithm.anchor.name == "old" and algorithm.corrects):
         found.append(
             "engine.top_p, top_k and min_p sample from another distribution than the trained one: set "
             "algorithm.anchor = 'old' and algorithm.correction = 'truncate', which weighs each token by "
             "their ratio"
         )
-    if rollout.sub_agent is not None and algorithm.credit == "turn":
+    if rollout.sub_agent is not None and algorithm.credit.name == "turn":
         found.append(
             "algorithm.credit = 'turn' compares turns of the same number, but with rollout.sub_agent one may "
             "be of a planner and the other of a worker: use credit = 'trajectory'"
         )
     if config.train.sequence_parallel > 1 and algorithm.by_sequence:
         found.append(
-            f"algorithm.{algorithm.by_sequence[0]} needs whole sequences on a rank, but "
+            f"algorithm.{algorithm.by_sequence} needs whole sequences on a rank, but "
             f"train.sequence_parallel = {config.train.sequence_parallel} splits them: set it to 1, or use "
             "the value 'token'"
         )
-    if algorithm.overlong_buffer >= engine.max_context:
+    overlong = algorithm.penalties.overlong
+    if overlong is not None and overlong.buffer >= engine.max_context:
         found.append(
-            f"algorithm.overlong_buffer ({algorithm.overlong_buffer}) must be below engine.max_context "
+            f"algorithm.penalties.overlong.buffer ({overlong.buffer}) must be below engine.max_context "
             f"({engine.max_context})"
         )
-    if config.distill.weight:
-        found += _problems_of_distillation(config)
-    return found
-
-
-def _problems_of_distillation(config: RunConfig) -> list[str]:
-    algorithm, found = config.algorithm, []
-    selects = algorithm.keep_groups < 1.0 or algorithm.dynamic_sampling or config.replay.weight
-    if selects and not config.distill.keep_rewards:
-        found.append(
-            "algorithm.keep_groups, dynamic_sampling and replay.weight select episodes by rewards, which "
-            "distillation replaces: leave them out, or set distill.keep_rewards = true"
-        )
-    if config.engine.truncates:
+    if algorithm.distill.weight and engine.truncates:
         found.append(
             "engine.top_p, top_k and min_p sample from another distribution than the one that distillation "
             "compares with the teacher's: leave them out"
@@ -298,70 +358,37 @@ def _problems_of_distillation(config: RunConfig) -> list[str]:
 
 
 def _problems_of_critic(config: RunConfig) -> list[str]:
-    algorithm, critic = config.algorithm, config.critic
-    if critic is None:
-        if not algorithm.by_critic:
-            return ["rollout.alternatives are for critic.pairs of credit 'sweet' alone: set it to 0"] * bool(
-                config.rollout.alternatives
-            )
-        return [
-            f"algorithm.credit = {algorithm.credit!r} takes advantages from the values of a critic: add "
-            "a section [critic], or use credit = 'turn' or 'state'"
-        ]
-    found = []
-    if not algorithm.by_critic:
+    credit, alternatives, found = config.algorithm.credit, config.rollout.alternatives, []
+    pairs = credit.pairs if isinstance(credit, Sweet) else 0
+    if bool(pairs) != bool(alternatives):
         found.append(
-            f"[critic] trains values that algorithm.credit = {algorithm.credit!r} does not use: set it to "
-            f"one of {', '.join(BY_CRITIC)} with baseline = 'value', or remove the section"
+            f"algorithm.credit.pairs = {pairs} of credit 'sweet' are drawn from the completions that "
+            f"rollout.alternatives = {alternatives} adds to each turn: set both, or neither"
         )
-    if algorithm.credit == "sweet" and config.rollout.group_size == 1:
+    if isinstance(credit, Sweet) and config.rollout.group_size == 1:
         found.append(
             "algorithm.credit = 'sweet' learns from pairs of siblings, but rollout.group_size is 1: use a "
             "larger group or another credit"
         )
-    if critic.pairs and algorithm.credit != "sweet":
+    if isinstance(credit, CriticCredit) and credit.warmup_steps >= config.run.steps:
         found.append(
-            f"critic.pairs are ranked by the critic of credit 'sweet', not {algorithm.credit!r}: set it to 0"
-        )
-    elif bool(critic.pairs) != bool(config.rollout.alternatives):
-        found.append(
-            f"critic.pairs = {critic.pairs} are drawn from the completions that rollout.alternatives = "
-            f"{config.rollout.alternatives} adds to each turn: set both, or neither"
-        )
-    elif critic.pairs and algorithm.aggregation != "token_mean":
-        found.append(
-            "critic.pairs weighs all pairs equally, which needs algorithm.aggregation = 'token_mean', not "
-            f"{algorithm.aggregation!r}"
-        )
-    if critic.replay and algorithm.credit != "archer":
-        found.append(
-            f"critic.replay is of credit 'archer', not {algorithm.credit!r}, whose returns are those of the "
-            "policy: set it to 0"
-        )
-    if config.replay.weight:
-        found.append(
-            "replay.weight weighs episodes by their advantages among siblings, which [critic] replaces: set "
-            "it to 0, or use an algorithm without a critic"
-        )
-    if critic.warmup_steps >= config.run.steps:
-        found.append(
-            f"critic.warmup_steps ({critic.warmup_steps}) must be below run.steps ({config.run.steps}), or "
-            "the policy is never trained"
+            f"algorithm.credit.warmup_steps ({credit.warmup_steps}) must be below run.steps "
+            f"({config.run.steps}), or the policy is never trained"
         )
     return found
 
 
 def _problems_of_single_episodes(algorithm: AlgorithmSection) -> list[str]:
     found = []
-    if algorithm.baseline in SIBLINGS:
+    if algorithm.baseline.name in SIBLINGS:
         found.append(
-            f"algorithm.baseline = {algorithm.baseline!r} compares siblings, but "
+            f"algorithm.baseline = {algorithm.baseline.name!r} compares siblings, but "
             "rollout.group_size is 1: use a larger group or baseline = 'none'"
         )
-    if algorithm.scale in ("std", "mean"):
+    if algorithm.scale.name in ("std", "mean"):
         found.append(
-            f"algorithm.scale = {algorithm.scale!r} needs the spread of siblings, but rollout.group_size "
-            "is 1: use a larger group or scale = 'none'"
+            f"algorithm.scale = {algorithm.scale.name!r} needs the spread of siblings, but "
+            "rollout.group_size is 1: use a larger group or scale = 'none'"
         )
     if algorithm.keep_groups < 1.0 or algorithm.dynamic_sampling:
         found.append(

@@ -1,42 +1,163 @@
-"""Functions that settings name: ``file.py:function``, ``module:function``, or a function of a module."""
+"""Settings that choose a function: its name, or a table with its name and its parameters.
+
+``region = "clip"`` and ``region = {name = "clip", low = 0.1}`` choose a function of the trainer, each with a
+model of its parameters. ``"mine.py:function"``, or a table with that name and keyword arguments, chooses a
+user's function. From Python, the function itself takes the place of its name.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args
 
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+    model_serializer,
+)
+from pydantic_core import CoreSchema, core_schema
+
+from agentrl_train.config.paths import FUNCTION, target
+from agentrl_train.config.section import Table
 from agentrl_train.errors import ConfigError
 
-_GIVEN: dict[str, Any] = {}
-"""Functions given as objects, by target: those of a notebook or a closure cannot be imported."""
+OWN = "file.py:function"
+"""Tag of a user's function among the choices."""
 
 
-def target_of(function: Callable[..., Any]) -> str:
-    """Return the target of a function given as an object, which ``imported`` finds in this process."""
-    target = f"{function.__module__}:{getattr(function, '__name__', type(function).__name__)}"
-    _GIVEN[target] = function
-    return target
+class Function(Table):
+    """A function and its parameters. Each choice with parameters of its own is a subclass."""
+
+    name: Any
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Return the keyword arguments of the function."""
+        return {key: value for key, value in self if key != "name"}
+
+    def among(self, functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+        """Return the chosen one of some functions, with its parameters."""
+        function = functions[self.name]
+        return partial(function, **self.parameters) if self.parameters else function
+
+    @model_serializer(mode="wrap")
+    def _serialize(self, handler: SerializerFunctionWrapHandler) -> Any:
+        """Return the name alone if there are no parameters."""
+        table = handler(self)
+        return table["name"] if len(table) == 1 else table
 
 
-def function(module: Any, name: str) -> Any:
-    """Return a function of a module by name, or the one that ``file.py:function`` names."""
-    return imported(name) if ":" in name else getattr(module, name)
+class Own(Function):
+    """A user's function, and its keyword arguments."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str | Callable[..., Any]
+    """``file.py:function``, ``module:function``, or the function itself."""
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, str):
+            return value
+        if not FUNCTION.fullmatch(value):
+            raise ValueError(f"{value!r} is no function such as 'mine.py:function' or 'module:function'")
+        return target(value, info.context["base"]) if info.context else value
+
+    @property
+    def spelled(self) -> str:
+        """Return the name of the function, as a file spells it."""
+        if isinstance(self.name, str):
+            return self.name
+        kind = self.name if hasattr(self.name, "__qualname__") else type(self.name)
+        return f"{kind.__module__}:{kind.__qualname__}"
+
+    @property
+    def title(self) -> str:
+        """Return the name of the function without its module."""
+        return self.spelled.rpartition(":")[2].rpartition(".")[2]
+
+    @property
+    def called(self) -> Callable[..., Any]:
+        """Return the function with its parameters; raises ``ConfigError`` if it cannot be imported."""
+        function = imported(self.name) if isinstance(self.name, str) else self.name
+        return partial(function, **self.parameters) if self.parameters else function
+
+    def among(self, functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+        """Return the function with its parameters; raises ``ConfigError`` if it cannot be imported."""
+        return self.called
+
+    @field_serializer("name")
+    def _spell(self, value: Any) -> str:
+        return self.spelled
 
 
-def imported(target: str) -> Any:
+class Choice:
+    """Annotation of a union of functions: a value chooses one by its name; a default takes missing names."""
+
+    def __init__(self, default: str | None = None) -> None:
+        self._default = default
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        choices: dict[Any, CoreSchema] = {}
+        for model in get_args(source):
+            schema = handler.generate_schema(model)
+            choices |= dict.fromkeys(names(model), schema)
+        return core_schema.no_info_before_validator_function(
+            self._table, core_schema.tagged_union_schema(choices, discriminator=_tag)
+        )
+
+    def _table(self, value: Any) -> Any:
+        if isinstance(value, Mapping) and "name" not in value and self._default is not None:
+            return {"name": self._default, **value}
+        return as_table(value)
+
+
+def as_table(value: Any) -> Any:
+    """Return a table with the name of a function, if it is given by its name alone."""
+    return {"name": value} if isinstance(value, str) or callable(value) else value
+
+
+def names(model: type[Function]) -> tuple[str, ...]:
+    """Return the names that choose a function of this model."""
+    return (OWN,) if issubclass(model, Own) else get_args(model.model_fields["name"].annotation)
+
+
+def _tag(value: Any) -> Any:
+    name = value.get("name") if isinstance(value, Mapping) else getattr(value, "name", None)
+    return OWN if callable(name) or (isinstance(name, str) and ":" in name) else name
+
+
+OwnFunction = Annotated[Own, BeforeValidator(as_table)]
+
+
+def with_choice(former: Any, value: Any) -> Any:
+    """Return the value of a key over a former one: a table without another name keeps the parameters."""
+    former = as_table(former)
+    if not isinstance(value, dict) or not isinstance(former, dict):
+        return value
+    return former | value if value.get("name", former.get("name")) == former.get("name") else value
+
+
+def imported(name: str) -> Any:
     """Return the function that ``file.py:function`` or ``module:function`` names; raises ``ConfigError``."""
-    if target in _GIVEN:
-        return _GIVEN[target]
-    source, _, name = target.rpartition(":")
+    source, _, function = name.rpartition(":")
     try:
         module = _module(Path(source)) if source.endswith(".py") else importlib.import_module(source)
-        return getattr(module, name)
+        return attrgetter(function)(module)
     except Exception as error:  # the code of a user raises anything
-        raise ConfigError(f"the function {target} cannot be imported: {error}") from error
+        raise ConfigError(f"the function {name} cannot be imported: {error}") from error
 
 
 def _module(path: Path) -> Any:

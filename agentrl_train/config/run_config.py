@@ -6,29 +6,32 @@ import math
 from pathlib import Path
 from typing import Any, Self
 
+import tomli_w
+
 from agentrl_train.config.algorithm import AlgorithmSection, algorithm_problems
-from agentrl_train.config.objectives import DistillSection, ReplaySection, RewardSection
+from agentrl_train.config.credit import CriticCredit
+from agentrl_train.config.reward import RewardSection
+from agentrl_train.config.rollout import RolloutSection, Stale
 from agentrl_train.config.section import Section
 from agentrl_train.config.sections import (
     SLACK_S,
     CheckpointSection,
-    CriticSection,
-    CurriculumSection,
     EngineSection,
     EnvironmentSection,
     EvalSection,
     MetricsSection,
     ModelSection,
     PlacementSection,
-    RolloutSection,
     RunSection,
     SftSection,
     TrainSection,
 )
-from agentrl_train.config.toml import dump_toml, flat, read_toml
+from agentrl_train.config.toml import flat, read_toml
 from agentrl_train.config.toml import problems as table_problems
 from agentrl_train.types import Sampling
 
+FIXED = ("train.lora", "model.path", "model.revision")
+"""Settings that must not change on resume: they define the parameters of a checkpoint and its reference."""
 CONTEXTS_FRACTION = 0.05
 """Share of a GPU for CUDA contexts and libraries, which are outside the limits of both processes."""
 
@@ -42,12 +45,8 @@ class RunConfig(Section):
     placement: PlacementSection = PlacementSection()
     engine: EngineSection = EngineSection()
     rollout: RolloutSection = RolloutSection()
-    curriculum: CurriculumSection = CurriculumSection()
     reward: RewardSection = RewardSection()
-    replay: ReplaySection = ReplaySection()
-    distill: DistillSection = DistillSection()
     algorithm: AlgorithmSection = AlgorithmSection()
-    critic: CriticSection | None = None
     train: TrainSection = TrainSection()
     sft: SftSection = SftSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -58,6 +57,26 @@ class RunConfig(Section):
     def run_folder(self) -> Path:
         """Return the folder of this run, ``<run.folder>/<run.name>``."""
         return self.run.path
+
+    @property
+    def critic(self) -> CriticCredit | None:
+        """Return the settings of the critic, if credit is by a critic."""
+        return self.algorithm.critic
+
+    @property
+    def warmup_steps(self) -> int:
+        """Return the warm-up of the learning rate in steps, which is shorter than the run."""
+        return min(self.train.warmup_steps, self.run.steps - 1)
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what differs from the settings, one sentence each, to be printed when the run starts."""
+        if self.warmup_steps == self.train.warmup_steps:
+            return []
+        return [
+            f"train.warmup_steps is {self.warmup_steps} instead of {self.train.warmup_steps}: the run has "
+            f"run.steps = {self.run.steps}"
+        ]
 
     @property
     def stall_timeout_s(self) -> float:
@@ -79,24 +98,25 @@ class RunConfig(Section):
     @property
     def policies(self) -> tuple[str, ...]:
         """Return the names of the sampling policies."""
-        stale, evaluation = self.rollout.stale_fraction > 0, self.eval.concurrent and self.eval.samples > 0
+        stale = self.rollout.stale.fraction > 0
+        evaluation = self.eval.concurrent is not None and self.eval.samples > 0
         return ("current", *["stale"] * stale, *["evaluation"] * evaluation)
 
     @property
     def sessions(self) -> dict[str, int]:
         """Return the number of concurrent episodes of each sampling policy."""
         most = self.engine.max_sessions
-        evaluation = self.eval.max_sessions or math.ceil(most / 4)
+        concurrent = self.eval.concurrent
+        evaluation = (concurrent and concurrent.max_sessions) or math.ceil(most / 4)
         return {policy: evaluation if policy == "evaluation" else most for policy in self.policies}
 
     @property
     def without_training(self) -> Self:
         """Return the configuration of an evaluation by itself, which needs the current policy only."""
-        alone = {"concurrent": False, "max_sessions": None}
         return self.model_copy(
             update={
-                "rollout": self.rollout.model_copy(update={"stale_fraction": 0.0, "alternatives": 0}),
-                "eval": self.eval.model_copy(update=alone),
+                "rollout": self.rollout.model_copy(update={"stale": Stale(), "alternatives": 0}),
+                "eval": self.eval.model_copy(update={"concurrent": None}),
             }
         )
 
@@ -116,12 +136,12 @@ class RunConfig(Section):
     @property
     def replicas(self) -> dict[str, int]:
         """Return the number of engines of each sampling policy."""
-        vllm, stale = self.engine.vllm, self.rollout.stale_fraction
+        vllm, stale = self.engine.vllm, self.rollout.stale.fraction
         share = math.ceil(vllm.replicas * stale / (1.0 - stale)) if stale < 1.0 else vllm.replicas
         chosen = {
             "current": vllm.replicas,
-            "stale": vllm.stale_replicas or min(share, vllm.replicas),
-            "evaluation": vllm.evaluation_replicas,
+            "stale": min(share, vllm.replicas),
+            "evaluation": 1,
         }
         return {policy: chosen[policy] for policy in self.policies}
 
@@ -136,9 +156,10 @@ class RunConfig(Section):
         if not self.environments:
             found.append("environments is empty: give at least one [[environments]] table")
         found += [
-            f"environments.{number}.eval_samples is missing: give held-out samples, or set eval.samples = 0"
+            f"environments.{number}.program.eval_samples is missing: give held-out samples, or set "
+            "eval.samples = 0"
             for number, one in enumerate(self.environments)
-            if one.samples is not None and one.eval_samples is None and self.eval.samples
+            if self.eval.samples and one.program and one.program.samples and not one.program.eval_samples
         ]
         rollout = self.rollout
         found += algorithm_problems(self)
@@ -149,8 +170,9 @@ class RunConfig(Section):
             )
         if (share := self.learner_memory_fraction) is not None and share < CONTEXTS_FRACTION:
             found.append(
-                f"engine.vllm.memory_fraction = {self.engine.vllm.memory_fraction:g} leaves nothing of a GPU "
-                "that placement.layout = 'shared' gives to the learner as well: set it to 0.5, for example"
+                f"engine.vllm.args.gpu_memory_utilization = {self.engine.vllm.memory_fraction:g} leaves "
+                "nothing of a GPU that placement.layout = 'shared' gives to the learner as well: set it "
+                "to 0.5, for example"
             )
         if self.model.dtype == "bfloat16" and self.train.lora is None:
             found.append(
@@ -162,15 +184,10 @@ class RunConfig(Section):
                 "engine.deterministic needs a synchronous run: set rollout.max_staleness to 0, not "
                 f"{rollout.max_staleness}"
             )
-        if rollout.stale_model is not None and not rollout.stale_fraction:
-            found.append(
-                "rollout.stale_model samples nothing with rollout.stale_fraction = 0: set that to its share "
-                "of the turns, such as 0.25"
-            )
-        if self.engine.deterministic and rollout.stale_fraction > 0 and rollout.stale_model is None:
+        if self.engine.deterministic and rollout.stale.fraction > 0 and rollout.stale.model is None:
             found.append(
                 "engine.deterministic excludes the stale policy, whose weights are not in checkpoints: set "
-                "rollout.stale_fraction to 0"
+                "rollout.stale.fraction to 0"
             )
         if self.train.sequence_parallel > 1 and self.model.attention != "sdpa":
             found.append(
@@ -184,19 +201,14 @@ class RunConfig(Section):
             found.append(
                 f"train.minibatches ({self.train.minibatches}) is more than the {episodes} episodes of a step"
             )
-        if self.train.warmup_steps >= self.run.steps > 1:
-            found.append(
-                f"train.warmup_steps ({self.train.warmup_steps}) must be below run.steps "
-                f"({self.run.steps}) to reach the learning rate"
-            )
         return found
 
     def _problems_of_concurrent_evaluation(self) -> list[str]:
         found = []
         if self.sessions["evaluation"] >= self.engine.max_sessions:
             found.append(
-                f"eval.max_sessions leaves no session to training: set it below engine.max_sessions, "
-                f"{self.engine.max_sessions}, or eval.concurrent = false"
+                "eval.concurrent.max_sessions leaves no session to training: set it below "
+                f"engine.max_sessions, {self.engine.max_sessions}, or eval.concurrent = false"
             )
         if self.placement.layout == "colocated":
             found.append(
@@ -212,16 +224,22 @@ class RunConfig(Section):
 
     def to_toml(self) -> str:
         """Return the whole configuration as TOML, defaults included."""
-        return dump_toml(self.model_dump(mode="json", exclude_none=True))
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
     def changes_since(self, path: Path) -> dict[str, tuple[Any, Any]]:
         """Return setting -> (old, new) for settings that differ from the configuration in a file.
 
-        Settings that did not exist yet when the file was written had their defaults.
+        Settings that did not exist yet when the file was written had their defaults. If the file has former
+        spellings, only settings that both have are compared, and those that must not change.
         """
         table = read_toml(path) if path.exists() else {}
-        if not table_problems(table, RunConfig):
+        if not table:
+            return {}
+        former = table_problems(table, RunConfig)
+        if not former:
             table = RunConfig.model_validate(table).model_dump(mode="json", exclude_none=True)
         before, now = flat(table), flat(self.model_dump(mode="json", exclude_none=True))
-        differing = [name for name in before | now if before.get(name) != now.get(name)] if before else []
-        return {name: (before.get(name, "not set"), now.get(name, "not set")) for name in differing}
+        names = [name for name in before | now if before.get(name) != now.get(name)]
+        if former:
+            names = [name for name in names if (name in before and name in now) or name.startswith(FIXED)]
+        return {name: (before.get(name, "not set"), now.get(name, "not set")) for name in names}

@@ -7,6 +7,7 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 Count = Annotated[int, Field(ge=1)]
@@ -27,3 +28,7 @@ class Section(BaseModel):
         if found := self.problems():
             raise ValueError("\n".join(found))
         return self
+
+
+class Table(Section):
+    """Base of tables that are the value of one key: a function with its parameters, or one method."""

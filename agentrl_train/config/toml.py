@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import math
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -11,27 +10,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
 
+import tomli_w
 from pydantic import BaseModel, ValidationError
 
+from agentrl_train.config.former import REMOVED, RENAMED
+from agentrl_train.config.functions import Function, as_table, names, with_choice
 from agentrl_train.errors import ConfigError
 
 Table = dict[str, Any]
-
-RENAMED = {
-    "run.minutes": "run.run_timeout_s",
-    "run.quiet_seconds": "run.idle_report_timeout_s",
-    "engine.vllm.start_seconds": "engine.vllm.start_timeout_s",
-    "engine.vllm.silent_seconds": "engine.vllm.heartbeat_timeout_s",
-    "placement.ray_seconds": "placement.ray_timeout_s",
-    "rollout.episode_seconds": "rollout.episode_timeout_s",
-    "rollout.environment_patience_seconds": "rollout.environment_wait_timeout_s",
-    "train.rank_seconds": "train.rank_timeout_s",
-    "train.step_seconds": "train.step_timeout_s",
-    "checkpoint.seconds": "checkpoint.write_timeout_s",
-}
-"""Former key -> current key; using a former key is an error that names the current one."""
-MOVED = {"advantage": "algorithm"}
-"""Former section -> the one that has its keys now."""
 
 
 def read_toml(path: Path) -> Table:
@@ -68,6 +54,8 @@ def set_value(table: Table, key: str, value: Any, *, given: str) -> None:
 
 def _descend(here: Any, part: str, given: str) -> Any:
     if isinstance(here, dict):
+        if part in here:
+            here[part] = as_table(here[part])  # a function, which gets a parameter
         return here.setdefault(part, {})
     if isinstance(here, list) and part.isdecimal() and int(part) < len(here):
         return here[int(part)]
@@ -91,12 +79,16 @@ def _value(text: str) -> Any:
 
 
 def merge(table: Table, changes: Mapping[str, Any]) -> None:
-    """Set the values of ``changes`` in a table; tables are merged, everything else is replaced."""
-    for key, value in changes.items():
-        if isinstance(value, Mapping) and isinstance(table.get(key), dict):
-            merge(table[key], value)
+    """Set the values of ``changes`` in a table of sections.
+
+    Tables inside a section are merged too, unless they choose another function.
+    """
+    for section, values in changes.items():
+        here = table.get(section)
+        if isinstance(values, Mapping) and isinstance(here, dict):
+            here |= {key: with_choice(here.get(key), deepcopy(value)) for key, value in values.items()}
         else:
-            table[key] = deepcopy(value)
+            table[section] = deepcopy(values)
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> Table:
@@ -110,123 +102,126 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> Table:
     return found
 
 
-def dump_toml(table: Mapping[str, Any]) -> str:
-    """Return tables of plain values as TOML; a list of tables becomes an array of tables."""
-    parts = []
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            parts.append(f"[{_key(name)}]\n{_assignments(value)}")
-        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
-            parts.extend(f"[[{_key(name)}]]\n{_assignments(item)}" for item in value)
-        else:
-            parts.insert(0, f"{_key(name)} = {literal(value)}\n")
-    return "\n".join(parts)
-
-
-def _assignments(table: Mapping[str, Any]) -> str:
-    return "".join(f"{_key(name)} = {literal(value)}\n" for name, value in table.items())
-
-
-def _key(name: str) -> str:
-    bare = name.replace("_", "").replace("-", "")
-    return name if bare.isalnum() and bare.isascii() else _string(name)
-
-
 def literal(value: Any) -> str:
-    """Return a value as a TOML literal."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int):
-        return str(value)
-    if isinstance(value, float):
-        return repr(value) if math.isfinite(value) else str(value)
-    if isinstance(value, str):
-        return _string(value)
+    """Return a value as a TOML literal in one line."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(k)} = {literal(v)}" for k, v in value.items()) + "}"
-    return "[" + ", ".join(literal(item) for item in value) + "]"
+        pairs = (f"{tomli_w.dumps({key: 0})[:-5]} = {literal(one)}" for key, one in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(literal, value)) + "]"
+    return tomli_w.dumps({"x": value})[4:-1]
 
 
-def _string(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def problems(table: Table, model: type[BaseModel]) -> list[str]:
+def problems(table: Table, model: type[BaseModel], *, context: Mapping[str, Any] | None = None) -> list[str]:
     """Return the validation errors of a table, one sentence each."""
-    errors = _errors(table, model)
+    errors = _errors(table, model, context)
     rest = deepcopy(table)
     for error in errors:
-        _remove(rest, error["loc"])
+        _remove(rest, _place(error, table))
     # An invalid value keeps pydantic from checking constraints between the other values.
-    between = [error for error in _errors(rest, model) if error["type"] == "value_error"]
-    sentences = [line for error in [*errors, *between] for line in _sentences(error, model)]
+    between = [error for error in _errors(rest, model, context) if error["type"] == "value_error"]
+    sentences = [
+        *(line for error in errors for line in _sentences(error, _place(error, table), model)),
+        *(line for error in between for line in _sentences(error, _place(error, rest), model)),
+    ]
     return list(dict.fromkeys(sentences))
 
 
-def _errors(table: Table, model: type[BaseModel]) -> Sequence[Any]:
+def _errors(table: Table, model: type[BaseModel], context: Any) -> Sequence[Any]:
     try:
-        model.model_validate(table)
+        model.model_validate(table, context=context)
     except ValidationError as error:
         return error.errors()
     return ()
 
 
-def _remove(table: Any, location: Sequence[str | int]) -> None:
+def _place(error: Mapping[str, Any], table: Any) -> list[str | int]:
+    """Return the location of an error in a table, without the tags of chosen functions."""
+    found: list[str | int] = []
+    for part in error["loc"]:
+        inside = part in table if isinstance(table, Mapping) else isinstance(part, int)
+        if inside:
+            table = table[part]
+            found.append(part)
+    return [*found, error["loc"][-1]] if error["type"] == "missing" else found
+
+
+def _remove(table: Any, place: Sequence[str | int]) -> None:
     """Remove a value from its section, if it exists; whole sections stay."""
-    for part in location[:-1]:
+    for part in place[:-1]:
         table = table[part]
-    if len(location) > 1 and isinstance(table, dict):
-        table.pop(location[-1], None)
+    if len(place) > 1 and isinstance(table, dict):
+        table.pop(place[-1], None)
 
 
-def _sentences(problem: Mapping[str, Any], model: type[BaseModel]) -> Iterator[str]:
+def _sentences(
+    problem: Mapping[str, Any], place: Sequence[str | int], model: type[BaseModel]
+) -> Iterator[str]:
     location: Sequence[str | int] = problem["loc"]
-    name = ".".join(str(part) for part in location)
+    name = ".".join(map(str, place))
     kind = problem["type"]
     if kind == "extra_forbidden":
-        yield _unknown_key(location, model)
+        yield from _unknown_key(name, location, problem["input"], model)
     elif kind == "missing":
         needed = [key for key, field in _fields(location, model).items() if field.is_required()]
         yield f"{name} is missing" + (f"; it needs {', '.join(needed)}" if needed else "")
     elif kind == "value_error":
         for line in str(problem["ctx"]["error"]).splitlines():
             yield f"{name}: {line}" if name else line
+    elif kind == "union_tag_invalid":
+        tags = [tag.strip("'") for tag in problem["ctx"]["expected_tags"].split(", ")]
+        known, own = [tag for tag in tags if ":" not in tag], any(":" in tag for tag in tags)
+        hint = ", and no function such as 'mine.py:function'" * own
+        yield f"{name} = {problem['ctx']['tag']!r} is none of {', '.join(known)}{hint}"
     else:
         message = problem["msg"].removeprefix("Input ")
         yield f"{name} = {problem['input']!r} {message}"
 
 
-def _unknown_key(location: Sequence[str | int], model: type[BaseModel]) -> str:
-    name, key = ".".join(str(part) for part in location), str(location[-1])
-    if name in RENAMED:
-        unit = ", in seconds" if name == "run.minutes" else ""
-        return f"unknown key {name}: it was renamed to {RENAMED[name]}{unit}"
-    if name in MOVED:
-        return f"unknown section {name}: its keys are in {MOVED[name]} now"
-    valid = list(_fields(location[:-1], model))
+def _unknown_key(
+    name: str, location: Sequence[str | int], value: Any, model: type[BaseModel]
+) -> Iterator[str]:
+    """Yield how a renamed key is spelled now, or a similar key; for a former section, each of its keys."""
+    key = re.sub(r"\.\d+\.", ".", name)
+    if key in RENAMED:
+        yield f"unknown key {name}: it was renamed to {RENAMED[key]}"
+    elif key in REMOVED:
+        yield f"unknown key {name}: it was removed, because {REMOVED[key]}"
+    elif former := [key for key in flat({name: value}) if key in RENAMED or key in REMOVED]:
+        for key in former:
+            yield from _unknown_key(key, key.split("."), None, model)
+    else:
+        yield _near(name, location, model)
+
+
+def _near(name: str, location: Sequence[str | int], model: type[BaseModel]) -> str:
+    """Return the sentence about a key that never was one."""
+    key, valid = str(location[-1]), list(_fields(location[:-1], model))
     if near := get_close_matches(key, valid, n=1, cutoff=0.6):
         return f"unknown key {name}; did you mean {near[0]}?"
-    for section in model.model_fields:
+    for section in model.model_fields if len(location) == 2 else ():
         if key in _fields([section], model):
             return f"unknown key {name}; did you mean {section}.{key}?"
     return f"unknown key {name}; valid here: {', '.join(valid)}"
 
 
 def _fields(location: Sequence[str | int], model: type[BaseModel]) -> dict[str, Any]:
-    """Return the fields of the section at ``location``; empty for a plain value."""
-    here: Any = model
+    """Return the fields of the section or function at ``location``; empty for a plain value."""
+    here = [model]
     for part in location:
         if isinstance(part, int):
             continue
-        field = here.model_fields.get(part)
-        here = next((kind for kind in _classes(field.annotation if field else None)), None)
-        if here is None:
-            return {}
-    return dict(here.model_fields)
+        chosen: list[type[BaseModel]] = [
+            kind for kind in here if issubclass(kind, Function) and part in names(kind)
+        ]
+        fields = [kind.model_fields[part] for kind in here if part in kind.model_fields]
+        here = chosen or [kind for field in fields for kind in classes(field.annotation)]
+    return dict(here[0].model_fields) if here else {}
 
 
-def _classes(annotation: Any) -> Iterator[type[BaseModel]]:
+def classes(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the models in an annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):
-        yield from _classes(part)
+        yield from classes(part)

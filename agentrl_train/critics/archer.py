@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from agentrl_train.advantage import TRUNCATED, Values, rewards_to_go
-from agentrl_train.config.sections import CriticSection
+from agentrl_train.config.credit import Archer
 from agentrl_train.critics.gae import fit_metrics, turn_numbers, turn_order
 from agentrl_train.critics.networks import TwinCritic
 from agentrl_train.critics.strategy import (
@@ -77,12 +77,10 @@ class TwinStrategy(Strategy):
 
     critic: TwinCritic
 
-    def __init__(
-        self, critic: TwinCritic, *, settings: CriticSection, gamma: float, shape: Shape, seed: int
-    ) -> None:
+    def __init__(self, critic: TwinCritic, *, settings: Archer, shape: Shape, seed: int) -> None:
         self.critic = critic
         self._passes = settings.passes
-        self._gamma = gamma
+        self._gamma = settings.gamma
         self._shape = shape
         self._seed = seed
         self._replay: deque[TrajectoryGroup] = deque(maxlen=settings.replay)

@@ -99,9 +99,7 @@ class ValueCritic(Critic):
         return self.logprobs(sequences)
 
     def _scorer_of(self, model: PreTrainedModel) -> Scorer:
-        return self._scorer_type(
-            model, temperature=self.temperature, max_logits=self.settings.max_logits, part=self._part
-        )
+        return self._scorer_type(model, temperature=self.temperature, part=self._part)
 
 
 class TwinCritic(ValueCritic):

@@ -2,7 +2,7 @@
 
 The critic is a language model. The advantage of a turn is the mean over its tokens of the log-ratio of the
 critic, which sees the information, to a reference, which does not. The critic learns to order sibling
-trajectories by their returns. With ``critic.pairs`` it ranks completions of a turn, and the policy learns
+trajectories by their returns. With ``pairs`` it ranks completions of a turn, and the policy learns
 from pairs of them by DPO.
 """
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from agentrl_train.advantage import RESOLUTION, Values
 from agentrl_train.batch import completions
-from agentrl_train.config.sections import CriticSection
+from agentrl_train.config.credit import Sweet
 from agentrl_train.critics.gae import turn_numbers
 from agentrl_train.critics.networks import PrivilegedCritic
 from agentrl_train.critics.strategy import EpisodeRows, Fit, Select, Strategy, sampled, spread
@@ -113,7 +113,7 @@ class PreferenceStrategy(Strategy):
         self,
         critic: PrivilegedCritic,
         *,
-        settings: CriticSection,
+        settings: Sweet,
         encode: Callable[[str], Sequence[int]],
         seed: int,
     ) -> None:
@@ -131,7 +131,7 @@ class PreferenceStrategy(Strategy):
     def rows(self, played: EpisodeRows, select: Select) -> list[TokenSequence]:
         """Return rows in which the tokens of a turn have its advantage.
 
-        With ``critic.pairs`` they are the completions of the pairs instead, with the policy gradient of DPO.
+        With ``pairs`` they are the completions of the pairs instead, with the policy gradient of DPO.
 
         Raises:
             ConfigError: a sample has no privileged information.

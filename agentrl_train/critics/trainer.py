@@ -7,13 +7,11 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from agentrl_train import reward
 from agentrl_train.advantage import Values, normalize_and_mask
-from agentrl_train.algorithm import shaping_function
+from agentrl_train.algorithm import exclusions, shaping_function
 from agentrl_train.batch import pack
 from agentrl_train.config import AlgorithmSection, TrainSection
-from agentrl_train.config.functions import function
-from agentrl_train.config.sections import CriticSection
+from agentrl_train.config.credit import Archer, CriticCredit, GaeCredit, Sweet
 from agentrl_train.critics.archer import TwinStrategy
 from agentrl_train.critics.gae import units_of_tokens
 from agentrl_train.critics.networks import Critic, PrivilegedCritic, TwinCritic, ValueCritic
@@ -40,7 +38,7 @@ class CriticTrainer:
         self,
         strategy: Strategy,
         *,
-        settings: CriticSection,
+        settings: CriticCredit,
         algorithm: AlgorithmSection,
         train: TrainSection,
         shape: Shape,
@@ -55,10 +53,9 @@ class CriticTrainer:
             normalize_and_mask,
             units=units_of_tokens,
             normalization=algorithm.normalization,
-            aggregation=algorithm.aggregation,
+            aggregation=algorithm.aggregation.name,
             keep_groups=algorithm.keep_groups,
-            mask_truncated=algorithm.mask_truncated,
-            leave_out=[function(reward, name) for name in algorithm.leave_out],
+            leave_out=exclusions(algorithm),
         )
         self._has_rows = False
 
@@ -124,7 +121,7 @@ class CriticTrainer:
 def critic_trainer(
     critic: Critic | None,
     *,
-    settings: CriticSection | None,
+    settings: CriticCredit | None,
     algorithm: AlgorithmSection,
     train: TrainSection,
     max_context: int,
@@ -135,8 +132,8 @@ def critic_trainer(
 
     Args:
         critic: the model that is trained.
-        settings: section of the critic.
-        algorithm: credit, normalization and penalties.
+        settings: credit by the critic.
+        algorithm: normalization and penalties.
         train: sizes of batches.
         max_context: tokens of an episode, at most.
         encode: tokenizes privileged information.
@@ -147,12 +144,15 @@ def critic_trainer(
     shape = shaping_function(algorithm, max_context=max_context)
     strategy: Strategy
     if isinstance(critic, TwinCritic):
-        strategy = TwinStrategy(critic, settings=settings, gamma=algorithm.gamma, shape=shape, seed=seed)
+        assert isinstance(settings, Archer)
+        strategy = TwinStrategy(critic, settings=settings, shape=shape, seed=seed)
     elif isinstance(critic, PrivilegedCritic):
+        assert isinstance(settings, Sweet)
         strategy = PreferenceStrategy(critic, settings=settings, encode=encode, seed=seed)
     else:
         assert isinstance(critic, ValueCritic)
-        strategy = ValueStrategy(critic, algorithm=algorithm, passes=settings.passes)
+        assert isinstance(settings, GaeCredit)
+        strategy = ValueStrategy(critic, settings=settings)
     return CriticTrainer(
         strategy, settings=settings, algorithm=algorithm, train=train, shape=shape, seed=seed
     )

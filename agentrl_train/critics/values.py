@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
-from agentrl_train.config import AlgorithmSection
+from agentrl_train.config.credit import GaeCredit
 from agentrl_train.critics.gae import Estimator, bi_level_gae, estimate, fit_metrics, token_gae, turn_gae
 from agentrl_train.critics.networks import ValueCritic
 from agentrl_train.critics.strategy import EpisodeRows, Fit, Select, Strategy, sampled, spread
 from agentrl_train.types import TokenSequence
 
-
-def estimator_of(algorithm: AlgorithmSection) -> Estimator:
-    """Return the estimator of ``algorithm.credit`` with its discounts."""
-    gamma, token_gamma, lam = algorithm.gamma, algorithm.token_gamma, algorithm.gae_lambda
-    estimators: dict[str, Estimator] = {
-        "gae_token": partial(token_gae, token_gamma=token_gamma, lam=lam),
-        "gae_turn": partial(turn_gae, gamma=gamma, lam=lam),
-        "gae_bi_level": partial(bi_level_gae, gamma=gamma, token_gamma=token_gamma, lam=lam),
-    }
-    return estimators[algorithm.credit]
+ESTIMATORS: Mapping[str, Estimator] = {
+    "gae_token": token_gae,
+    "gae_turn": turn_gae,
+    "gae_bi_level": bi_level_gae,
+}
 
 
 class ValueStrategy(Strategy):
@@ -31,10 +26,10 @@ class ValueStrategy(Strategy):
 
     critic: ValueCritic
 
-    def __init__(self, critic: ValueCritic, *, algorithm: AlgorithmSection, passes: int) -> None:
+    def __init__(self, critic: ValueCritic, *, settings: GaeCredit) -> None:
         self.critic = critic
-        self._estimate = partial(estimate, estimator_of(algorithm))
-        self._passes = passes
+        self._estimate = partial(estimate, settings.among(ESTIMATORS))
+        self._passes = settings.passes
         self._targets: Sequence[TokenSequence] = ()
 
     def rows(self, played: EpisodeRows, select: Select) -> list[TokenSequence]:

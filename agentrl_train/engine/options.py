@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 Transfer = Literal["memory", "nccl"]
 
@@ -23,12 +23,8 @@ class ServingOptions:
     """Revision of a model on the hub."""
     dtype: str = "float32"
     device: str = "cpu"
-    kv_gib: float | None = None
-    """Memory of the KV cache in GiB; None leaves it to vLLM."""
-    memory_fraction: float = 0.9
-    """Share of a GPU's memory that vLLM may fill."""
-    tensor_parallel: int = 1
-    """GPUs that the model is sharded over."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's engine."""
     devices: Sequence[str] = ()
     """GPUs as named in ``CUDA_VISIBLE_DEVICES``; empty inherits those of the parent process."""
     threads: int = 1
@@ -44,6 +40,11 @@ class ServingOptions:
     """Deadline of one completion."""
     module: str = "agentrl_train.engine.vllm"
     """Module that the process runs."""
+
+    @property
+    def tensor_parallel(self) -> int:
+        """GPUs that the model is sharded over."""
+        return int(self.args.get("tensor_parallel_size", 1))
 
     @property
     def environment(self) -> dict[str, str]:

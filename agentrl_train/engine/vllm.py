@@ -95,8 +95,6 @@ def engine_arguments(options: ServingOptions) -> AsyncEngineArgs:
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": whole,
         }
-    if options.kv_gib is not None:
-        chosen["kv_cache_memory_bytes"] = int(options.kv_gib * 2**30)
     if options.transfer != "memory":
         chosen["weight_transfer_config"] = WeightTransferConfig(backend=options.transfer)
     return AsyncEngineArgs(
@@ -105,15 +103,12 @@ def engine_arguments(options: ServingOptions) -> AsyncEngineArgs:
         dtype=options.dtype,
         max_model_len=options.max_context,
         max_num_seqs=options.max_sessions,
-        tensor_parallel_size=options.tensor_parallel,
-        gpu_memory_utilization=options.memory_fraction,
         skip_tokenizer_init=True,
         generation_config="vllm",
         logprobs_mode="processed_logprobs",
-        enable_prefix_caching=True,
         worker_extension_cls="agentrl_train.engine.vllm_worker.WeightReceiver",
         enable_sleep_mode=options.sleeps,
-        **chosen,
+        **{"gpu_memory_utilization": 0.9, "enable_prefix_caching": True} | chosen | dict(options.args),
     )
 
 

@@ -162,7 +162,7 @@ class Session:
                 raise InvalidRequest(
                     f"{name} = {value:g} differs from the run's, {own:g}, with which log-probabilities are "
                     f"recorded and trained: leave it out, set engine.{name} = {value:g}, or set "
-                    "environments.ignore_sampling = true",
+                    "environments.program.ignore_sampling = true",
                     param=name,
                 )
 

@@ -401,9 +401,9 @@ class Learner:
             self.num_updates,
             train.warmup_steps * train.minibatches,
             self._total_updates,
-            train.final_lr_fraction,
-            train.decay_fraction,
-            train.lr_decay,
+            train.decay.to,
+            train.decay.over,
+            train.decay.name,
         )
 
     def _check_update(self, loss: float, norm: float) -> None:
@@ -490,9 +490,7 @@ class Learner:
 
     def _scorer_of(self, model: PreTrainedModel) -> Scorer:
         check_head(model)
-        return Scorer(
-            model, temperature=self.temperature, max_logits=self.settings.max_logits, part=self._part
-        )
+        return Scorer(model, temperature=self.temperature, part=self._part)
 
     def _share(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Return the micro-batches of this rank."""

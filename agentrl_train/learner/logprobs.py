@@ -78,11 +78,13 @@ class Scorer(nn.Module):
     Body and head share one ``forward``, so that a sharded model gathers tied embeddings once.
     """
 
-    def __init__(self, model: PreTrainedModel, *, temperature: float, max_logits: int, part: Part) -> None:
+    max_logits = 2**26
+    """Logits that are computed at a time."""
+
+    def __init__(self, model: PreTrainedModel, *, temperature: float, part: Part) -> None:
         super().__init__()
         self.model = model
         self._temperature = temperature
-        self._max_logits = max_logits
         self._part = part
 
     def forward(self, micro: MicroBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
@@ -91,7 +93,7 @@ class Scorer(nn.Module):
             self.model,
             micro,
             temperature=self._temperature,
-            max_logits=self._max_logits,
+            max_logits=self.max_logits,
             entropy_gradient=entropy_gradient,
             part=self._part,
         )

@@ -98,7 +98,7 @@ def assign(processes: Processes, *, gpus: Sequence[str], ranks: int, with_engine
     if len(engine) != needed:
         raise ConfigError(
             f"the engine needs {_gpus(needed)}, but the placement gives it {len(engine)}: change "
-            "placement.engine, engine.vllm.replicas or engine.vllm.tensor_parallel"
+            "placement.engine, engine.vllm.replicas or engine.vllm.args.tensor_parallel_size"
             + ", or set eval.concurrent = false, which has replicas of its own"
             * evaluating
         )

@@ -23,7 +23,7 @@ from agentrl_env.launch.process import ServerProcess
 from agentrl_env.types import TaskInfo
 from agentrl_train.config import EnvironmentSection
 from agentrl_train.config.functions import imported
-from agentrl_train.config.sections import is_function
+from agentrl_train.config.sections import Program
 from agentrl_train.errors import ConfigError, EnvironmentUnavailable
 from agentrl_train.gateway.programs import AgentProgram
 from agentrl_train.gateway.server import Gateway
@@ -92,9 +92,9 @@ async def environments(
         for section in sections:
             if section.program is not None and gateway is None:
                 gateway = await stack.enter_async_context(Gateway())
-            if section.samples is not None:
+            if section.program is not None and section.program.samples is not None:
                 assert gateway is not None
-                name, splits = Path(section.samples).stem, _read_splits(section)
+                name, splits = Path(section.program.samples).stem, _read_splits(section, section.program)
                 _require_new(name, sources)
                 programs[name] = _program(section, gateway, samples=splits, stated=stated)
                 for split, samples in splits.items():
@@ -128,7 +128,9 @@ async def environments(
                 if gateway is not None and section.program is not None:
                     programs[name] = _program(section, gateway, url=url, stated=stated)
         if unknown := levels.keys() - clients.keys():
-            raise ConfigError(f"curriculum.levels names {min(unknown)!r}, which is not a task of this run")
+            raise ConfigError(
+                f"rollout.curriculum.levels names {min(unknown)!r}, which is not a task of this run"
+            )
         yield Served(clients=clients, sources=sources, harder=harder, held_out=held_out, programs=programs)
 
 
@@ -142,23 +144,24 @@ def _program(
 ) -> AgentProgram:
     """Return the program of a section."""
     assert section.program is not None
+    program = section.program
     try:
-        run = imported(section.program) if is_function(section.program) else shlex.split(section.program)
+        run = imported(program.run) if program.is_function else shlex.split(program.run)
     except ValueError as error:
-        raise ConfigError(f"environments.program = {section.program!r} is no command: {error}") from error
+        raise ConfigError(f"environments.program = {program.run!r} is no command: {error}") from error
     return AgentProgram(
         run,
         gateway=gateway,
         token=_token(section),
-        folder=Path(section.program_folder),
-        stated=None if section.ignore_sampling else stated,
+        folder=Path(program.folder),
+        stated=None if program.ignore_sampling else stated,
         **source,
     )
 
 
-def _read_splits(section: EnvironmentSection) -> dict[str, list[dict[str, Any]]]:
+def _read_splits(section: EnvironmentSection, program: Program) -> dict[str, list[dict[str, Any]]]:
     """Return the samples of a section by split. Raises ``ConfigError`` for a file that is not JSON lines."""
-    files = {section.split: section.samples, section.eval_split: section.eval_samples}
+    files = {section.split: program.samples, section.eval_split: program.eval_samples}
     splits: dict[str, list[dict[str, Any]]] = {}
     for split, path in files.items():
         if path is None:

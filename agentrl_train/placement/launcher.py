@@ -241,13 +241,13 @@ def make_launcher(processes: Processes, follower: Follower) -> Iterator[Launcher
     if world_size() == 1:
         require_whole_shares(processes.train.processes, processes.train.sequence_parallel)
     with ExitStack() as stack:
-        if processes.placement.launcher == "ray":
+        if processes.placement.launcher.name == "ray":
             if world_size() > 1:
                 raise ConfigError(
                     "placement.launcher = 'ray' starts the processes itself: start the run without torchrun"
                 )
             yield stack.enter_context(_ray(processes, follower))
-        elif processes.placement.launcher == "torchrun" or world_size() > 1:
+        elif processes.placement.launcher.name == "torchrun" or world_size() > 1:
             yield Torchrun(processes)
         else:
             yield Local(processes, follower)

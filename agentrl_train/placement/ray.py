@@ -25,6 +25,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from agentrl_train.config.sections import RayLauncher as RaySettings
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.errors import ConfigError, RanksLost
 from agentrl_train.placement.devices import Devices, Processes
@@ -188,7 +189,7 @@ def engine_bundles(processes: Processes) -> list[int]:
     if (needed := processes.engine_gpus) > ranks and processes.on_gpus:
         raise ConfigError(
             f"the engine needs {needed} GPUs, but shares the {ranks} of the learner: raise train.processes, "
-            "or lower engine.vllm.replicas or engine.vllm.tensor_parallel"
+            "or lower engine.vllm.replicas or engine.vllm.args.tensor_parallel_size"
         )
     return [number * processes.engine.vllm.tensor_parallel % ranks for number in range(count)]
 
@@ -200,14 +201,16 @@ def cluster(processes: Processes, follower: Follower) -> Iterator[RayLauncher]:
     Raises:
         ConfigError: the cluster does not answer, or lacks the resources.
     """
+    chosen = processes.placement.launcher
+    assert isinstance(chosen, RaySettings)
     engine_bundles(processes)
-    _connect(processes)
+    _connect(processes, address=chosen.address or os.environ.get("RAY_ADDRESS"))
     try:
         requested = bundles(processes, node=ray.util.get_node_ip_address())
         group = placement_group(requested, strategy=strategy(processes))
         try:
-            if not group.wait(processes.placement.ray_timeout_s):
-                raise ConfigError(_lacking(requested, strategy(processes), processes.placement.ray_timeout_s))
+            if not group.wait(chosen.timeout_s):
+                raise ConfigError(_lacking(requested, strategy(processes), chosen.timeout_s))
             yield RayLauncher(processes, follower, group)
         finally:
             remove_placement_group(group)
@@ -215,9 +218,8 @@ def cluster(processes: Processes, follower: Follower) -> Iterator[RayLauncher]:
         ray.shutdown()
 
 
-def _connect(processes: Processes) -> None:
+def _connect(processes: Processes, *, address: str | None) -> None:
     # The address is never detected: Ray remembers the last cluster of a machine, even a stopped one.
-    address = processes.placement.ray_address or os.environ.get("RAY_ADDRESS")
     quiet: dict[str, Any] = {"logging_level": logging.WARNING, "configure_logging": False}
     if address is None:
         needed = len(bundles(processes, node="here"))

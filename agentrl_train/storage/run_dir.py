@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from agentrl_train.config.run_config import FIXED
 from agentrl_train.errors import ConfigError
 from agentrl_train.storage.atomic_io import run_folder_errors, write_file
 from agentrl_train.storage.checkpoint import steps
 
 CONFIG = "config.toml"
-FIXED = ("train.lora", "model.path", "model.revision")
-"""Settings that must not change on resume: they define the parameters of a checkpoint and its reference."""
 NOT_SHOWN = ("run.name", "run.folder")
 """Settings not reported as changed on resume."""
 Changes = Mapping[str, tuple[Any, Any]]

@@ -182,7 +182,7 @@ def _held_out(record: RunRecord) -> dict[int, dict[str, Any]]:
 
 def _samples(run: PlannedRun, record: RunRecord) -> dict[int, float]:
     """Return step -> episodes played up to it: those trained on, those of dropped groups, greedy ones."""
-    size, greedy = run.config.rollout.group_size, run.config.algorithm.baseline == "greedy"
+    size, greedy = run.config.rollout.group_size, run.config.algorithm.baseline.name == "greedy"
     total, found = 0.0, {0: 0.0}
     for step in record.steps:
         tasks = task_values(step).values()

@@ -57,7 +57,7 @@ class PrometheusExporter(Collector):
         except OSError as error:
             raise ConfigError(
                 f"the metrics cannot be served on {host}:{port} ({error.strerror}): choose another "
-                "metrics.prometheus_port, or leave it out"
+                "metrics.prometheus.port, or leave it out"
             ) from error
         self.url = f"http://{host}:{self._server.server_address[1]}/metrics"
         self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True)

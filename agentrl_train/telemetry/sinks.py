@@ -129,7 +129,7 @@ def traced(metrics: MetricsSection, folder: Path) -> Iterator[Trace]:
     if not metrics.trace:
         yield UNTRACED
         return
-    trace = TraceFile(folder / "trace.json", max_bytes=round(metrics.trace_megabytes * 1e6))
+    trace = TraceFile(folder / "trace.json")
     try:
         yield trace
     finally:
@@ -164,8 +164,8 @@ def open_sinks(
 
         if metrics.tensorboard:
             add(ScalarWriter(folder / "tensorboard"))
-        if metrics.prometheus_port is not None:
-            exporter = PrometheusExporter(host=metrics.prometheus_host, port=metrics.prometheus_port)
+        if metrics.prometheus is not None:
+            exporter = PrometheusExporter(host=metrics.prometheus.host, port=metrics.prometheus.port)
             add(exporter)
             notify(f"metrics are served at {exporter.url}")
         if metrics.wandb is not None:

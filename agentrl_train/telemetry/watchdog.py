@@ -59,7 +59,7 @@ class Watchdog:
     def __init__(
         self,
         *,
-        quiet_s: float,
+        quiet_s: float = 60.0,
         trace: Trace = UNTRACED,
         log: Callable[[str], None] = logger.warning,
     ) -> None:

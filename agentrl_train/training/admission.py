@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl_train.config import DistillSection, RolloutSection
+from agentrl_train.config import DistillTable, RolloutSection
 from agentrl_train.config.sections import RunSection
 from agentrl_train.errors import ConfigError
 from agentrl_train.placement.environments import Served
@@ -474,7 +474,7 @@ def make_window(
     run: RunSection,
     rollout: RolloutSection,
     *,
-    distill: DistillSection,
+    distill: DistillTable,
     served: Served,
     changes: Sequence[Change],
     checkpoint: Checkpoint | None,
@@ -489,14 +489,16 @@ def make_window(
     named = {
         "rollout.max_turns": rollout.max_turns.keys(),
         "rollout.sub_agent.tasks": sub_agent.tasks if sub_agent else (),
-        "distill.teachers": distill.teachers.keys() - {"*"},
+        "algorithm.distill.teachers": distill.teachers.keys() - {"*"},
     }
     for key, names in named.items():
         if unknown := set(names) - tasks:
             raise ConfigError(f"{key} names {sorted(unknown)[0]!r}, which is not a task of this run")
     untaught = [one.task for one in served.sources if distill.teacher_of(one.task) is None]
     if distill.weight and untaught:
-        raise ConfigError(f"distill.teachers has no teacher of {untaught[0]!r}: name one, or one of '*'")
+        raise ConfigError(
+            f"algorithm.distill.teachers has no teacher of {untaught[0]!r}: name one, or one of '*'"
+        )
     window = WorkWindow(
         Mixer(
             served.sources,

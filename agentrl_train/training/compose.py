@@ -22,14 +22,14 @@ import torch
 from transformers import PreTrainedModel
 
 from agentrl_train.actor import Actor
-from agentrl_train.algorithm import objective_function, reward_functions, signal_function
+from agentrl_train.algorithm import reward_functions, signal_function
 from agentrl_train.config import RunConfig
+from agentrl_train.config.rollout import Stale
 from agentrl_train.critics.trainer import critic_trainer
 from agentrl_train.engine.pool import EnginePool
 from agentrl_train.learner import Learner
-from agentrl_train.loss import Loss
 from agentrl_train.models.adapters import adapter_base
-from agentrl_train.models.loading import chat_format, copy_of, load_policy, open_policy, open_teacher
+from agentrl_train.models.loading import chat_format, load_policy, open_policy
 from agentrl_train.models.stored import StoredModel
 from agentrl_train.placement.devices import Processes
 from agentrl_train.placement.environments import Given, Served, environments
@@ -43,9 +43,10 @@ from agentrl_train.placement.ranks import (
     world_size,
 )
 from agentrl_train.reward import close_judges
-from agentrl_train.storage.checkpoint import load_latest
+from agentrl_train.storage.checkpoint import Checkpoint, load_latest
 from agentrl_train.storage.journal import Journal
 from agentrl_train.storage.run_dir import claim_run_dir, write_config
+from agentrl_train.telemetry.metrics import MetricsLog
 from agentrl_train.telemetry.sinks import traced
 from agentrl_train.telemetry.watchdog import Watchdog, die_with_parent, in_thread
 from agentrl_train.training.admission import make_window
@@ -55,6 +56,7 @@ from agentrl_train.training.evaluation import Evaluation, SessionShare, evaluate
 from agentrl_train.training.learners import (
     as_config_errors,
     limit_memory,
+    loss_options,
     make_critic,
     make_learner,
 )
@@ -76,7 +78,7 @@ from agentrl_train.training.run import (
 )
 from agentrl_train.training.step_trainer import StepTrainer, engine_asleep
 from agentrl_train.training.template_check import check_sessions
-from agentrl_train.types import UNTRACED, Sampling, SamplingParams, Threads, Trace
+from agentrl_train.types import UNTRACED, Sampling, SamplingParams, Threads, Trace, TrajectoryGroup
 from agentrl_train.weights import DriftCheck
 
 EVALUATION_SEED = 1_000_003
@@ -112,7 +114,7 @@ def served_environments(
         max_sessions=config.engine.max_sessions,
         timeout_s=config.rollout.environment_timeout_s,
         idle_s=config.engine.completion_deadline_s,
-        levels=config.curriculum.levels,
+        levels=config.rollout.curriculum.levels,
         stated=config.engine.sampling,
         given=given,
     )
@@ -152,7 +154,6 @@ async def policy(
         # Before the policy has adapters.
         critic = make_critic(
             config.critic,
-            credit=config.algorithm.credit,
             train=config.train,
             source=config.model,
             temperature=config.engine.temperature,
@@ -163,11 +164,8 @@ async def policy(
             threads=training,
         )
         limit_memory(config.learner_memory_fraction)
-        options = learner_options(config, model=model) | {
-            "stored": stored,
-            "threads": training,
-            "trace": trace,
-        }
+        own = {"stored": stored, "threads": training, "trace": trace}
+        options = learner_options(config, model=model) | own
         accepted = tolerance(config.engine, model_dtype=config.model.dtype, precision=config.train.precision)
         with make_learner(model, ranks=ranks, device=config.engine.device, **options) as learner:
             publisher = make_publisher(
@@ -278,7 +276,7 @@ async def train(
         ranks = stack.enter_context(join_ranks(config))
         served = await stack.enter_async_context(served_environments(config, given))
         recorded = stack.enter_context(traced(config.metrics, folder))
-        trace = stack.enter_context(Watchdog(quiet_s=config.run.idle_report_timeout_s, trace=recorded))
+        trace = stack.enter_context(Watchdog(trace=recorded))
         step = checkpoint.step if checkpoint else 0
         journal = Journal(folder / "journal", step=step)
         stack.callback(journal.close)
@@ -304,58 +302,89 @@ async def train(
             silent=observer.silent,
         )
         stack.callback(log.close)
+        for note in config.notes:
+            log.note(note)
         if checkpoint:
             log.note(resumption(checkpoint, steps=config.run.steps, finished=len(saved), changed=changed))
         stack.push_async_callback(close_judges)
-        slots = asyncio.Semaphore(config.engine.max_sessions)
-        failures = FailureLog(
-            folder, episodes=int(checkpoint.loop.get("failed_episodes", 0)) if checkpoint else 0
-        )
-        window = make_window(
-            config.run,
-            config.rollout,
-            distill=config.distill,
+        run = make_run(
+            config,
             served=served,
-            changes=read_changes(folder),
-            checkpoint=checkpoint,
-            finished=saved.keys(),
-        )
-        loop = Loop(
-            actor=make_actor(config, served=served, policy=ready, slots=slots, trace=trace),
-            window=window,
-            journal=journal,
-            group_size=config.rollout.group_size,
-            seed=config.run.seed,
-            stall_timeout_s=config.stall_timeout_s,
-            run_timeout_s=config.run.run_timeout_s,
-            finished=[saved[group_id] for group_id in window.finished],
-            dynamic_sampling=dynamic_sampling(config),
-            on_failure=failures,
-            describe_slots=trace.table,
-            trace=trace,
-        )
-        evaluator = partial(make_evaluator, config, served=served, policy=ready, slots=slots, trace=trace)
-        run = Run(
-            config.run,
-            loop=loop,
             policy=ready,
-            trainer=make_trainer(config, policy=ready, trace=trace),
-            curriculum=Curriculum(config.curriculum, mixer=window.mixer, folder=folder),
+            journal=journal,
+            checkpoint=checkpoint,
+            saved=saved,
             log=log,
-            failures=failures,
-            held_out=HeldOut(
-                current=evaluator(),
-                saved=saved_evaluator(config, served=served, policy=ready, slots=slots, trace=trace),
-                every=config.eval.every,
-                on=evaluator,
-            ),
-            checkpoints=config.checkpoint,
-            resumed=checkpoint,
             observer=observer,
             trace=trace,
         )
         write_config(folder, config.to_toml())
         return await run_until_rank_lost(run.run(), launcher.wait_lost())
+
+
+def make_run(
+    config: RunConfig,
+    *,
+    served: Served,
+    policy: Policy,
+    journal: Journal,
+    checkpoint: Checkpoint | None,
+    saved: Mapping[int, TrajectoryGroup],
+    log: MetricsLog,
+    observer: Observer,
+    trace: Watchdog,
+) -> Run:
+    """Return the run; ``saved`` are the groups that were finished before a resume, by number."""
+    slots = asyncio.Semaphore(config.engine.max_sessions)
+    failures = FailureLog(
+        config.run_folder, episodes=int(checkpoint.loop.get("failed_episodes", 0)) if checkpoint else 0
+    )
+    window = make_window(
+        config.run,
+        config.rollout,
+        distill=config.algorithm.distill,
+        served=served,
+        changes=read_changes(config.run_folder),
+        checkpoint=checkpoint,
+        finished=saved.keys(),
+    )
+    loop = Loop(
+        actor=make_actor(config, served=served, policy=policy, slots=slots, trace=trace),
+        window=window,
+        journal=journal,
+        group_size=config.rollout.group_size,
+        seed=config.run.seed,
+        stall_timeout_s=config.stall_timeout_s,
+        run_timeout_s=config.run.run_timeout_s,
+        finished=[saved[group_id] for group_id in window.finished],
+        dynamic_sampling=DynamicSampling(
+            has_signal=signal_function(config.algorithm, max_context=config.engine.max_context),
+            most=config.algorithm.dynamic_sampling * config.rollout.groups_per_step,
+        ),
+        on_failure=failures,
+        describe_slots=trace.table,
+        trace=trace,
+    )
+    evaluator = partial(make_evaluator, config, served=served, policy=policy, slots=slots, trace=trace)
+    return Run(
+        config.run,
+        loop=loop,
+        policy=policy,
+        trainer=make_trainer(config, policy=policy, trace=trace),
+        curriculum=Curriculum(config.rollout.curriculum, mixer=window.mixer, folder=config.run_folder),
+        log=log,
+        failures=failures,
+        held_out=HeldOut(
+            current=evaluator(),
+            saved=saved_evaluator(config, served=served, policy=policy, slots=slots, trace=trace),
+            every=config.eval.every,
+            on=evaluator,
+        ),
+        checkpoints=config.checkpoint,
+        resumed=checkpoint,
+        observer=observer,
+        trace=trace,
+    )
 
 
 async def evaluate_alone(
@@ -403,21 +432,11 @@ def make_trainer(config: RunConfig, *, policy: Policy, trace: Trace) -> StepTrai
             encode=partial(policy.tokenizer.encode, add_special_tokens=False),
             seed=config.run.seed,
         ),
-        replay=config.replay,
-        distill=config.distill,
         check=policy.check,
         seed=config.run.seed,
         bad_batches=config.run_folder / "bad_batches",
         turn=make_turn(config, policy=policy, trace=trace),
         trace=trace,
-    )
-
-
-def dynamic_sampling(config: RunConfig) -> DynamicSampling:
-    """Return the replacement of groups without signal."""
-    return DynamicSampling(
-        has_signal=signal_function(config.algorithm, max_context=config.engine.max_context),
-        most=config.algorithm.dynamic_sampling * config.rollout.groups_per_step,
     )
 
 
@@ -506,7 +525,7 @@ def make_actor(
     weights: str = "current",
 ) -> Actor:
     """Return the actor of a run, or of an ``evaluation``, which samples from one policy only."""
-    alone = config.rollout.model_copy(update={"stale_fraction": 0.0, "alternatives": 0})
+    alone = config.rollout.model_copy(update={"stale": Stale(), "alternatives": 0})
     made = partial(
         Actor,
         engine=policy.engine,
@@ -521,7 +540,7 @@ def make_actor(
         return made(sampling=evaluation, rollout=alone)
     made = partial(made, rewards=reward_functions(config.reward))
     greedy = None
-    if config.algorithm.baseline == "greedy":
+    if config.algorithm.baseline.name == "greedy":
         greedy = made(sampling=config.engine.sampling.at(0.0), rollout=alone)
     return made(sampling=config.engine.sampling, rollout=config.rollout, greedy=greedy)
 
@@ -562,28 +581,12 @@ def run_follower(config: RunConfig) -> None:
 
 def learner_options(config: RunConfig, *, model: PreTrainedModel) -> dict[str, Any]:
     """Return the arguments of ``Learner`` that are equal on every rank."""
-    algorithm, train = config.algorithm, config.train
-    teacher = partial(
-        open_teacher,
-        policy=config.model.path,
-        revision=config.model.revision,
-        dtype=config.model.dtype,
-    )
-    loss = Loss(
-        objective=objective_function(algorithm),
-        recompute=algorithm.anchor == "old" or ":" in algorithm.anchor,
-        entropy_coefficient=algorithm.entropy_coefficient,
-        kl_coefficient=algorithm.kl_coef,
-        kl_estimator=algorithm.kl_estimator,
-    )
-    return {
-        "train": train,
+    adapters = config.train.lora is not None
+    return loss_options(config.algorithm, source=config.model, model=model, adapters=adapters) | {
+        "train": config.train.model_copy(update={"warmup_steps": config.warmup_steps}),
         "total_steps": config.run.steps,
-        "loss": loss,
         "temperature": config.engine.temperature,
         "attention": config.model.attention,
-        "reference": copy_of(model) if algorithm.kl_coef and train.lora is None else None,
-        "teachers": {path: teacher(path) for path in sorted(set(config.distill.teachers.values()))},
     }
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from agentrl_train.config.sections import CurriculumSection
+from agentrl_train.config.rollout import CurriculumSection, FixedMix
 from agentrl_train.storage.atomic_io import run_folder_errors
 from agentrl_train.training.admission import Change, Mixer
 from agentrl_train.types import TrajectoryGroup
@@ -55,8 +55,11 @@ class Curriculum:
         if self._mixer.has_planned:
             return []
         levels, weights = self._levels(), dict(self._mixer.weights)
-        if step % self._section.every == 0:
-            weights = self._weights()
+        mix = self._section.mix
+        if isinstance(mix, FixedMix):
+            weights = dict(self._mixer.fixed_weights)
+        elif step % mix.every == 0:
+            weights = self._weights(mix.fixed_share)
         raised = [task for task, level in self._mixer.levels.items() if levels[task] > level]
         if not raised and weights == self._mixer.weights:
             return []
@@ -72,7 +75,7 @@ class Curriculum:
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """Return level, from 1, and share of the draws of each task; empty without a curriculum."""
-        if not self._section.levels and self._section.mix == "fixed":
+        if not self._section.levels and self._section.mix.name == "fixed":
             return {}
         weights, levels = self._mixer.weights, self._mixer.levels
         total = sum(weights.values())
@@ -108,22 +111,19 @@ class Curriculum:
                 levels[task] += 1
         return levels
 
-    def _weights(self) -> dict[str, float]:
-        """Return the fixed weights, or those by learning progress, with a part of each that stays.
+    def _weights(self, stays: float) -> dict[str, float]:
+        """Return the weights by learning progress, with a part of the fixed ones that stays.
 
         Progress is the absolute difference of the mean success between the older and the newer half of the
         window (arXiv 1707.00183); without any, or before all windows are full, weights are the fixed ones.
         """
         fixed = self._mixer.fixed_weights
-        if self._section.mix == "fixed":
-            return dict(fixed)
         half, whole = self._section.window // 2, sum(fixed.values())
         if any(len(values) < self._section.window for values in self._success.values()):
             return dict(fixed)
         progress = {task: abs(fmean(v[-half:]) - fmean(v[:-half])) for task, v in self._success.items()}
         if not (total := sum(progress.values())):
             return dict(fixed)
-        stays = self._section.fixed_share
         return {task: stays * fixed[task] + (1 - stays) * whole * progress[task] / total for task in fixed}
 
     def _write(self, change: Change, *, step: int) -> None:

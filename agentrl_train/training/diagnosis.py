@@ -93,7 +93,7 @@ def turn_rewards_warning(groups: Sequence[TrajectoryGroup]) -> str | None:
         return None
     return (
         f"algorithm.credit = 'turn' uses the rewards of turns, but none of {len(turns)} turns before the "
-        "last of an episode has one: unless algorithm.gamma is below 1, use 'trajectory'"
+        "last of an episode has one: unless algorithm.credit.gamma is below 1, use 'trajectory'"
     )
 
 

@@ -29,7 +29,7 @@ from agentrl_train.placement.launcher import Launcher
 from agentrl_train.types import RunningEngine, Threads, Trace
 from agentrl_train.weights import FLOAT32, Canary, Drift, LogProbs, Publisher
 
-CPU_KV_GIB = 1.0
+CPU_KV_BYTES = 2**30
 TORCH_SERVING = "agentrl_train.placement.serving"
 
 
@@ -115,9 +115,7 @@ def _serving_options(processes: Processes, *, launcher: Launcher, path: str, thr
         max_context=engine.max_context,
         dtype=engine.dtype,
         device="cpu" if on_cpu else "cuda",
-        kv_gib=vllm.kv_gib or (CPU_KV_GIB if on_cpu else None),
-        memory_fraction=vllm.memory_fraction,
-        tensor_parallel=vllm.tensor_parallel,
+        args=({"kv_cache_memory_bytes": CPU_KV_BYTES} if on_cpu else {}) | vllm.args,
         devices=launcher.devices.engine,
         transfer=vllm.transfer,
         sleeps=processes.placement.layout == "colocated" and not on_cpu,
@@ -147,7 +145,6 @@ def _engine_pool(
         replicas=processes.replicas,
         deadline_s=engine.completion_deadline_s,
         start_s=vllm.start_timeout_s,
-        liveness_s=vllm.heartbeat_timeout_s,
         push=vllm.push,
         python=python,
         spawn=launcher.spawn,
@@ -205,21 +202,22 @@ def make_publisher(
             temperature=temperature,
             tolerance=tolerance,
         )
-    if rollout.stale_model is not None:
-        stale = partial(_stale_weights, rollout.stale_model, dtype=dtype, tokenizer=tokenizer)
+    chosen = rollout.stale
+    if chosen.model is not None:
+        stale = partial(_stale_weights, chosen.model, dtype=dtype, tokenizer=tokenizer)
         return Publisher(engine, stale=stale, canary=canary)
-    interval = rollout.stale_interval if rollout.stale_fraction > 0 else 0
+    interval = chosen.interval if chosen.fraction > 0 else 0
     return Publisher(engine, stale_interval=interval, canary=canary)
 
 
 def _stale_weights(
     path: str, *, dtype: str, tokenizer: PreTrainedTokenizerBase
 ) -> Mapping[str, torch.Tensor]:
-    """Return the weights of ``rollout.stale_model``. Raises ConfigError where its vocabulary is another."""
+    """Return the weights of ``rollout.stale.model``. Raises ConfigError where its vocabulary is another."""
     model, own = load_policy(path, dtype=dtype)
     if own.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
-            f"rollout.stale_model = {path!r} has another vocabulary than the policy, whose contexts it "
+            f"rollout.stale.model = {path!r} has another vocabulary than the policy, whose contexts it "
             "continues: use a model of the same family"
         )
     return dict(model.named_parameters())

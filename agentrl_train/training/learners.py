@@ -10,15 +10,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agentrl_train.config import ModelSection, TrainSection
-from agentrl_train.config.sections import CriticSection
+from agentrl_train.algorithm import objective_function
+from agentrl_train.config import AlgorithmSection, ModelSection, TrainSection
+from agentrl_train.config.credit import Archer, CriticCredit, GaeCredit
+from agentrl_train.config.sections import Decay
 from agentrl_train.critics.networks import Critic, PrivilegedCritic, TwinCritic, ValueCritic
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner, Place
-from agentrl_train.loss import value_loss
-from agentrl_train.models.loading import copy_of, load_policy
+from agentrl_train.loss import Loss, value_loss
+from agentrl_train.models.loading import copy_of, load_policy, open_teacher
 from agentrl_train.placement.ranks import LeadLearner, Ranks
 from agentrl_train.types import Threads
+
+CRITIC_GRAD_NORM = 1.0
 
 
 @contextmanager
@@ -42,10 +46,27 @@ def make_learner(
             yield lead
 
 
+def loss_options(
+    algorithm: AlgorithmSection, *, source: ModelSection, model: PreTrainedModel, adapters: bool
+) -> dict[str, Any]:
+    """Return the arguments of ``Learner`` about the loss, and the models that it compares with."""
+    teacher = partial(open_teacher, policy=source.path, revision=source.revision, dtype=source.dtype)
+    return {
+        "loss": Loss(
+            objective=objective_function(algorithm),
+            recompute=algorithm.recomputes,
+            entropy_coefficient=algorithm.entropy_coefficient,
+            kl_coefficient=algorithm.kl.coefficient,
+            kl_estimator=algorithm.kl.estimator,
+        ),
+        "reference": copy_of(model) if algorithm.kl.coefficient and not adapters else None,
+        "teachers": {path: teacher(path) for path in sorted(set(algorithm.distill.teachers.values()))},
+    }
+
+
 def make_critic(
-    settings: CriticSection | None,
+    settings: CriticCredit | None,
     *,
-    credit: str,
     train: TrainSection,
     source: ModelSection,
     temperature: float,
@@ -55,11 +76,10 @@ def make_critic(
     ranks: Ranks | None = None,
     threads: Threads | None = None,
 ) -> Critic | None:
-    """Return the critic of a run, or None without ``[critic]``. It is on rank 0 alone.
+    """Return the critic of a run, or None without credit by a critic. It is on rank 0 alone.
 
     Args:
-        settings: ``[critic]``.
-        credit: kind of credit, which decides what the critic learns.
+        settings: credit by a critic, which decides what the critic learns.
         train: optimizer and memory of the learner, which the critic shares but for its rates.
         source: settings of the policy.
         temperature: sampling temperature of the run.
@@ -81,21 +101,24 @@ def make_critic(
         model, own = load_policy(settings.model, device=device)
         if own.get_vocab() != tokenizer.get_vocab():
             raise ConfigError(
-                f"critic.model = {settings.model!r} has another vocabulary than the policy, whose tokens it "
-                "reads: use a model of the same family, or leave it out"
+                f"algorithm.credit.model = {settings.model!r} has another vocabulary than the policy, "
+                "whose tokens it reads: use a model of the same family, or leave it out"
             )
-    kind: Callable[..., Critic] = partial(
-        ValueCritic, objective=partial(value_loss, clip=settings.clip or None)
-    )
-    if credit == "archer":
+    kind: Callable[..., Critic] = partial(PrivilegedCritic, temperature=temperature)
+    if isinstance(settings, GaeCredit):
+        kind = partial(ValueCritic, objective=partial(value_loss, clip=settings.clip or None))
+    elif isinstance(settings, Archer):
         kind = partial(TwinCritic, target_rate=settings.target_rate)
-    if credit == "sweet":
-        kind = partial(PrivilegedCritic, temperature=temperature)
-    rates = settings.model_dump(include={"learning_rate", "max_grad_norm"})
+    rates = {
+        "learning_rate": settings.learning_rate,
+        "warmup_steps": 0,
+        "decay": Decay(),
+        "max_grad_norm": CRITIC_GRAD_NORM,
+    }
     with as_config_errors():
         return kind(
             copy_of(model),
-            train=train.model_copy(update={"lora": None, "warmup_steps": 0, **rates}),
+            train=train.model_copy(update={"lora": None, **rates}),
             place=Place(device=torch.device(device)),
             attention=source.attention,
             threads=threads,

@@ -53,6 +53,8 @@ logger = logging.getLogger(__name__)
 
 SHUTDOWN_TIMEOUT_S = 30.0
 """Time for a run to end after a rank is lost."""
+WRITE_TIMEOUT_S = 1800.0
+"""Deadline for writing one checkpoint."""
 PROBES = 3
 """Attempts to get the first completion of the engine."""
 
@@ -178,7 +180,7 @@ class Run:
         state = resumed.loop if resumed else {}
         self._seconds_before = float(state.get("seconds", 0.0))
         self._trained_tokens = int(state.get("trained_tokens", 0))
-        self._diagnosis = Diagnosis(policy.chat, by_turn=trainer.algorithm.credit == "turn")
+        self._diagnosis = Diagnosis(policy.chat, by_turn=trainer.algorithm.credit.name == "turn")
         self._started = time.monotonic()
         device = str(policy.learner.device)
         self._throughput = Throughput(policy.engine.statistics, copy_bytes_per_s=copy_bytes_per_s(device))
@@ -210,8 +212,7 @@ class Run:
             learner.snapshot().write(folder)
             InModelFolder(pretrained=tokenizer).write(folder)
 
-        within_s = self._checkpoints.write_timeout_s
-        await in_thread(write, within_s=within_s, doing=f"writing the policy to {folder}")
+        await in_thread(write, within_s=WRITE_TIMEOUT_S, doing=f"writing the policy to {folder}")
 
     async def run(self) -> Outcome:
         """Run to the end, or until ``stop`` is called."""
@@ -252,7 +253,7 @@ class Run:
         await self._wait_for_checkpoint()
         summary = None if self._interrupted.is_set() else await self._summarize()
         report = partial(write_report, self._folder)
-        await in_thread(report, within_s=self._checkpoints.write_timeout_s, doing="writing the report")
+        await in_thread(report, within_s=WRITE_TIMEOUT_S, doing="writing the report")
         return Outcome(folder=self._folder, step=step, summary=summary)
 
     async def _summarize(self) -> Mapping[str, Any] | None:
@@ -324,7 +325,7 @@ class Run:
         await self._wait_for_checkpoint()
         self._saved_step = step
         copy, doing = self._trainer.snapshots, f"copying the parameters of step {step}"
-        snapshots = await in_thread(copy, within_s=self._checkpoints.write_timeout_s, doing=doing)
+        snapshots = await in_thread(copy, within_s=WRITE_TIMEOUT_S, doing=doing)
         window, untrained = await self._loop.cut_journal(step)
         write = partial(
             save_checkpoint,
@@ -349,9 +350,7 @@ class Run:
     async def _write(self, write: Callable[[], int], *, step: int) -> None:
         with self._trace.span("trainer/checkpoints", f"checkpoint {step}"):
             doing = f"writing the checkpoint of step {step}"
-            self._loop.prune_journal(
-                await in_thread(write, within_s=self._checkpoints.write_timeout_s, doing=doing)
-            )
+            self._loop.prune_journal(await in_thread(write, within_s=WRITE_TIMEOUT_S, doing=doing))
 
     async def _wait_for_checkpoint(self) -> None:
         """Wait for the checkpoint in progress; raises its error."""
@@ -457,7 +456,7 @@ class Run:
             await self._checkpoint(step=step)
             await self._wait_for_checkpoint()
         keep = partial(keep_best, self._folder, step=step, success=success)
-        await in_thread(keep, within_s=self._checkpoints.write_timeout_s, doing="keeping the best model")
+        await in_thread(keep, within_s=WRITE_TIMEOUT_S, doing="keeping the best model")
 
     async def _probe(self, version: int) -> None:
         """Compare one short completion of the engine with the trainer before the first episode."""

@@ -18,7 +18,7 @@ import numpy as np
 from agentrl_train.advantage import Values
 from agentrl_train.algorithm import advantage_function, shaping_function
 from agentrl_train.batch import pack, sequences, towards_teacher, without_high_covariance
-from agentrl_train.config import AlgorithmSection, DistillSection, ReplaySection
+from agentrl_train.config import AlgorithmSection, DistillTable, ReplayTable
 from agentrl_train.critics.trainer import CriticTrainer
 from agentrl_train.errors import BadUpdate, LearnerOutOfMemory, ran_out_of_memory
 from agentrl_train.learner import Learner
@@ -49,8 +49,8 @@ class StepTrainer:
         algorithm: AlgorithmSection | None = None,
         max_context: int = 2048,
         critic: CriticTrainer | None = None,
-        replay: ReplaySection | None = None,
-        distill: DistillSection | None = None,
+        replay: ReplayTable | None = None,
+        distill: DistillTable | None = None,
         check: DriftCheck | None = None,
         seed: int = 0,
         bad_batches: Path = Path("bad_batches"),
@@ -72,8 +72,8 @@ class StepTrainer:
         self._critic = critic
         self._advantages = None if critic else advantage_function(self.algorithm, max_context=max_context)
         self._shaped = shaping_function(self.algorithm, max_context=max_context)
-        self._distill = distill or DistillSection()
-        self._replay = replay or ReplaySection()
+        self._distill = distill or self.algorithm.distill
+        self._replay = replay or self.algorithm.replay
         self._max_context = max_context
         self._check = check or DriftCheck(learner.logprobs)
         self._seed = seed
@@ -164,15 +164,11 @@ class StepTrainer:
 
     def _bounded(self, rows: list[TokenSequence], *seed: int) -> list[TokenSequence]:
         """Return rows without the tokens that Clip-Cov draws."""
-        algorithm = self.algorithm
-        if not algorithm.covariance_share:
+        chosen = self.algorithm.clip_cov
+        if chosen is None:
             return rows
         return without_high_covariance(
-            rows,
-            share=algorithm.covariance_share,
-            low=algorithm.covariance_low,
-            high=algorithm.covariance_high,
-            seed=(self._seed, *seed),
+            rows, share=chosen.share, low=chosen.low, high=chosen.high, seed=(self._seed, *seed)
         )
 
     def _replayed(
@@ -213,14 +209,14 @@ class StepTrainer:
         with span("pack"):
             packed = partial(
                 pack,
-                aggregation=algorithm.aggregation,
+                aggregation=algorithm.aggregation.name,
                 max_tokens=train.micro_batch_tokens,
                 num_minibatches=train.minibatches,
                 seed=self._seed + number,
                 packed=self.learner.packs_rows,
                 shared=self.learner.shares_prefixes,
                 constant_tokens=algorithm.constant_tokens or self._max_context,
-                skip_zero_advantages=algorithm.kl_coef == 0 and algorithm.entropy_coefficient == 0,
+                skip_zero_advantages=algorithm.kl.coefficient == 0 and algorithm.entropy_coefficient == 0,
                 version=step.trained_version,
             )
             batches = packed(rows)
@@ -279,7 +275,7 @@ def staleness(
 ) -> dict[str, float]:
     """Return the age of groups and tokens, in policy versions, when trained at ``version``.
 
-    ``tokens_of_age_0``, ``_1`` ... are a histogram: sampled tokens by age. Those of ``rollout.stale_model``
+    ``tokens_of_age_0``, ``_1`` ... are a histogram: sampled tokens by age. Those of ``rollout.stale.model``
     have none.
     """
     ages = [version - group.admitted_version for group in groups]

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from agentrl_env.client import EnvClient
 from agentrl_train.config import RunConfig
-from agentrl_train.config.functions import target_of
 from agentrl_train.config.loading import validated
 from agentrl_train.config.toml import apply_override, merge, read_toml, set_value
 from agentrl_train.errors import CallbackFailed, ConfigError, TrainError
@@ -96,7 +95,7 @@ class Trainer:
             table = {} if config is None else read_toml(Path(config))
             if algorithm is not None:
                 named = {"preset": algorithm} if isinstance(algorithm, str) else dict(algorithm)
-                table["algorithm"] = _targets(named)
+                table["algorithm"] = named
             if reward is not None:
                 table["reward"] = _reward_table(reward)
             if environments:
@@ -109,8 +108,8 @@ class Trainer:
             if model is not None:
                 merge(table, {"model": {"path": _model_path(model, run)}})
             base = Path.cwd() if config is None else Path(config).resolve().parent
-            problem = "the settings are invalid" if config is None else f"{config} is invalid"
-            self.config = validated(table, base=base, problem=problem)
+            source = "the settings are" if config is None else f"{config} is"
+            self.config = validated(table, base=base, failure=f"{source} invalid; please correct")
         keep_idle_threads_quiet(self.config)
 
     @classmethod
@@ -452,20 +451,11 @@ def _called(callback: Callable[[Any], Any] | None, name: str, value: Any) -> Met
         ) from error
 
 
-def _targets(value: Any) -> Any:
-    """Return a value of settings with the target of each function that was given as an object."""
-    if isinstance(value, Mapping):
-        return {key: _targets(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_targets(one) for one in value]
-    return target_of(value) if callable(value) else value
-
-
 def _reward_table(reward: Any) -> dict[str, Any]:
     table = reward if isinstance(reward, Mapping) else {"functions": reward}
     functions = table.get("functions", ())
     whole = isinstance(functions, list | tuple)
-    return _targets({**table, "functions": functions if whole else [functions]})  # type: ignore[no-any-return]
+    return {**table, "functions": functions if whole else [functions]}
 
 
 def _apply(table: dict[str, Any], settings: Mapping[str, Any] | Sequence[str]) -> None:
@@ -475,7 +465,7 @@ def _apply(table: dict[str, Any], settings: Mapping[str, Any] | Sequence[str]) -
             apply_override(table, override)
         return
     for key, value in settings.items():
-        set_value(table, key, _targets(value), given=f"settings[{key!r}]")
+        set_value(table, key, value, given=f"settings[{key!r}]")
 
 
 def _next_name(folder: Path, *, latest: bool) -> str:

@@ -47,7 +47,7 @@ SETTINGS = (
     "metrics.trace=false",
     "checkpoint.every=1000",
     f"rollout.groups_per_step={GROUPS}",
-    "rollout.stale_fraction=0.0",
+    "rollout.stale.fraction=0.0",
     "train.warmup_steps=3",
     "run.threads=1",
 )

@@ -45,7 +45,7 @@ ON_GPU = (
     "engine.device=cuda",
     "engine.dtype=bfloat16",
     "engine.max_context=1024",
-    "engine.vllm.memory_fraction=0.3",
+    "engine.vllm.args.gpu_memory_utilization=0.3",
     "train.precision=bfloat16",
     "train.activation_checkpointing=true",
     "train.micro_batch_tokens=16384",
@@ -59,14 +59,14 @@ SETTINGS = (
     f"rollout.groups_per_step={GROUPS}",
     f"rollout.group_size={GROUP_SIZE}",
     "rollout.window=1",
-    "rollout.stale_fraction=0.0",
+    "rollout.stale.fraction=0.0",
     "algorithm.normalization=none",
-    "algorithm.invalid_call_penalty=0.0",
+    "algorithm.penalties.invalid_call=0.0",
     f"train.learning_rate={LEARNING_RATE}",
     "train.warmup_steps=3",
-    "train.final_lr_fraction=1.0",
+    "train.decay.to=1.0",
     "train.minibatches=1",
-    "algorithm.dual_clip=0.0",
+    "algorithm.region.dual=0.0",
 )
 Step = Mapping[str, float]
 

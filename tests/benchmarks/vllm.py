@@ -147,8 +147,10 @@ def run(*, device: str, quick: bool) -> None:
                 max_context=512 if device == "cpu" else 1024,
                 device=device,
                 dtype="float32" if device == "cpu" else "bfloat16",
-                kv_gib=0.125 if device == "cpu" else None,
-                memory_fraction=0.35,  # of two engines and the weights that are pushed
+                # Two engines and the pushed weights share a GPU.
+                args={"kv_cache_memory_bytes": 2**27}
+                if device == "cpu"
+                else {"gpu_memory_utilization": 0.35},
             )
             weights = dict(make_model(name, device=device).named_parameters())
             own, raw, push = asyncio.run(measure(options, passes, weights))

@@ -65,8 +65,8 @@ def configured(config_file: Path, address: str) -> Any:
     def configured(*overrides: str) -> RunConfig:
         placement = (
             "placement.launcher=ray",
-            f"placement.ray_address={address}",
-            "placement.ray_timeout_s=60",
+            f"placement.launcher.address={address}",
+            "placement.launcher.timeout_s=60",
         )
         return load_config(config_file, [*placement, *overrides])
 
@@ -115,7 +115,7 @@ async def test_failed_rank_is_reported_with_number_and_reason(configured: Any) -
 
 
 def test_cluster_without_room_reports_needed_resources(configured: Any) -> None:
-    config = configured("train.processes=9", "placement.ray_timeout_s=2")
+    config = configured("train.processes=9", "placement.launcher.timeout_s=2")
     why = r"it needs 10 CPUs and 0 GPUs \(PACK\), and 8 and 4 are free"
     with pytest.raises(ConfigError, match=why), reserved(config):
         pass
@@ -130,8 +130,8 @@ def test_more_engines_than_learner_gpus_is_rejected(configured: Any) -> None:
 
 def test_run_leaves_existing_cluster_unchanged(tmp_path: Path, address: str) -> None:
     config = write_config(tmp_path)
-    options = ("placement.launcher=ray", f"placement.ray_address={address}", "rollout.max_staleness=1")
-    done = finish(config, *options, "run.steps=3", "rollout.stale_fraction=0.3")
+    options = ("placement.launcher=ray", f"placement.launcher.address={address}", "rollout.max_staleness=1")
+    done = finish(config, *options, "run.steps=3", "rollout.stale.fraction=0.3")
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in steps(tmp_path / "run")] == [1, 2, 3]
     ray.init(address=address, logging_level="ERROR", configure_logging=False)

@@ -70,7 +70,7 @@ async def test_turns_append_tokens_and_mask_covers_sampled_tokens(
 
 
 def test_horizon_rises_in_stages_of_steps() -> None:
-    rollout = RolloutSection(horizon=(10, 20, 30), horizon_steps=100, max_turns={"short": 15})
+    rollout = RolloutSection(horizon={"turns": (10, 20, 30), "steps": 100}, max_turns={"short": 15})
     versions = (0, 99, 100, 199, 200, 1_000_000)
     assert [turn_limit(rollout, "a", version=v) for v in versions] == [10, 10, 20, 20, 30, 30]
     assert [turn_limit(rollout, "short", version=v) for v in versions] == [10, 10, 15, 15, 15, 15]
@@ -79,7 +79,7 @@ def test_horizon_rises_in_stages_of_steps() -> None:
 
 async def test_horizon_limits_the_turns_of_training_episodes_only(client: EnvClient) -> None:
     engine = ScriptedEngine(CHAT, always(DOWN))
-    actor = make_actor(engine, client, horizon=(2, 3), horizon_steps=5)
+    actor = make_actor(engine, client, horizon={"turns": (2, 3), "steps": 5})
     first, _ = await actor.group(EPISODE, size=1, group_id=0, admitted_version=4)
     second, _ = await actor.group(EPISODE, size=1, group_id=1, admitted_version=5)
     ends = [one.trajectories[0].end for one in (first, second)]
@@ -178,7 +178,7 @@ async def test_context_too_small_for_opening_names_setting_to_raise(client: EnvC
 
 async def test_stale_policy_samples_configured_fraction_of_turns(client: EnvClient) -> None:
     engine = ScriptedEngine(CHAT, always(DOWN))
-    actor = make_actor(engine, client, stale_fraction=0.25)
+    actor = make_actor(engine, client, stale={"fraction": 0.25})
     group, _ = await actor.group(EPISODE, size=200, group_id=0, admitted_version=0)
     counts = Counter(turn.completion.policy for t in group.trajectories for turn in t.turns)
     share = counts["stale"] / 600

@@ -274,7 +274,7 @@ def net_push(groups: Sequence[TrajectoryGroup], aggregation: Aggregation) -> flo
 
 def test_short_winners_and_long_losers_balance_under_default_loss():
     one = group([1, 1, 0, 0, 0, 0, 0, 0], [50, 50, *[200] * 6])
-    (found,) = totals([one], aggregation=AlgorithmSection().aggregation)
+    (found,) = totals([one], aggregation=AlgorithmSection().aggregation.name)
     assert found == pytest.approx([1.62] * 2 + [-0.54] * 6, abs=5e-3)
     (by_token,) = totals([one])
     assert by_token == pytest.approx([3.46] * 2 + [-0.29] * 6, abs=5e-3)

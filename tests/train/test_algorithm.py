@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 
 import numpy as np
@@ -9,16 +10,28 @@ import pytest
 import torch
 
 from agentrl_train import advantage, loss
-from agentrl_train.algorithm import advantage_function, objective_function, signal_function
+from agentrl_train.algorithm import (
+    ANCHORS,
+    BASELINES,
+    CORRECTIONS,
+    CREDITS,
+    EXCLUSIONS,
+    RATIOS,
+    REGIONS,
+    SCALES,
+    advantage_function,
+    objective_function,
+    signal_function,
+)
 from agentrl_train.batch import pack
 from agentrl_train.config import AlgorithmSection, RunConfig, TrainSection, load_config
-from agentrl_train.config.algorithm import GAE
-from agentrl_train.config.functions import imported
+from agentrl_train.config.credit import GaeCredit
+from agentrl_train.config.functions import Function, Own, imported, names, with_choice
 from agentrl_train.config.loading import PRESETS
-from agentrl_train.config.sections import CriticSection
-from agentrl_train.config.toml import read_toml
+from agentrl_train.config.toml import classes, read_toml
 from agentrl_train.critics.networks import ValueCritic
 from agentrl_train.critics.trainer import critic_trainer
+from agentrl_train.critics.values import ESTIMATORS
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner
 from agentrl_train.training.compose import learner_options
@@ -31,18 +44,22 @@ ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "examples/quickstart/train.toml"
 OWN = ROOT / "examples/own-method/train.toml"
 NAMES = sorted(path.stem for path in PRESETS.glob("*.toml"))
-NEEDED = {"distill": ["distill.teachers={'*' = 'org/teacher'}"]}
+NEEDED = {"distill": ["algorithm.distill.teachers={'*' = 'org/teacher'}"]}
 """Keys without which a preset is not complete."""
-ONE_OF = {
-    "credit": ("trajectory", "turn", "state"),
-    "baseline": ("mean", "leave_one_out", "length_weighted", "greedy", "batch_mean", "none"),
-    "scale": ("std", "batch_std", "mean", "none"),
-    "anchor": ("behaviour", "old", "interpolated"),
-    "ratio": ("token", "turn", "sequence", "sequence_token", "geometric"),
-    "region": ("clip", "cap", "soft", "divergence", "band", "none"),
+FUNCTIONS = {
+    "credit": CREDITS | ESTIMATORS,
+    "baseline": BASELINES,
+    "scale": SCALES,
+    "anchor": ANCHORS,
+    "ratio": RATIOS,
+    "region": REGIONS,
+    "correction": CORRECTIONS,
+    "leave_out": EXCLUSIONS,
 }
+WITHOUT_FUNCTION = {"credit": {"archer", "sweet"}, "baseline": {"value"}, "correction": {"none"}}
+"""Choices that a critic or the absence of a correction implements."""
 
-ESTIMATED = ("algorithm.credit=gae_token", "algorithm.baseline=value", "algorithm.scale=none")
+ESTIMATED = ("algorithm.credit=gae_token",)
 
 
 def plain_config(*overrides: str, name: str = "mine") -> RunConfig:
@@ -62,21 +79,26 @@ def test_preset_loads_and_states_every_choice_of_advantage_and_loss(name: str) -
     stated = read_toml(PRESETS / f"{name}.toml")["algorithm"]
     needed = {"credit", "baseline", "scale", "normalization", "anchor", "ratio", "region", "aggregation"}
     assert stated.keys() >= needed
+    loaded = config.algorithm.model_dump(mode="json")
     for key, value in stated.items():
-        assert getattr(config.algorithm, key) == (tuple(value) if isinstance(value, list) else value)
+        assert with_choice(loaded[key], value) == loaded[key] or value == names_of(loaded[key])
+
+
+def names_of(value: object) -> object:
+    return value["name"] if isinstance(value, dict) else value
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_preset_gives_advantages_and_a_finite_gradient(name: str) -> None:
     algorithm = plain_config(f"algorithm.preset={name}", *NEEDED.get(name, [])).algorithm
     groups = [rewarded([0, 1], [0.0], [0, 0]), rewarded([2.0], [0, 1], [1.0], number=1)]
-    if algorithm.baseline == "greedy":
+    if algorithm.baseline.name == "greedy":
         groups = [replace(one, greedy=one.trajectories[0]) for one in groups]
-    if algorithm.credit in ("archer", "sweet"):
+    if algorithm.credit.name in ("archer", "sweet"):
         found = [[np.ones(1)]]
-    elif algorithm.credit in GAE:
-        sections = {"settings": CriticSection(), "algorithm": algorithm, "train": TrainSection()}
-        critic = ValueCritic(qwen(), learning_rate=1e-3)
+    elif isinstance(algorithm.credit, GaeCredit):
+        sections = {"settings": algorithm.credit, "algorithm": algorithm, "train": TrainSection()}
+        critic = ValueCritic(qwen())
         trainer = critic_trainer(critic, **sections, max_context=512, encode=str.encode)
         found = [[row.advantages for row in trainer.rows(groups)]]
     else:
@@ -94,9 +116,9 @@ def test_preset_gives_advantages_and_a_finite_gradient(name: str) -> None:
 
 
 def test_key_overrides_its_preset_and_the_recorded_configuration_is_complete(tmp_path: Path) -> None:
-    config = plain_config("algorithm.preset=agentrl", "algorithm.clip_low=0.1", "rollout.stale_interval=3")
-    assert (config.algorithm.clip_low, config.algorithm.truncation_penalty) == (0.1, 0.2)
-    assert (config.rollout.stale_fraction, config.rollout.stale_interval) == (0.25, 3)
+    config = plain_config("algorithm.preset=agentrl", "algorithm.region.low=0.1", "rollout.stale.interval=3")
+    assert (config.algorithm.region.low, config.algorithm.penalties.truncation) == (0.1, 0.2)
+    assert (config.rollout.stale.fraction, config.rollout.stale.interval) == (0.25, 3)
     (tmp_path / "config.toml").write_text(config.to_toml())
     assert load_config(tmp_path / "config.toml") == config
 
@@ -109,15 +131,49 @@ def test_preset_of_a_file_may_name_functions_beside_it(tmp_path: Path) -> None:
     assert np.concatenate(found).tolist() == [0.0, -1.0]
 
 
-@pytest.mark.parametrize(("key", "name"), [(key, name) for key, names in ONE_OF.items() for name in names])
-def test_every_value_of_a_choice_has_a_function(key: str, name: str) -> None:
-    section = AlgorithmSection.model_construct(**AlgorithmSection().model_dump() | {key: name})
-    pieces = advantage_function(section, max_context=512).keywords
-    pieces = pieces | objective_function(section).keywords
-    chosen = pieces[key].func if isinstance(pieces[key], partial) else pieces[key]
-    assert chosen.__module__ in (advantage.__name__, loss.__name__)
+@pytest.mark.parametrize("key", FUNCTIONS)
+def test_every_value_of_a_choice_has_a_function_with_its_parameters(key: str) -> None:
+    found = set()
+    for model in classes(AlgorithmSection.model_fields[key].annotation):
+        assert issubclass(model, Function)
+        for name in () if model is Own else set(names(model)) - WITHOUT_FUNCTION.get(key, set()):
+            function = FUNCTIONS[key][name]
+            found.add(name)
+            assert model(name=name).parameters.keys() <= signature(function).parameters.keys()
+    assert found == FUNCTIONS[key].keys()
     with pytest.raises(ConfigError, match="is none of"):
-        plain_config(f"algorithm.{key}=anything")
+        plain_config(f"algorithm.{key}={['anything'] if key == 'leave_out' else 'anything'}")
+
+
+def test_functions_of_a_file_get_keyword_arguments(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def top(siblings, *, share):\n    return share * max(siblings.returns)\n"
+    )
+    table = f"{{name = '{tmp_path}/mine.py:top', share = 0.5}}"
+    config = plain_config(
+        f"algorithm.baseline={table}", "algorithm.scale=none", "algorithm.normalization=none"
+    )
+    (found,) = advantage_function(config.algorithm, max_context=512)([rewarded([1.0], [0.0])])
+    assert np.concatenate(found).tolist() == [0.5, -0.5]
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    assert load_config(tmp_path / "config.toml") == config
+
+
+def lowest(siblings: advantage.Siblings) -> float:
+    return float(siblings.returns.min())
+
+
+def test_function_given_in_python_is_used_and_written_by_its_name(tmp_path: Path) -> None:
+    chosen = {"baseline": lowest, "scale": {"name": "none"}, "normalization": "none"}
+    algorithm = AlgorithmSection(**chosen, region=partial(loss.clip, low=0.1))
+    (found,) = advantage_function(algorithm, max_context=512)([rewarded([1.0], [0.0])])
+    assert np.concatenate(found).tolist() == [1.0, 0.0]
+    assert objective_function(algorithm).keywords["region"] is algorithm.region.name
+    config = plain_config().model_copy(update={"algorithm": AlgorithmSection(**chosen)})
+    assert 'baseline = "tests.train.test_algorithm:lowest"' in config.to_toml()
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    again = load_config(tmp_path / "config.toml").algorithm
+    assert again.baseline.called is lowest
 
 
 @pytest.mark.parametrize(
@@ -126,26 +182,21 @@ def test_every_value_of_a_choice_has_a_function(key: str, name: str) -> None:
         (["rollout.group_size=1"], "compares siblings"),
         (["rollout.group_size=1", "algorithm.baseline=none"], "needs the spread of siblings"),
         (["rollout.group_size=1", "algorithm.keep_groups=0.5"], "by the spread of their rewards"),
-        (["algorithm.credit=gae"], "say what an action is: 'gae_token'"),
-        ([*ESTIMATED], "add a section [critic]"),
-        (["critic.clip=0.2"], "does not use: set it to one of gae_token"),
-        (["critic.clip=0.2", "algorithm.credit=gae_turn"], "has the critic's values as its baseline"),
+        (["algorithm.credit=gae"], "is none of trajectory, turn, state, gae_token"),
+        (["algorithm.credit=gae_turn", "algorithm.baseline=mean"], "has the critic's values as its baseline"),
         (["algorithm.baseline=value"], "has the critic's values as its baseline"),
-        ([*ESTIMATED, "critic.clip=0.2", "algorithm.scale=std"], "and no scale"),
-        ([*ESTIMATED, "critic.warmup_steps=20"], "must be below run.steps (20)"),
-        ([*ESTIMATED, "critic.clip=0.2", "algorithm.ratio=sequence"], "use ratio = 'sequence_token'"),
-        ([*ESTIMATED, "critic.clip=0.2", "algorithm.dynamic_sampling=2"], "use a baseline of the group"),
-        (
-            [*ESTIMATED, "algorithm.credit=sweet", "critic.beta=0.1", "rollout.group_size=1"],
-            "learns from pairs of siblings",
-        ),
-        ([*ESTIMATED, "critic.replay=8"], "is of credit 'archer'"),
-        ([*ESTIMATED, "critic.pairs=4"], "ranked by the critic of credit 'sweet'"),
-        (["algorithm.preset=sweet", "critic.pairs=4"], "set both, or neither"),
+        ([*ESTIMATED, "algorithm.scale=std"], "and no scale"),
+        ([*ESTIMATED, "algorithm.credit.warmup_steps=20"], "must be below run.steps (20)"),
+        ([*ESTIMATED, "algorithm.ratio=sequence"], "use ratio = 'sequence_token'"),
+        ([*ESTIMATED, "algorithm.dynamic_sampling=2"], "use a baseline of the group"),
+        (["algorithm.credit=sweet", "rollout.group_size=1"], "learns from pairs of siblings"),
+        ([*ESTIMATED, "algorithm.credit.replay=8"], "unknown key algorithm.credit.replay; valid here"),
+        (["algorithm.credit={name = 'turn', pairs = 4}"], "unknown key algorithm.credit.pairs; valid here"),
+        (["algorithm.preset=sweet", "algorithm.credit.pairs=4"], "set both, or neither"),
         (["algorithm.preset=sweet", "rollout.alternatives=4"], "set both, or neither"),
         (["algorithm.preset=sweet_dpo", "algorithm.aggregation=sequence_mean"], "weighs all pairs equally"),
-        (["rollout.alternatives=4"], "are for critic.pairs of credit 'sweet' alone"),
-        ([*ESTIMATED, "critic.model=./none"], "critic.model: there is no folder"),
+        (["rollout.alternatives=4"], "set both, or neither"),
+        ([*ESTIMATED, "algorithm.credit.model=./none"], "algorithm.credit.model: there is no folder"),
         (["algorithm.baseline=greedy", "algorithm.credit=turn"], "no single turn can be compared"),
         (["algorithm.baseline=batch_mean", "algorithm.normalization=batch"], "both centre the batch"),
         (["algorithm.baseline=none", "algorithm.dynamic_sampling=2"], "use a baseline of the group"),
@@ -156,17 +207,17 @@ def test_every_value_of_a_choice_has_a_function(key: str, name: str) -> None:
         (["algorithm.ratio=sequence", "algorithm.credit=turn"], "use ratio = 'sequence_token'"),
         (["algorithm.region=divergence", "algorithm.ratio=turn"], "compares the probabilities of tokens"),
         (["algorithm.ratio=sequence", "train.sequence_parallel=2"], "needs whole sequences on a rank"),
-        (["algorithm.overlong_buffer=9999"], "must be below engine.max_context"),
-        (["algorithm.dual_clip=1.1"], "must be above 1 + clip_high"),
+        (["algorithm.penalties.overlong.buffer=9999"], "must be below engine.max_context"),
+        (["algorithm.region.dual=1.1"], "must be above 1 + high"),
         (
-            ["algorithm.anchor=old", "algorithm.correction=mask", "algorithm.importance_floor=3"],
-            "must be below importance_cap",
+            ["algorithm.anchor=old", "algorithm.correction=mask", "algorithm.correction.floor=3"],
+            "must be below cap",
         ),
         (["engine.top_p=0.9"], "from another distribution"),
-        (["algorithm.preset=gsp"], "is none of a3po, agentrl"),
+        (["algorithm.preset=gsp"], "did you mean gspo?"),
         (["algorithm.region=none.py:gate"], "there is no"),
-        (["advantage.scale=none"], "its keys are in algorithm now"),
-        (["train.clip_low=0.1"], "did you mean algorithm.clip_low"),
+        (["advantage.scale=none"], "it was renamed to algorithm"),
+        (["train.keep_groups=0.1"], "did you mean algorithm.keep_groups"),
     ],
 )
 def test_nonsense_is_rejected_with_the_reason(overrides: list[str], reason: str) -> None:
@@ -191,7 +242,7 @@ def test_signal_of_a_group_includes_penalties() -> None:
     has_signal = signal_function(AlgorithmSection(), max_context=512)
     assert (has_signal(flat), has_signal(varied)) == (False, True)
     longer = rewarded([0.0, 0.0, 1.0], [1.0])
-    soft = signal_function(AlgorithmSection(overlong_buffer=5), max_context=8)
+    soft = signal_function(AlgorithmSection(penalties={"overlong": {"buffer": 5}}), max_context=8)
     assert (has_signal(longer), soft(longer)) == (False, True)
 
 
@@ -204,8 +255,8 @@ def test_episodes_that_a_function_names_are_left_out_after_counting_in_the_basel
     )
     (found,) = advantage_function(config.algorithm, max_context=512)([rewarded([3.0], [0.0, 0.0], [0.0])])
     assert [None if turns is None else turns.tolist() for turns in found] == [[2.0], None, [-1.0]]
-    assert "is none of void, repetitive" in refusal('algorithm.leave_out=["boring"]')
-    assert "algorithm.leave_out: there is no" in refusal('algorithm.leave_out=["gone.py:boring"]')
+    assert "is none of truncated, void, repetitive" in refusal('algorithm.leave_out=["boring"]')
+    assert "algorithm.leave_out.0: there is no" in refusal('algorithm.leave_out=["gone.py:boring"]')
 
 
 def test_method_of_a_user_takes_less_than_30_lines_and_trains() -> None:

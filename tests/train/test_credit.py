@@ -27,6 +27,7 @@ from agentrl_train.advantage import (
     overlong_penalty,
     rewards_to_go,
     std,
+    truncated,
     unscaled,
 )
 from agentrl_train.batch import sequences
@@ -280,7 +281,7 @@ def test_groups_of_largest_spread_are_kept_in_each_task() -> None:
 def test_truncated_episodes_count_in_the_baseline_only() -> None:
     cut = episode([0.0], name="1", end=EpisodeEnd.TRUNCATED_LENGTH)
     one = group(episode([1.0], name="0"), cut, episode([1.0], name="2"))
-    (found,) = plain([one], mask_truncated=True, scale=unscaled)
+    (found,) = plain([one], leave_out=[truncated], scale=unscaled)
     assert found[1] is None
     assert found[0] == pytest.approx([1 / 3])
     assert len(sequences([one], [found])) == 2

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agentrl_env.types import Message, TaskSample
 from agentrl_train.batch import towards_teacher
-from agentrl_train.config import DistillSection
+from agentrl_train.config import DistillTable
 from agentrl_train.learner import Learner
 from agentrl_train.loss import Tokens, policy_loss, unbounded
 from agentrl_train.training.step_trainer import StepTrainer
@@ -162,7 +162,7 @@ def test_policy_approaches_the_teacher_of_each_task_without_any_reward(tmp_path:
         algorithm=plain_config("algorithm.preset=distill", *NEEDED["distill"]).algorithm,
         max_context=64,
         bad_batches=tmp_path,
-        distill=DistillSection(weight=1.0, teachers={"a": "first", "*": "second"}),
+        distill=DistillTable(weight=1.0, teachers={"a": "first", "*": "second"}),
     )
     rng = np.random.default_rng(0)
     pairs = (("a", "first"), ("b", "second"))
@@ -181,18 +181,22 @@ def test_policy_approaches_the_teacher_of_each_task_without_any_reward(tmp_path:
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["distill.weight=1.0"], "give teachers, such as"),
-        (["distill.teachers={shop = 'a/b'}"], "give a weight above 0"),
+        (["algorithm.distill.weight=1.0"], "give teachers, such as"),
+        (["algorithm.distill.teachers={shop = 'a/b'}"], "give a weight above 0"),
         (
-            ["distill.teachers={'*' = './gone'}", "distill.weight=1.0"],
-            "distill.teachers.*: there is no folder",
+            ["algorithm.distill.teachers={'*' = './gone'}", "algorithm.distill.weight=1.0"],
+            "algorithm.distill.teachers.*: there is no folder",
         ),
         (
-            ["distill.teachers={'*' = 'a/b'}", "distill.weight=1.0", "algorithm.keep_groups=0.5"],
+            [
+                "algorithm.distill.teachers={'*' = 'a/b'}",
+                "algorithm.distill.weight=1.0",
+                "algorithm.keep_groups=0.5",
+            ],
             "select episodes by rewards",
         ),
         (
-            ["distill.teachers={'*' = 'a/b'}", "distill.weight=1.0", "engine.top_p=0.9"],
+            ["algorithm.distill.teachers={'*' = 'a/b'}", "algorithm.distill.weight=1.0", "engine.top_p=0.9"],
             "compares with the teacher's",
         ),
     ],
@@ -202,6 +206,6 @@ def test_distillation_that_makes_no_sense_is_rejected(overrides: list[str], reas
 
 
 def test_star_is_the_teacher_of_all_other_tasks() -> None:
-    section = DistillSection(weight=1.0, teachers={"a": "x", "*": "y"})
+    section = DistillTable(weight=1.0, teachers={"a": "x", "*": "y"})
     assert [section.teacher_of(task) for task in "ab"] == ["x", "y"]
-    assert DistillSection(weight=1.0, teachers={"a": "x"}).teacher_of("b") is None
+    assert DistillTable(weight=1.0, teachers={"a": "x"}).teacher_of("b") is None

@@ -74,7 +74,7 @@ def start_engine(python: str, model_folder: Path) -> Callable[..., EnginePool]:
             stop_token_ids=[STOP],
             max_sessions=16,
             max_context=max_context,
-            kv_gib=kv_gib,
+            args={"kv_cache_memory_bytes": int(kv_gib * 2**30)},
         )
         return EnginePool(
             options, **{"python": python, "deadline_s": 60.0 + START_S, "start_s": START_S, **settings}

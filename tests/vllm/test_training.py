@@ -24,7 +24,7 @@ SHORT = {
     "run.steps": STEPS,
     "engine.kind": "vllm",
     "engine.vllm.push": "in_flight",
-    "engine.vllm.kv_gib": 0.125,
+    "engine.vllm.args.kv_cache_memory_bytes": 2**27,
     "engine.max_sessions": 32,
     "rollout.groups_per_step": 6,
     "rollout.group_size": 4,
@@ -108,7 +108,7 @@ def test_two_ray_engines_load_drained_weights(python: str, tmp_path: Path) -> No
         placement__launcher="ray",
         engine__vllm__replicas=2,
         engine__vllm__push="drained",
-        rollout__stale_fraction=0.0,
+        rollout__stale__fraction=0.0,
     )
     try:
         assert process.wait(480) == 0, errors.read_text()
@@ -135,7 +135,7 @@ def test_adapters_are_evaluated_beside_training_and_by_the_command(python: str, 
         train__warmup_steps=0,
         train__learning_rate=0.01,
         rollout__groups_per_step=3,
-        rollout__stale_fraction=0.0,
+        rollout__stale__fraction=0.0,
         rollout__window=1,
         eval__samples=12,
         eval__every=2,

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl_train.config import RunConfig, load_config
-from agentrl_train.config.reference import reference
-from agentrl_train.config.toml import RENAMED, dump_toml
+from agentrl_train.config.former import REMOVED, RENAMED
+from agentrl_train.config.reference import keys, reference
+from agentrl_train.config.toml import literal
 from agentrl_train.errors import ConfigError
 
 MINIMAL = """
@@ -103,13 +104,13 @@ def test_all_problems_are_reported_together(config_file: Path):
         config_file,
         "run.steps=0",
         "train.learning_rat=1",
-        "rollout.stale_fraction=1.5",
+        "rollout.stale.fraction=1.5",
         "environments.0.serve=[]",
         "model.path=./gone",
-        "algorithm.dual_clip=0.5",
+        "algorithm.region.dual=0.5",
     )
     assert len(message.splitlines()) == 7
-    for part in ("run.steps = 0", "learning_rat;", "stale_fraction = 1.5", "serve", "gone", "dual_clip"):
+    for part in ("run.steps = 0", "learning_rat;", "stale.fraction = 1.5", "serve", "gone", "dual (0.5)"):
         assert part in message
 
 
@@ -144,9 +145,8 @@ def test_missing_environment_folder_is_reported(config_file: Path):
         (["engine.top_p=0"], "engine.top_p"),
         (["engine.max_new_tokens=4096"], "to leave room for the prompt"),
         (["rollout.max_staleness=1", "rollout.window=10"], "can be at most"),
-        (["rollout.stale_model=org/name"], "rollout.stale_model samples nothing"),
+        (["rollout.stale.model=org/name"], "rollout.stale: model samples nothing"),
         (["train.minibatches=65"], "more than the 64 episodes"),
-        (["train.warmup_steps=5"], "to reach the learning rate"),
         (["environments.0.url=http://localhost:1"], "either serve"),
         (["environments=[]"], "at least one"),
         (["run.name=../up"], "run.name"),
@@ -196,7 +196,7 @@ def test_override_of_missing_path_is_rejected(config_file: Path, override: str):
 
 
 def test_override_below_plain_value_is_rejected(config_file: Path):
-    assert "--set run.name.first=1: there is no 'first' to set" in refusal(config_file, "run.name.first=1")
+    assert "--set run.steps.first=1: there is no 'first' to set" in refusal(config_file, "run.steps.first=1")
 
 
 def test_written_configuration_loads_equal(config_file: Path, tmp_path: Path):
@@ -218,9 +218,9 @@ plain = st.one_of(
 
 
 @given(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), st.one_of(plain, st.lists(plain))))
-def test_plain_tables_round_trip(values: dict[str, object]):
-    assert tomllib.loads(dump_toml({"section": values, "list": [values, {}]})) == {
-        "section": values,
+def test_literals_round_trip(values: dict[str, object]):
+    assert tomllib.loads(f"table = {literal(values)}\nlist = {literal([values, {}])}") == {
+        "table": values,
         "list": [values, {}],
     }
 
@@ -251,19 +251,100 @@ def test_reference_lists_every_setting_with_default(config_file: Path):
     assert written == load_config(config_file).model_dump(exclude=own)
     unexplained = [line for line in reference().splitlines() if line and "  #" not in line]
     assert not unexplained
-    assert "# rank = 16" in reference()
+    assert {"# lora.rank = 16", "# credit.lam = 1.0"} <= {
+        line.split("  ")[0] for line in reference().splitlines()
+    }
 
 
-@pytest.mark.parametrize(("former", "current"), RENAMED.items())
-def test_former_key_is_rejected_with_current_name(config_file: Path, former: str, current: str):
-    assert f"unknown key {former}: it was renamed to {current}" in refusal(config_file, f"{former}=30")
-    load_config(config_file, [f"{current}=30", *(["engine.kind=vllm"] if "vllm" in current else [])])
+FORMER = Path(__file__).with_name("former_keys.txt").read_text().split()
+"""All keys of a run before functions became tables, and those that had been renamed before."""
+
+
+@pytest.mark.parametrize("former", FORMER)
+def test_former_key_is_valid_or_rejected_with_the_current_spelling(config_file: Path, former: str):
+    if former not in RENAMED and former not in REMOVED:
+        assert any(f"{former}.".startswith(f"{key}.") for key in keys())
+        return
+    name = former.replace("environments.", "environments.0.")
+    message = refusal(config_file, f"{name}=30")
+    if former in REMOVED:
+        assert f"unknown key {name}: it was removed" in message
+        return
+    current = RENAMED[former]
+    assert f"unknown key {name}: it was renamed to {current}" in message
+    setting = current.partition(",")[0].partition(" =")[0]
+    assert setting == "algorithm" or any(f"{setting}.".startswith(f"{key}.") for key in keys())
+
+
+def test_former_section_of_a_file_is_rejected_with_all_current_keys(config_file: Path):
+    config_file.write_text(f"{MINIMAL}[critic]\nclip = 0.1\npasses = 2\n")
+    message = refusal(config_file)
+    assert "unknown key critic.clip: it was renamed to algorithm.credit.clip" in message
+    assert "unknown key critic.passes: it was renamed to algorithm.credit.passes" in message
+
+
+def test_number_of_keys_is_at_most_120():
+    assert 100 < len(set(keys())) <= 120
 
 
 def test_every_deadline_is_named_timeout_s():
-    keys = [line.split(" =")[0].lstrip("# ") for line in reference().splitlines() if " =" in line]
-    assert [
-        key for key in keys if key.endswith(("seconds", "minutes", "_s")) and "timeout_s" not in key
-    ] == []
-    never_renamed = {"completion_timeout_s", "environment_timeout_s", "environments.start_timeout_s"}
-    assert sum(key.endswith("_timeout_s") for key in keys) == len(RENAMED) + len(never_renamed)
+    names = [line.split(" =")[0].lstrip("# ") for line in reference().splitlines() if " =" in line]
+    timeouts = [name for name in names if "timeout_s" in name]
+    assert len(timeouts) >= 8
+    assert [one for one in names if one.endswith(("seconds", "minutes", "_s")) and one not in timeouts] == []
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(2, 1), (1, 0), (30, 20)])
+def test_warm_up_is_shorter_than_the_run(config_file: Path, steps: int, warmup: int):
+    config = load_config(config_file, ["train.warmup_steps=20", f"run.steps={steps}"])
+    assert config.warmup_steps == warmup
+    noted = f"train.warmup_steps is {warmup} instead of 20: the run has run.steps = {steps}"
+    assert config.notes == ([] if warmup == 20 else [noted])
+
+
+def test_override_of_a_parameter_keeps_the_function_of_the_file(config_file: Path):
+    config_file.write_text(f'{MINIMAL}[algorithm]\nregion = "soft"\n')
+    region = load_config(config_file, ["algorithm.region.negative=2"]).algorithm.region
+    assert (region.name, region.parameters) == ("soft", {"positive": 1.0, "negative": 2.0})
+
+
+def test_parameter_without_a_name_is_of_the_default_function(config_file: Path):
+    config = load_config(config_file, ["algorithm.region.low=0.1"])
+    assert config.algorithm.region.parameters == {"low": 0.1, "high": 0.28, "dual": 3.0}
+
+
+def test_parameter_of_another_function_is_rejected(config_file: Path):
+    message = refusal(config_file, "algorithm.region={name = 'soft', low = 0.1}")
+    assert "unknown key algorithm.region.low; valid here: name, positive, negative" in message
+
+
+def test_similar_parameter_is_suggested(config_file: Path):
+    message = refusal(config_file, "algorithm.region={name = 'soft', positve = 0.1}")
+    assert "unknown key algorithm.region.positve; did you mean positive?" in message
+
+
+def test_preset_function_gets_a_parameter_or_is_replaced(config_file: Path):
+    preset = "algorithm.preset=grpo"
+    region = load_config(config_file, [preset, "algorithm.region.high=0.4"]).algorithm.region
+    assert region.parameters == {"low": 0.2, "high": 0.4, "dual": 0.0}
+    region = load_config(
+        config_file, [preset, "algorithm.region={name = 'cap', high = 4.0}"]
+    ).algorithm.region
+    assert (region.name, region.parameters) == ("cap", {"low": 0.2, "high": 4.0})
+
+
+def test_unknown_preset_suggests_the_nearest(config_file: Path):
+    assert "algorithm.preset = 'grpoo' does not exist; did you mean grpo?" in refusal(
+        config_file, "algorithm.preset=grpoo"
+    )
+    assert "choose one of a3po, agentrl" in refusal(config_file, "algorithm.preset=xyz")
+
+
+def test_arguments_of_vllm_pass_through_and_those_of_the_trainer_are_rejected(config_file: Path):
+    options = ["engine.kind=vllm", "engine.device=cuda"]
+    args = "engine.vllm.args={gpu_memory_utilization = 0.5, tensor_parallel_size = 2, quantization = 'fp8'}"
+    vllm = load_config(config_file, [*options, args]).engine.vllm
+    assert (vllm.memory_fraction, vllm.tensor_parallel, vllm.args["quantization"]) == (0.5, 2, "fp8")
+    message = refusal(config_file, *options, "engine.vllm.args={max_model_len = 9, logprobs_mode = 'x'}")
+    assert "engine.vllm: args.max_model_len is set by the trainer: set engine.max_context instead" in message
+    assert "engine.vllm: args.logprobs_mode is set by the trainer: leave it out" in message

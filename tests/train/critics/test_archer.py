@@ -10,7 +10,7 @@ import torch
 from agentrl_train.advantage import shaped_rewards
 from agentrl_train.batch import pack, sequences
 from agentrl_train.config import AlgorithmSection, TrainSection
-from agentrl_train.config.sections import CriticSection
+from agentrl_train.config.credit import Archer
 from agentrl_train.critics.archer import marked, turn_row, twin_advantages, twin_targets
 from agentrl_train.critics.networks import TwinCritic
 from agentrl_train.critics.strategy import episode_rows
@@ -21,7 +21,7 @@ from agentrl_train.types import EpisodeEnd
 from tests.train.learner.test_learner import qwen
 from tests.train.test_credit import episode, group, turn
 
-ARCHER = {"credit": "archer", "baseline": "value", "scale": "none", "normalization": "none", "gamma": 0.9}
+ARCHER = {"credit": {"name": "archer", "gamma": 0.9}, "normalization": "none"}
 
 
 def twins(*, target_rate: float = 0.1) -> TwinCritic:
@@ -31,7 +31,7 @@ def twins(*, target_rate: float = 0.1) -> TwinCritic:
 def trainer(one: TwinCritic, *, replay: int = 0, passes: int = 1, **algorithm) -> CriticTrainer:
     return critic_trainer(
         one,
-        settings=CriticSection(replay=replay, passes=passes, warmup_steps=1),
+        settings=Archer(gamma=0.9, replay=replay, passes=passes, warmup_steps=1),
         algorithm=AlgorithmSection(**ARCHER | algorithm),
         train=TrainSection(),
         max_context=512,
@@ -144,7 +144,7 @@ def test_critics_learn_the_values_of_the_chain() -> None:
 
 
 def test_tokens_of_a_turn_share_its_advantage() -> None:
-    one = trainer(twins(), mask_truncated=True)
+    one = trainer(twins(), leave_out=["truncated"])
     cut = episode([1.0], end=EpisodeEnd.TRUNCATED_TURNS)
     (row,) = one.rows([group(cut, episode([0.0], tokens=0), episode([0.0, 1.0], tokens=3))])
     expected = twin_advantages(*one.strategy._values[2])

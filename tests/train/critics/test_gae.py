@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl_train.advantage import normalize_and_mask, rewards_to_go, shaped_rewards
+from agentrl_train.advantage import normalize_and_mask, rewards_to_go, shaped_rewards, truncated
 from agentrl_train.critics.gae import (
     bi_level_gae,
     estimate,
@@ -177,7 +177,7 @@ def test_advantages_are_normalized_over_tokens_and_returns_are_not() -> None:
 
 def test_truncated_episode_may_be_left_out_of_the_policy_and_keeps_its_returns() -> None:
     one = group(episode([1.0]), episode([2.0], end=EpisodeEnd.TRUNCATED_TURNS))
-    found, returns = advantages_and_returns([one], [[np.zeros(2), np.ones(2)]], mask_truncated=True)
+    found, returns = advantages_and_returns([one], [[np.zeros(2), np.ones(2)]], leave_out=[truncated])
     assert found[0][1] is None
     assert returns[0][1].tolist() == [3.0, 3.0]
 

@@ -16,7 +16,7 @@ from agentrl_train.actor import Episode
 from agentrl_train.advantage import shaped_rewards
 from agentrl_train.batch import completions, sequences, token_weights
 from agentrl_train.config import AlgorithmSection, TrainSection
-from agentrl_train.config.sections import CriticSection
+from agentrl_train.config.credit import Sweet
 from agentrl_train.critics.networks import PrivilegedCritic
 from agentrl_train.critics.strategy import episode_rows
 from agentrl_train.critics.sweet import dpo, drawn_pairs, preference_loss, turn_means
@@ -36,7 +36,7 @@ def trainer(*, encode=lambda text: [3, 4], learning_rate: float = 1e-2, **settin
     return critic_trainer(
         PrivilegedCritic(qwen(), train=TrainSection(learning_rate=learning_rate, max_grad_norm=1e9)),
         encode=encode,
-        settings=CriticSection(**{"beta": 0.5} | settings),
+        settings=Sweet(**{"beta": 0.5} | settings),
         algorithm=AlgorithmSection(**SWEET),
         train=TrainSection(micro_batch_tokens=64),
         max_context=512,

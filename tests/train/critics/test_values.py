@@ -10,7 +10,7 @@ import torch
 
 from agentrl_train.batch import pack, sequences
 from agentrl_train.config import AlgorithmSection, TrainSection
-from agentrl_train.config.sections import CriticSection
+from agentrl_train.config.credit import GaeToken
 from agentrl_train.critics.networks import ValueCritic
 from agentrl_train.critics.trainer import CriticTrainer, critic_trainer
 from agentrl_train.errors import CheckpointError
@@ -169,7 +169,7 @@ def test_checkpoint_without_a_critic_is_refused(tmp_path) -> None:
 def trainer(one: ValueCritic, **settings) -> CriticTrainer:
     return critic_trainer(
         one,
-        settings=CriticSection(warmup_steps=2),
+        settings=GaeToken(warmup_steps=2),
         algorithm=AlgorithmSection(**GAE | settings),
         train=TrainSection(micro_batch_tokens=64),
         max_context=512,
@@ -193,7 +193,7 @@ def test_rows_have_the_advantages_of_their_tokens() -> None:
 
 def test_trajectories_without_tokens_or_left_out_have_no_rows() -> None:
     cut = episode([1.0], end=EpisodeEnd.TRUNCATED_TURNS)
-    one = trainer(critic(), mask_truncated=True)
+    one = trainer(critic(), leave_out=["truncated"])
     rows = one.rows([group(episode([1.0], tokens=0), cut, episode([1.0, 0.0]))])
     assert [int(row.loss_mask.sum()) for row in rows] == [4]
     assert one.learn(step=1)["critic_tokens"] == 6.0  # the critic learns from the episode that was cut, too

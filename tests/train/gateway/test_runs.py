@@ -18,20 +18,24 @@ from tests.train.runs.processes import finish, steps, write_config
 COUNTING = Path(__file__).with_name("counting.py")
 
 
-def write_program_config(folder: Path, *, program: str = f"{COUNTING}:play", more: str = "") -> Path:
+def write_program_config(
+    folder: Path, *, program: str = f"{COUNTING}:play", inside: str = "", more: str = ""
+) -> Path:
     """Write a configuration whose samples are in a file; return its path."""
     config = write_config(folder)
     lines = [json.dumps({"question": f"number {number}"}) for number in range(4)]
     (folder / "questions.jsonl").write_text("\n".join(lines) + "\n")
     text = re.sub(
-        r"serve = .*", f'samples = "questions.jsonl"\nprogram = "{program}"\n{more}', config.read_text()
+        r"serve = .*",
+        f'program = {{run = "{program}", samples = "questions.jsonl"{inside}}}\n{more}',
+        config.read_text(),
     )
     config.write_text(text)
     return config
 
 
 def test_samples_of_a_file_are_played_by_a_function_and_trained(tmp_path: Path) -> None:
-    config = write_program_config(tmp_path, more='eval_samples = "questions.jsonl"')
+    config = write_program_config(tmp_path, inside=', eval_samples = "questions.jsonl"')
     done = finish(config, "run.steps=2", "rollout.max_staleness=1", "eval.samples=2")
     assert done.returncode == 0, done.stdout + done.stderr
     records = steps(tmp_path / "run")
@@ -51,25 +55,25 @@ def test_run_whose_program_always_fails_ends_with_the_reason(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("more", "problem"),
+    ("inside", "more", "problem"),
     [
-        ('eval_samples = "none.jsonl"', "eval_samples: there is no file"),
-        ('serve = ["x.py"]', "give either serve"),
-        ("tasks = {questions = 1.0}", "samples are one task"),
-        ('split = "test"', "split and eval_split are the same"),
+        (', eval_samples = "none.jsonl"', "", "eval_samples: there is no file"),
+        ("", 'serve = ["module:Task"]', "give either serve"),
+        ("", "tasks = {questions = 1.0}", "samples are one task"),
+        ("", 'split = "test"', "split and eval_split are the same"),
     ],
 )
-def test_settings_of_programs_are_checked(more: str, problem: str, tmp_path: Path) -> None:
+def test_settings_of_programs_are_checked(inside: str, more: str, problem: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(problem)):
-        load_config(write_program_config(tmp_path, more=more))
+        load_config(write_program_config(tmp_path, inside=inside, more=more))
 
 
 def test_paths_of_programs_are_relative_to_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text("")
     (section,) = load_config(write_program_config(tmp_path, program="agent.py:play")).environments
-    assert section.program == f"{tmp_path}/agent.py:play"
-    assert section.program_folder == str(tmp_path)
-    with pytest.raises(ConfigError, match="there is no file"):
+    assert section.program.run == f"{tmp_path}/agent.py:play"
+    assert section.program.folder == str(tmp_path)
+    with pytest.raises(ConfigError, match=r"there is no .*missing\.py"):
         load_config(write_program_config(tmp_path, program="missing.py:play"))
     with pytest.raises(ConfigError, match="eval_samples is missing"):
         load_config(write_program_config(tmp_path), ["eval.samples=5"])

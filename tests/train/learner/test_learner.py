@@ -26,7 +26,14 @@ from agentrl_train.batch import pack
 from agentrl_train.config import load_config
 from agentrl_train.errors import LossNotFinite
 from agentrl_train.learner import Learner, lr_fraction, sampled_logprobs, select_sampled
-from agentrl_train.learner.logprobs import ROW_TOKENS, padding_free, sampled_units, set_attention, shared_rows
+from agentrl_train.learner.logprobs import (
+    ROW_TOKENS,
+    Scorer,
+    padding_free,
+    sampled_units,
+    set_attention,
+    shared_rows,
+)
 from agentrl_train.loss import clip, importance_weights, old, policy_loss, sequence_ratio, sft_loss
 from agentrl_train.training.compose import learner_options
 from agentrl_train.types import FloatArray, TokenSequence
@@ -509,13 +516,13 @@ def test_importance_floor_masks_tokens_outside_the_range():
     ("overrides", "reached"),
     [
         ([], -0.5),
-        (["algorithm.importance_cap=0.25"], -0.25),
-        (["algorithm.correction=mask", "algorithm.importance_floor=0.1"], 0.0),
+        (["algorithm.correction.cap=0.25"], -0.25),
+        (["algorithm.correction={name = 'mask', cap = 0.5, floor = 0.1}"], 0.0),
         (["algorithm.entropy_coefficient=1.0"], -3.8),
     ],
 )
 def test_configuration_keys_reach_loss(overrides: list[str], reached: float) -> None:
-    decoupled = ["algorithm.anchor=old", "algorithm.correction=truncate", "algorithm.importance_cap=0.5"]
+    decoupled = ["algorithm.anchor=old", "algorithm.correction=truncate", "algorithm.correction.cap=0.5"]
     config = load_config(QUICKSTART, [*decoupled, *overrides])
     one = Learner(qwen(), **learner_options(config, model=qwen()))
     sampled_elsewhere = [with_(one, logprobs=one.logprobs - 2 * one.loss_mask) for one in made(advantage=1.0)]
@@ -605,13 +612,14 @@ class Largest(TorchDispatchMode):
         return made
 
 
-def test_full_logits_are_never_materialized():
+def test_full_logits_are_never_materialized(monkeypatch: pytest.MonkeyPatch):
     """With the smallest chunks of logits, the tensors of the model body are the largest."""
     vocabulary, sequences = 5000, made(12)
     sampled = int(sum(one.loss_mask.sum() for one in sequences))
     largest = {}
     for max_logits in (10 * vocabulary, 10**9):
-        one = learner(qwen(vocab_size=vocabulary), max_logits=max_logits, entropy_coefficient=0.01)
+        monkeypatch.setattr(Scorer, "max_logits", max_logits)
+        one = learner(qwen(vocab_size=vocabulary), entropy_coefficient=0.01)
         with Largest() as seen:
             one.step(pack(sequences, max_tokens=10**6))
         largest[max_logits] = seen.entries

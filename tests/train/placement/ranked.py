@@ -71,7 +71,6 @@ EVERYTHING = {
     "activation_checkpointing": True,
     "weight_decay": 0.1,
     "warmup_steps": 2,
-    "max_logits": 5 * 48,
 }
 CASES = {
     "twenty steps": Case(steps=20, saves=True),

@@ -24,7 +24,9 @@ CUDA = "engine.device=cuda"
 VLLM = "engine.kind=vllm"
 COLOCATED = "placement.layout=colocated"
 SHARED = "placement.layout=shared"
-HALF = "engine.vllm.memory_fraction=0.5"
+SHARDED = "engine.vllm.args.tensor_parallel_size=2"
+THIRD = "engine.vllm.args.gpu_memory_utilization=0.3"
+HALF = "engine.vllm.args.gpu_memory_utilization=0.5"
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +48,14 @@ def devices(config_file: Path, *overrides: str, gpus: int, ranks: int = 1, **opt
         ([CUDA], 2, 2, "01", "0"),
         ([CUDA, VLLM], 2, 1, "0", "1"),
         ([CUDA, VLLM, "engine.vllm.replicas=4"], 8, 4, "0123", "4567"),
-        ([CUDA, VLLM, "engine.vllm.tensor_parallel=2", "engine.vllm.replicas=2"], 8, 4, "0123", "4567"),
-        ([CUDA, VLLM, "rollout.stale_fraction=0.1"], 3, 1, "0", "12"),
+        (
+            [CUDA, VLLM, "engine.vllm.args.tensor_parallel_size=2", "engine.vllm.replicas=2"],
+            8,
+            4,
+            "0123",
+            "4567",
+        ),
+        ([CUDA, VLLM, "rollout.stale.fraction=0.1"], 3, 1, "0", "12"),
         ([CUDA, VLLM, COLOCATED], 1, 1, "0", "0"),
         ([CUDA, VLLM, COLOCATED, "engine.vllm.replicas=2"], 4, 2, "01", "01"),
         ([CUDA, VLLM, SHARED, HALF], 1, 1, "0", "0"),
@@ -117,12 +125,12 @@ def test_placement_that_does_not_fit_is_rejected(
         ),
         ([CUDA, "placement.learner=[1, 1]"], "must list different GPUs"),
         (["placement.learner=[0]"], "engine.device is 'cpu': set it to 'cuda'"),
-        ([CUDA, VLLM, SHARED], "memory_fraction = 0.9 leaves nothing .* set it to 0.5"),
+        ([CUDA, VLLM, SHARED], "gpu_memory_utilization = 0.9 leaves nothing .* set it to 0.5"),
         ([CUDA, VLLM, SHARED, HALF, "engine.vllm.transfer=nccl"], "needs separate GPUs"),
         ([COLOCATED, "rollout.max_staleness=1"], "set rollout.max_staleness to 0, not 1"),
         (["placement.launcher=torchrun", "train.processes=2"], "leave train.processes out"),
         ([CUDA, "placement.launcher=ray", "placement.learner=[0]"], "Ray assigns the GPUs"),
-        (["placement.ray_address=auto"], "ray_address needs launcher = 'ray'"),
+        (["placement.launcher.address=auto"], "unknown key placement.launcher.address"),
     ],
 )
 def test_contradictory_placement_is_rejected_on_load(
@@ -152,7 +160,7 @@ def test_memory_of_a_shared_gpu_is_split(config_file: Path) -> None:
         return load_config(config_file, overrides).learner_memory_fraction
 
     assert learner_share(CUDA, VLLM, SHARED, HALF) == pytest.approx(0.45)
-    assert learner_share(CUDA, VLLM, SHARED, "engine.vllm.memory_fraction=0.3") == pytest.approx(0.65)
+    assert learner_share(CUDA, VLLM, SHARED, THIRD) == pytest.approx(0.65)
     assert learner_share(CUDA, VLLM, COLOCATED) is None
     assert learner_share(CUDA, SHARED) is None
     assert learner_share(SHARED) is None

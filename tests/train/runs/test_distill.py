@@ -44,7 +44,7 @@ def test_two_specialists_become_one_policy(tmp_path: Path) -> None:
         "run.name=both",
         "run.steps=40",
         f"environments.0.serve=[{both}]",
-        f"distill.teachers={{{teachers}}}",
+        f"algorithm.distill.teachers={{{teachers}}}",
         "rollout.group_size=8",
         "train.learning_rate=1e-2",
     )
@@ -64,12 +64,12 @@ def test_distillation_of_a_run_that_cannot_work_is_refused(tmp_path: Path) -> No
     chosen = ("algorithm.preset=distill", "run.steps=1")
     done = finish(config, *chosen)
     assert "give teachers, such as" in done.stderr
-    done = finish(config, *chosen, "distill.teachers={vowels = 'gone'}")
-    assert "distill.teachers.vowels: there is no folder" in done.stderr
-    done = finish(config, *chosen, "distill.teachers={consonants = 'model'}")
+    done = finish(config, *chosen, "algorithm.distill.teachers={vowels = 'gone'}")
+    assert "algorithm.distill.teachers.vowels: there is no folder" in done.stderr
+    done = finish(config, *chosen, "algorithm.distill.teachers={consonants = 'model'}")
     assert "'consonants', which is not a task of this run" in done.stderr
     starter = Path(__file__).parents[3] / "examples/quickstart/starter"
-    done = finish(config, *chosen, f"distill.teachers={{'*' = '{starter}'}}")
+    done = finish(config, *chosen, f"algorithm.distill.teachers={{'*' = '{starter}'}}")
     assert "has other tokens than the policy" in done.stderr
 
 
@@ -78,7 +78,7 @@ def test_teachers_are_sharded_like_the_policy(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     make_model(seed=1).save_pretrained(tmp_path / "teacher")
     make_tokenizer().save_pretrained(tmp_path / "teacher")
-    chosen = ("algorithm.preset=distill", "distill.teachers={'*' = 'teacher'}", "run.steps=2")
+    chosen = ("algorithm.preset=distill", "algorithm.distill.teachers={'*' = 'teacher'}", "run.steps=2")
     found = []
     for processes in (1, 2):
         done = finish(config, *chosen, f"run.name=of-{processes}", f"train.processes={processes}")

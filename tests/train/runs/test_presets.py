@@ -47,7 +47,7 @@ def test_turns_of_a_second_model_are_trained_on_after_a_resume_too(tmp_path: Pat
     config, run = write_config(tmp_path), tmp_path / "run"
     make_model(seed=5).save_pretrained(tmp_path / "other")
     make_tokenizer().save_pretrained(tmp_path / "other")
-    second = ("rollout.stale_fraction=0.5", "rollout.stale_model=other", "checkpoint.every=1")
+    second = ("rollout.stale.fraction=0.5", "rollout.stale.model=other", "checkpoint.every=1")
     for length, resume in ((1, False), (2, True)):
         done = finish(config, *second, f"run.steps={length}", "metrics.trajectories=100", resume=resume)
         assert done.returncode == 0, done.stderr

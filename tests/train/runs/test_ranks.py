@@ -95,7 +95,9 @@ def test_critic_beside_two_ranks_learns_what_it_learns_beside_one(config: Path) 
     found = []
     for processes in (1, 2):
         options = (f"train.processes={processes}", "algorithm.preset=ppo_turn", "run.steps=3")
-        done = finish(config, f'run.name="critic{processes}"', *options, "critic.learning_rate=1e-3")
+        done = finish(
+            config, f'run.name="critic{processes}"', *options, "algorithm.credit.learning_rate=1e-3"
+        )
         assert done.returncode == 0, done.stderr
         lines = steps(config.parent / f"critic{processes}")
         found.append([(line["loss"], line["critic_loss"], line["value_mean"]) for line in lines])

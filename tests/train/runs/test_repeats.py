@@ -17,7 +17,11 @@ from tests.train.runs.processes import begin, finish, kill, steps, until, until_
 OF_THE_PROCESS = re.compile(r"seconds|_s$|_s_ceiling$|_idle$|(sampled|filled|discarded)_tokens$")
 """Names of metrics about time and work of the process, not about training."""
 
-SPEAR = ("algorithm.preset=spear", "algorithm.mask_truncated=false", "replay.warmup_steps=2")
+SPEAR = (
+    "algorithm.preset=spear",
+    "algorithm.leave_out=['void', 'repetitive']",
+    "algorithm.replay.warmup_steps=2",
+)
 """A preset with a buffer that lives in checkpoints."""
 
 
@@ -70,8 +74,8 @@ def test_resumed_synchronous_run_matches_uninterrupted_run_bit_for_bit(
 @pytest.mark.extended
 @pytest.mark.faults
 def test_resumed_run_with_a_critic_matches_uninterrupted_run_bit_for_bit(tmp_path: Path) -> None:
-    options = ("engine.deterministic=true", "algorithm.preset=ppo", "critic.learning_rate=1e-3")
-    options = (*options, "critic.warmup_steps=2")
+    options = ("engine.deterministic=true", "algorithm.preset=ppo", "algorithm.credit.learning_rate=1e-3")
+    options = (*options, "algorithm.credit.warmup_steps=2")
     one, other = write_config(tmp_path / "one"), write_config(tmp_path / "other")
     done = finish(one, *options)
     assert done.returncode == 0, done.stderr

@@ -124,7 +124,7 @@ async def taught(folder: Path) -> None:
     model = new_model(tokenizer, width=128, seed=0)
     learner = Learner(
         model,
-        TrainSection(learning_rate=3e-3, warmup_steps=20, final_lr_fraction=0.1),
+        TrainSection(learning_rate=3e-3, warmup_steps=20, decay={"to": 0.1}),
         total_steps=150,
         loss=Loss(objective=sft_loss),
     )

@@ -128,7 +128,7 @@ def test_interrupted_sweep_stops_its_runs_cleanly_and_prints_how_to_go_on(tmp_pa
 def test_curriculum_goes_on_to_harder_levels_also_in_a_resumed_run(tmp_path: Path) -> None:
     config, run = write_config(tmp_path, target="levels.py:Levels"), tmp_path / "run"
     rules = '{levels = {levels = ["train", "train-2", "train-3"]}, window = 6, raise_at = 0.5}'
-    options = (f"curriculum={rules}", "run.steps=10", "checkpoint.every=4")
+    options = (f"rollout.curriculum={rules}", "run.steps=10", "checkpoint.every=4")
     process = begin(config, *options)
     until_step(process, run, 6)
     kill(process)

@@ -97,7 +97,16 @@ def test_setting_that_is_new_in_this_version_has_not_changed(tmp_path: Path) -> 
     write_config(tmp_path, configured().to_toml())
     path = tmp_path / "config.toml"
     text = path.read_text()
-    begin = text.index("[curriculum]")
+    begin = text.index("[reward]")
     path.write_text(text[:begin] + text[text.index("\n[", begin) + 1 :])
     assert configured().changes_since(path) == {}
     assert configured(learning_rate=0.5).changes_since(path) == {"train.learning_rate": (1e-5, 0.5)}
+
+
+def test_former_spellings_of_a_run_folder_are_not_changes(tmp_path: Path) -> None:
+    write_config(tmp_path, configured().to_toml())
+    path = tmp_path / "config.toml"
+    path.write_text(path.read_text().replace("[algorithm]", "[algorithm]\nclip_low = 0.1", 1))
+    assert configured().changes_since(path) == {}
+    assert configured(learning_rate=0.5).changes_since(path) == {"train.learning_rate": (1e-5, 0.5)}
+    assert "train.lora.rank" in configured(lora={"rank": 4, "alpha": 8}).changes_since(path)

@@ -24,7 +24,7 @@ train.learning_rate = 1e-3
 
 [variants.slow]
 train.learning_rate = 1e-5
-algorithm = { preset = "gspo", clip_low = 0.1 }
+algorithm = { preset = "gspo", region.low = 0.1 }
 environments = [{ serve = ["../../environments/shop"] }]
 """
 
@@ -46,7 +46,7 @@ def test_every_variant_has_a_run_for_every_seed(tmp_path: Path, monkeypatch: pyt
     assert slow.config.run.seed == 2
     assert slow.config.run.steps == 7
     assert slow.config.train.learning_rate == 1e-5
-    assert (slow.config.algorithm.ratio, slow.config.algorithm.clip_low) == ("sequence", 0.1)
+    assert (slow.config.algorithm.ratio.name, slow.config.algorithm.region.low) == ("sequence", 0.1)
     assert slow.config.environments[0].serve == (str(ROOT / "environments/shop"),)
     assert sweep.runs[0].config.train.learning_rate == 1e-3
     assert sweep.baseline == "rloo"

@@ -88,7 +88,7 @@ def test_idle_connection_does_not_block_others(exporter: PrometheusExporter) -> 
 
 def test_port_in_use_is_reported(exporter: PrometheusExporter) -> None:
     port = int(exporter.url.rsplit(":", 1)[1].split("/")[0])
-    with pytest.raises(ConfigError, match=r"choose another metrics\.prometheus_port"):
+    with pytest.raises(ConfigError, match=r"choose another metrics\.prometheus\.port"):
         PrometheusExporter(host="127.0.0.1", port=port)
 
 

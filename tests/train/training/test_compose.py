@@ -35,10 +35,9 @@ CONFIG = Path(__file__).parents[3] / "examples/quickstart/train.toml"
             "model.attention = 'flash_attention_2' has no effect with train.sequence_parallel = 2",
         ),
         (["engine.kind=vllm", "engine.vllm.pull=x"], "engine.vllm.pull"),
-        (["algorithm.constant_tokens=100"], "constant_tokens needs aggregation = 'constant'"),
+        (["algorithm.aggregation.tokens=100"], "unknown key algorithm.aggregation.tokens"),
         (["model.template_kwargs={tools='x'}"], "template_kwargs sets 'tools', which a run sets itself"),
-        (["eval.max_sessions=4"], "max_sessions needs concurrent = true"),
-        (["eval.concurrent=true", "eval.max_sessions=200"], "leaves no session to training: set it below"),
+        (["eval.concurrent.max_sessions=200"], "leaves no session to training: set it below"),
         (
             ["eval.concurrent=true", "placement.layout=colocated", "rollout.max_staleness=0"],
             "eval.concurrent needs engines that are never asleep",
@@ -58,19 +57,18 @@ def test_conflicting_settings_are_rejected(overrides: list[str], sentence: str) 
 @pytest.mark.parametrize(
     ("overrides", "engines"),
     [
-        (["rollout.stale_fraction=0"], {"current": 4}),
-        (["rollout.stale_fraction=0.1"], {"current": 4, "stale": 1}),
-        (["rollout.stale_fraction=0.25"], {"current": 4, "stale": 2}),
-        (["rollout.stale_fraction=1"], {"current": 4, "stale": 4}),
-        (["rollout.stale_fraction=0.1", "engine.vllm.stale_replicas=3"], {"current": 4, "stale": 3}),
-        (["rollout.stale_fraction=0", "eval.concurrent=true"], {"current": 4, "evaluation": 1}),
-        (["rollout.stale_fraction=0", "eval.concurrent=true", "eval.samples=0"], {"current": 4}),
+        (["rollout.stale.fraction=0"], {"current": 4}),
+        (["rollout.stale.fraction=0.1"], {"current": 4, "stale": 1}),
+        (["rollout.stale.fraction=0.25"], {"current": 4, "stale": 2}),
+        (["rollout.stale.fraction=1"], {"current": 4, "stale": 4}),
+        (["rollout.stale.fraction=0", "eval.concurrent=true"], {"current": 4, "evaluation": 1}),
+        (["rollout.stale.fraction=0", "eval.concurrent=true", "eval.samples=0"], {"current": 4}),
     ],
 )
 def test_stale_policy_has_engines_for_its_share_of_the_turns(
     overrides: list[str], engines: dict[str, int]
 ) -> None:
-    chosen = ["engine.kind=vllm", "engine.vllm.replicas=4", "engine.vllm.tensor_parallel=2"]
+    chosen = ["engine.kind=vllm", "engine.vllm.replicas=4", "engine.vllm.args.tensor_parallel_size=2"]
     config = load_config(CONFIG, [*chosen, "engine.device=cuda", *overrides])
     assert config.replicas == engines
     assert processes(config).engine_gpus == 2 * sum(engines.values())
@@ -79,7 +77,7 @@ def test_stale_policy_has_engines_for_its_share_of_the_turns(
 @pytest.mark.parametrize(
     ("key", "value", "read"),
     [
-        ("train.decay_fraction", 0.5, lambda options: options["train"].decay_fraction),
+        ("train.decay.over", 0.5, lambda options: options["train"].decay.over),
         ("algorithm.entropy_coefficient", 0.5, lambda options: options["loss"].entropy_coefficient),
         ("model.attention", "eager", lambda options: options["attention"]),
     ],
@@ -96,7 +94,7 @@ def test_every_option_of_learner_and_loss_has_a_setting() -> None:
 
 
 def test_evaluation_by_itself_needs_the_current_policy_only() -> None:
-    options = ["eval.concurrent=true", "rollout.stale_fraction=0.1", "engine.max_sessions=64"]
+    options = ["eval.concurrent=true", "rollout.stale.fraction=0.1", "engine.max_sessions=64"]
     config = load_config(CONFIG, options)
     assert config.sessions == {"current": 64, "stale": 64, "evaluation": 16}
     assert config.without_training.policies == ("current",)
@@ -135,7 +133,10 @@ def critic_of(config: RunConfig, **policy: Any) -> Critic | None:
 @pytest.mark.parametrize("own", [False, True])
 def test_credit_has_its_critic_of_the_policy_or_of_a_model(credit: str, kind: type, own: bool) -> None:
     chosen = [f"algorithm.credit={credit}", "algorithm.baseline=value", "algorithm.scale=none"]
-    chosen += ["critic.learning_rate=0.25", *[f"critic.model={CONFIG.parent}/starter"] * own]
+    chosen += [
+        "algorithm.credit.learning_rate=0.25",
+        *[f"algorithm.credit.model={CONFIG.parent}/starter"] * own,
+    ]
     config = load_config(CONFIG, chosen)
     policy, tokenizer = load_policy(config.model.path)
     before = {name: value.clone() for name, value in policy.named_parameters()}
@@ -149,7 +150,7 @@ def test_credit_has_its_critic_of_the_policy_or_of_a_model(credit: str, kind: ty
 
 
 def test_critic_with_another_vocabulary_is_rejected() -> None:
-    chosen = ["algorithm.preset=ppo", f"critic.model={CONFIG.parent}/starter"]
+    chosen = ["algorithm.preset=ppo", f"algorithm.credit.model={CONFIG.parent}/starter"]
     with pytest.raises(ConfigError, match="another vocabulary than the policy"):
         critic_of(load_config(CONFIG, chosen), model=make_model(), tokenizer=make_tokenizer())
 

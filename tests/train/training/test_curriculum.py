@@ -8,7 +8,7 @@ import pytest
 
 from agentrl_env.types import Message, TaskSample
 from agentrl_train.config import load_config
-from agentrl_train.config.sections import CurriculumSection
+from agentrl_train.config.rollout import CurriculumSection
 from agentrl_train.errors import ConfigError
 from agentrl_train.training.admission import Mixer
 from agentrl_train.training.curriculum import FILE, Curriculum, read_changes
@@ -72,7 +72,7 @@ def test_groups_of_an_earlier_level_do_not_count_for_the_next(tmp_path: Path) ->
 
 
 def test_weights_follow_learning_progress_and_keep_a_fixed_share(tmp_path: Path) -> None:
-    curriculum, mixer = make(tmp_path, mix="progress", fixed_share=0.5, every=2, levels={})
+    curriculum, mixer = make(tmp_path, mix={"name": "progress", "fixed_share": 0.5, "every": 2}, levels={})
     shop = [group("shop", share) for share in (0.0, 0.25, 0.5, 0.75)]  # progress 0.5
     house = [group("house", share) for share in (0.5, 0.5, 0.25, 0.25)]  # progress 0.25, downwards
     curriculum.trained(1, [*shop, *house])
@@ -82,7 +82,7 @@ def test_weights_follow_learning_progress_and_keep_a_fixed_share(tmp_path: Path)
 
 
 def test_weights_are_the_fixed_ones_without_progress(tmp_path: Path) -> None:
-    curriculum, mixer = make(tmp_path, mix="progress", every=1, levels={})
+    curriculum, mixer = make(tmp_path, mix={"name": "progress", "every": 1}, levels={})
     curriculum.trained(1, [group("shop", 1.0), group("house", 0.0)] * 4)
     assert mixer.weights == {"shop": 1.0, "house": 3.0}
 
@@ -90,7 +90,7 @@ def test_weights_are_the_fixed_ones_without_progress(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_resumed_run_repeats_the_draws_since_its_checkpoint(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
-    curriculum, mixer = make(tmp_path, mix="progress", every=1, raise_at=0.6)
+    curriculum, mixer = make(tmp_path, mix={"name": "progress", "every": 1}, raise_at=0.6)
     draws, saved = [], None
     for step in range(1, 13):
         if step == 5:
@@ -99,7 +99,7 @@ def test_resumed_run_repeats_the_draws_since_its_checkpoint(tmp_path: Path, seed
         draws += drawn
         curriculum.trained(step, [group(d.task, chance.random(), split=d.split) for d in drawn])
     assert saved is not None
-    resumed, again = make(tmp_path, mix="progress", every=1, raise_at=0.6)
+    resumed, again = make(tmp_path, mix={"name": "progress", "every": 1}, raise_at=0.6)
     (state, counts), done = saved
     again.restore(state)
     resumed.restore(counts)
@@ -110,7 +110,7 @@ def test_resumed_run_repeats_the_draws_since_its_checkpoint(tmp_path: Path, seed
 
 
 def test_curriculum_and_weights_may_change_on_resume(tmp_path: Path) -> None:
-    curriculum, mixer = make(tmp_path, mix="progress", every=1, raise_at=0.9)
+    curriculum, mixer = make(tmp_path, mix={"name": "progress", "every": 1}, raise_at=0.9)
     shares = (0.0, 0.5, 1.0, 1.0)
     curriculum.trained(1, [group(task, share) for share in shares for task in ("shop", "house")][:-1])
     curriculum.trained(2, [group("house", 0.0)])
@@ -118,7 +118,7 @@ def test_curriculum_and_weights_may_change_on_resume(tmp_path: Path) -> None:
     state = mixer.state()
     rest = Mixer([TaskSource(task="house", weight=2.0)], seed=1, changes=read_changes(tmp_path))
     rest.restore(state)
-    fixed = Curriculum(CurriculumSection(every=1), mixer=rest, folder=tmp_path)
+    fixed = Curriculum(CurriculumSection(), mixer=rest, folder=tmp_path)
     rest.draw()
     assert fixed.trained(3, [group("house", 1.0), group("shop", 1.0)]) == []
     assert rest.weights == {"house": 2.0}
@@ -143,14 +143,14 @@ def test_run_without_a_curriculum_has_no_metrics_of_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ('curriculum.levels={shop = ["train", "train"]}', "must list different splits"),
-        ("curriculum.levels={shop = []}", "must list different splits"),
-        ("curriculum.raise_at=0", "greater than 0"),
-        ("curriculum.raise_at=1.5", "less than or equal to 1"),
-        ("curriculum.window=1", "greater than or equal to 2"),
-        ("curriculum.fixed_share=0", "greater than 0"),
-        ("curriculum.mix=random", "'fixed' or 'progress'"),
-        ("curriculum.level=3", "did you mean levels?"),
+        ('rollout.curriculum.levels={shop = ["train", "train"]}', "must list different splits"),
+        ("rollout.curriculum.levels={shop = []}", "must list different splits"),
+        ("rollout.curriculum.raise_at=0", "greater than 0"),
+        ("rollout.curriculum.raise_at=1.5", "less than or equal to 1"),
+        ("rollout.curriculum.window=1", "greater than or equal to 2"),
+        ("rollout.curriculum.mix.fixed_share=0", "greater than 0"),
+        ("rollout.curriculum.mix=random", "is none of fixed, progress"),
+        ("rollout.curriculum.level={}", "did you mean levels?"),
     ],
 )
 def test_invalid_curriculum_is_a_config_error(override: str, words: str) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agentrl_train.advantage import advantages, shaped_rewards
 from agentrl_train.batch import pack, sequences, token_weights, without_high_covariance
-from agentrl_train.config import AlgorithmSection, ReplaySection
+from agentrl_train.config import AlgorithmSection, ReplayTable
 from agentrl_train.loss import Tokens, policy_loss
 from agentrl_train.reward.scoring import cosine_rise
 from agentrl_train.training.replay import Kept, Replay, joined, read_replay
@@ -159,7 +159,7 @@ def trained(folder: Path, *, steps: range = range(3), buffer: Replay | None = No
         algorithm=PLAIN,
         max_context=64,
         bad_batches=folder,
-        replay=ReplaySection(**section),
+        replay=ReplayTable(**section),
         check=DriftCheck(one.logprobs, inherited=range(100)),
     )
     trainer.replay = buffer or Replay()
@@ -279,9 +279,9 @@ def sampled(rows) -> tuple[np.ndarray, np.ndarray]:
 
 def test_preset_sets_replay_clip_cov_and_a_fading_reward() -> None:
     config = plain_config("algorithm.preset=spear")
-    assert config.replay.weight == 1.0
-    assert config.algorithm.covariance_share == 0.02
-    assert config.reward.functions == ("agentrl_train.reward:tool_use",)
+    assert config.algorithm.replay.weight == 1.0
+    assert config.algorithm.clip_cov.share == 0.02
+    assert [one.spelled for one in config.reward.functions] == ["agentrl_train.reward:tool_use"]
     assert config.reward.fade_steps == {"tool_use": 100}
-    assert "must be below covariance_high" in refusal("algorithm.covariance_low=50")
-    assert config.algorithm.dual_clip == 10.0
+    assert "algorithm.clip_cov: low (50) must be below high" in refusal("algorithm.clip_cov.low=50")
+    assert config.algorithm.region.dual == 10.0
