@@ -75,6 +75,7 @@ class StepTrainer:
         self._distill = distill or self.algorithm.distill
         self._replay = replay or self.algorithm.replay
         self._max_context = max_context
+        self._constant_tokens = self.algorithm.constant_tokens or max_context
         self._check = check or DriftCheck(learner.logprobs)
         self._seed = seed
         self._bad_batches = bad_batches
@@ -215,7 +216,7 @@ class StepTrainer:
                 seed=self._seed + number,
                 packed=self.learner.packs_rows,
                 shared=self.learner.shares_prefixes,
-                constant_tokens=algorithm.constant_tokens or self._max_context,
+                constant_tokens=self._constant_tokens,
                 skip_zero_advantages=algorithm.kl.coefficient == 0 and algorithm.entropy_coefficient == 0,
                 version=step.trained_version,
             )

@@ -231,14 +231,14 @@ def test_matpo_advantages_are_those_of_the_planners():
 
 def test_workers_do_not_change_the_gradient_of_the_planners():
     config = plain_config("algorithm.preset=matpo").algorithm
-    assert config.aggregation == "segment_mean"
+    assert config.aggregation.name == "segment_mean"
     planners = four_planners()
     crowded = [with_workers(planners[0], 100), *planners[1:]]
     both = []
     for members in (planners, crowded):
         values = advantage_function(config, max_context=512)([group(*members)])
         rows = sequences([group(*members)], values)
-        weights = token_weights(rows, aggregation=config.aggregation)
+        weights = token_weights(rows, aggregation=config.aggregation.name)
         roots = [number for number, one in enumerate(rows) if one.token_ids[0] == 1]
         both.append([(weights[n] * rows[n].advantages).tolist() for n in roots])
     assert both[0] == both[1]
