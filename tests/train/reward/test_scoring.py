@@ -168,7 +168,7 @@ def test_functions_of_a_run_are_found_by_path(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def brief(trajectory):\n    return 1.0\n")
     (tmp_path / "mine.toml").write_text('[reward]\nfunctions = ["mine.py:brief"]\nweights = {brief = 2.0}\n')
     config = plain_config(f"algorithm.preset={tmp_path}/mine.toml")
-    assert config.reward.functions == (f"{tmp_path}/mine.py:brief",)
+    assert [function.spelled for function in config.reward.functions] == [f"{tmp_path}/mine.py:brief"]
     made = reward_functions(config.reward)
     assert made is not None
     scored = asyncio.run(made.score(episode(Message.assistant("x"), reward=1.0)))
@@ -183,7 +183,7 @@ def test_functions_of_a_run_are_found_by_path(tmp_path: Path) -> None:
     ("override", "reason"),
     [
         ('reward.functions=["brief"]', "is no function such as"),
-        ('reward.functions=["gone.py:brief"]', "reward.functions: there is no"),
+        ('reward.functions=["gone.py:brief"]', "reward.functions.0: there is no"),
         ('reward.functions=["a:brief", "b:brief"]', "two of the name 'brief'"),
         ("reward.weights={polite = 2.0}", "weights names 'polite', which is no score"),
         ("reward.combine=best", "is none of weighted"),

@@ -117,7 +117,6 @@ def test_interpreter_without_vllm_is_rejected(tmp_path: Path) -> None:
 def critic_of(config: RunConfig, **policy: Any) -> Critic | None:
     return make_critic(
         config.critic,
-        credit=config.algorithm.credit,
         train=config.train,
         source=config.model,
         temperature=config.engine.temperature,
