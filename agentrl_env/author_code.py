@@ -35,7 +35,7 @@ def describe(error: BaseException, method: Any = None) -> str:
         error: The exception.
         method: The method that was called; its place is named where no frame of the author raised the error.
     """
-    while isinstance(error, BaseExceptionGroup):  # of a TaskGroup, whose text says nothing
+    while isinstance(error, BaseExceptionGroup):  # a TaskGroup raises one, without a useful text
         error = error.exceptions[0]
     try:
         located = isinstance(error, SyntaxError) and os.path.isfile(error.filename or "")
@@ -51,7 +51,7 @@ def describe(error: BaseException, method: Any = None) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """Return ``file:line, in function`` of the author's line that raised an error; "" where there is none."""
+    """Return ``file:line, in function`` of the author's line that raised an error, or "" if there is none."""
     if isinstance(error, SyntaxError) and os.path.isfile(error.filename or ""):
         return f"{_relative(str(error.filename))}:{error.lineno or 1}"
     step = innermost(error)
@@ -75,7 +75,7 @@ def innermost(error: BaseException) -> TracebackType | None:
 
 
 def author_traceback(error: BaseException) -> TracebackType | None:
-    """Return the traceback of an error from the author's first frame on; None where there is none."""
+    """Return the traceback of an error from the author's first frame on, or None if it has no such frame."""
     step = error.__traceback__
     while step is not None:
         file = step.tb_frame.f_code.co_filename

@@ -52,7 +52,7 @@ MIN_STEPS = 32
 MAX_STEPS = 128
 MAX_BYTES = 1024 * 1024
 MAX_UNDER_WAY = 4
-"""Batches under way at once; further steps wait and fill the next ones."""
+"""Maximum number of batches in progress. Further steps queue and fill the next batches."""
 EARLY_ANSWER_S = 0.25
 """Seconds until a batch is answered; steps that are not ready are requested again one by one."""
 MAX_SLOW = 4096
@@ -322,7 +322,7 @@ class Batcher:
             self._flush()
 
     async def _deliver_single(self, item: QueuedStep) -> None:
-        """Send a single step; once late, it no longer counts as a batch under way."""
+        """Send a single step. A late step no longer counts as a batch in progress."""
         counted = [True]
 
         def end() -> None:

@@ -58,7 +58,7 @@ class Response(NamedTuple):
     body: bytes
 
     def error(self) -> WireError | None:
-        """Return the error in the body; None where there is none of a known form."""
+        """Return the error in the body, or None if it has no known form."""
         try:
             return from_wire(from_json(self.body))
         except ValueError:
@@ -195,7 +195,7 @@ class WebSocketTransport:
                 self._connection = _Connection(await self._open())
 
     async def aclose(self) -> None:
-        """Close the connection; calls under way raise ConnectionError."""
+        """Close the connection. Calls in progress raise ConnectionError."""
         self._closed = True
         if self._connection is not None:
             await self._connection.aclose()
@@ -227,7 +227,7 @@ class WebSocketTransport:
 
 
 class _Connection:
-    """One open WebSocket and the calls under way on it."""
+    """An open WebSocket and the calls in progress on it."""
 
     def __init__(self, websocket: ClientConnection) -> None:
         self._websocket = websocket
@@ -256,7 +256,7 @@ class _Connection:
             del self._answers[number], self._sizes[number]
 
     async def aclose(self) -> None:
-        """Close the connection; calls under way raise ConnectionError."""
+        """Close the connection. Calls in progress raise ConnectionError."""
         self.closed = True
         self._reading.cancel()
         self._websocket.transport.abort()

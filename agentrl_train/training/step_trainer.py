@@ -18,7 +18,7 @@ import numpy as np
 from agentrl_train.advantage import Values
 from agentrl_train.algorithm import advantage_function, shaping_function
 from agentrl_train.batch import pack, sequences, towards_teacher, without_high_covariance
-from agentrl_train.config import AlgorithmSection, DistillTable, ReplayTable
+from agentrl_train.config import AlgorithmSection
 from agentrl_train.critics.trainer import CriticTrainer
 from agentrl_train.errors import BadUpdate, LearnerOutOfMemory, ran_out_of_memory
 from agentrl_train.learner import Learner
@@ -49,8 +49,6 @@ class StepTrainer:
         algorithm: AlgorithmSection | None = None,
         max_context: int = 2048,
         critic: CriticTrainer | None = None,
-        replay: ReplayTable | None = None,
-        distill: DistillTable | None = None,
         check: DriftCheck | None = None,
         seed: int = 0,
         bad_batches: Path = Path("bad_batches"),
@@ -72,8 +70,6 @@ class StepTrainer:
         self._critic = critic
         self._advantages = None if critic else advantage_function(self.algorithm, max_context=max_context)
         self._shaped = shaping_function(self.algorithm, max_context=max_context)
-        self._distill = distill or self.algorithm.distill
-        self._replay = replay or self.algorithm.replay
         self._max_context = max_context
         self._constant_tokens = self.algorithm.constant_tokens or max_context
         self._check = check or DriftCheck(learner.logprobs)
@@ -100,7 +96,7 @@ class StepTrainer:
                 self._bounded(rows, number, 0), step, replayed=replayed, weight=weight
             )
         metrics |= taught
-        if self._replay.weight:
+        if self.algorithm.replay.weight:
             metrics |= {
                 "replay_weight": weight,
                 "replayed_sequences": float(len(replayed)),
@@ -145,7 +141,7 @@ class StepTrainer:
         self, rows: list[TokenSequence], *, step: int
     ) -> tuple[list[TokenSequence], dict[str, float]]:
         """Return rows with the advantages of their teachers, and the estimated KL(policy || teacher)."""
-        section = self._distill
+        section = self.algorithm.distill
         if not section.weight:
             return rows, {}
         taught, gaps = list(rows), defaultdict[str, list[np.ndarray]](list)
@@ -176,7 +172,7 @@ class StepTrainer:
         self, groups: Sequence[TrajectoryGroup], values: Sequence[Sequence[Values | None]], *, step: int
     ) -> tuple[list[TokenSequence], float]:
         """Update the buffer; return the rows of the episodes to replay and the weight of their loss."""
-        section = self._replay
+        section = self.algorithm.replay
         if not section.weight:
             return [], 0.0
         returns = [self._shaped(group).returns for group in groups]

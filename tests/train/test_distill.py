@@ -159,10 +159,11 @@ def test_policy_approaches_the_teacher_of_each_task_without_any_reward(tmp_path:
     trainer = StepTrainer(
         one,
         NoEngine(),
-        algorithm=plain_config("algorithm.preset=distill", *NEEDED["distill"]).algorithm,
+        algorithm=plain_config("algorithm.preset=distill", *NEEDED["distill"]).algorithm.model_copy(
+            update={"distill": DistillTable(weight=1.0, teachers={"a": "first", "*": "second"})}
+        ),
         max_context=64,
         bad_batches=tmp_path,
-        distill=DistillTable(weight=1.0, teachers={"a": "first", "*": "second"}),
     )
     rng = np.random.default_rng(0)
     pairs = (("a", "first"), ("b", "second"))

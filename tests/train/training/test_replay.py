@@ -156,10 +156,9 @@ def trained(folder: Path, *, steps: range = range(3), buffer: Replay | None = No
     trainer = StepTrainer(
         one := learner(),
         NoEngine(),
-        algorithm=PLAIN,
+        algorithm=PLAIN.model_copy(update={"replay": ReplayTable(**section)}),
         max_context=64,
         bad_batches=folder,
-        replay=ReplayTable(**section),
         check=DriftCheck(one.logprobs, inherited=range(100)),
     )
     trainer.replay = buffer or Replay()
