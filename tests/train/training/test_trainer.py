@@ -37,6 +37,7 @@ TINY = {
     "metrics.trace": False,
 }
 Make = Callable[..., Trainer]
+NewThreads = Callable[[], set[threading.Thread]]
 
 
 @pytest.fixture(scope="module")
@@ -63,18 +64,25 @@ def logged(trainer: Trainer) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def own_threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith(("agentrl", "torch"))}
+@pytest.fixture
+def new_threads() -> NewThreads:
+    """The threads of the package that run now and did not when the test began."""
+    before = set(threading.enumerate())
+    return lambda: {
+        thread
+        for thread in set(threading.enumerate()) - before
+        if thread.name.startswith(("agentrl", "torch"))
+    }
 
 
-def test_loop_yields_trained_steps_and_closes_everything(make: Make) -> None:
+def test_loop_yields_trained_steps_and_closes_everything(make: Make, new_threads: NewThreads) -> None:
     trainer = make()
     steps = list(trainer)
     assert [step.number for step in steps] == [1, 2, 3]
     assert all({"reward", "success", "loss_tokens"} <= step.metrics.keys() for step in steps)
     assert all(step.tasks["babble"]["reward"] == step.metrics["reward"] for step in steps)
     assert [line["step"] for line in logged(trainer)] == [1, 2, 3]
-    assert own_threads() == set()
+    assert new_threads() == set()
 
 
 async def test_trains_inside_a_running_event_loop(make: Make) -> None:
@@ -105,15 +113,15 @@ def test_evaluates_and_saves_before_between_and_after_steps(make: Make, policy: 
     assert not (trainer.folder / ".saving").exists()
 
 
-def test_loop_that_is_left_early_continues(make: Make) -> None:
+def test_loop_that_is_left_early_continues(make: Make, new_threads: NewThreads) -> None:
     trainer = make()
     for step in trainer:
         assert step.number == 1
         break
-    assert own_threads() == set()
+    assert new_threads() == set()
     with pytest.raises(ZeroDivisionError):
         print([1 / (2 - step.number) for step in trainer])
-    assert own_threads() == set()
+    assert new_threads() == set()
     assert [step.number for step in make(resume=True)] == [3]
     assert [line["step"] for line in logged(trainer)] == [1, 2, 3]
 
@@ -126,14 +134,14 @@ def test_new_trainer_starts_another_run(make: Make) -> None:
         make(settings={"run.name": first.folder.name}).train()
 
 
-def test_ctrl_c_leaves_a_resumable_run(make: Make) -> None:
+def test_ctrl_c_leaves_a_resumable_run(make: Make, new_threads: NewThreads) -> None:
     def interrupt(step: Step) -> None:
         if step.number == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         make(on_step=interrupt).train()
-    assert own_threads() == set()
+    assert new_threads() == set()
     outcome = make(resume=True).train()
     assert outcome is not None
     assert outcome.step == 3
