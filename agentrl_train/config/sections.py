@@ -338,7 +338,8 @@ class ModelSection(Section):
     """The policy to train."""
 
     path: Annotated[ModelPath, Field(min_length=1)]
-    """A Hugging Face model folder, or the name of a model on the hub (``org/name``)."""
+    """A Hugging Face model folder, a name on the hub (``org/name``), a .gguf file, ``package:NAME`` for
+    weights in a Python package, or the name of a model from ``agentrl-train fetch``."""
     revision: str | None = None
     """Branch, tag or commit of a model on the hub; left out, its default branch."""
     chat_template: FilePath | None = None
@@ -346,8 +347,8 @@ class ModelSection(Section):
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, such as ``{enable_thinking = false}``."""
     tool_parser: str | None = None
-    """Syntax of tool calls, or "prompt" to describe tools and calls in the system prompt; left out, chosen by
-    the chat template."""
+    """Syntax of tool calls, or "prompt" to describe tools and calls in the system prompt; left out, stored
+    with the model by an earlier run, or chosen by the chat template."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Stop tokens, as text, beside those of the generation configuration and the tokenizer."""
     system_prompt: str | None = None

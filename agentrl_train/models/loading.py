@@ -24,6 +24,7 @@ from agentrl_train.chat import ChatFormat
 from agentrl_train.config import ModelSection
 from agentrl_train.errors import ConfigError, TrainError
 from agentrl_train.models.adapters import adapter_base, merge_adapter
+from agentrl_train.models.sources import local_model
 from agentrl_train.models.stored import (
     StoredModel,
     auto_class,
@@ -39,13 +40,17 @@ logger = logging.getLogger(__name__)
 
 MAX_REASON = 1_000
 """Characters of the library's error message that are kept."""
+STORED_SETTINGS = "agentrl"
+"""Key of the chat settings in ``tokenizer_config.json``."""
+CHAT_SETTINGS = {"stop", "tool_parser", "template_kwargs", "system_prompt"}
+"""Settings of ``[model]`` without which the weights are not the policy that was trained."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_policy(
     path: str, *, device: str = "cpu", dtype: str = "float32", revision: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the model and the tokenizer in ``path``: a folder or a model name on the hub.
+    """Return the model and the tokenizer in ``path``, any source that ``local_model`` takes.
 
     For a folder with a PEFT adapter, the adapter is merged into its base model. ``revision`` is that of a
     model on the hub.
@@ -53,6 +58,7 @@ def load_policy(
     Raises:
         ConfigError: the model does not exist, its files are not complete, or the device is not available.
     """
+    path = local_model(path)
     with _as_config_errors(path):
         _check_source(path, device)
         base = adapter_base(Path(path))
@@ -101,6 +107,7 @@ def open_policy(
     Raises:
         ConfigError: the model does not exist, or its files are not complete.
     """
+    path = local_model(path)
     with _as_config_errors(path):
         _check_source(path, "cpu")
         files = safetensors_files(path, revision=revision) if adapter_base(Path(path)) is None else []
@@ -127,7 +134,7 @@ def open_teacher(
     """
     model, tokenizer, stored = open_policy(path, dtype=dtype)
     with _as_config_errors(policy):
-        vocabulary = AutoTokenizer.from_pretrained(policy, revision=revision).get_vocab()
+        vocabulary = AutoTokenizer.from_pretrained(local_model(policy), revision=revision).get_vocab()
     if tokenizer.get_vocab() != vocabulary:
         raise ConfigError(
             f"the teacher {path!r} has other tokens than the policy {policy!r}, so it cannot score "
@@ -159,6 +166,9 @@ def chat_format(
 ) -> ChatFormat:
     """Return the chat format of a loaded policy; a template of the settings becomes the tokenizer's own.
 
+    Settings are stored in the tokenizer's configuration, so that every folder in which it is saved can be
+    served without them. Stored settings apply unless others are given.
+
     Raises:
         ConfigError: the template does not support episodes, a setting does not fit it, or the tokenizer does
             not fit the model.
@@ -166,14 +176,12 @@ def chat_format(
     if settings.chat_template is not None:
         tokenizer.chat_template = Path(settings.chat_template).read_text(encoding="utf-8")
     _check_embeddings(model, tokenizer)
-    return ChatFormat(
-        tokenizer,
-        eos_token_ids=_eos_token_ids(model),
-        stop=settings.stop,
-        tool_parser=settings.tool_parser,
-        template_kwargs=settings.template_kwargs,
-        system_prompt=settings.system_prompt,
-    )
+    stored = tokenizer.init_kwargs.get(STORED_SETTINGS) or {}
+    kept = {name: value for name, value in stored.items() if name in CHAT_SETTINGS}
+    kept |= settings.model_dump(mode="json", include=CHAT_SETTINGS, exclude_defaults=True)
+    if kept:
+        tokenizer.init_kwargs[STORED_SETTINGS] = kept
+    return ChatFormat(tokenizer, eos_token_ids=_eos_token_ids(model), **kept)
 
 
 def _eos_token_ids(model: PreTrainedModel) -> list[int]:
@@ -218,6 +226,8 @@ def _check_source(path: str, device: str) -> None:
     if is_local and not has_model:
         inner = Path(path) / "model"
         hint = f"; {str(inner)!r} is one" if (inner / "config.json").is_file() else ""
+        for file in Path(path).glob("*.gguf"):
+            hint = f"; give the path of {file}, which is dequantized"
         raise ConfigError(f"{path!r} is not a model folder: it has no config.json{hint}")
     for name in ("config.json", "generation_config.json"):
         if (file := Path(path) / name).is_file():

@@ -26,6 +26,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from agentrl_train.errors import ConfigError
 from agentrl_train.models.adapters import adapter_base
+from agentrl_train.models.sources import local_model
 from agentrl_train.models.stored import safetensors_files
 from agentrl_train.storage.atomic_io import run_folder_errors, sync_file, sync_folder
 
@@ -181,7 +182,7 @@ class _Model:
     """The tensors of a model folder, or of a model on the hub, read one at a time."""
 
     def __init__(self, path: str | Path, stack: ExitStack) -> None:
-        self.path = path
+        self.path = path = local_model(path)
         if Path(path).is_dir() and adapter_base(Path(path)) is not None:
             raise ConfigError(
                 f"{path} holds adapters, not a whole model: write it as one first, with "

@@ -24,6 +24,7 @@ from agentrl_train.errors import ConfigError
 from agentrl_train.models.adapters import adapter_base
 from agentrl_train.models.architecture import CheckpointNames
 from agentrl_train.models.loading import copy_of, load_policy
+from agentrl_train.models.sources import local_model
 from agentrl_train.placement.devices import Processes
 from agentrl_train.placement.launcher import Launcher
 from agentrl_train.types import RunningEngine, Threads, Trace
@@ -109,7 +110,7 @@ def _serving_options(processes: Processes, *, launcher: Launcher, path: str, thr
     engine, vllm = processes.engine, processes.engine.vllm
     on_cpu = engine.device == "cpu"
     options = ServingOptions(
-        model=adapter_base(Path(path)) or path,
+        model=adapter_base(Path(path)) or local_model(path),
         stop_token_ids=(),
         max_sessions=engine.max_sessions,
         max_context=engine.max_context,
